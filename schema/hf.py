@@ -1,395 +1,421 @@
-"""Hugging Face ``config.json`` -> fields of ModelSpec: one small parser for each family of published decoder models.
+"""Hugging Face ``config.json`` -> fields of ModelSpec, for the families of published decoder models.
 
-Which projection has a bias, which norm has weights and which layer attends how far is read from transformers 5.23's
-``modeling_<model_type>.py``; tests/unit/schema/test_catalogue_models.py compares the parameter counts with them.
+`PublishedConfig` has every field that some family reads. catalogue/families.toml says which, with the defaults of transformers'
+config class for that model_type and what the family's code fixes. The sizes have no defaults, because a shape that was guessed is
+worse than an error. Biases, norms and windows are those of transformers' ``modeling_<model_type>.py``, with whose models
+tests/unit/schema/test_hf.py compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from .errors import ConfigError
-from .hf_fields import (
-    Fields,
-    activation,
-    full_heads,
-    heads,
-    num_blocks,
-    rms_model,
-    rope,
-    rotary_fraction,
-    runs,
-    windows,
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
 )
+
+from .base import Frozen, read_json, shown
+from .catalogue import family_entries
+from .errors import ConfigError
 from .layers import (
     MAX_LAYERS,
     Block,
     DenseMLP,
     Embedding,
-    FeedForward,
     Head,
     LatentAttention,
     LayerRun,
     MoE,
+    Rope,
     SoftmaxAttention,
 )
 
+Size = Annotated[int, Field(strict=True, ge=1, le=10**9)]
+SizeOrZero = Annotated[int, Field(strict=True, ge=0, le=10**9)]
+Positive = Annotated[float, Field(strict=True, gt=0, lt=1e300)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 
-def _rms(
-    config: Fields,
-    attention: Mapping[str, Any],
-    mlp: Callable[[bool], FeedForward],
-    *,
-    widths: Iterable[int | None] | None = None,
-    sparse: Iterable[bool] | None = None,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    num_norms: Literal[2, 4] = 2,
-    **model: Any,
-) -> dict[str, Any]:
-    """Return the fields of a model of blocks with RMSNorm, grouped-query attention and rotary embedding.
-
-    ``mlp`` makes the feed-forward part of a layer with experts, or without; ``model`` are defaults of the config class:
-    max_seq_len, norm_eps, tied and theta.
-    """
-    shape = heads(config, config.integer("hidden_size"), kv_heads=kv_heads, head_dim=head_dim)
-    count = num_blocks(config)
-    keys = zip(widths or [None] * count, sparse or [False] * count, strict=True)
-
-    def block(key: tuple[int | None, bool]) -> Block:
-        window, is_sparse = key
-        softmax = SoftmaxAttention(**shape, window=window, **attention)
-        return Block(attention=softmax, mlp=mlp(is_sparse), num_norms=num_norms)
-
-    return rms_model(config, runs(keys, block), **model)
+_OUR_ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+ActivationName = Annotated[
+    Literal["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"],
+    AfterValidator(lambda name: _OUR_ACTIVATIONS.get(name, name)),
+]
 
 
-def _biases(config: Fields, default: bool = False) -> dict[str, bool]:
-    bias = config.boolean("attention_bias", default)
-    return {"qkv_bias": bias, "out_bias": bias}
+def _under(*names: str, default: Any = ...) -> Any:
+    """Return a field that stands in the file under the first of ``names`` that is present."""
+    return Field(default, validation_alias=AliasChoices(*names))
 
 
-def _llama(config: Fields) -> dict[str, Any]:
-    mlp = _swiglu(config, bias=config.boolean("mlp_bias", False))
-    return _rms(config, _biases(config), lambda _: mlp, max_seq_len=2048)
+class RopeSettings(BaseModel):
+    """The object ``rope_parameters`` (transformers 5) or ``rope_scaling`` (before)."""
 
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
-def _mistral(config: Fields) -> dict[str, Any]:
-    widths = [config.optional_integer("sliding_window", 4096)] * num_blocks(config)
-    return _rms(config, {}, lambda _: _swiglu(config), widths=widths, kv_heads=8, max_seq_len=4096 * 32)
-
-
-def _mixtral(config: Fields) -> dict[str, Any]:
-    widths = [config.optional_integer("sliding_window")] * num_blocks(config)
-    moe = _moe(config, "intermediate_size", "num_local_experts")
-    others: dict[str, Any] = {"max_seq_len": 4096 * 32, "norm_eps": 1e-5, "theta": 1e6}
-    return _rms(config, {}, lambda _: moe, widths=widths, kv_heads=8, **others)
-
-
-def _qwen2(config: Fields) -> dict[str, Any]:
-    attention, widths = {"qkv_bias": True}, _qwen_windows(config)
-    return _rms(config, attention, lambda _: _swiglu(config), widths=widths, kv_heads=32, max_seq_len=32768)
-
-
-def _qwen2_moe(config: Fields) -> dict[str, Any]:
-    shared = config.integer("shared_expert_intermediate_size", default=5632)
-    moe = _moe(config, "moe_intermediate_size", shared_ffn_dim=shared, shared_gate=True, **_normalized(config))
-    last = config.integer("max_window_layers", default=28, minimum=0)
-    return _rms(
-        config,
-        {"qkv_bias": config.boolean("qkv_bias", True)},
-        lambda is_sparse: moe if is_sparse else _swiglu(config),
-        widths=windows(config, _qwen_window(config), lambda idx: idx % 2 == 0 and idx < last),
-        sparse=_qwen_sparse(config),
-        kv_heads=16,
-        max_seq_len=32768,
+    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "su"] = _under(
+        "rope_type", "type", default="default"
     )
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    partial_rotary_factor: Fraction | None = None
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    attention_factor: Positive | None = None
+    truncate: StrictBool = True
 
 
-def _qwen3(config: Fields) -> dict[str, Any]:
-    attention, widths = {**_biases(config), "qk_norm": "per_head"}, _qwen_windows(config)
-    others: dict[str, Any] = {"kv_heads": 32, "head_dim": 128, "max_seq_len": 32768}
-    return _rms(config, attention, lambda _: _swiglu(config), widths=widths, **others)
+class PublishedConfig(Frozen):
+    """The fields of a config.json that some family reads."""
 
+    model_config = ConfigDict(extra="ignore")
 
-def _qwen3_moe(config: Fields) -> dict[str, Any]:
-    moe = _moe(config, "moe_intermediate_size", **_normalized(config))
-    return _rms(
-        config,
-        {**_biases(config), "qk_norm": "per_head"},
-        lambda is_sparse: moe if is_sparse else _swiglu(config),
-        widths=[_qwen_window(config)] * num_blocks(config),
-        sparse=_qwen_sparse(config),
-        kv_heads=4,
-        max_seq_len=32768,
+    vocab_size: Size
+    hidden_size: Size = _under("n_embd", "hidden_size")
+    num_hidden_layers: Annotated[Size, Field(le=MAX_LAYERS)] = _under("n_layer", "num_hidden_layers")
+    max_position_embeddings: Size = _under("n_positions", "max_position_embeddings", default=2048)
+    tie_word_embeddings: StrictBool = False
+    norm_eps: Positive = _under("layer_norm_epsilon", "layer_norm_eps", "norm_eps", "rms_norm_eps", default=1e-6)
+    use_parallel_residual: StrictBool = False
+
+    rope_theta: Positive = _under("rotary_emb_base", "rope_theta", default=10000.0)
+    rope_scaling: RopeSettings | None = None
+    rope_parameters: RopeSettings | None = None
+    original_max_position_embeddings: Size | None = None
+    partial_rotary_factor: Fraction | None = _under("rotary_pct", "partial_rotary_factor", default=None)
+
+    num_attention_heads: Size = _under("n_head", "num_attention_heads")
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    attention_bias: StrictBool = _under("attention_bias", "enable_bias", default=False)
+    qkv_bias: StrictBool | None = None
+    attn_logit_softcapping: Positive | None = None
+    use_qk_norm: StrictBool = False
+    no_rope_layers: list[StrictInt] | None = None
+    no_rope_layer_interval: Size | None = None
+    kv_lora_rank: Size | None = None
+    q_lora_rank: Size | None = None
+    qk_nope_head_dim: Size | None = None
+    qk_rope_head_dim: Size | None = None
+    v_head_dim: Size | None = None
+
+    layer_types: list[Literal["sliding_attention", "chunked_attention", "full_attention"]] | None = None
+    use_sliding_window: StrictBool = True
+    max_window_layers: SizeOrZero = 0
+    sliding_window: Size | None = None
+    attention_chunk_size: Size | None = None
+
+    intermediate_size: Size | None = _under(
+        "ffn_dim", "n_inner", "intermediate_size_mlp", "intermediate_size", default=None
     )
+    hidden_act: ActivationName = _under("activation_function", "hidden_activation", "hidden_act", default="silu")
+    mlp_bias: StrictBool = _under("mlp_bias", "enable_bias", default=False)
+    num_experts: Size | None = _under("n_routed_experts", "num_experts", "num_local_experts", default=None)
+    num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = _under("moe_intermediate_size", "intermediate_size", default=None)
+    shared_expert_intermediate_size: Size | None = None
+    n_shared_experts: SizeOrZero | None = None
+    norm_topk_prob: StrictBool = True
+    routed_scaling_factor: Positive = 1.0
+    n_group: Size | None = None
+    topk_group: Size | None = None
+    first_k_dense_replace: SizeOrZero = 0
+    decoder_sparse_step: Size = _under("interleave_moe_layer_step", "decoder_sparse_step", default=1)
+    mlp_only_layers: list[StrictInt] | None = None
+    moe_layers: list[StrictInt] | None = None
+    word_embed_proj_dim: Size | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused_window(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Files that do not use it hold 0 or a length that means nothing."""
+        return {**data, "sliding_window": None} if data.get("use_sliding_window") is False else data
 
-def _gemma2(config: Fields) -> dict[str, Any]:
-    attention = {**_biases(config), "logit_softcap": config.optional_number("attn_logit_softcapping", 50.0)}
-    mlp = _swiglu(config, activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"))
-    others: dict[str, Any] = {"kv_heads": 4, "head_dim": 256, "num_norms": 4, "max_seq_len": 8192, "tied": True}
-    return _rms(config, attention, lambda _: mlp, widths=_alternating(config, 4096), **others)
+    @field_validator("rope_scaling", "rope_parameters", mode="before")
+    @classmethod
+    def _take_full_attention(cls, value: Any) -> Any:
+        """Take the settings of full attention, where each layer type has its own; an empty object is the same as none."""
+        return (value.get("full_attention", value) or None) if isinstance(value, dict) else value
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        count, types, listed = self.num_hidden_layers, self.layer_types, self.no_rope_layers
+        if types is not None and len(types) != count:
+            raise ValueError(f"layer_types has {len(types)} entries but num_hidden_layers = {count}")
+        if listed and len(listed) < count:
+            raise ValueError(f"no_rope_layers has {len(listed)} entries but num_hidden_layers = {count}")
+        if self.word_embed_proj_dim not in (None, self.hidden_size):
+            raise ValueError(
+                f"word_embed_proj_dim = {self.word_embed_proj_dim}: it must be hidden_size, {self.hidden_size}"
+            )
+        if self.head_dim is None and self.kv_lora_rank is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads must divide the hidden size, {self.hidden_size}, where there is "
+                "no head_dim"
+            )
+        return self
 
-def _olmoe(config: Fields) -> dict[str, Any]:
-    if config.optional_number("clip_qkv") is not None:
-        config.refuse("clip_qkv", "clipped queries, keys and values are not supported")
-    moe = _moe(config, "intermediate_size", **_normalized(config))
-    return _rms(config, {**_biases(config), "qk_norm": "full"}, lambda _: moe, max_seq_len=4096, norm_eps=1e-5)
+    def rotates(self, idx: int) -> bool:
+        """Return whether a layer rotates queries and keys; an empty no_rope_layers (as published) is the same as none."""
+        if self.no_rope_layers:
+            return self.no_rope_layers[idx] != 0
+        return self.no_rope_layer_interval is None or (idx + 1) % self.no_rope_layer_interval != 0
 
+    def is_sparse(self, idx: int) -> bool:
+        """Return whether a layer routes to experts."""
+        if self.num_experts is None or idx < self.first_k_dense_replace or idx in (self.mlp_only_layers or ()):
+            return False
+        return (idx + 1) % self.decoder_sparse_step == 0 if self.moe_layers is None else idx in self.moe_layers
 
-def _gpt_oss(config: Fields) -> dict[str, Any]:
-    config = config.with_default("rope_scaling", "rope_parameters", value=_GPT_OSS_ROPE)
-    moe = _moe(config, "intermediate_size", "num_local_experts", bias=True, router_bias=True, router="top_k_softmax")
-    attention = {**_biases(config, default=True), "sinks": True}
-    others: dict[str, Any] = {"kv_heads": 8, "head_dim": 64, "max_seq_len": 131072, "norm_eps": 1e-5, "theta": 150000.0}
-    return _rms(config, attention, lambda _: moe, widths=_alternating(config, 128), **others)
+    @property
+    def rope_settings(self) -> RopeSettings:
+        """Rotary embedding as the file states it."""
+        return self.rope_scaling or self.rope_parameters or RopeSettings()
 
+    @property
+    def rope_fraction(self) -> float:
+        """Part of each head that is rotated."""
+        stated = (self.rope_settings.partial_rotary_factor, self.partial_rotary_factor)
+        return next((fraction for fraction in stated if fraction is not None), 1.0)
 
-_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
-
-
-def _deepseek_v2(config: Fields) -> dict[str, Any]:
-    if config.boolean("mlp_bias", False):
-        config.refuse("mlp_bias", "biases of DeepSeek's feed-forward are not supported")
-    return rms_model(config, _deepseek_blocks(config, dense=0, shared=2, router="softmax"), max_seq_len=2048)
-
-
-def _deepseek_v3(config: Fields) -> dict[str, Any]:
-    # The checkpoint's multi-token-prediction module stays out, as in the published total and in transformers.
-    return rms_model(config, _deepseek_blocks(config, dense=3, shared=1, router="sigmoid"), max_seq_len=4096)
-
-
-def _deepseek_blocks(config: Fields, *, dense: int, shared: int, router: str) -> tuple[LayerRun, ...]:
-    attention = LatentAttention(
-        num_heads=config.integer("num_attention_heads"),
-        q_lora_rank=config.optional_integer("q_lora_rank", 1536),
-        kv_lora_rank=config.integer("kv_lora_rank"),
-        qk_nope_head_dim=config.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=config.integer("qk_rope_head_dim"),
-        v_head_dim=config.integer("v_head_dim"),
-        bias=config.boolean("attention_bias", False),
-    )
-    if config.integer("moe_layer_freq", default=1) != 1:
-        config.refuse("moe_layer_freq", "only 1 is supported, as in transformers")
-    num_shared = config.optional_integer("n_shared_experts", shared, minimum=0) or 0
-    shared_ffn_dim = num_shared * config.integer("moe_intermediate_size")
-    groups = {
-        "num_groups": config.optional_integer("n_group", 1) or 1,
-        "top_groups": config.optional_integer("topk_group", 1) or 1,
-    }
-    scores = {"router": router, **_normalized(config, default=router == "sigmoid")}
-    scores["scale"] = config.number("routed_scaling_factor", 2.5 if router == "sigmoid" else 1.0)
-    moe = _moe(config, "moe_intermediate_size", "n_routed_experts", shared_ffn_dim=shared_ffn_dim, **groups, **scores)
-    first = config.integer("first_k_dense_replace", default=dense, minimum=0)
-
-    def block(sparse: bool) -> Block:
-        return Block(attention=attention, mlp=moe if sparse else _swiglu(config))
-
-    return runs((idx >= first for idx in range(num_blocks(config))), block)
-
-
-def _layernorm(
-    config: Fields,
-    hidden_dim: int,
-    attention: Mapping[str, Any],
-    mlp: Mapping[str, Any],
-    *,
-    tied: bool = False,
-    num_blocks_names: tuple[str, ...] = ("num_hidden_layers",),
-    num_positions: int = 0,
-    parallel_residual: bool = False,
-    **model: Any,
-) -> dict[str, Any]:
-    """Return the fields of a model of equal blocks with LayerNorm and a feed-forward part without a gate."""
-    vocab_size, tied = config.integer("vocab_size"), config.boolean("tie_word_embeddings", tied)
-    norm: dict[str, Any] = {"norm": "layernorm", "norm_bias": True}
-    part = DenseMLP(gated=False, **mlp)
-    block = Block(attention=SoftmaxAttention(**attention), mlp=part, parallel_residual=parallel_residual, **norm)
-    layers = (
-        LayerRun(layer=Embedding(vocab_size=vocab_size, num_positions=num_positions)),
-        LayerRun(layer=block, count=config.integer(*num_blocks_names, maximum=MAX_LAYERS)),
-        LayerRun(layer=Head(vocab_size=vocab_size, tied=tied, **norm)),
-    )
-    return {"hidden_dim": hidden_dim, "layers": layers, "tie_embeddings": tied, **model}
-
-
-def _gpt2(config: Fields) -> dict[str, Any]:
-    if config.boolean("add_cross_attention", False):
-        config.refuse("add_cross_attention", "only decoders without cross-attention are supported")
-    hidden_dim = config.integer("n_embd", "hidden_size")
-    attention = {**full_heads(config, hidden_dim, "n_head"), "qkv_bias": True, "out_bias": True, "rope_fraction": 0.0}
-    gelu, ffn_dim = activation(config, "activation_function", "gelu_new"), config.optional_integer("n_inner")
-    mlp = {"ffn_dim": ffn_dim or 4 * hidden_dim, "activation": gelu, "bias": True}
-    max_seq_len = config.integer("n_positions", "max_position_embeddings", default=1024)
-    model: dict[str, Any] = {
-        "max_seq_len": max_seq_len,
-        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
-        "rope": None,
-    }
-    names = ("n_layer", "num_hidden_layers")
-    return _layernorm(
-        config, hidden_dim, attention, mlp, tied=True, num_blocks_names=names, num_positions=max_seq_len, **model
-    )
-
-
-def _opt(config: Fields) -> dict[str, Any]:
-    hidden_dim = config.integer("hidden_size")
-    if not config.boolean("do_layer_norm_before", True) or config.boolean("_remove_final_layer_norm", False):
-        config.refuse("do_layer_norm_before", "only the sizes of OPT that norm before each part are supported")
-    if (config.optional_integer("word_embed_proj_dim") or hidden_dim) != hidden_dim:
-        config.refuse("word_embed_proj_dim", "embeddings of another width than the blocks are not supported")
-    bias = config.boolean("enable_bias", True)
-    attention = {**full_heads(config, hidden_dim), "qkv_bias": bias, "out_bias": bias, "rope_fraction": 0.0}
-    relu = activation(config, "activation_function", "relu")
-    mlp = {"ffn_dim": config.integer("ffn_dim"), "activation": relu, "bias": bias}
-    max_seq_len = config.integer("max_position_embeddings", default=2048)
-    model: dict[str, Any] = {"max_seq_len": max_seq_len, "norm_eps": 1e-5, "rope": None}
-    # The first two rows of the positions are for padding.
-    return _layernorm(config, hidden_dim, attention, mlp, tied=True, num_positions=max_seq_len + 2, **model)
-
-
-def _gpt_neox(config: Fields) -> dict[str, Any]:
-    hidden_dim = config.integer("hidden_size")
-    fraction = rotary_fraction(config, 0.25, "rotary_pct")
-    attention = {**full_heads(config, hidden_dim), **_biases(config, default=True), "rope_fraction": fraction}
-    gelu = activation(config, default="gelu")
-    mlp = {"ffn_dim": config.integer("intermediate_size"), "activation": gelu, "bias": True}
-    parallel = config.boolean("use_parallel_residual", True)
-    max_seq_len = config.integer("max_position_embeddings", default=2048)
-    model: dict[str, Any] = {"max_seq_len": max_seq_len, "norm_eps": config.number("layer_norm_eps", 1e-5)}
-    rotary = rope(config, max_seq_len, theta_name="rotary_emb_base")
-    return _layernorm(config, hidden_dim, attention, mlp, parallel_residual=parallel, rope=rotary, **model)
-
-
-def _nemotron(config: Fields) -> dict[str, Any]:
-    hidden_dim, fraction = config.integer("hidden_size"), rotary_fraction(config, 0.5)
-    attention = {**heads(config, hidden_dim), **_biases(config), "rope_fraction": fraction}
-    relu2, bias = activation(config, default="relu2"), config.boolean("mlp_bias", False)
-    mlp = {"ffn_dim": config.integer("intermediate_size"), "activation": relu2, "bias": bias}
-    max_seq_len = config.integer("max_position_embeddings", default=4096)
-    model: dict[str, Any] = {"max_seq_len": max_seq_len, "norm_eps": config.number("norm_eps", 1e-5)}
-    return _layernorm(config, hidden_dim, attention, mlp, rope=rope(config, max_seq_len), **model)
-
-
-def _phi3(config: Fields) -> dict[str, Any]:
-    widths = [config.optional_integer("sliding_window")] * num_blocks(config)
-    attention = {"rope_fraction": rotary_fraction(config)}
-    return _rms(config, attention, lambda _: _swiglu(config), widths=widths, max_seq_len=4096, norm_eps=1e-5)
-
-
-def _llama4(config: Fields) -> dict[str, Any]:
-    text = config.section("text_config")
-    if text is None:
-        raise ConfigError("field `text_config` is missing")
-    return _llama4_text(text)
-
-
-def _llama4_text(config: Fields) -> dict[str, Any]:
-    bias = config.boolean("attention_bias", False)
-    shape = heads(config, config.integer("hidden_size"), kv_heads=8, head_dim=128)
-    shape |= {"qkv_bias": bias, "out_bias": bias}
-    qk_norm = config.boolean("use_qk_norm", True)
-    rotated = _llama4_rotated(config)
-    chunk = config.optional_integer("attention_chunk_size", 8192)
-    local = windows(config, chunk, lambda idx: rotated[idx], local="chunked_attention")
-    shared = config.integer("intermediate_size")
-    moe = _moe(
-        config, "intermediate_size", "num_local_experts", shared_ffn_dim=shared, router="sigmoid", normalize=False
-    )
-
-    def block(key: tuple[bool, int | None, bool]) -> Block:
-        rotate, window, sparse = key
-        norm: Any = "weightless" if qk_norm and rotate else "none"
-        attention = SoftmaxAttention(
-            **shape, window=window, chunked=window is not None, qk_norm=norm, rope_fraction=float(rotate)
+    def rope(self) -> Rope:
+        """Return the rotary embedding."""
+        settings = self.rope_settings
+        theta, kind = settings.rope_theta or self.rope_theta, settings.rope_type
+        if kind == "default":
+            return Rope(theta=theta)
+        length = None if kind in ("linear", "dynamic") else self.max_position_embeddings
+        original = settings.original_max_position_embeddings or self.original_max_position_embeddings or length
+        numbers = {"low_freq_factor", "high_freq_factor"}
+        if kind == "yarn":
+            numbers |= {"mscale", "mscale_all_dim", "attention_factor", "beta_fast", "beta_slow", "truncate"}
+        return Rope(
+            theta=theta,
+            scaling="longrope" if kind == "su" else kind,  # Phi-3's first spelling
+            # transformers, too, takes the ratio of the two lengths where the file names no factor
+            factor=settings.factor or (self.max_position_embeddings / original if original else 1.0),
+            original_max_seq_len=original,
+            **settings.model_dump(include=numbers),
         )
-        return Block(attention=attention, mlp=moe if sparse else _swiglu(config, "intermediate_size_mlp", 16384))
-
-    blocks = runs(zip(rotated, local, _llama4_sparse(config), strict=True), block)
-    return rms_model(config, blocks, max_seq_len=4096 * 32, norm_eps=1e-5, theta=500000.0)
 
 
-def _llama4_rotated(config: Fields) -> list[bool]:
-    """Return which layers rotate queries and keys; an empty no_rope_layers (as published) is the same as none."""
-    count, listed = num_blocks(config), config.items("no_rope_layers", int)
-    interval = config.integer("no_rope_layer_interval", default=4)
-    if not listed:
-        return [(idx + 1) % interval != 0 for idx in range(count)]
-    if len(listed) < count:
-        raise ConfigError(f"no_rope_layers has {len(listed)} entries but num_hidden_layers = {count}")
-    return [flag != 0 for flag in listed[:count]]
+def _even(config: PublishedConfig, idx: int) -> bool:
+    return idx % 2 == 0
 
 
-def _llama4_sparse(config: Fields) -> list[bool]:
-    step = config.integer("interleave_moe_layer_step", default=1)
-    listed = config.items("moe_layers", int)
-    chosen = None if listed is None else set(listed)
-    return [(idx + 1) % step == 0 if chosen is None else idx in chosen for idx in range(num_blocks(config))]
-
-
-def _swiglu(config: Fields, width: str = "intermediate_size", default: int | None = None, **rest: Any) -> DenseMLP:
-    return DenseMLP(**{"ffn_dim": config.integer(width, default=default), "activation": activation(config), **rest})
-
-
-def _normalized(config: Fields, *, default: bool = False) -> dict[str, Any]:
-    return {"normalize": config.boolean("norm_topk_prob", default)}
-
-
-def _moe(config: Fields, width: str, experts: str = "num_experts", **rest: Any) -> FeedForward:
-    # transformers reads and writes the number under either of the first two names for most families
-    num_experts = config.integer(experts, "num_experts", "num_local_experts")
-    top_k = config.integer("num_experts_per_tok")
-    if top_k > num_experts:
-        config.refuse("num_experts_per_tok", f"exceeds the number of experts, {num_experts}")
-    ffn_dim = config.integer(width)
-    return MoE(num_experts=num_experts, top_k=top_k, ffn_dim=ffn_dim, activation=activation(config), **rest)
-
-
-def _alternating(config: Fields, default: int) -> Iterable[int | None]:
-    """Sliding, full, sliding, full ...: Gemma-2 and gpt-oss."""
-    return windows(config, config.optional_integer("sliding_window", default), lambda idx: idx % 2 == 0)
-
-
-def _qwen_window(config: Fields) -> int | None:
-    # Read only where it is used: files that do not use it hold 0 or a length that means nothing.
-    return config.optional_integer("sliding_window", 4096) if config.boolean("use_sliding_window", False) else None
-
-
-def _qwen_windows(config: Fields) -> Iterable[int | None]:
-    first = config.integer("max_window_layers", default=28, minimum=0)
-    return windows(config, _qwen_window(config), lambda idx: idx >= first)
-
-
-def _qwen_sparse(config: Fields) -> list[bool]:
-    step = config.integer("decoder_sparse_step", default=1)
-    dense = set(config.items("mlp_only_layers", int) or ())
-    return [idx not in dense and (idx + 1) % step == 0 for idx in range(num_blocks(config))]
-
-
-Parser = Callable[[Fields], dict[str, Any]]
-
-
-FAMILIES: dict[str, tuple[str, Parser]] = {
-    "llama": ("LlamaForCausalLM", _llama),
-    "mistral": ("MistralForCausalLM", _mistral),
-    "mixtral": ("MixtralForCausalLM", _mixtral),
-    "qwen2": ("Qwen2ForCausalLM", _qwen2),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen2_moe),
-    "qwen3": ("Qwen3ForCausalLM", _qwen3),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
-    "gemma2": ("Gemma2ForCausalLM", _gemma2),
-    "olmoe": ("OlmoeForCausalLM", _olmoe),
-    "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", _deepseek_v2),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
-    "gpt2": ("GPT2LMHeadModel", _gpt2),
-    "opt": ("OPTForCausalLM", _opt),
-    "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
-    "nemotron": ("NemotronForCausalLM", _nemotron),
-    "phi3": ("Phi3ForCausalLM", _phi3),
-    "llama4": ("Llama4ForConditionalGeneration", _llama4),
-    "llama4_text": ("Llama4ForCausalLM", _llama4_text),
+SLIDES: dict[str, Callable[[PublishedConfig, int], bool]] = {
+    "all": lambda config, idx: True,
+    "even": _even,
+    "from_max_window_layers": lambda config, idx: idx >= config.max_window_layers,
+    "even_before_max_window_layers": lambda config, idx: _even(config, idx) and idx < config.max_window_layers,
+    "rotated": PublishedConfig.rotates,
 }
+"""Which layers have the window, where the file does not list them."""
+
+COMMON = (
+    "num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "max_position_embeddings", "tie_word_embeddings",
+    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
+)  # fmt: skip
+"""Fields that every family reads, where they are there."""
+
+
+class Family(Frozen):
+    """A model_type of catalogue/families.toml, which explains the fields."""
+
+    architecture: str
+    defaults: dict[str, Any] = Field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    base_sizes: tuple[str, ...] = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    sizes: tuple[str, ...] = ("intermediate_size",)
+    slides: str = "all"
+    attention: dict[str, Any] = Field(default_factory=dict)
+    mlp: dict[str, Any] = Field(default_factory=dict)
+    moe: dict[str, Any] = Field(default_factory=dict)
+    block: dict[str, Any] = Field(default_factory=dict)
+    norm: dict[str, Any] = Field(default_factory=dict)
+    ffn_ratio: int = 0
+    extra_positions: int | None = None
+    refuses: dict[str, str] = Field(default_factory=dict)
+    text_model: str | None = None
+
+    def read(self, content: Mapping[str, Any]) -> PublishedConfig:
+        """Read the content of a config.json.
+
+        Raises:
+            ConfigError: a size is missing, a value is wrong or not supported.
+        """
+        for name, why in self.refuses.items():
+            if name in content and content[name] != self.defaults.get(name):
+                raise ConfigError(f"{name} = {shown(content[name])}: {why}")
+        optional = (name for name in (*COMMON, *self.defaults, *self.reads) if name in content)
+        fields = self.defaults | {name: content[name] for name in optional}
+        for size in (*self.base_sizes, *self.sizes):
+            name = next((name for name in size.split("|") if name in content), None)
+            if name is None:
+                raise ConfigError(f"field `{size.split('|')[0]}` is missing")
+            fields[name] = content[name]
+        return PublishedConfig(**fields)
+
+    def spec_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ModelSpec, but name, architecture and source, that a config.json says.
+
+        Raises:
+            ConfigError: a size is missing, a value is wrong or not supported.
+        """
+        config = self.read(content)
+        block = cache(lambda *key: self._block(config, *key))
+        idxs = range(config.num_hidden_layers)
+        keys = groupby((self._window(config, idx), config.is_sparse(idx), config.rotates(idx)) for idx in idxs)
+        length, vocab, is_rotary = config.max_position_embeddings, config.vocab_size, self.extra_positions is None
+        num_positions = 0 if self.extra_positions is None else length + self.extra_positions
+        layers = (
+            LayerRun(layer=Embedding(vocab_size=vocab, num_positions=num_positions)),
+            *(LayerRun(layer=block(*key), count=len(list(group))) for key, group in keys),
+            LayerRun(layer=Head(vocab_size=vocab, tied=config.tie_word_embeddings, **self.norm)),
+        )
+        return {
+            "hidden_dim": config.hidden_size,
+            "layers": layers,
+            "tie_embeddings": config.tie_word_embeddings,
+            "max_seq_len": length,
+            "norm_eps": config.norm_eps,
+            "rope": config.rope() if is_rotary else None,
+        }
+
+    def _window(self, config: PublishedConfig, idx: int) -> int | None:
+        types = config.layer_types
+        slides = types[idx] != "full_attention" if types else SLIDES[self.slides](config, idx)
+        return (config.attention_chunk_size or config.sliding_window) if slides else None
+
+    def _block(self, config: PublishedConfig, window: int | None, is_sparse: bool, rotates: bool) -> Block:
+        return Block(
+            attention=self._latent(config) if config.kv_lora_rank else self._softmax(config, window, rotates),
+            mlp=self._moe(config) if is_sparse else self._dense(config),
+            parallel_residual=config.use_parallel_residual,
+            **self.block,
+            **self.norm,
+        )
+
+    def _softmax(self, config: PublishedConfig, window: int | None, rotates: bool) -> SoftmaxAttention:
+        num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+        fields = {
+            "kind": "mha" if num_kv_heads == config.num_attention_heads else "gqa",
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
+            "window": window,
+            "chunked": window is not None and config.attention_chunk_size is not None,
+            "qkv_bias": config.attention_bias if config.qkv_bias is None else config.qkv_bias,
+            "out_bias": config.attention_bias,
+            "qk_norm": "weightless" if config.use_qk_norm and rotates else "none",
+            "rope_fraction": config.rope_fraction if rotates else 0.0,
+            "logit_softcap": config.attn_logit_softcapping,
+        }
+        return SoftmaxAttention(**{**fields, **self.attention})
+
+    def _latent(self, config: PublishedConfig) -> LatentAttention:
+        ranks = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+        fields = config.model_dump(include=ranks)
+        return LatentAttention(num_heads=config.num_attention_heads, bias=config.attention_bias, **fields)
+
+    def _dense(self, config: PublishedConfig) -> DenseMLP:
+        width = config.intermediate_size or self.ffn_ratio * config.hidden_size
+        if not width:
+            raise ConfigError("field `intermediate_size` is missing")
+        return DenseMLP(**{"ffn_dim": width, "activation": config.hidden_act, "bias": config.mlp_bias, **self.mlp})
+
+    def _moe(self, config: PublishedConfig) -> MoE:
+        width = config.moe_intermediate_size
+        fields = {
+            "num_experts": config.num_experts,
+            "top_k": config.num_experts_per_tok,
+            "ffn_dim": width,
+            "shared_ffn_dim": config.shared_expert_intermediate_size or (config.n_shared_experts or 0) * (width or 0),
+            "normalize": config.norm_topk_prob,
+            "scale": config.routed_scaling_factor,
+            "num_groups": config.n_group or 1,
+            "top_groups": config.topk_group or 1,
+            "activation": config.hidden_act,
+        }
+        return MoE(**{**fields, **self.moe})
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return the supported families by model_type."""
+    return {model_type: Family(**entry) for model_type, entry in family_entries().items()}
+
+
+def fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | None = None) -> dict[str, Any]:
+    """Read the fields of a ModelSpec, without vision and audio parts and multi-token-prediction modules.
+
+    The name is the given one, ``_name_or_path`` of the file, the folder's name, or the architecture.
+
+    Raises:
+        ConfigError: the file cannot be read, lacks a field, or is of an architecture that is not supported.
+    """
+    content, path, where = config, None, "config"
+    if not isinstance(config, Mapping):
+        path = _config_path(Path(config))
+        content, where = read_json(path), str(path)
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where} is not a model's config.json: it holds a {type(content).__name__}, not an object")
+    stored = content.get("_name_or_path")
+    if isinstance(stored, str) and stored:
+        name = name or stored
+    elif path is not None:
+        name = name or (path.absolute().parent.name if path.name == "config.json" else path.stem)
+    try:
+        family = _family(content)
+        if family.text_model is not None:
+            family, content = families()[family.text_model], content.get("text_config")
+            if not isinstance(content, Mapping):
+                raise ConfigError(f"field `text_config` is {shown(content)}, not an object")
+        fields = family.spec_fields(content)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}", details=error.details, help=error.help) from None
+    return {"name": name or family.architecture, "architecture": family.architecture, **fields}
+
+
+def _config_path(path: Path) -> Path:
+    try:
+        if path.is_dir() and not (path / "config.json").exists():
+            raise ConfigError(f"cannot read {shown(str(path / 'config.json'))}: the folder holds no config.json")
+        return path / "config.json" if path.is_dir() else path
+    except OSError as error:  # a name longer than the file system allows
+        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from None
+
+
+def _family(content: Mapping[str, Any]) -> Family:
+    """Return the family of ``architectures[0]`` (it names the head as well) or, without it, of ``model_type``."""
+    listed, model_type = content.get("architectures"), content.get("model_type")
+    if listed is not None and not (isinstance(listed, list) and all(isinstance(item, str) for item in listed)):
+        raise ConfigError(f"architectures = {shown(listed)}: must be a list of names")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ConfigError(f"model_type = {shown(model_type)}: must be a name")
+    if not listed and model_type is None:
+        raise ConfigError("neither `architectures` nor `model_type` is there", help="is this a model's config.json?")
+    by_architecture = {family.architecture: known for known, family in families().items()}
+    known = by_architecture.get(listed[0]) if listed else model_type
+    if known not in families():
+        what = f"architecture {shown(listed[0])}" if listed else f"model_type {shown(model_type)}"
+        raise ConfigError(f"{what} is not supported", help=f"supported are {', '.join(sorted(by_architecture))}")
+    if model_type not in (None, known):
+        raise ConfigError(f"architecture {listed[0]} is of model_type {known}, but model_type = {shown(model_type)}")
+    return families()[known]

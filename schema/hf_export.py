@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import ConfigError
-from .hf import FAMILIES
+from .hf import families
 from .layers import Block, DenseMLP, LatentAttention, MoE, Rope, SoftmaxAttention
 from .model import ModelSpec
 
 _WRITTEN = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt2",
 )  # fmt: skip
-_MODEL_TYPE = {FAMILIES[model_type][0]: model_type for model_type in _WRITTEN}
 _EXPERT_WIDTH = {"mixtral": "intermediate_size", "olmoe": "intermediate_size"}
 _EXPERT_COUNT = {
     "mixtral": "num_local_experts",
@@ -28,7 +27,7 @@ def hf_config(model: ModelSpec) -> dict[str, Any]:
     Raises:
         ConfigError: the family's config.json has no way to say what the model is.
     """
-    model_type = _MODEL_TYPE.get(model.architecture)
+    model_type = next((name for name in _WRITTEN if families()[name].architecture == model.architecture), None)
     if model_type is None:
         raise ConfigError(f"{model.name}: this version writes no config.json for {model.architecture}")
     config: dict[str, Any] = {"architectures": [model.architecture], "model_type": model_type}

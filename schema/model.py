@@ -1,6 +1,6 @@
 """ModelSpec: a decoder-only transformer as an ordered run-length list of layers.
 
-Its layers are in layers.py. A published ``config.json`` is read by the parser of its family (hf.py). Parameter counts are exact;
+Its layers are in layers.py. A published ``config.json`` is read by hf.py. Parameter counts are exact;
 they are compared with the real models in tests/unit/schema/test_catalogue_models.py.
 """
 
@@ -13,17 +13,11 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from .base import Count, Frozen, PositiveFloat, read_json
+from .base import Count, Frozen, PositiveFloat, read_json, shown
 from .catalogue import load_model, nearest_models
 from .errors import ConfigError
-from .hf import FAMILIES, Parser
-from .hf_fields import Fields, shown
+from .hf import fields_from_hf
 from .layers import Block, Embedding, Head, LayerRun, MTPHead, Rope
-
-_BY_ARCHITECTURE = {architecture: model_type for model_type, (architecture, _) in FAMILIES.items()}
-
-# The language model inside a multimodal one is what is planned, so this is the class it is.
-_TEXT_ARCHITECTURE = {"Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
 
 
 class ModelSpec(Frozen):
@@ -126,7 +120,7 @@ class ModelSpec(Frozen):
         Raises:
             ConfigError: the file cannot be read, lacks a field, or is of an architecture that is not supported.
         """
-        return cls(**_fields_from_hf(config, name=name))
+        return cls(**fields_from_hf(config, name=name))
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -164,65 +158,3 @@ def _no_such_path(text: str) -> ConfigError:
         f"cannot read {shown(text)}: there is no such file or folder",
         help=f"{known}nothing is downloaded: give the path of the model's config.json, or a name of `meshwright models`",
     )
-
-
-def _fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | None = None) -> dict[str, Any]:
-    """Read the fields of a ModelSpec, without vision and audio parts and multi-token-prediction modules.
-
-    The name is the given one, ``_name_or_path`` of the file, the folder's name, or the architecture.
-    """
-    if isinstance(config, Mapping):
-        content, path, where = config, None, "config"
-    else:
-        path = _config_path(config)
-        content, where = read_json(path), str(path)
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where} is not a model's config.json: it holds a {type(content).__name__}, not an object")
-    try:
-        architecture, parse = _family(content)
-        fields = parse(Fields(content))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}", details=error.details, help=error.help) from None
-    return {"name": name or _name(content, path) or architecture, "architecture": architecture, **fields}
-
-
-def _config_path(config: str | Path) -> Path:
-    path = Path(config)
-    try:
-        if path.is_dir() and not (path / "config.json").exists():
-            raise ConfigError(f"cannot read {shown(str(path / 'config.json'))}: the folder holds no config.json")
-        return path / "config.json" if path.is_dir() else path
-    except OSError as error:  # a name longer than the file system allows
-        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from None
-
-
-def _name(content: Mapping[str, Any], path: Path | None) -> str | None:
-    stored = content.get("_name_or_path")
-    if isinstance(stored, str) and stored:
-        return stored
-    if path is None:
-        return None
-    return path.absolute().parent.name if path.name == "config.json" else path.stem
-
-
-def _family(content: Mapping[str, Any]) -> tuple[str, Parser]:
-    """Architecture and parser: by ``architectures[0]`` (it names the head as well) or, without it, ``model_type``."""
-    listed, model_type = content.get("architectures"), content.get("model_type")
-    if listed is not None and not (isinstance(listed, list) and all(isinstance(item, str) for item in listed)):
-        raise ConfigError(f"architectures = {shown(listed)}: must be a list of names")
-    if model_type is not None and not isinstance(model_type, str):
-        raise ConfigError(f"model_type = {shown(model_type)}: must be a name")
-    if not listed and model_type is None:
-        raise ConfigError("neither `architectures` nor `model_type` is there", help="is this a model's config.json?")
-    first = listed[0] if listed else None
-    known = model_type if first is None else _BY_ARCHITECTURE.get(first)
-    if known not in FAMILIES:
-        raise _unsupported(f"model_type {shown(model_type)}" if first is None else f"architecture {shown(first)}")
-    if model_type not in (None, known):
-        raise ConfigError(f"architecture {first} is of model_type {known}, but model_type = {shown(model_type)}")
-    architecture, parse = FAMILIES[known]
-    return _TEXT_ARCHITECTURE.get(architecture, architecture), parse
-
-
-def _unsupported(what: str) -> ConfigError:
-    return ConfigError(f"{what} is not supported", help=f"supported are {', '.join(sorted(_BY_ARCHITECTURE))}")

@@ -28,6 +28,12 @@ def link_entries() -> dict[str, dict[str, Any]]:
 
 
 @cache
+def family_entries() -> dict[str, dict[str, Any]]:
+    """Read families.toml: model_type -> what `hf.Family` needs to read its config.json."""
+    return tomllib.loads(_ROOT.joinpath("families.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def model_names() -> tuple[str, ...]:
     """Return the names of the shipped models, sorted."""
     return tuple(

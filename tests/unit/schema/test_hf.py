@@ -213,7 +213,7 @@ def test_folder_without_a_config_is_refused(tmp_path):
     ["abc", "64", -64, 0, 64.0, None, True, [64], {}, 10**12, pytest.param(10**5000, id="5001 digits")],
 )
 def test_wrong_size_is_refused_with_field_and_value(value):
-    with pytest.raises(ConfigError, match=r"hidden_size = .*: must be an integer from 1 to") as caught:
+    with pytest.raises(ConfigError, match=r"hidden_size = .*: (Input should be|Unable to parse)") as caught:
         ModelSpec.from_hf(config_of("llama", hidden_size=value))
     assert len(caught.value.message) < 200
 
@@ -221,30 +221,34 @@ def test_wrong_size_is_refused_with_field_and_value(value):
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("llama", {"num_hidden_layers": 10_001}, "num_hidden_layers = 10001: must be an integer from 1 to 10000"),
-        ("llama", {"num_attention_heads": 5}, "num_attention_heads = 5: must divide the hidden size, 64"),
-        ("llama", {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads, which is 3"),
+        (
+            "llama",
+            {"num_hidden_layers": 10_001},
+            "num_hidden_layers = 10001: Input should be less than or equal to 10000",
+        ),
+        ("llama", {"num_attention_heads": 5}, "5 attention heads must divide the hidden size, 64"),
+        ("llama", {"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ("llama", {"head_dim": "x"}, "head_dim = 'x'"),
-        ("llama", {"hidden_act": "cube"}, "hidden_act = 'cube': must be one of silu"),
-        ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings = null: must be true or false"),
+        ("llama", {"hidden_act": "cube"}, "hidden_act = 'cube': Input should be 'silu'"),
+        ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings = None: Input should be a valid boolean"),
         ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
         ("llama", {"rope_theta": float("inf")}, "rope_theta = inf"),
         ("llama", {"rope_theta": 10**400}, "rope_theta = an integer of"),
-        ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear': must be an object"),
-        ("llama", {"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.type = 'mrope': must be one of"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear': Input should be a valid dictionary"),
+        ("llama", {"rope_scaling": {"type": "mrope"}}, r"rope_scaling\.type = 'mrope': Input should be 'default'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": -1}}, r"rope_scaling\.factor = -1"),
-        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: exceeds the number of experts, 8"),
+        ("mixtral", {"num_experts_per_tok": 9}, "top_k 9 exceeds num_experts 8"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries but num_hidden_layers = 6"),
-        ("gemma2", {"layer_types": ["mamba"] * 6}, r"layer_types\[0\] = 'mamba'"),
-        ("gemma2", {"layer_types": "full_attention"}, "layer_types = 'full_attention': must be a list"),
-        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers = a list: must be a list of int"),
+        ("gemma2", {"layer_types": ["mamba"] * 6}, r"layer_types\.0 = 'mamba'"),
+        ("gemma2", {"layer_types": "full_attention"}, "layer_types = 'full_attention': Input should be a valid list"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, r"mlp_only_layers\.0 = True: Input should be a valid integer"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
-        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias = true"),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = true"),
-        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = false"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias = True: biases of DeepSeek"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True: only decoders"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False: only the sizes"),
         ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32"),
-        ("gpt2", {"n_head": 5}, "n_head = 5: must divide the hidden size, 64"),
-        ("gpt_neox", {"rotary_pct": 1.5}, "rotary_pct = 1.5: must be a number from 0 to 1"),
+        ("gpt2", {"n_head": 5}, "5 attention heads must divide the hidden size, 64"),
+        ("gpt_neox", {"rotary_pct": 1.5}, "rotary_pct = 1.5: Input should be less than or equal to 1"),
         ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries"),
     ],
 )
