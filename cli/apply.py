@@ -16,8 +16,7 @@ from typer.core import TyperCommand
 from ..runtime.training.options import TrainOptions
 from ..schema import ConfigError, TrainingPlan
 from ..schema.runnable import require_our_engine
-from .inputs import ProfileOptions, read_profiled_cluster
-from .options import Mode, OptionModel, command, option
+from .options import Mode, OptionModel, ProfileOptions, command, option
 
 if TYPE_CHECKING:
     from ..runtime.job.rendezvous import Rendezvous
@@ -175,12 +174,12 @@ def _predicted_by(path: Path, profile: ProfileOptions) -> Iterator[tuple[Path, T
         ConfigError, ProfileError: as for `plan --profile`, or the profile has another number of devices.
     """
     plan = TrainingPlan.load(path)
-    if profile.profile is None:
+    cluster = profile.profiled_cluster()
+    if cluster is None:
         yield path, plan
         return
     from ..validation.run_calibration import reestimate
 
-    cluster = read_profiled_cluster(profile)
     if cluster.num_devices != plan.cluster.num_devices:
         raise ConfigError(
             f"{profile.profile} is of {cluster.num_devices} devices, the plan is for {plan.cluster.num_devices}"

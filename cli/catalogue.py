@@ -6,8 +6,8 @@ import json as json_module
 
 import typer
 
-from .inputs import JsonOption
-from .options import command
+from .options import JsonOption, command
+from .terminal import list_table, show
 
 _SIGNS = {"ok": "[green]ok[/]", "limited": "[yellow]limited[/]", "broken": "[red]broken[/]"}
 _MODEL_FIELDS = ("name", "num_params", "num_active_params", "num_blocks", "hidden_dim", "max_seq_len", "source")
@@ -19,7 +19,6 @@ def models(json: JsonOption = False) -> None:
     from ..schema import ModelSpec
     from ..schema.catalogue import model_names
     from ..schema.units import format_count
-    from .show import list_table, show
 
     specs = [ModelSpec.named(name) for name in model_names()]
     if json:
@@ -38,7 +37,6 @@ def devices(json: JsonOption = False) -> None:
     """List the devices of the catalogue."""
     from ..schema.catalogue import device_entries
     from ..schema.units import GB, TFLOP, format_bytes
-    from .show import list_table, show
 
     entries = device_entries()
     if json:
@@ -70,7 +68,6 @@ def doctor(json: JsonOption = False) -> None:
     from rich.table import Table
 
     from ..profilers.doctor import examine
-    from .show import show
 
     findings = examine()
     if json:

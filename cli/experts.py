@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from ..schema.errors import ConfigError
-from .inputs import JsonOption
-from .options import Mode, OptionModel, command, option
+from .options import JsonOption, Mode, OptionModel, command, option
+from .terminal import show
 
 experts_app = typer.Typer(
     help="Where experts go: replicas, GPUs and shares from routing data, each with a bound on how far from optimal it is.",
@@ -71,7 +71,6 @@ def place(
     from ..planner.expert_files import read_loads, read_trace
     from ..planner.experts import read_placement, write_placement
     from ..solvers.experts.placement import place_experts
-    from .show import show
     from .show.experts import placement_json, placement_table, require_svg, save_heat_map
 
     if not loads and routing.trace is None:
@@ -116,7 +115,6 @@ def evaluate(
     from ..planner.experts import read_placement
     from ..solvers.experts.homes import validate_trace
     from ..solvers.experts.instance import validate_loads
-    from .show import show
     from .show.experts import evaluation_json, evaluation_table
 
     placed = read_placement(placement, num_gpus=num_gpus, num_nodes=routing.num_nodes)
@@ -229,7 +227,6 @@ def bench(cases: BenchOptions, loads: LoadsArgument = None, json: JsonOption = F
     """Compare with EPLB's algorithm on these loads, else on 58 layers of 256 experts with log-normal loads."""
     from ..planner.expert_files import read_loads
     from ..solvers.experts.instance import synthetic_loads
-    from .show import show
     from .show.experts import comparison, comparison_table
 
     loads_by_name = (

@@ -10,9 +10,8 @@ import typer
 from ..engines import TARGETS
 from ..schema import TrainingPlan
 from ..schema.errors import ConfigError
-from .inputs import JsonOption, PlanArgument
-from .options import command
-from .terminal import INTERRUPTED
+from .options import JsonOption, PlanArgument, command
+from .terminal import INTERRUPTED, show_answer, spinner, stopping_on_interrupt
 
 if TYPE_CHECKING:
     from ..engines import Imported
@@ -43,9 +42,7 @@ def explain(
     from ..planner import explain as make_explanation
     from ..planner.request import Deadline
     from ..schema.layout import parse_assignments
-    from .show import show_answer
     from .show.explain import explanation_tables
-    from .terminal import spinner, stopping_on_interrupt
 
     fields, given, deadline = parse_assignments(why_not), TrainingPlan.load(plan), Deadline(time_limit_s)
     with spinner("searching again with more of each resource", quiet=json), stopping_on_interrupt(deadline):
@@ -96,7 +93,6 @@ def compare(
 ) -> None:
     """Set a present configuration, or another plan, next to a plan: what it costs with the plan's model, cluster and batch."""
     from ..planner import compare as make_comparison
-    from .show import show_answer
     from .show.explain import side_by_side
 
     given = TrainingPlan.load(plan)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 from annotated_types import Ge, Gt, Le
@@ -27,6 +27,9 @@ from pydantic.fields import FieldInfo
 from ..schema.base import Frozen, OptionSpec, field_texts
 from ..schema.errors import ConfigError
 from .terminal import exit_on_error
+
+if TYPE_CHECKING:
+    from ..schema import ClusterSpec
 
 _NO_LIMIT = 10**9
 """Bounds from here on keep numbers computable and say nothing to a user."""
@@ -147,31 +150,22 @@ class Option:
             is_conditional: some modes do not take it, so that only others can demand it.
         """
         kind, default = self.kind, self.default
-        is_list = get_origin(_without_none(self.field.annotation)) is tuple
         text = condition + _sentence(self.text, self.choices, begins=not condition)
         if is_conditional and self.field.is_required():
             text, default = f"{text} Needed.", None
-        info = typer.Option(
-            self.flag, metavar=self.metavar, help=text, autocompletion=self.spec.complete, **self._bounds()
-        )
-        kind = list[kind] if is_list else kind  # type: ignore[valid-type]
-        return inspect.Parameter(
-            self.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=Annotated[kind | None if default is None else kind, info],
-        )
-
-    def _bounds(self) -> dict[str, Any]:
         bounds: dict[str, Any] = {}
-        for limit in self.metadata if self.kind in (int, float) else ():
+        for limit in self.metadata if kind in (int, float) else ():
             if isinstance(limit, Ge):
                 bounds["min"] = limit.ge
-            elif isinstance(limit, Gt) and self.kind is int:
+            elif isinstance(limit, Gt) and kind is int:
                 bounds["min"] = int(limit.gt) + 1  # type: ignore[call-overload]
             elif isinstance(limit, Le) and limit.le < _NO_LIMIT:  # type: ignore[operator]
                 bounds["max"] = limit.le
-        return bounds
+        info = typer.Option(self.flag, metavar=self.metavar, help=text, autocompletion=self.spec.complete, **bounds)
+        if get_origin(_without_none(self.field.annotation)) is tuple:
+            kind = list[kind]  # type: ignore[valid-type]
+        annotation = Annotated[kind | None if default is None else kind, info]
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @dataclass(frozen=True)
@@ -186,31 +180,25 @@ class CommandOptions:
         """Return all options by the names of their fields."""
         return {option.name: option for model in self.models.values() for option in _options_of(model)}
 
-    def mode(self, values: Mapping[str, Any]) -> Mode:
-        """Return the mode that the values choose."""
-        return next(mode for mode in self.modes if mode.when(values))
-
     def parameters(self, model: type[BaseModel]) -> Iterator[inspect.Parameter]:
-        """Yield the parameters that typer reads a model's options from."""
+        """Yield the parameters that typer reads a model's options from, each with a help that says when it applies."""
         is_conditional = not all(model in mode.takes for mode in self.modes)
-        for option in self.options.values():
-            if option.model is model:
-                yield option.parameter(condition=self.condition(option), is_conditional=is_conditional)
+        for option in (option for option in self.options.values() if option.model is model):
+            needed = [self.options[name] for name in option.spec.needs if name in self.options]
+            modes = [
+                mode for mode in self.modes if mode.takes_option(option) and not any(map(mode.takes_option, needed))
+            ]
+            words = [other.flag for other in needed] + [mode.name for mode in modes]
+            is_said = all(words) and (needed or len(modes) < len(self.modes))
+            condition = f"With {' or '.join(words)}: " if is_said else ""
+            yield option.parameter(condition=condition, is_conditional=is_conditional)
 
-    def condition(self, option: Option) -> str:
-        """Return the beginning of an option's help that says when it applies: ``With --nvme: ``; empty: always."""
-        needed = [self.options[name] for name in option.spec.needs if name in self.options]
-        modes = [mode for mode in self.modes if mode.takes_option(option) and not any(map(mode.takes_option, needed))]
-        words = [other.flag for other in needed] + [mode.name for mode in modes]
-        return f"With {' or '.join(words)}: " if all(words) and (needed or len(modes) < len(self.modes)) else ""
-
-    def require_meant(self, values: Mapping[str, Any], typed: frozenset[str]) -> None:
+    def require_meant(self, mode: Mode, values: Mapping[str, Any], typed: set[str]) -> None:
         """Refuse options that mean nothing in the mode or without another option, and a mode that lacks an option it needs.
 
         Raises:
             ConfigError: the options by name, why, and the fix.
         """
-        mode = self.mode(values)
         applicable = {name: option for name, option in self.options.items() if mode.takes_option(option)}
         strange = [option for name, option in self.options.items() if name in typed and name not in applicable]
         if strange:
@@ -228,7 +216,7 @@ class CommandOptions:
                 message = f"{mode.name} without {option.flag}" if mode.name else f"Missing option '{option.flag}'"
                 raise ConfigError(message, help=(not mode.name and mode.fix) or f"add {option.example}")
 
-    def _refusal(self, mode: Mode, strange: Sequence[Option]) -> ConfigError:
+    def _refusal(self, mode: Mode, strange: list[Option]) -> ConfigError:
         flags = [option.flag for option in strange]
         takers = [other.name for other in self.modes if all(map(other.takes_option, strange))]
         if not mode.name and all(takers):
@@ -238,9 +226,8 @@ class CommandOptions:
             f"{', '.join(flags)} with {mode.name}{why}", help=mode.fix or f"leave out {' and '.join(flags)}"
         )
 
-    def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, mode: Mode, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the command is called with: models in place of their fields, None for those the mode does not take."""
-        mode = self.mode(values)
         arguments = {name: value for name, value in values.items() if name not in self.options}
         for parameter, model in self.models.items():
             names = [option.name for option in self.options.values() if option.model is model]
@@ -257,7 +244,8 @@ def command(*modes: Mode) -> Callable[[Callable[..., None]], Callable[..., None]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(function, include_extras=True)
-        models = {name: model for name, hint in hints.items() if (model := _model_in(hint)) is not None}
+        kinds = {name: _without_none(hint) for name, hint in hints.items()}
+        models = {name: kind for name, kind in kinds.items() if inspect.isclass(kind) and issubclass(kind, BaseModel)}
         options = CommandOptions(models, modes or (Mode(takes=tuple(models.values())),))
         parameters = [_CONTEXT]
         for name, parameter in inspect.signature(function).parameters.items():
@@ -268,11 +256,15 @@ def command(*modes: Mode) -> Callable[[Callable[..., None]], Callable[..., None]
 
         @functools.wraps(function)
         def run(context: typer.Context, **values: Any) -> None:
+            sources = {name: context.get_parameter_source(name) for name in values}
+            typed = {
+                name for name, source in sources.items() if source and source.name in ("COMMANDLINE", "ENVIRONMENT")
+            }
             with exit_on_error():
-                options.require_meant(values, frozenset(name for name in values if _is_typed(context, name)))
-                if _CONTEXT.name in hints:
-                    values["context"] = context
-                function(**options.arguments(values))
+                mode = next(mode for mode in options.modes if mode.when(values))
+                options.require_meant(mode, values, typed)
+                given = {_CONTEXT.name: context} if _CONTEXT.name in hints else {}
+                function(**given, **options.arguments(mode, values))
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -295,11 +287,6 @@ def _options_of(model: type[BaseModel]) -> Iterator[Option]:
             yield made
 
 
-def _model_in(hint: Any) -> type[BaseModel] | None:
-    kind = _without_none(hint)
-    return kind if inspect.isclass(kind) and issubclass(kind, BaseModel) else None
-
-
 def _without_none(annotation: Any) -> Any:
     """Return an annotation without its metadata and without None."""
     if get_origin(annotation) is Annotated:
@@ -309,7 +296,7 @@ def _without_none(annotation: Any) -> Any:
     return annotation
 
 
-def _sentence(text: str, choices: Sequence[Any], *, begins: bool) -> str:
+def _sentence(text: str, choices: tuple[Any, ...], *, begins: bool) -> str:
     """Return a text with a full stop, and where it begins the help with a capital, unless it begins with a value or a name."""
     text = text.replace("``", "`").strip()
     first = text.split(maxsplit=1)[0].rstrip(":,") if text else ""
@@ -317,6 +304,48 @@ def _sentence(text: str, choices: Sequence[Any], *, begins: bool) -> str:
     return (text[0].upper() + text[1:] if is_word else text) + ("" if not text or text[-1] == "." else ".")
 
 
-def _is_typed(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+# Arguments and options that several commands share.
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Return the models of the catalogue that begin so; where none does, the shell offers files."""
+    from ..schema.catalogue import model_names
+
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one.",
+        autocompletion=complete_models,
+    ),
+]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `meshwright plan` wrote.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table.")]
+
+
+class ProfileOptions(OptionModel):
+    """Measurements of the machines."""
+
+    profile: Path | None = option(None, "what `meshwright profile` measured of this machine.")
+    allow_foreign_profile: bool = option(
+        False, "use a profile of other hardware or software, or one that was edited.", needs=("profile",)
+    )
+
+    def profiled_cluster(self) -> ClusterSpec | None:
+        """Return the cluster of the profile; None without one. What is foreign about an allowed one is said on stderr.
+
+        Raises:
+            ProfileError: it is not of this machine.
+        """
+        if self.profile is None:
+            return None
+        from ..profilers.files import load_profile
+        from ..profilers.profiled_cluster import profiled_cluster
+
+        profile, problems = load_profile(self.profile, allow_foreign=self.allow_foreign_profile)
+        for problem in problems:
+            typer.echo(f"foreign profile {self.profile}: {problem}", err=True)
+        return profiled_cluster(profile)

@@ -2,33 +2,184 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..schema.base import Count
-from ..schema.engine_facts import ENGINES
+from ..schema.engine_facts import ENGINES, OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
-from ..schema.task import Generation
-from ..schema.units import GB
-from .inputs import (
-    ClusterOptions,
-    HostOptions,
-    JsonOption,
-    ModelArgument,
-    OffloadOptions,
-    PrecisionOptions,
-    TrainingOptions,
-    common_cluster,
-    read_offers,
-)
-from .options import Mode, OptionModel, command, option
-from .terminal import INTERRUPTED
+from ..schema.task import Generation, Workload
+from ..schema.units import GB, GIB
+from .options import JsonOption, Mode, ModelArgument, OptionModel, ProfileOptions, command, option
+from .terminal import INTERRUPTED, search_progress, show_answer, spinner, stopping_on_interrupt
 
 if TYPE_CHECKING:
-    from ..planner.request import Deadline
-    from ..schema import GenerationPlan, Plan, TrainingPlan
+    from ..planner.request import Deadline, OffloadRequest
+    from ..schema import ClusterSpec, GenerationPlan, ModelSpec, Offer, Plan, TrainingPlan
+
+_PRECISIONS_BY_PREFERENCE = ("bf16-mixed", "fp16-mixed", "fp32")
+
+
+def complete_clusters(incomplete: str) -> list[str]:
+    """Return `local`, or devices behind a count: 64xH1 becomes 64xH100-SXM-80GB."""
+    from ..schema.catalogue import device_entries
+
+    count, times, begun = incomplete.rpartition("x")
+    if times and all(part.isdecimal() for part in count.split("x")):
+        return [f"{count}x{name}" for name in device_entries() if name.lower().startswith(begun.lower())]
+    return [name for name in ("local",) if name.startswith(incomplete)]
+
+
+class ClusterOptions(ProfileOptions):
+    """The machines."""
+
+    profile: Path | None = option(
+        None, "what `meshwright profile` measured: the cluster, or with --cluster its devices."
+    )
+    cluster: str | None = option(
+        None,
+        "GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, local (this machine, measured) or "
+        "local:RANKS. Needed unless --profile (or, for cost, --offers) is given.",
+        metavar="CLUSTER", complete=complete_clusters,
+    )  # fmt: skip
+
+    def read(self) -> ClusterSpec:
+        """Return the cluster that was named, that the profile describes, or that was named with devices as the profile has them.
+
+        Raises:
+            ConfigError: neither is given, or the name means nothing.
+            ProfileError: the profile is not of this machine or not of this cluster's devices.
+        """
+        from ..schema import ClusterSpec
+
+        measured = self.profiled_cluster()
+        if self.cluster is None:
+            if measured is None:
+                raise ConfigError("no cluster is given", help="add --cluster or --profile")
+            return measured
+        with spinner(f"cluster {self.cluster}: a machine is measured once, in about ten seconds"):
+            named = ClusterSpec.parse(self.cluster)
+        if measured is None:
+            return named
+        from ..profilers.profiled_cluster import with_measured_devices
+
+        return with_measured_devices(named, measured)
+
+
+class TrainingOptions(OptionModel):
+    """One training step."""
+
+    mirrors = Workload
+
+    global_batch_size: int
+    seq_len: int
+    optimizer: str
+    attention: str
+    engine: Engine = option(
+        OWN_ENGINE, "who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.", metavar="NAME"
+    )  # fmt: skip
+    train: str = option(
+        "full",
+        "full; lora:r=16,targets=qkv+out+mlp[,frozen=nf4][,dropout=false]: adapters next to a frozen model; zeroth-order: "
+        "two forward passes and no backward one.",
+        metavar="HOW",
+    )
+    calibrate: Path | None = option(
+        None, "measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.", metavar="RUNS.csv"
+    )  # fmt: skip
+
+    def calibrated(self, cluster: ClusterSpec) -> ClusterSpec:
+        """Return a cluster with the correction that the runs of --calibrate make of its device's rates."""
+        if self.calibrate is None:
+            return cluster
+        from ..validation.table_calibration import calibration_from_table
+
+        cluster = cluster.replace(calibration=calibration_from_table(self.calibrate, cluster))
+        typer.echo(f"calibration of {cluster.weakest_device.name}: {cluster.calibration}", err=True)
+        return cluster
+
+    def workload(self, model: ModelSpec, cluster: ClusterSpec, precision: str | None) -> Workload:
+        """Return the workload; without a precision in the best one that the devices train in.
+
+        Raises:
+            ConfigError: a name or number means nothing, or the sequence is longer than the model allows.
+        """
+        from ..planner import default_precision
+        from ..schema.task import parse_training
+
+        if model.embedding.num_positions and self.seq_len > model.embedding.num_positions:
+            raise ConfigError(
+                f"seq_len {self.seq_len} exceeds the {model.embedding.num_positions} learned positions of {model.name}",
+                help=f"use --seq-len {model.embedding.num_positions} or less",
+            )
+        typed, changes = self.model_dump(include={*Workload.model_fields}), parse_training(self.train)
+        if "passes" in changes and self.optimizer != Workload.model_fields["optimizer"].default:
+            raise ConfigError(
+                f"--optimizer {self.optimizer} with --train {self.train}, which has none", help="leave it out"
+            )
+        return Workload(**typed, precision=precision or default_precision(cluster), **changes)
+
+
+class PrecisionOptions(OptionModel):
+    """The numbers."""
+
+    precision: str | None = option(
+        None, "bf16-mixed, fp16-mixed, fp8 or fp32; with --infer bf16, fp16 or fp32. Default: the best that the device has.",
+        metavar="P",
+    )  # fmt: skip
+
+
+class OffloadOptions(OptionModel):
+    """What may lie off the devices, and where."""
+
+    offload: Literal["none", "auto", "activations", "optimizer", "params"] = option(
+        "none",
+        "what may lie on the host: nothing, whatever is fastest, or of one kind only (docs/offload.md). The default is none: "
+        "what the host has is not known of most clusters.",
+    )
+
+
+class HostOptions(OptionModel):
+    """The memory next to the devices."""
+
+    host_memory_gib: float | None = option(
+        None, "memory of one node that may be used. Default: as the cluster says.", ge=0, metavar="G", needs=("offload",)
+    )  # fmt: skip
+    nvme: Path | None = option(
+        None, "a folder on each node's drives: for --offload it may hold optimizer states, for --infer all that is moved.",
+        metavar="PATH", needs=("offload",),
+    )  # fmt: skip
+    nvme_gib: float | None = option(
+        None, "what may be written there. Default: what is free on this machine.", ge=0, metavar="G", needs=("nvme",)
+    )
+
+    def offload_request(self, kinds: str, **limits: float | None) -> OffloadRequest | None:
+        """Return what the planner may move off the devices; None: nothing.
+
+        Raises:
+            ConfigError: the folder is not one of this machine, so that its free space is unknown.
+        """
+        if kinds == "none":
+            return None
+        from ..planner.request import OffloadRequest
+
+        storage_bytes = 0.0 if self.nvme_gib is None else self.nvme_gib * GIB
+        if self.nvme is not None and self.nvme_gib is None:
+            if not self.nvme.is_dir():
+                raise ConfigError(
+                    f"{self.nvme} is not a folder of this machine", help="say what may be written there: --nvme-gib G"
+                )
+            storage_bytes = float(shutil.disk_usage(self.nvme).free)
+        return OffloadRequest(
+            kinds=kinds,  # type: ignore[arg-type]
+            host_memory_bytes=None if self.host_memory_gib is None else self.host_memory_gib * GIB,
+            storage_path=None if self.nvme is None else str(self.nvme),
+            storage_bytes=storage_bytes,
+            **limits,
+        )
 
 
 class SearchOptions(OffloadOptions):
@@ -104,8 +255,6 @@ COST = Mode(
     without=frozenset({"expert_load"}),
     why="is not for one cluster",
 )
-
-
 TRAINING = Mode(takes=_TRAINING, fix="or plan generation: --infer --prompt-len N")
 
 
@@ -130,7 +279,6 @@ def plan(
     With --engine megatron or deepspeed the search is over what that engine executes; `meshwright apply` does not run such a plan.
     """
     from ..planner.request import Deadline
-    from .show import show_answer
     from .show.plan import plan_tables
     from .show.report import write_report
 
@@ -169,11 +317,10 @@ def _plan_training(
     from ..planner.expert_files import read_loads
     from ..schema import ModelSpec, Offer
     from ..schema.layout import parse_assignments
-    from .terminal import search_progress, stopping_on_interrupt
 
     spec, fixed = ModelSpec.resolve(model), parse_assignments(search.fix)
-    offers = () if cost is None else read_offers(cluster, step, cost.offers)
-    machine = common_cluster(offers) if offers else step.calibrated(cluster.read())
+    offers = () if cost is None else _read_offers(cluster, step, cost.offers)
+    machine = _common_cluster(offers) if offers else step.calibrated(cluster.read())
     workload = step.workload(spec, machine, output.precision)
     loads = None if search.expert_load is None else read_loads([search.expert_load])
     request: dict[str, Any] = {
@@ -196,6 +343,38 @@ def _plan_training(
     return answer
 
 
+def _read_offers(cluster: ClusterOptions, step: TrainingOptions, offers: Path | None) -> tuple[Offer, ...]:
+    """Return the offers of a file; none where a cluster or a profile is given instead.
+
+    Raises:
+        ConfigError: neither or both are given, or the file does not hold offers with prices.
+    """
+    from ..schema.offers import offers_from_file
+
+    if offers is None:
+        if cluster.cluster is None and cluster.profile is None:
+            raise ConfigError(
+                "--objective cost needs --cluster or --offers: neither is given",
+                help="for one kind of machine: --cluster 64xH100-SXM-80GB",
+            )
+        return ()
+    if cluster.profile is not None:
+        raise ConfigError("--profile is of one machine, not of offers of several", help="use --cluster")
+    if cluster.cluster is not None:
+        raise ConfigError("--objective cost needs --cluster or --offers: both are given", help="leave out --cluster")
+    if step.calibrate is not None:
+        raise ConfigError("--calibrate corrects one cluster, not offers of several", help="use --cluster")
+    return offers_from_file(str(offers))
+
+
+def _common_cluster(offers: tuple[Offer, ...]) -> ClusterSpec:
+    """Return the cluster that decides the precision: the first one whose best precision is one that all others have too."""
+    from ..planner import default_precision
+
+    clusters = (offer.cluster for offer in offers)
+    return max(clusters, key=lambda cluster: _PRECISIONS_BY_PREFERENCE.index(default_precision(cluster)))
+
+
 def _next_command(out: Path, engine: str, *, is_local: bool) -> str:
     """Return what a plan is taken to: this machine, the cluster it is for, or another engine."""
     facts = ENGINES[engine]
@@ -210,7 +389,6 @@ def _plan_generation(
 ) -> GenerationPlan:
     from ..planner import default_precision
     from ..planner import plan as most_tokens
-    from ..planner.request import OffloadRequest
     from ..schema import ModelSpec
 
     spec, machine = ModelSpec.resolve(model), cluster.read()
@@ -221,11 +399,7 @@ def _plan_generation(
             help="use --precision bf16",
         )
     rate = generation.host_attention_gb_per_s
-    offload = OffloadRequest(
-        host_memory_bytes=host.memory_bytes,
-        storage_bytes=host.storage_bytes(),
-        host_attention_bytes_per_s=None if rate is None else rate * GB,
-    )
+    offload = host.offload_request("auto", host_attention_bytes_per_s=None if rate is None else rate * GB)
     task = Generation(prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision)
     fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
     limit_s = generation.latency_limit_s
@@ -250,7 +424,6 @@ def estimate(
     from ..planner.plan import estimate_with_schedule
     from ..planner.request import PlanRequest
     from ..schema import Layout, ModelSpec
-    from .show import show_answer
     from .show.plan import add_offload, estimate_table
 
     given = Layout.parse(layout)

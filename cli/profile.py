@@ -14,8 +14,9 @@ import typer
 
 from ..schema import ConfigError, Profile
 from ..schema.base import Count
-from .inputs import JsonOption, complete_models
-from .options import Mode, OptionModel, command, option
+from .options import JsonOption, Mode, OptionModel, command, complete_models, option
+from .terminal import show as show_table
+from .terminal import show_answer
 
 if TYPE_CHECKING:
     from ..profilers.run.protocol import MeasurementStep, ProfileProgress, ProfileTask, RankPlace
@@ -219,7 +220,6 @@ def diff(first: File, second: File, json: JsonOption = False) -> None:
     from json import dumps
 
     from ..profilers.files import compare
-    from .show import show as show_table
     from .show.profile import difference_table
 
     differences = compare(Profile.load(first), Profile.load(second))
@@ -247,7 +247,6 @@ def merge(
 
 def _print(profile: Profile, *, as_json: bool) -> None:
     from ..profilers.files import summary
-    from .show import show_answer
     from .show.profile import summary_table
 
     show_answer(profile, summary_table(profile, summary(profile)), as_json=as_json)

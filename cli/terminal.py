@@ -1,23 +1,33 @@
-"""Talk to the terminal: errors with their exit codes, Ctrl-C during a search, progress on standard error."""
+"""Talk to the terminal: answers and tables on standard output; progress, errors with their exit codes and Ctrl-C next to it.
+
+Rich is imported where something is drawn: a command that draws nothing starts without it.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import typer
+from pydantic import BaseModel
 
-from ..schema.errors import MeshwrightError
+from ..schema.errors import MeshwrightError, SolverLimitError
+from ..schema.units import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from ..planner.request import Deadline
+    from rich.console import RenderableType
+    from rich.table import Table
 
+    from ..planner.request import Deadline
+    from ..schema import Certificate, ClusterSpec, ModelSpec, Plan
 
 INTERRUPTED = 130
+BAR_WIDTH = 20
+PIPE_WIDTH = 140
 
 
 @contextmanager
@@ -40,7 +50,6 @@ def stopping_on_interrupt(deadline: Deadline) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    from ..schema import SolverLimitError
 
     def stop(received: int, frame: FrameType | None) -> None:
         if deadline.is_stopped:
@@ -81,8 +90,6 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    from ..schema.units import format_seconds
-
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -97,3 +104,94 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
             progress.update(task, description=f"{evaluated} layouts evaluated, {text}")
 
         yield update
+
+
+def show(*renderables: RenderableType) -> None:
+    """Print on stdout; a pipe or a narrow terminal still gets full columns."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=False)
+    console = console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
+    for renderable in renderables:
+        console.print(renderable)
+
+
+def show_answer(document: BaseModel, *tables: RenderableType, as_json: bool) -> None:
+    """Print an answer on stdout: as JSON, or its tables."""
+    if as_json:
+        typer.echo(document.model_dump_json(indent=2))
+    else:
+        show(*tables)
+
+
+def headed_table(
+    title: str, *columns: str, text: Collection[str] = ("",), bold: bool = True, wraps: bool = False
+) -> Table:
+    """Return an empty table with a line of column names, right-aligned but for those in ``text``."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    style = Text(title, style="bold" if bold else "") if title else None
+    table = Table(title=style, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for idx, name in enumerate(columns):
+        is_text = name in text
+        no_wrap = idx == 0 or not (is_text or wraps)
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=no_wrap, overflow="fold")
+    return table
+
+
+def figures_table(title: str, num_figures: int = 2, *, has_text: bool = True) -> Table:
+    """Return an empty table of rows: what it is, some figures, and words about them."""
+    table = headed_table(title)
+    table.show_header = False
+    table.add_column(min_width=26, overflow="fold")
+    for _ in range(num_figures):
+        table.add_column(justify="right", no_wrap=True)
+    if has_text:
+        table.add_column(overflow="fold")
+    return table
+
+
+def list_table(*columns: str, text: Collection[str] = ()) -> Table:
+    """Return an empty table without lines for a long list: a name, and right-aligned figures but for those in ``text``."""
+    from rich.table import Table
+
+    table = Table(*columns, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "left" if column.header in text else "right"
+    return table
+
+
+def model_title(model: ModelSpec, cluster: ClusterSpec) -> str:
+    """Return model, size, devices and links in a line."""
+    return f"{model.name} ({format_count(model.num_params)}) on {cluster_title(cluster)}"
+
+
+def cluster_title(cluster: ClusterSpec) -> str:
+    """Return devices and links in a line."""
+    groups = ", ".join(f"{group.num_devices} x {group.device.name}" for group in cluster.groups)
+    links = " + ".join(level.link.name for level in cluster.levels) if cluster.num_devices > 1 else ""
+    return f"{groups} ({links})" if links else groups
+
+
+def bar(share: float) -> str:
+    """Return a bar of BAR_WIDTH for all."""
+    return "[cyan]" + "#" * max(0, min(BAR_WIDTH, round(BAR_WIDTH * share))) + "[/]"
+
+
+def add_search(table: Table, search: Certificate, effort: str, remark: str = "") -> None:
+    """Add what a search proved, and what it took."""
+    table.add_section()
+    took = f"{effort}, {format_seconds(search.search_s)}{remark}"
+    table.add_row("[bold]search", search.status, f"gap {100 * search.gap:.2g} %", took)
+
+
+def add_notes(table: Table, plan: Plan) -> None:
+    """Add the notes of a plan of any task."""
+    from rich.markup import escape
+
+    if plan.notes:
+        table.add_section()
+    for note in plan.notes:
+        table.add_row("[bold]note", "", "", escape(note))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..schema.errors import ConfigError
-from .inputs import JsonOption, ProfileOptions, read_profiled_cluster
-from .options import OptionModel, command, option
+from .options import JsonOption, OptionModel, ProfileOptions, command, option
+from .terminal import show, show_answer
 
 if TYPE_CHECKING:
     from ..schema import Calibration, ClusterSpec
@@ -65,7 +65,6 @@ def validate(
     """Predict every run of a table and score the predictions, by source. Needs no GPU."""
     from ..validation import predict, read_groups, read_runs, score_groups, score_sources
     from ..validation.table_calibration import cross_validate
-    from .show import show
     from .show.validation import calibration_table, memory_table, notes_table, time_table
 
     names = read_groups(groups) if groups else []
@@ -240,7 +239,6 @@ def calibrate(
     first plan is corrected.
     """
     from ..validation.run_calibration import calibrate_from_runs, read_run
-    from .show import show_answer
     from .show.validation import runs_table
 
     if len(files) % 2:
@@ -260,11 +258,11 @@ def _profiled_cluster(planned: ClusterSpec, profile: ProfileOptions) -> ClusterS
     """Return the plan's cluster with the devices of a profile, or with its own profile."""
     from ..profilers.profiled_cluster import with_measured_devices
 
-    if profile.profile is None:
+    measured = profile.profiled_cluster()
+    if measured is None:
         if planned.profile is None:
             raise ConfigError(
                 "the plan was made from data sheets", help="add --profile FILE, from `meshwright profile`"
             )
         return planned
-    measured = read_profiled_cluster(profile)
     return measured if measured.num_devices == planned.num_devices else with_measured_devices(planned, measured)

@@ -16,7 +16,7 @@ from ...schema.errors import ConfigError
 from ...solvers.experts.balance import eplb_placement
 from ...solvers.experts.instance import uniform_shares, utilisation
 from ...solvers.experts.placement import Evaluation, ExpertPlacement, TraceEvaluation, place_experts
-from . import headed_table
+from ..terminal import headed_table
 
 _CELL = 9
 _GAP = 24

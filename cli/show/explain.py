@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schema.units import format_bytes, format_count, format_seconds
-from . import bar, cluster_title, figures_table
+from ..terminal import bar, cluster_title, figures_table
 from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_offload
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ...schema.units import format_bytes, format_seconds
-from . import add_notes, add_search, bar, figures_table, model_title
+from ..terminal import add_notes, add_search, bar, figures_table, model_title
 
 if TYPE_CHECKING:
     from rich.table import Table

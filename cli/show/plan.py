@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ...schema import GenerationPlan, Plan, TrainingPlan
 from ...schema.units import format_bytes, format_count, format_seconds
-from . import add_notes, add_search, bar, figures_table, headed_table, model_title
+from ..terminal import add_notes, add_search, bar, figures_table, headed_table, model_title
 from .generation import generation_table
 
 if TYPE_CHECKING:

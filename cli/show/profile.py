@@ -10,7 +10,7 @@ from rich.table import Table
 from ...profilers.files import point_lists
 from ...schema import Profile
 from ...schema.units import GB, TFLOP, format_bytes, format_seconds
-from . import headed_table
+from ..terminal import headed_table
 
 
 def show_profile(profile: Profile) -> None:

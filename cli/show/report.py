@@ -12,7 +12,7 @@ import typer
 from ...schema.base import write_atomically
 from ...schema.errors import ConfigError
 from ...schema.units import format_bytes, format_count, format_seconds
-from . import cluster_title
+from ..terminal import cluster_title
 
 if TYPE_CHECKING:
     from ...schema import TrainingPlan

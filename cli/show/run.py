@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ...schema import MeshwrightError
 from ...schema.units import format_bytes, format_count, format_seconds
-from . import headed_table
+from ..terminal import headed_table
 
 _LOG_LINES = 20
 """Lines of progress for an entire run where standard error is not a terminal."""

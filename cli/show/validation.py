@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from ...schema.units import format_seconds
-from . import headed_table
+from ..terminal import headed_table
 
 if TYPE_CHECKING:
     from ...schema import Calibration, ClusterSpec

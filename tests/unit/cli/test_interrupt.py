@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from meshwright.cli import terminal
 from meshwright.cli.main import app
 from meshwright.cli.terminal import stopping_on_interrupt
 from meshwright.planner.request import Deadline
@@ -39,7 +38,7 @@ def press(monkeypatch: pytest.MonkeyPatch, when: Callable[[float | None], bool])
 
         yield update
 
-    monkeypatch.setattr(terminal, "search_progress", pressing)
+    monkeypatch.setattr("meshwright.cli.plan.search_progress", pressing)
 
 
 def test_interrupted_search_gives_its_incumbent_with_an_honest_gap(tmp_path, monkeypatch) -> None:

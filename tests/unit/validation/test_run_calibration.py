@@ -121,7 +121,7 @@ def test_command_writes_a_sealed_profile(tmp_path: Path) -> None:
 def test_metrics_that_end_early_or_belong_to_another_plan_are_refused(tmp_path: Path) -> None:
     plan, metrics = saved_run(tmp_path, plans()[0])
     with pytest.raises(ConfigError, match="data sheets"):
-        from meshwright.cli.inputs import ProfileOptions
+        from meshwright.cli.options import ProfileOptions
         from meshwright.cli.validate import _profiled_cluster
 
         _profiled_cluster(read_run(plan, metrics).plan.cluster, ProfileOptions())
