@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.simulation import Pipeline, simulate
+from meshwright.cost_models.pipeline.orders import Pipeline
+from meshwright.cost_models.pipeline.simulation import simulate
 from meshwright.schema.schedules import placement
-from meshwright.solvers.pipeline.greedy import Length, PipelineInstance, lower_bound_s
-from meshwright.solvers.pipeline.schedule import solve, synthesise
-from meshwright.solvers.pipeline.waves import WAVE_RULES, wave_order
+from meshwright.solvers.pipeline.greedy import WAVE_RULES, wave_order
+from meshwright.solvers.pipeline.improve import solve, synthesise
+from meshwright.solvers.pipeline.schedule import Length, PipelineInstance, lower_bound_s
 
 PLACEMENTS = ((1, "loop"), (2, "loop"), (2, "wave"), (2, "wave_from_last"))
 

@@ -162,7 +162,8 @@ def _order(plan: TrainingPlan) -> str:
     """Return the order of the passes as torch's table, where the schedule has no name in torch."""
     if plan.layout.pp == 1 or _schedule_name(plan.layout):
         return ""
-    from ..cost_models.pipeline.orders import pipeline_order, to_torch_csv
+    from ..cost_models.pipeline.orders import to_torch_csv
+    from ..cost_models.pipeline.simulation import pipeline_order
 
     return to_torch_csv(pipeline_order(plan))
 

@@ -18,13 +18,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.pipeline.lower_bounds import lower_bound_s, paths_past
-from ..cost_models.pipeline.simulation import Order
+from ..cost_models.pipeline.orders import Order
+from ..cost_models.pipeline.replay import lower_bound_s
 from ..cost_models.stage import memory
 from ..cost_models.stage.bounds import fullest_stage, pipeline_work
-from ..cost_models.stage.contents import contents_between, pipeline_shape
-from ..cost_models.stage.memory import rank_memory_terms, stage_memory_terms
-from ..cost_models.stage.recompute import RecomputeCosts
+from ..cost_models.stage.contents import (
+    RecomputeCosts,
+    contents_between,
+    pipeline_shape,
+    rank_memory_terms,
+    stage_memory_terms,
+)
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable, is_aligned
 from ..schema import Layout, TrainingEstimate
@@ -34,6 +38,7 @@ from ..schema.schedules import GIVEN, OVER_A_V
 from ..schema.units import FloatArray, IntArray
 from ..solvers.backend import Status
 from ..solvers.stages import split_bound, splits
+from ..solvers.stages.split_bound import paths_past
 from .rank_map import expand_on_pools, in_order, node_order, nodes_in_order
 from .request import PlanRequest
 from .stage_choice import (

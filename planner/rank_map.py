@@ -228,7 +228,7 @@ def _splits(
 
 
 def _replay_bound(costs: CostTable, idx: int, instance: StageSplitInstance) -> tuple[float, list[tuple[int, ...]]]:
-    """Return seconds that the replay of no split is below (the bounds of cost_models/pipeline/lower_bounds.py), and the splits."""
+    """Return seconds that the replay of no split is below (the bounds of cost_models/pipeline/replay.py), and the splits."""
     m, pp = int(costs.layouts.num_microbatches[idx]), instance.num_stages
     if costs.layouts.schedule_of_row(idx).all_forward_first:
         return solve_stages(instance).objective, []

@@ -19,19 +19,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost_models.pipeline.orders import Order, Pipeline
 from ..cost_models.pipeline.replay import PENDING_GRADIENTS, PipelineShape
-from ..cost_models.pipeline.simulation import Order, Pipeline
 from ..cost_models.stage import memory
-from ..cost_models.stage.contents import contents_between, pipeline_shape
-from ..cost_models.stage.memory import rank_headroom_bytes, stage_headroom_bytes, stage_memory_terms
-from ..cost_models.stage.recompute import RecomputeCosts
+from ..cost_models.stage.contents import (
+    RecomputeCosts,
+    contents_between,
+    pipeline_shape,
+    rank_headroom_bytes,
+    stage_headroom_bytes,
+    stage_memory_terms,
+)
 from ..cost_models.stage.step import StagePasses, estimate_step, pass_seconds
 from ..cost_models.stage.table import CostTable
 from ..schema import TrainingEstimate
 from ..schema.layout_table import RECOMPUTES
 from ..schema.schedules import GIVEN, SMALLEST_OVER_A_V
 from ..schema.units import FloatArray, IntArray
-from ..solvers.pipeline.greedy import PipelineInstance, quick_order
+from ..solvers.pipeline.greedy import quick_order
 from ..solvers.stages import splits
 from ..solvers.stages.stage_program import (
     StageFilling,
@@ -89,7 +94,7 @@ class Layers:
         transfer_s: a stage passes activations on and gradients back, for one micro-batch.
         constant_s: what a step adds to (O) whatever its stages hold.
         weights: how often the slowest stage and the sum of the stages count in a step at most; min_weights: at least, each pair by
-            itself (both: cost_models/pipeline/lower_bounds.py, for one stage a rank).
+            itself (both: cost_models/pipeline/replay.py, for one stage a rank).
     """
 
     def __init__(self, costs: RecomputeCosts, idx: int, memory_budget_bytes: float) -> None:
@@ -350,15 +355,14 @@ def with_schedule(costs: CostTable, schedule: int) -> CostTable:
 def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> tuple[Order, TrainingEstimate] | None:
     """Return the best order of passes found for the stages of a layout, whatever its schedule; None where none is within memory."""
     row = with_schedule(costs.select(np.array([idx])), SYNTHESISED)
-    instance = order_instance(row, boundaries)
-    order = quick_order(instance.pipeline, instance.cap_bytes)
+    order = quick_order(*order_instance(row, boundaries))
     if order is None:
         return None
     estimate = estimate_step(replace(row, order=order), 0, boundaries)
     return (order, estimate) if estimate.fits else None
 
 
-def order_instance(costs: CostTable, boundaries: tuple[int, ...]) -> PipelineInstance:
+def order_instance(costs: CostTable, boundaries: tuple[int, ...]) -> tuple[Pipeline, tuple[float, ...]]:
     """Return the passes of a layout (row 0) as `estimate_step` replays them, and what each rank may hold of activations."""
     shape, contents = (
         pipeline_shape(costs, 0),
@@ -367,7 +371,7 @@ def order_instance(costs: CostTable, boundaries: tuple[int, ...]) -> PipelineIns
     each_way_s = np.full(shape.num_stages, float(costs.transfer_s[0]) / shape.num_model_chunks)
     pipeline = build_pipeline(shape, pass_seconds(costs, 0, boundaries), each_way_s, contents.activation_bytes)
     headroom = rank_headroom_bytes(costs, 0, contents, cap_bytes=costs.cluster.memory_budget_bytes)
-    return PipelineInstance(pipeline, tuple(float(bytes_) for bytes_ in headroom))
+    return pipeline, tuple(float(bytes_) for bytes_ in headroom)
 
 
 def build_pipeline(

@@ -16,8 +16,7 @@ import numpy as np
 from ..cost_models.pipeline.orders import planned_order
 from ..cost_models.pipeline.replay import PipelineShape, order_of
 from ..cost_models.pipeline.simulation import simulate
-from ..cost_models.stage.contents import pipeline_shape
-from ..cost_models.stage.recompute import RecomputeCosts
+from ..cost_models.stage.contents import RecomputeCosts, pipeline_shape
 from ..cost_models.stage.step import StagePasses, copies_and_collectives, pass_seconds, transfer_of_stages
 from ..cost_models.stage.table import CostTable
 from ..schema import TrainingPlan

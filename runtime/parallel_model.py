@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..cost_models.pipeline.simulation import Action
+from ..cost_models.pipeline.orders import Action
 from ..schema.errors import RuntimeMismatchError
 from ..schema.training_plan import TrainingPlan
 from .context_parallel import local_positions

@@ -26,8 +26,8 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from ..cost_models.pipeline.orders import pipeline_order, to_torch_csv
-from ..cost_models.pipeline.simulation import Action
+from ..cost_models.pipeline.orders import Action, to_torch_csv
+from ..cost_models.pipeline.simulation import pipeline_order
 from ..schema.schedules import SCHEDULES
 from ..schema.training_plan import TrainingPlan
 from .data_parallel import compute_dtype

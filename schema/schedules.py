@@ -45,7 +45,7 @@ class Schedule:
         all_forward_first: every forward pass comes before the first backward pass.
         runs_in_rounds: after a warm-up forward and backward passes in turn; with several chunks in rounds of p micro-batches.
         lookahead: with one chunk a pass waits for none that is lookahead p + 1 micro-batches away, or more.
-        bound: which lower bounds of a step hold (cost_models/pipeline/lower_bounds.py): those under any order; under orders in
+        bound: which lower bounds of a step hold (cost_models/pipeline/replay.py): those under any order; under orders in
             which each rank starts with forward passes in turn; also those of gpipe and 1f1b, with entire backward passes; or also
             those of 1f1b with gradients of weights deferred.
         is_given: a plan brings the order along.

@@ -1,4 +1,4 @@
-"""The named pipeline schedules as orders: what each rank runs, in which sequence.
+"""Orders of a pipeline's passes: what each rank runs, in which sequence; those of the named schedules, and torch's table of one.
 
 Every generator takes the number of ranks R and of micro-batches M (and of model chunks v) and returns an `Order` for the placement
 that the schedule is defined on: `loop` for all but the V schedules, whose placement is `wave` with two chunks.
@@ -6,11 +6,6 @@ that the schedule is defined on: `loop` for all but the V schedules, whose place
 Sources: GPipe arXiv:1811.06965; 1F1B and its interleaved form arXiv:2104.04473; ZB-H1, ZB-H2 arXiv:2401.10241; ZBV
 arXiv:2405.15362; DualPipeV, the V form of arXiv:2412.19437 section 3.2. The interleaved orders, ZB-H1, ZBV and DualPipeV are
 those that torch 2.13 runs.
-
-`to_torch_csv` and `from_torch_csv` are the table format that torch.distributed.pipelining loads (`compute_only`): one row a rank,
-one action a cell, as in `0F0,0F1,0I0,0W0`: stage, letter, micro-batch. The letters are torch's: F forward, I gradient of the input
-(our B), W gradient of the weights, B both at once (our BW); empty cells are idle. Source: torch 2.13, `_Action.from_str` and
-`_PipelineScheduleRuntime._load_csv` in torch/distributed/pipelining/schedules.py.
 """
 
 from __future__ import annotations
@@ -19,160 +14,253 @@ import csv
 import io
 import itertools
 import re
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from ...schema import TrainingPlan
 from ...schema.base import shown
 from ...schema.errors import ConfigError
 from ...schema.schedules import SCHEDULES
-from .simulation import Action, Kind, Order, Pipeline, simulate
+from ...schema.units import FloatArray, IntArray
+
+Kind = Literal["F", "B", "W", "BW"]
+"""Forward pass; gradients of the input; gradients of the weights; both gradients at once."""
 
 
-@dataclass
-class _Row:
-    """The actions of one rank; micro-batches of each (stage, kind) are handed out in order, those past the last are left out."""
+class Action(NamedTuple):
+    """One kind of pass of one stage over one micro-batch."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+Order = tuple[tuple[Action, ...], ...]
+
+Row = IntArray
+"""The passes of one rank [3, n]: position in `KINDS`, stage, micro-batch."""
+
+KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
+F, B, W, BW = range(4)
+
+
+def as_rows(order: Order) -> list[Row]:
+    """Return an order as arrays."""
+    return [np.array([(KINDS.index(a.kind), a.stage, a.micro_batch) for a in row], dtype=np.int64).T for row in order]
+
+
+def as_order(rows: list[Row]) -> Order:
+    """Return arrays as an order."""
+    return tuple(tuple(Action(stage, KINDS[kind], i) for kind, stage, i in row.T.tolist()) for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages, where they are, what they cost; arrays over stages [S], transfers [S-1]. Seconds and bytes."""
 
     num_microbatches: int
-    actions: list[Action] = field(default_factory=list)
-    counts: dict[tuple[int, str], int] = field(default_factory=dict)
-    pending: deque[tuple[int, int]] = field(default_factory=deque)
+    rank_of_stage: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    transfer_s: tuple[float, ...]
+    held_bytes: tuple[float, ...]
+    backward_freed_bytes: tuple[float, ...]
+    weight_freed_bytes: tuple[float, ...]
 
-    def add(self, kind: Kind, stage: int) -> None:
-        """Add the next micro-batch of F, B or BW on a stage; B makes a W pending."""
-        key = (stage, "F" if kind == "F" else "B")
-        i = self.counts.get(key, 0)
-        self.counts[key] = i + 1
-        if i < self.num_microbatches:
-            self.actions.append(Action(stage, kind, i))
-            if kind == "B":
-                self.pending.append((stage, i))
+    def __post_init__(self) -> None:
+        freed = (self.held_bytes, self.backward_freed_bytes, self.weight_freed_bytes)
+        lengths = {len(column) for column in (self.forward_s, self.backward_s, self.weight_s, *freed)}
+        if lengths != {self.num_stages} or len(self.transfer_s) != self.num_stages - 1:
+            raise ConfigError(f"pipeline of {self.num_stages} stages has columns of {sorted(lengths)} values")
+        if set(self.rank_of_stage) != set(range(self.num_ranks)):
+            raise ConfigError(f"ranks {self.rank_of_stage} leave one of 0..{self.num_ranks - 1} without a stage")
+        if self.num_microbatches < 1 or any(abs(h - b - w) > 1e-6 * abs(h) for h, b, w in zip(*freed, strict=True)):
+            raise ConfigError("a pipeline needs a micro-batch, and B and W must free what F holds, stage by stage")
 
-    def add_weight(self, stage: int | None = None) -> None:
-        """Add the oldest pending W, of one stage or of any; nothing when none is pending."""
-        oldest = next((waiting for waiting in self.pending if stage in (None, waiting[0])), None)
-        if oldest:
-            self.pending.remove(oldest)
-            self.actions.append(Action(oldest[0], "W", oldest[1]))
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.rank_of_stage)
 
-    def finished(self) -> tuple[Action, ...]:
-        """Return all actions, the pending W last."""
-        while self.pending:
-            self.add_weight()
-        return tuple(self.actions)
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return max(self.rank_of_stage) + 1
+
+    @cached_property
+    def memory_changes(self) -> dict[Kind, tuple[float, ...]]:
+        """Bytes that a pass of each kind adds to those held on its rank [S]."""
+        return {
+            "F": self.held_bytes,
+            "B": tuple(-freed for freed in self.backward_freed_bytes),
+            "W": tuple(-freed for freed in self.weight_freed_bytes),
+            "BW": tuple(-held for held in self.held_bytes),
+        }
+
+    def hop_s(self, stage: int) -> float:
+        """Return the seconds from `stage` to the next one; zero when one rank holds both."""
+        return 0.0 if self.rank_of_stage[stage] == self.rank_of_stage[stage + 1] else self.transfer_s[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of one rank, in the order of the model."""
+        return tuple(s for s, holder in enumerate(self.rank_of_stage) if holder == rank)
+
+    def work_s(self) -> FloatArray:
+        """Return the busy seconds of each rank in a step [R]."""
+        per_stage = np.array(self.forward_s) + self.backward_s + self.weight_s
+        weights = per_stage * self.num_microbatches
+        return np.bincount(self.rank_of_stage, weights, self.num_ranks).astype(np.float64)
 
 
-def gpipe(num_ranks: int, num_microbatches: int) -> Order:
-    """Run all forward, then all backward passes."""
-    m = num_microbatches
-    return tuple(
-        (*(Action(r, "F", i) for i in range(m)), *(Action(r, "BW", i) for i in range(m))) for r in range(num_ranks)
-    )
+# Named schedules
 
 
-def looped_bfs(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
-    """Run GPipe chunk by chunk: all micro-batches of one chunk before the next; backward in reverse of everything."""
+def gpipe(num_ranks: int, num_microbatches: int, num_model_chunks: int = 1) -> Order:
+    """Run all forward, then all backward passes; with several chunks one after the other, backward in reverse of everything."""
     rows = []
     for r in range(num_ranks):
         stages = range(r, num_ranks * num_model_chunks, num_ranks)
         forward = [Action(s, "F", i) for s in stages for i in range(num_microbatches)]
-        rows.append((*forward, *(Action(a.stage, "BW", a.micro_batch) for a in reversed(forward))))
+        backward = forward if num_model_chunks == 1 else reversed(forward)
+        rows.append((*forward, *(a._replace(kind="BW") for a in backward)))
     return tuple(rows)
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int) -> Order:
-    """Run R - r forward passes, then backward and forward in turn: at most R - r micro-batches stored on rank r."""
+def one_f_one_b(num_ranks: int, num_microbatches: int, num_model_chunks: int = 1) -> Order:
+    """Run R - r forward passes, then backward and forward in turn: at most R - r micro-batches stored on rank r.
+
+    Interleaved over v chunks a rank, micro-batches in rounds of R: the bubble of one chunk over v.
+    """
+    return as_order(rows_in_rounds(num_ranks, num_microbatches, num_model_chunks, splits_backward=False))
+
+
+def zb_h1(num_ranks: int, num_microbatches: int, num_model_chunks: int = 1) -> Order:
+    """Run 1F1B whose weight passes fill the drain, r of them on rank r: a third of its bubble at its memory."""
+    return as_order(rows_in_rounds(num_ranks, num_microbatches, num_model_chunks, splits_backward=True))
+
+
+def rows_in_rounds(num_ranks: int, num_microbatches: int, num_model_chunks: int, *, splits_backward: bool) -> list[Row]:
+    """Return `one_f_one_b`, or `zb_h1`: forward passes; forward and backward in turn; backward, weight passes `r` later.
+
+    Raises:
+        ConfigError: the micro-batches are not in equal rounds.
+    """
+    # One chunk is one round, of any length.
+    rounds = max(1, num_microbatches // num_ranks) if num_model_chunks > 1 else 1
+    if num_microbatches % rounds:
+        raise ConfigError(
+            f"interleaved schedules need micro-batches in equal rounds: {num_microbatches} over {num_ranks} ranks",
+            help=f"use {num_microbatches // num_ranks * num_ranks} or {(num_microbatches // num_ranks + 1) * num_ranks}",
+        )
+    in_round, total = num_microbatches // rounds, num_model_chunks * num_microbatches
+    step = np.arange(total)
+    chunk = step // in_round % num_model_chunks
+    micro_batch = step // (in_round * num_model_chunks) * in_round + step % in_round
+    ways = 2 if num_model_chunks > 1 and not splits_backward else 1
     rows = []
     for r in range(num_ranks):
-        row = _Row(num_microbatches)
-        for _ in range(num_ranks - 1 - r):
-            row.add("F", r)
-        for _ in range(num_microbatches):
-            row.add("F", r)
-            row.add("BW", r)
-        rows.append(row.finished())
-    return tuple(rows)
+        warm_up = min((num_model_chunks - 1) * in_round + ways * (num_ranks - 1 - r), total)
+        last_chunk_first = (num_model_chunks - 1 - chunk) * num_ranks + r
+        forward = np.stack([np.full(total, F), chunk * num_ranks + r, micro_batch, 3 * step])
+        backward = np.stack([np.full(total, BW), last_chunk_first, micro_batch, 3 * (step + warm_up) + 1])
+        passes = [forward, backward]
+        if splits_backward:
+            backward[0] = B
+            passes.append(backward + np.array([W - B, 0, 0, 3 * r + 1])[:, None])
+        in_turn = np.concatenate(passes, axis=1)
+        rows.append(in_turn[:3, np.argsort(in_turn[3], kind="stable")])
+    return rows
 
 
-def interleaved(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
-    """Run 1F1B over v chunks a rank, micro-batches in rounds of R: the bubble of 1F1B over v."""
-
-    def row(r: int, in_round: int) -> tuple[Action, ...]:
-        warm_up = (num_model_chunks - 1) * in_round + 2 * (num_ranks - 1 - r)
-        return _rounds(r, num_ranks, num_microbatches, num_model_chunks, in_round, warm_up, None)
-
-    return _in_rounds(row, num_ranks, num_microbatches)
+ANY = -1
 
 
-def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_model_chunks: int) -> Order:
-    """Interleave with split backward: rank r postpones r weight passes into its drain; memory stays that of 1F1B."""
+class _Row:
+    """The actions of one rank; micro-batches of each (stage, kind) are handed out in order, those past the last are left out."""
 
-    def row(r: int, in_round: int) -> tuple[Action, ...]:
-        warm_up = (num_model_chunks - 1) * in_round + num_ranks - 1 - r
-        return _rounds(r, num_ranks, num_microbatches, num_model_chunks, in_round, warm_up, r)
+    def __init__(self, num_microbatches: int) -> None:
+        self.num_microbatches = num_microbatches
+        self.actions: list[Action] = []
+        self.counts: Counter[tuple[int, bool]] = Counter()
+        self.pending: list[tuple[int, int]] = []
 
-    if num_model_chunks == 1:  # one chunk is one round, of any length
-        return tuple(row(r, num_microbatches) for r in range(num_ranks))
-    return _in_rounds(row, num_ranks, num_microbatches)
+    def run(self, times: int, *passes: tuple[Kind, int]) -> None:
+        """Add these passes so many times: the next F, B or BW of a stage, or the oldest W that waits behind a B of it."""
+        for kind, stage in times * passes:
+            if kind == "W":
+                oldest = next((waiting for waiting in self.pending if stage in (ANY, waiting[0])), None)
+                if oldest is not None:
+                    self.pending.remove(oldest)
+                    self.actions.append(Action(oldest[0], "W", oldest[1]))
+                continue
+            i = self.counts[stage, kind == "F"]
+            self.counts[stage, kind == "F"] += 1
+            if i < self.num_microbatches:
+                self.actions.append(Action(stage, kind, i))
+                if kind == "B":
+                    self.pending.append((stage, i))
 
-
-def zb_h1(num_ranks: int, num_microbatches: int) -> Order:
-    """Run 1F1B whose weight passes fill the drain: a third of its bubble at its memory."""
-    return interleaved_zero_bubble(num_ranks, num_microbatches, 1)
+    def finished(self) -> tuple[Action, ...]:
+        """Return all actions, the pending W last."""
+        return (*self.actions, *(Action(stage, "W", i) for stage, i in self.pending))
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Order:
     """Run 2 (R - r) - 1 forward passes first, postpone 2 r weight passes: no bubble with equal F, B, W, at twice the memory."""
     rows = []
     for r in range(num_ranks):
-        row = _Row(num_microbatches)
-        for _ in range(2 * (num_ranks - r) - 1):
-            row.add("F", r)
-        for i in range(num_microbatches):
-            row.add("B", r)
-            if i >= 2 * r:
-                row.add_weight()
-            row.add("F", r)
+        row, postponed = _Row(num_microbatches), min(2 * r, num_microbatches)
+        row.run(2 * (num_ranks - r) - 1, ("F", r))
+        row.run(postponed, ("B", r), ("F", r))
+        row.run(num_microbatches - postponed, ("B", r), ("W", r), ("F", r))
         rows.append(row.finished())
     return tuple(rows)
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Order:
     """Run ZBV: two chunks a rank in a V, the last stage next to the first; 1F1B's memory on every rank."""
-    return tuple(_zb_v_row(r, num_ranks, num_microbatches) for r in range(num_ranks))
-
-
-def _zb_v_row(r: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    down, up = r, 2 * num_ranks - 1 - r
-    row = _Row(num_microbatches)
-
-    def backward(stage: int) -> None:
-        row.add("B", stage)
-        row.add_weight(stage)
-
-    for _ in range(2 * (num_ranks - r) - 1):
-        row.add("F", down)
-    for _ in range(r):
-        row.add("F", up)
-        row.add("F", down)
-    for _ in range(num_ranks - r):
-        row.add("F", up)
-        backward(up)
     steady = max(2 * num_ranks - 1, num_microbatches) - num_ranks
-    for _ in range(steady):
-        row.add("F", down)
-        backward(down)
-        row.add("F", up)
-        backward(up)
-    for _ in range(r):
-        row.add("B", down)
-        row.add("B", up)
-    for _ in range(num_ranks - r):
-        backward(down)
-    for _ in range(num_microbatches):
-        row.add_weight(up)
-    return row.finished()
+    rows = []
+    for r in range(num_ranks):
+        row, down, up = _Row(num_microbatches), r, 2 * num_ranks - 1 - r
+        row.run(2 * (num_ranks - r) - 1, ("F", down))
+        row.run(r, ("F", up), ("F", down))
+        row.run(num_ranks - r, ("F", up), ("B", up), ("W", up))
+        row.run(steady, ("F", down), ("B", down), ("W", down), ("F", up), ("B", up), ("W", up))
+        row.run(r, ("B", down), ("B", up))
+        row.run(num_ranks - r, ("B", down), ("W", down))
+        row.run(num_microbatches, ("W", up))
+        rows.append(row.finished())
+    return tuple(rows)
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Order:
+    """Run DualPipeV, its paired forward and backward passes written one after the other."""
+    if num_microbatches < 2 * num_ranks:
+        raise ConfigError(f"DualPipeV needs 2 x {num_ranks} micro-batches or more, got {num_microbatches}")
+    rows = []
+    for r in range(num_ranks):
+        row, down, up, behind = _Row(num_microbatches), r, 2 * num_ranks - 1 - r, num_ranks - 1 - r
+        row.run(2 * behind, ("F", down))
+        row.run(r + 1, ("F", down), ("F", up))
+        row.run(behind, ("B", up), ("W", up), ("F", up))
+        row.run(num_microbatches - 2 * num_ranks + r + 1, ("F", down), ("BW", up), ("F", up), ("BW", down))
+        row.run(behind, ("BW", up), ("F", up), ("BW", down))
+        # The second half keeps its weight passes for the end.
+        turns, split_from = (r + 1) * (up, down), 2 * ((r + 1) // 2) + (0 if r % 2 else 1)
+        row.run(1, *(("BW", stage) for stage in turns[:split_from]), *(("B", stage) for stage in turns[split_from:]))
+        row.run(behind, ("W", ANY), ("B", down))
+        rows.append(row.finished())
+    return tuple(rows)
 
 
 def v_half(num_ranks: int, num_microbatches: int) -> Order:
@@ -193,10 +281,9 @@ def _periodic_v(num_ranks: int, num_microbatches: int, *, down: int, up: int) ->
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, section 3.
     """
     period, descent, ascent = 6, down * (num_ranks - 1), up * (num_ranks - 1)
-    for turns in sorted(itertools.product(range(1, period + 1), repeat=3), key=lambda waits: (sum(waits), waits)):
-        up_again, back, down_again = itertools.accumulate(
-            (descent + turns[0], ascent + turns[1], descent + turns[2]), lambda a, b: a + b
-        )
+    for waits in sorted(itertools.product(range(1, period + 1), repeat=3), key=lambda waits: (sum(waits), waits)):
+        ways = (descent + waits[0], ascent + waits[1], descent + waits[2])
+        up_again, back, down_again = itertools.accumulate(ways)
         slots = [
             (down * r, up_again + up * (num_ranks - 1 - r), back + down * r, down_again + up * (num_ranks - 1 - r))
             for r in range(num_ranks)
@@ -211,96 +298,24 @@ def _block_row(
 ) -> tuple[Action, ...]:
     """Return the actions of one rank by slot; each W takes a free slot soon after its B."""
     first, second = sorted(set(range(period)) - {slot % period for slot in slots})
-    up_backward, low_backward = slots[2], slots[3]
 
     def after(slot: int, residue: int) -> int:
         return slot + 1 + (residue - slot - 1) % period
 
-    weights = min(
-        ((after(up_backward, a), after(low_backward, b)) for a, b in ((first, second), (second, first))), key=sum
-    )
-    passes: tuple[tuple[int, Kind], ...] = (
-        (lower, "F"),
-        (upper, "F"),
-        (upper, "B"),
-        (lower, "B"),
-        (upper, "W"),
-        (lower, "W"),
-    )
+    free = ((after(slots[2], a), after(slots[3], b)) for a, b in ((first, second), (second, first)))
+    stages, kinds = (lower, upper, upper, lower, upper, lower), ("F", "F", "B", "B", "W", "W")
     timed = [
         (slot + period * i, Action(stage, kind, i))
-        for slot, (stage, kind) in zip((*slots, *weights), passes, strict=True)
+        for slot, stage, kind in zip((*slots, *min(free, key=sum)), stages, kinds, strict=True)
         for i in range(num_microbatches)
     ]
     return tuple(action for _, action in sorted(timed))
 
 
-def dualpipe_v(num_ranks: int, num_microbatches: int) -> Order:
-    """Run DualPipeV, its paired forward and backward passes written one after the other."""
-    if num_microbatches < 2 * num_ranks:
-        raise ConfigError(f"DualPipeV needs 2 x {num_ranks} micro-batches or more, got {num_microbatches}")
-    return tuple(_dualpipe_v_row(r, num_ranks, num_microbatches) for r in range(num_ranks))
-
-
-def _dualpipe_v_row(r: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
-    down, up, behind = r, 2 * num_ranks - 1 - r, num_ranks - 1 - r
-    row = _Row(num_microbatches)
-
-    def add(count: int, *passes: tuple[Kind, int]) -> None:
-        for _ in range(count):
-            for kind, stage in passes:
-                row.add(kind, stage)
-
-    add(2 * behind, ("F", down))
-    add(r + 1, ("F", down), ("F", up))
-    for _ in range(behind):
-        row.add("B", up)
-        row.add_weight()
-        row.add("F", up)
-    add(num_microbatches - 2 * num_ranks + r + 1, ("F", down), ("BW", up), ("F", up), ("BW", down))
-    add(behind, ("BW", up), ("F", up), ("BW", down))
-    turns = [stage for _ in range(r + 1) for stage in (up, down)]
-    split_from = 2 * ((r + 1) // 2) + (0 if r % 2 else 1)  # the second half keeps its weight passes for the end
-    for k, stage in enumerate(turns):
-        row.add("B" if k >= split_from else "BW", stage)
-    for _ in range(behind):
-        row.add_weight()
-        row.add("B", down)
-    return row.finished()
-
-
-def _in_rounds(row: Callable[[int, int], tuple[Action, ...]], num_ranks: int, num_microbatches: int) -> Order:
-    rounds = max(1, num_microbatches // num_ranks)
-    if num_microbatches % rounds:
-        raise ConfigError(
-            f"interleaved schedules need micro-batches in equal rounds: {num_microbatches} over {num_ranks} ranks",
-            help=f"use {num_microbatches // num_ranks * num_ranks} or {(num_microbatches // num_ranks + 1) * num_ranks}",
-        )
-    return tuple(row(r, num_microbatches // rounds) for r in range(num_ranks))
-
-
-def _rounds(
-    r: int, num_ranks: int, num_microbatches: int, chunks: int, in_round: int, warm_up: int, postponed: int | None
-) -> tuple[Action, ...]:
-    """Run warm-up, then F and backward in turn, then backward; `postponed` weight passes (None: backward is not split)."""
-    row = _Row(num_microbatches)
-    total = chunks * num_microbatches
-    warm_up = min(warm_up, total)
-    for step in range(total + warm_up):
-        if step < total:
-            row.add("F", (step // in_round) % chunks * num_ranks + r)
-        if step >= warm_up:
-            done = step - warm_up
-            row.add("BW" if postponed is None else "B", (chunks - 1 - (done // in_round) % chunks) * num_ranks + r)
-            if postponed is not None and done >= postponed:
-                row.add_weight()
-    return row.finished()
-
-
 ORDERS: dict[str, Callable[[int, int, int], Order]] = {
-    "gpipe": lambda p, m, v: gpipe(p, m) if v == 1 else looped_bfs(p, m, v),
-    "1f1b": lambda p, m, v: one_f_one_b(p, m) if v == 1 else interleaved(p, m, v),
-    "zb-h1": lambda p, m, v: zb_h1(p, m) if v == 1 else interleaved_zero_bubble(p, m, v),
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
     "zb-h2": lambda p, m, v: zb_h2(p, m),
     "zb-v": lambda p, m, v: zb_v(p, m),
     "v-half": lambda p, m, v: v_half(p, m),
@@ -326,9 +341,15 @@ def order_of_schedule(name: str, num_ranks: int, num_microbatches: int, num_mode
     return ORDERS[name](num_ranks, num_microbatches, num_model_chunks)
 
 
+# The table of orders that torch.distributed.pipelining loads (`compute_only`): one row a rank, one action a cell, as in
+# `0F0,0F1,0I0,0W0`: stage, letter, micro-batch; empty cells are idle. Source: torch 2.13, `_Action.from_str` and
+# `_PipelineScheduleRuntime._load_csv` in torch/distributed/pipelining/schedules.py.
+
 _TORCH_LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 
+
 _KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in _TORCH_LETTERS.items()}
+
 
 _TORCH_CELL = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 
@@ -344,29 +365,6 @@ def to_torch_csv(order: Order) -> str:
 def planned_order(plan: TrainingPlan) -> Order | None:
     """Return the order that a plan of the synthesised schedule brings along; None under a named one."""
     return from_torch_csv("\n".join(plan.pipeline_order)) if plan.pipeline_order else None
-
-
-def pipeline_order(plan: TrainingPlan) -> Order:
-    """Return the passes of each rank of a plan's pipeline, in its order: that of the schedule, or the one the plan brings along.
-
-    Raises:
-        ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
-            takes the micro-batches of the last stage out of turn (torch finds the losses by their position).
-    """
-    order, layout = planned_order(plan), plan.layout
-    if order is None:
-        order = order_of_schedule(layout.schedule, layout.pp, plan.num_microbatches, layout.num_model_chunks)
-    ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
-    of_a_second = Pipeline(
-        num_microbatches=plan.num_microbatches, rank_of_stage=plan.rank_of_stage, forward_s=ones, backward_s=ones,
-        weight_s=ones, transfer_s=zeros[1:], held_bytes=ones, backward_freed_bytes=zeros, weight_freed_bytes=ones,
-    )  # fmt: skip
-    simulate(of_a_second, order)  # raises where passes are missing or wait for ever
-    last = len(plan.stages) - 1
-    turns = [action.micro_batch for row in order for action in row if (action.stage, action.kind) == (last, "F")]
-    if turns != sorted(turns):
-        raise ConfigError(f"the plan's pipeline_order takes the micro-batches of the last stage in the order {turns}")
-    return order
 
 
 def from_torch_csv(text: str) -> Order:

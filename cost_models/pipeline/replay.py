@@ -1,7 +1,8 @@
-"""Seconds of a named schedule with real stage times, fast: the recurrences of simulation.py as a list of sums and maxima.
+"""Seconds of a pipelined step: a named schedule replayed fast, its closed form, and what no split of the layers can beat.
 
-The order of a schedule is worked out once for its numbers (`program`), as the two passes that each pass waits for; a replay is then
-one loop over them. Transfers are part of the passes here: a rank sends or receives nothing while it computes.
+A replay solves the recurrences of simulation.py as a list of sums and maxima. The order is worked out once for its numbers
+(`program`), as the two passes that each pass waits for; a replay is then one loop over them. Transfers are part of the passes here:
+a rank sends or receives nothing while it computes.
 
 With many micro-batches the middle repeats. If the passes of every stage end `d` seconds after those q micro-batches before, over a
 window longer than any pass looks back, then by induction all later ones do, and the step with n q more micro-batches takes n d
@@ -10,19 +11,15 @@ longer, exactly. Where the window is not yet periodic a longer one is tried, up 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...schema.errors import ConfigError
-from ...schema.schedules import SCHEDULES, Schedule, ScheduleName, placement
-from ...schema.units import Array
-from .orders import order_of_schedule
-from .simulation import Order
-
-FloatArray = NDArray[np.float64]
+from ...schema.schedules import SCHEDULES, Schedule, ScheduleName, by_schedule, placement
+from ...schema.units import Array, FloatArray, IntArray
+from .orders import F, Order, Row, W, as_rows, order_of_schedule, rows_in_rounds
 
 _SAME = 1e-11
 """Differences within this of the step are equal: they are sums of the same numbers in different order."""
@@ -48,22 +45,13 @@ class PipelineShape:
         """S."""
         return self.pp * self.num_model_chunks
 
-    @property
+    @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
         """Rank of each stage [S]."""
-        if self.order is not None:
-            return self._rank_of_given
-        return placement(self.pp, self.num_model_chunks, self.record.placement_of(self.num_model_chunks))
-
-    @cached_property
-    def _rank_of_given(self) -> tuple[int, ...]:
-        holders = {action.stage: rank for rank, row in enumerate(self.order or ()) for action in row}
+        if self.order is None:
+            return placement(self.pp, self.num_model_chunks, self.record.placement_of(self.num_model_chunks))
+        holders = {action.stage: rank for rank, row in enumerate(self.order) for action in row}
         return tuple(holders[stage] for stage in range(self.num_stages))
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether weight passes are apart from input passes."""
-        return self.record.splits_backward
 
     @property
     def period(self) -> int:
@@ -84,16 +72,11 @@ class PipelineShape:
 
     def with_microbatches(self, num_microbatches: int) -> PipelineShape:
         """Return the shape for another number of micro-batches."""
-        return PipelineShape(
-            schedule=self.schedule,
-            pp=self.pp,
-            num_model_chunks=self.num_model_chunks,
-            num_microbatches=num_microbatches,
-        )
+        return replace(self, num_microbatches=num_microbatches, order=None)
 
 
 def order_of(shape: PipelineShape) -> Order:
-    """Return the passes of each rank under a named schedule; interleaved forms where a rank holds several chunks.
+    """Return the passes of each rank: those of its own order, or under the named schedule.
 
     Raises:
         ConfigError: the schedule is not defined for these numbers.
@@ -101,6 +84,21 @@ def order_of(shape: PipelineShape) -> Order:
     if shape.order is not None:
         return shape.order
     return order_of_schedule(shape.schedule, shape.pp, shape.num_microbatches, shape.num_model_chunks)
+
+
+@lru_cache(maxsize=64)
+def rows_of(shape: PipelineShape) -> list[Row]:
+    """Return `order_of` as arrays.
+
+    Raises:
+        ConfigError: the schedule is not defined for these numbers.
+    """
+    if shape.record.runs_in_rounds:
+        splits_backward = shape.record.splits_backward
+        return rows_in_rounds(
+            shape.pp, shape.num_microbatches, shape.num_model_chunks, splits_backward=splits_backward
+        )
+    return as_rows(order_of(shape))
 
 
 @dataclass(frozen=True)
@@ -116,72 +114,18 @@ class Program:
     before: list[int]
     needs: list[int]
     kinds: list[int]
-    positions: NDArray[np.int64]
-
-
-Row = NDArray[np.int64]
-"""The passes of one rank [3, n]: index of F, B, W or BW, stage, micro-batch."""
-
-_F, _B, _W, _BW = range(4)
-
-_KINDS = {"F": _F, "B": _B, "W": _W, "BW": _BW}
+    positions: IntArray
 
 
 @lru_cache(maxsize=64)
 def program(shape: PipelineShape) -> Program:
-    """Return the named order as a program.
+    """Return the order of a shape as a program.
 
     Raises:
-        ConfigError: the schedule is not defined for these numbers.
+        ConfigError: the schedule is not defined for these numbers, or never finishes.
     """
-    return program_of(rows_of(shape), shape.num_stages, shape.num_microbatches)
-
-
-@lru_cache(maxsize=64)
-def rows_of(shape: PipelineShape) -> list[Row]:
-    """Return `order_of` as arrays.
-
-    Raises:
-        ConfigError: the schedule is not defined for these numbers.
-    """
-    pp, chunks, m = shape.pp, shape.num_model_chunks, shape.num_microbatches
-    if not shape.record.runs_in_rounds or m < pp or (chunks > 1 and m % pp):
-        return as_rows(order_of(shape))
-    in_round = pp if chunks > 1 else m
-    in_turn = 2 if chunks > 1 and shape.record.is_one_f_one_b else 1
-    warm_up = [(chunks - 1) * in_round * (chunks > 1) + in_turn * (pp - 1 - r) for r in range(pp)]
-    return [_rounds(shape, r, in_round, min(warm_up[r], chunks * m)) for r in range(pp)]
-
-
-def _rounds(shape: PipelineShape, rank: int, in_round: int, warm_up: int) -> Row:
-    """Return one rank of an interleaved order: forward, forward and backward in turn, backward; weights `rank` passes later."""
-    pp, chunks, total = shape.pp, shape.num_model_chunks, shape.num_model_chunks * shape.num_microbatches
-    step = np.arange(total)
-    chunk, micro_batch = step // in_round % chunks, step // (in_round * chunks) * in_round + step % in_round
-    forward = np.stack([np.full(total, _F), chunk * pp + rank, micro_batch, 3 * step])
-    backward = np.stack([np.full(total, _BW), (chunks - 1 - chunk) * pp + rank, micro_batch, 3 * (step + warm_up) + 1])
-    if not shape.splits_backward:
-        passes = np.concatenate([forward, backward], axis=1)
-    else:
-        backward[0] = _B
-        weight = backward + np.array([_W - _B, 0, 0, 3 * rank + 1])[:, None]
-        passes = np.concatenate([forward, backward, weight], axis=1)
-    return np.asarray(passes[:3, np.argsort(passes[3], kind="stable")])
-
-
-def as_rows(order: Order) -> list[Row]:
-    """Return any order as arrays."""
-    return [np.array([[_KINDS[kind], stage, i] for stage, kind, i in actions], dtype=np.int64).T for actions in order]
-
-
-def program_of(rows: list[Row], num_stages: int, num_microbatches: int) -> Program:
-    """Return any order as a program.
-
-    Raises:
-        ConfigError: it never finishes.
-    """
-    m, size = num_microbatches, num_stages * num_microbatches
-    position = [0] * (3 * size)  # of F, backward and weight passes of every stage and micro-batch
+    rows, m, num_stages = rows_of(shape), shape.num_microbatches, shape.num_stages
+    position = [0] * (3 * num_stages * m)  # of F, backward and weight passes of every stage and micro-batch
     before, needs, kinds = list[int](), list[int](), list[int]()
     tracks = [list(zip(*_tracked(row, num_stages, m), strict=True)) for row in rows]
     cursors, latest = [0] * len(rows), [0] * len(rows)
@@ -217,8 +161,8 @@ def _tracked(row: Row, num_stages: int, m: int) -> tuple[list[int], list[int], l
     kind, stage, i = row
     size, cell = num_stages * m, stage * m + i
     of_backward = np.where(stage == num_stages - 1, cell, size + cell + m)
-    needed = np.select([(kind == _F) & (stage == 0), kind == _F, kind == _W], [-1, cell - m, size + cell], of_backward)
-    made = np.select([kind == _F, kind == _W], [cell, 2 * size + cell], size + cell)
+    needed = np.select([(kind == F) & (stage == 0), kind == F, kind == W], [-1, cell - m, size + cell], of_backward)
+    made = np.select([kind == F, kind == W], [cell, 2 * size + cell], size + cell)
     return needed.tolist(), made.tolist(), (kind * num_stages + stage).tolist()
 
 
@@ -244,9 +188,7 @@ def makespan_s(shape: PipelineShape, forward_s: FloatArray, backward_s: FloatArr
     if shape.record.all_forward_first and shape.num_model_chunks == 1:
         backward_s = backward_s + weight_s  # identical jobs through a line of machines, forward and back
         return float(sum(np.sum(way) + (m - 1) * np.max(way) for way in (forward_s, backward_s)))
-    if shape.order is not None:
-        return max(ends_s(program(shape), forward_s, backward_s, weight_s))
-    q, reach, few = shape.period, shape.reach, shape.fewer_microbatches
+    q, reach, few = shape.period, shape.reach, m if shape.order is not None else shape.fewer_microbatches
     while few < m:
         short = program(shape.with_microbatches(few))
         ends = np.array(ends_s(short, forward_s, backward_s, weight_s))
@@ -258,6 +200,20 @@ def makespan_s(shape: PipelineShape, forward_s: FloatArray, backward_s: FloatArr
     return max(ends_s(program(shape), forward_s, backward_s, weight_s))
 
 
+def pipelined_s(stage_s: Array, num_microbatches: Array, num_model_chunks: Array) -> Array:
+    """Return the seconds of one step in closed form; ``stage_s`` has the stages on its last axis [..., pp].
+
+        T = m * max_s t_s + (sum_s t_s - max_s t_s) / v
+
+    with t_s the seconds stage s needs for one micro-batch, forward and backward. Exact for 1f1b and gpipe with equal stages, where
+    it is (m + pp - 1) * t, and for interleaved 1f1b, whose bubble is a v-th of that (arXiv:2104.04473 section 2.2).
+    """
+    slowest = np.max(stage_s, axis=-1)
+    return num_microbatches * slowest + (np.sum(stage_s, axis=-1) - slowest) / num_model_chunks
+
+
+# Micro-batches in flight
+
 PENDING_GRADIENTS = 0.5
 """What waits between an input pass and its weight pass next to the activations, as a part of them: gradients of products' outputs.
 
@@ -267,17 +223,16 @@ hidden widths a token.
 
 
 @lru_cache(maxsize=1024)
-def peak_in_flight_by_chunk(shape: PipelineShape) -> tuple[NDArray[np.float64], ...]:
+def peak_in_flight_by_chunk(shape: PipelineShape) -> tuple[FloatArray, ...]:
     """Return for each rank the micro-batches of each of its chunks when it holds most [K, v], no entry within another one.
 
     Activations of a pass are stored until its backward pass, or its weight pass with `PENDING_GRADIENTS` since the input pass.
     More than 4 pp micro-batches hold no more, but under gpipe.
     """
-    saturated = 4 * shape.pp
-    if shape.order is None and not shape.record.all_forward_first and shape.num_microbatches > saturated:
-        return peak_in_flight_by_chunk(shape.with_microbatches(saturated))
     if shape.record.all_forward_first:
         return (np.full((1, shape.num_model_chunks), float(shape.num_microbatches)),) * shape.pp
+    if shape.order is None and shape.num_microbatches > 4 * shape.pp:
+        return peak_in_flight_by_chunk(shape.with_microbatches(4 * shape.pp))
     changes = np.array([1.0, PENDING_GRADIENTS, -1.0 - PENDING_GRADIENTS, -1.0])
     peaks = []
     for kind, stage, _ in rows_of(shape):
@@ -285,18 +240,13 @@ def peak_in_flight_by_chunk(shape: PipelineShape) -> tuple[NDArray[np.float64], 
         change = changes[kind]
         counts[np.arange(len(kind)), stage // shape.pp] = change
         is_peak = np.append((change[:-1] > 0) & (change[1:] < 0), False)
-        peaks.append(_maximal(np.cumsum(counts, axis=0)[is_peak]))
+        distinct = np.unique(np.cumsum(counts, axis=0)[is_peak], axis=0)
+        covered = np.all(distinct[None, :, :] >= distinct[:, None, :], axis=2).sum(axis=1) > 1
+        peaks.append(distinct[~covered])
     return tuple(peaks)
 
 
-def _maximal(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the rows that no other row covers."""
-    distinct = np.unique(counts, axis=0)
-    covered = np.all(distinct[None, :, :] >= distinct[:, None, :], axis=2).sum(axis=1) > 1
-    return np.asarray(distinct[~covered])
-
-
-def in_flight(shape: PipelineShape) -> NDArray[np.float64]:
+def in_flight(shape: PipelineShape) -> FloatArray:
     """Return the most micro-batches each rank [pp] holds at once, with chunks of equal size."""
     return np.array([counts.mean(axis=1).max() for counts in peak_in_flight_by_chunk(shape)])
 
@@ -312,3 +262,169 @@ def in_flight_of_stage(
     v = num_model_chunks
     warm_up = np.where(v > 1, (2 * (pp - stage_idx - 1) + (v - 1) * pp + 1) / v, pp - stage_idx)
     return np.where(schedule_is_1f1b == 1, np.minimum(num_microbatches, warm_up), num_microbatches)
+
+
+def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
+    """Return the micro-batches that every rank holds at least when it holds most [N]; not above `in_flight`."""
+    count = np.ones_like(np.asarray(pp, dtype=np.float64))
+    for idx, record in enumerate(SCHEDULES.values()):
+        at_least = record.min_in_flight(num_microbatches, pp, num_model_chunks)
+        count = np.where(np.asarray(schedule) == idx, at_least, count)
+    return np.minimum(num_microbatches, count)
+
+
+# What no split of the work can beat
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineWork:
+    """One micro-batch's work under each layout, arrays [N]; shares are between 0 and 1.
+
+    Attributes:
+        total_s: all layers; ``blocks_s`` and ``deep_s`` those of the blocks and of all but the embedding.
+        slowest_s: of the rank with the most work at least.
+        num_blocks: of the model; ``block_s`` and ``block_forward_s`` the minimum work and forward pass of one.
+        transfer_s: of a rank both ways, over all its chunks.
+        total_forward_s: of all layers.
+        num_other_blocks: that are not of the most frequent kind; ``main_s`` and ``main_forward_share`` of a block of that kind.
+        block_share: cheapest over dearest block; ``block_forward_share`` cheapest forward pass over dearest block.
+        path_share: forward and input gradients, the minimum of any layer in ``deep_s``.
+        forward_share, weight_share: the largest of any layer in ``deep_s``.
+    """
+
+    schedule: Array
+    pp: Array
+    num_model_chunks: Array
+    num_microbatches: Array
+    total_s: Array
+    blocks_s: Array
+    deep_s: Array
+    slowest_s: Array
+    num_blocks: Array
+    block_s: Array
+    block_forward_s: Array
+    transfer_s: Array
+    total_forward_s: Array
+    num_other_blocks: Array
+    main_s: Array
+    main_forward_share: Array
+    block_share: Array
+    block_forward_share: Array
+    path_share: Array
+    forward_share: Array
+    weight_share: Array
+
+    @property
+    def runs_uncut(self) -> Array:
+        """Backward passes are one with the gradients of weights."""
+        return ~by_schedule("splits_backward")[self.schedule]
+
+
+def lower_bound_s(work: PipelineWork) -> Array:
+    """Return the seconds no split of the work can beat [N]; chunks of a rank have as many blocks as each other, or one more.
+
+    For W seconds of work a micro-batch, of which a rank has M or more, over pp ranks, against the replay of any split:
+
+        any order     m M
+        gpipe         W + (m - 1) M
+        1f1b          2 W + (m - pp - 1) M for m > pp. Rank s: the work before it, its m micro-batches, and on both sides of them
+                      the way down from it and back less the pp - s passes that fill it,
+                      sum_{<s} t + 2 sum_{>s} t + (m - pp + s + 1) t_s.
+                      For m <= pp: W + (m - 1) M / 2, and for m = pp the mean of two such paths, 2 pp W / (pp + 1)
+        zb-h1         the same with what the drain defers (`_deferred`)
+        in chunks     one of the ranks with the most blocks stands behind others, which make it wait (`_behind_others`)
+        others        m t_r and what rank r waits for first: the forward passes of the ranks before it, and behind its last pass
+                      their backward ones where backward is not split (`_in_turn`)
+    """
+    m, pp, v, bounds = work.num_microbatches, work.pp, work.num_model_chunks, by_schedule("bound")[work.schedule]
+    total = work.total_s + pp * work.transfer_s
+    slowest = np.maximum(work.slowest_s, work.total_s / pp) + work.transfer_s
+    bound = np.where(bounds == "any_order", 0.0, np.maximum(_in_turn(work), _behind_others(work)))
+    bound = np.where((v > 1) & (bounds == "whole_backward"), np.maximum(bound, _both_ways(work)), bound)
+    bound = np.maximum(m * slowest, bound)
+    plain = single_stages_s(m, pp, by_schedule("all_forward_first")[work.schedule], total, slowest)
+    bound = np.where((v == 1) & (bounds == "whole_backward"), plain, bound)
+    return np.where((v == 1) & (bounds == "deferred_weights"), np.maximum(bound, _deferred(work)), bound)
+
+
+def single_stages_s(num_microbatches: Array, pp: Array, is_gpipe: Array, total_s: Array, slowest_s: Array) -> Array:
+    """Return the seconds that no split into one stage a rank is below, under gpipe or else 1f1b [N], whatever the devices.
+
+    Args:
+        num_microbatches, pp: m and the number of stages.
+        is_gpipe: where not, it is 1f1b.
+        total_s: of one micro-batch in all stages at least, transfers included; ``slowest_s`` in the slowest stage.
+    """
+    m = num_microbatches
+    few = np.maximum(total_s + (m - 1) / 2 * slowest_s, np.where(m == pp, 2 * pp / (pp + 1) * total_s, 0.0))
+    one_f_one_b = np.maximum(np.where(m > pp, 2 * total_s + (m - pp - 1) * slowest_s, few), m * slowest_s)
+    return np.where(is_gpipe, total_s + (m - 1) * slowest_s, one_f_one_b)
+
+
+def _in_turn(work: PipelineWork) -> Array:
+    """Return the bound by which rank r starts after the forward passes before it: T >= m t_r + (share / v) sum_{<r} blocks.
+
+    With weights w_r in the ratio q = m / (m - share / v) from one rank to the next all blocks count alike. The share is that of the
+    cheapest block, or that of the most frequent kind without the ranks that hold another one, which are no longer than T / m.
+    """
+    m, pp, v = work.num_microbatches, work.pp, work.num_model_chunks
+
+    def weighted(share: Array) -> Array:
+        share = np.minimum(share, m / 2)
+        growth = share / (m - share)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            first = np.where(growth > 0, growth / np.expm1(pp * np.log1p(growth)), 1 / pp)
+        others = work.total_s - work.blocks_s
+        return (m * first + share * (1 - first)) * work.blocks_s + m * (first * others + work.transfer_s)
+
+    of_any = np.where(work.runs_uncut, work.block_share, work.block_forward_share) / v
+    of_main = np.where(work.runs_uncut, 1.0, work.main_forward_share) / v
+    without = np.minimum(work.num_other_blocks, pp) * of_main / m
+    return np.maximum(weighted(of_any), weighted(of_main) / (1 + without))
+
+
+def _behind_others(work: PipelineWork) -> Array:
+    """Return the bound of uncut blocks: T >= m c t and the wait of a rank with the most of them, c >= ceil(n / pp) of n.
+
+    All ranks together have pp c - n fewer than c each, so that of the ranks with c one has at least pp - 1 - (pp c - n) before it,
+    whose first chunks have ((that number) c - (pp c - n)) / v blocks or more.
+    """
+    m, pp = work.num_microbatches, work.pp
+    max_blocks = -(-work.num_blocks // pp)
+    lacking = pp * max_blocks - work.num_blocks
+    pass_s = np.where(work.runs_uncut, work.block_s, work.block_forward_s)
+    waits_s = np.maximum((pp - 1 - lacking) * max_blocks - lacking, 0) / work.num_model_chunks * pass_s
+    return m * (max_blocks * work.block_s + work.transfer_s) + np.minimum(waits_s, m * work.block_s)
+
+
+def _both_ways(work: PipelineWork) -> Array:
+    """Return the bound of chunks and few micro-batches: the way of one through all layers and back, and the work of a rank.
+
+    On every rank the first backward pass waits for one micro-batch's way through all layers and back to its last chunk; all its
+    backward passes follow, and the way back from its first chunk. The mean over the ranks:
+
+        T >= F + m B / pp + b (n (pp - 1) / pp - (v - 1)(pp - 1) / 2) / v
+
+    with F and B the forward and backward work of all layers and b that of a block: the last chunk of a rank has floor(n_r / v)
+    blocks, of which all others than the most frequent kind are taken off. The same holds in reverse, with F for B.
+    """
+    m, pp, v = work.num_microbatches, work.pp, work.num_model_chunks
+    blocks = work.num_blocks * (pp - 1) / pp - (v - 1) * (pp - 1) / 2
+    of_main = np.maximum(blocks / v - work.num_other_blocks, 0.0)
+    forward, backward = work.total_forward_s, work.total_s - work.total_forward_s
+    return np.maximum(
+        forward + m * backward / pp + of_main * (work.main_s * (1 - work.main_forward_share)),
+        backward + m * forward / pp + of_main * (work.main_s * work.main_forward_share),
+    )
+
+
+def _deferred(work: PipelineWork) -> Array:
+    """Return the bound of deferred weights: (a + (m - a - w - (pp - 1) max(f, w)) / pp) W.
+
+    a is the smallest share of forward and input gradients in the work of a layer, f and w the largest of forward and of weight
+    gradients: so weighted every layer counts alike. 0 where some weight would be negative.
+    """
+    m, pp = work.num_microbatches, work.pp
+    remaining = m - work.path_share - work.weight_share
+    remaining = remaining - (pp - 1) * np.maximum(work.forward_share, work.weight_share)
+    return np.where(remaining > 0, (work.path_share + remaining / pp) * work.deep_s + m * work.transfer_s, 0.0)

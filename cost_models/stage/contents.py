@@ -2,90 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schema.layout_table import LayoutTable
-from ...schema.units import Array, FloatArray, IntArray
-from ..layer.parallel import sharded_params
+from ...schema.units import FloatArray, IntArray
 from ..layer.vocabulary import MORE_IN_FLIGHT
-from ..pipeline.replay import PipelineShape, in_flight, in_flight_of_stage
-from .table import CostTable
+from ..pipeline.replay import PipelineShape, in_flight, in_flight_of_stage, peak_in_flight_by_chunk
+from .memory import StageContents, StepShape, activation_headroom_bytes, required_by_terms, stage_memory
+from .table import CostTable, KnownCosts
 
-
-@dataclass(frozen=True, kw_only=True)
-class StageContents:
-    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``."""
-
-    params: Array
-    expert_params: Array
-    trained: Array
-    block_trained: Array
-    frozen_bytes: Array
-    root_params: Array
-    block_params: Array
-    activation_bytes: Array
-    working_bytes: Array
-    logits: Array
-    boundary_bytes: Array
-
-    def frozen(self, step: StepShape) -> Array:
-        """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard under zero 3."""
-        return self.frozen_bytes / np.where(step.zero_stage == 3, step.dp_shard, 1)
-
-    def owned(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank owns the states; those of experts have groups of their own."""
-        return sharded_params(self.trained, self.expert_params, *step.optimizer_shards)
-
-    def reduced(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank stores the gradients where they are sharded."""
-        return sharded_params(self.trained, self.expert_params, *step.gradient_shards)
-
-    def stored(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank stores the values that passes read where they are sharded."""
-        return sharded_params(self.trained, self.expert_params, step.dp_shard, step.expert_shards)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """The choices of the layout that memory depends on; ints or arrays.
-
-    Attributes:
-        dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
-        is_replicated: ranks hold replicas of one stage and nothing more.
-        tp: ranks that share a stage's matrices.
-        expert_shards: ranks over which the states of experts are sharded.
-        gradient_shards, optimizer_shards: the same two for gradients and for optimizer states, multiples of the former.
-        in_flight: micro-batches whose activations are stored.
-        num_neighbours: stages that activations or gradients are received from.
-    """
-
-    dp_replicate: Array
-    dp_shard: Array
-    expert_shards: Array
-    gradient_shards: tuple[Array, Array]
-    optimizer_shards: tuple[Array, Array]
-    zero_stage: Array
-    is_replicated: Array
-    tp: Array = 1
-    num_microbatches: Array
-    in_flight: Array
-    num_neighbours: Array
-    offload: Array
-    offload_fraction: Array
-
-    @property
-    def has_second_copy(self) -> Array:
-        """Whether parameters are sharded over fewer ranks than the optimizer states they are made from."""
-        wider = (self.optimizer_shards[0] > self.dp_shard) | (self.optimizer_shards[1] > self.expert_shards)
-        return (self.zero_stage == 3) & wider
-
-    @property
-    def on_device(self) -> Array:
-        """Part of the optimizer states, and of the masters they update, that is not on the host."""
-        return 1.0 - np.where(self.offload > 0, self.offload_fraction, 0.0)
+if TYPE_CHECKING:
+    from .memory import MemoryTerms
 
 
 def step_shape(
@@ -131,7 +64,7 @@ def more_in_flight(costs: CostTable, in_flight: Any, idx: int | slice = slice(No
 def shape_of_stages(costs: CostTable, idx: int, stage_idx: IntArray) -> StepShape:
     """Return what memory depends on of stages ``stage_idx`` of layout ``idx``."""
     b, shape = costs.layouts, pipeline_shape(costs, idx)
-    if shape.splits_backward:
+    if shape.record.splits_backward:
         flight = in_flight(shape)[stage_idx]
     else:
         flight = in_flight_of_stage(
@@ -224,3 +157,105 @@ def neighbours_of_ranks(costs: CostTable, shape: PipelineShape) -> IntArray:
     if costs.workload.engine_facts.receives_by_stage:
         return np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
     return neighbours[: shape.pp]
+
+
+@dataclass(frozen=True)
+class RecomputeCosts:
+    """Mixed layouts [N]: ``minimum`` has the least of all options, ``by_option`` [O] each of RECOMPUTES for all blocks."""
+
+    minimum: CostTable
+    by_option: tuple[CostTable, ...]
+
+    @classmethod
+    def from_table(cls, costs: CostTable) -> RecomputeCosts:
+        """Return the costs of mixed layouts only."""
+        return cls(costs, costs.by_option)
+
+    @cached_property
+    def has_choice(self) -> NDArray[np.bool_]:
+        """Which kinds [K] hold a block and so have something to recompute."""
+        return np.array([(kind.inner_block is not None) for kind in self.minimum.kinds])
+
+    def of_kinds(self, name: str, idx: int) -> FloatArray:
+        """Return a LayerCost field of each kind under each option [K, O] of one layout."""
+        values = [[getattr(cost, name)[idx] for cost in costs.by_kind] for costs in self.by_option]
+        return np.array(values, dtype=np.float64).T
+
+    def exposed_s(self, idx: int) -> FloatArray:
+        """Return exposed communication over data of each kind under each option [K, O] of one layout, once per step."""
+        values = [[seconds[idx] for seconds in costs.dp_exposed_by_kind] for costs in self.by_option]
+        return np.array(values, dtype=np.float64).T
+
+    @cached_property
+    def min_exposed_by_kind(self) -> tuple[FloatArray, ...]:
+        """The minimum of the options for each kind [K] of [N]."""
+        by_option = [costs.dp_exposed_by_kind for costs in self.by_option]
+        return tuple(np.min([seconds[k] for seconds in by_option], axis=0) for k in range(len(self.minimum.kinds)))
+
+    def working_bytes(self, idx: int) -> FloatArray:
+        """Return the working set of a stage [O] whose blocks use the option."""
+        return np.array([costs.working_bytes[idx] for costs in self.by_option])
+
+    def assigned(self, idx: int, options: Sequence[int]) -> CostTable:
+        """Return one layout (row 0) whose layers [L] recompute as ``options`` says: a kind for each kind and option."""
+        row, num_kinds = np.array([idx]), len(self.minimum.kinds)
+        option_of_layer = np.asarray(options, dtype=np.int64)
+        kind_of_layer = self.minimum.kind_of_layer
+        known = KnownCosts(
+            by_kind=tuple(cost.take(row) for costs in self.by_option for cost in costs.by_kind),
+            dp_exposed_by_kind=tuple(s[row] for costs in self.by_option for s in costs.dp_exposed_by_kind),
+        )
+        return replace(
+            self.minimum.select(row),
+            kinds=self.minimum.kinds * len(self.by_option),
+            kind_of_layer=option_of_layer * num_kinds + kind_of_layer,
+            by_case=tuple(cost.take(costs.case_idx[row]) for costs in self.by_option for cost in costs.by_case),
+            case_idx=np.zeros(1, dtype=np.int64),
+            option_of_layer=np.where(self.has_choice[kind_of_layer], option_of_layer, -1),
+            working_of_option=self.working_bytes(idx),
+            known=known,
+        )
+
+
+# One layout of a table
+
+
+def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray) -> MemoryTerms:
+    """Return the memory terms of stages ``stage_idx`` of layout ``idx``; the chunks of a rank count as one stage."""
+    return stage_memory(contents, shape_of_stages(costs, idx, stage_idx), costs.scenario)
+
+
+def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tuple[StageContents, MemoryTerms]:
+    """Return contents and memory terms of each rank [..., pp] of layout ``idx``, given the contents of its stages [..., S].
+
+    Activations are those of the fullest moment of the schedule (`peak_in_flight_by_chunk`).
+    """
+    shape = pipeline_shape(costs, idx)
+    ranks = np.array(shape.rank_of_stage)
+    activations = np.asarray(contents.activation_bytes)
+    by_rank = enumerate(peak_in_flight_by_chunk(shape))
+    peak = np.stack([(activations[..., ranks == r] @ counts.T).max(axis=-1) for r, counts in by_rank], axis=-1)
+    of_ranks = contents_of_ranks(costs, idx, contents)
+    saved = of_ranks.activation_bytes
+    flight = np.divide(peak, saved, out=np.zeros_like(peak), where=saved > 0)
+    step = step_shape(costs.layouts, flight, num_neighbours=neighbours_of_ranks(costs, shape), idx=idx)
+    return of_ranks, stage_memory(of_ranks, step, costs.scenario)
+
+
+def stage_headroom_bytes(
+    costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray, *, cap_bytes: float
+) -> FloatArray:
+    """Return the bytes of activations that stages of layout ``idx`` may save for each micro-batch; -inf where none fit."""
+    shape = shape_of_stages(costs, idx, stage_idx)
+    headroom = activation_headroom_bytes(contents, shape, costs.scenario, cap_bytes=cap_bytes)
+    without = replace(contents, activation_bytes=np.zeros_like(contents.params))
+    required = required_by_terms(stage_memory(without, shape, costs.scenario), costs.scenario)
+    return np.asarray(np.where(required <= cap_bytes, headroom, -np.inf))
+
+
+def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, cap_bytes: float) -> FloatArray:
+    """Return the bytes of activations that each rank [..., pp] may hold at once, given the contents of its stages [..., S]."""
+    shape = pipeline_shape(costs, idx)
+    of_ranks, one = contents_of_ranks(costs, idx, contents), np.ones(shape.pp)
+    step = step_shape(costs.layouts, one, num_neighbours=neighbours_of_ranks(costs, shape), idx=idx)
+    return np.asarray(activation_headroom_bytes(of_ranks, step, costs.scenario, cap_bytes=cap_bytes))

@@ -40,87 +40,37 @@ of Megatron fitted to four peaks of Megatron-LM on 8 B200 (0.3 % off), of nanotr
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...schema import Workload
 from ...schema.engine_facts import MemoryFacts
 from ...schema.training_plan import MemoryBreakdown
-from ...schema.units import Array, FloatArray, IntArray
+from ...schema.units import Array
 from ..coefficients import Scenario
 from ..layer.data import has_copies, has_plain_replicas
-from ..pipeline.replay import peak_in_flight_by_chunk
-from .contents import (
-    StageContents,
-    StepShape,
-    contents_of_ranks,
-    neighbours_of_ranks,
-    pipeline_shape,
-    shape_of_stages,
-    step_shape,
-)
-from .table import CostTable
+from ..layer.parallel import sharded_params
 
 _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
 but the first); the fp32 copy is gone by then."""
 
+
 _MORE_THAN_ANY = float(2**52)
 """Bytes beyond any device's, whose sum with its terms is exact to less than one."""
+
 
 _SUB_GROUP_PARAMS = 1e9
 """Under zero 3 DeepSpeed's update goes through sub-groups of so many parameters."""
 
+
 LOSS_CHUNK_ELEMENTS = 2**24
 """Logits that the loss works on at a time (runtime/loss.py: CHUNK_ELEMENTS)."""
 
+
 MemoryTerms = dict[str, Array]
 """Bytes by the names of MemoryBreakdown."""
-
-
-# One layout of a table
-
-
-def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray) -> MemoryTerms:
-    """Return the memory terms of stages ``stage_idx`` of layout ``idx``; the chunks of a rank count as one stage."""
-    return stage_memory(contents, shape_of_stages(costs, idx, stage_idx), costs.scenario)
-
-
-def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tuple[StageContents, MemoryTerms]:
-    """Return contents and memory terms of each rank [..., pp] of layout ``idx``, given the contents of its stages [..., S].
-
-    Activations are those of the fullest moment of the schedule (`peak_in_flight_by_chunk`).
-    """
-    shape = pipeline_shape(costs, idx)
-    ranks = np.array(shape.rank_of_stage)
-    activations = np.asarray(contents.activation_bytes)
-    by_rank = enumerate(peak_in_flight_by_chunk(shape))
-    peak = np.stack([(activations[..., ranks == r] @ counts.T).max(axis=-1) for r, counts in by_rank], axis=-1)
-    of_ranks = contents_of_ranks(costs, idx, contents)
-    saved = of_ranks.activation_bytes
-    flight = np.divide(peak, saved, out=np.zeros_like(peak), where=saved > 0)
-    step = step_shape(costs.layouts, flight, num_neighbours=neighbours_of_ranks(costs, shape), idx=idx)
-    return of_ranks, stage_memory(of_ranks, step, costs.scenario)
-
-
-def stage_headroom_bytes(
-    costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray, *, cap_bytes: float
-) -> FloatArray:
-    """Return the bytes of activations that stages of layout ``idx`` may save for each micro-batch; -inf where none fit."""
-    shape = shape_of_stages(costs, idx, stage_idx)
-    headroom = activation_headroom_bytes(contents, shape, costs.scenario, cap_bytes=cap_bytes)
-    without = replace(contents, activation_bytes=np.zeros_like(contents.params))
-    required = required_by_terms(stage_memory(without, shape, costs.scenario), costs.scenario)
-    return np.asarray(np.where(required <= cap_bytes, headroom, -np.inf))
-
-
-def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, cap_bytes: float) -> FloatArray:
-    """Return the bytes of activations that each rank [..., pp] may hold at once, given the contents of its stages [..., S]."""
-    shape = pipeline_shape(costs, idx)
-    of_ranks, one = contents_of_ranks(costs, idx, contents), np.ones(shape.pp)
-    step = step_shape(costs.layouts, one, num_neighbours=neighbours_of_ranks(costs, shape), idx=idx)
-    return np.asarray(activation_headroom_bytes(of_ranks, step, costs.scenario, cap_bytes=cap_bytes))
 
 
 # Terms of one stage
@@ -439,3 +389,76 @@ def activation_headroom_bytes(stage: StageContents, step: StepShape, scenario: S
 
 def _engine_key(scenario: Scenario) -> str:
     return "cpu" if scenario.cluster.weakest_device.backend.is_host else scenario.workload.engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The choices of the layout that memory depends on; ints or arrays.
+
+    Attributes:
+        dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
+        is_replicated: ranks hold replicas of one stage and nothing more.
+        tp: ranks that share a stage's matrices.
+        expert_shards: ranks over which the states of experts are sharded.
+        gradient_shards, optimizer_shards: the same two for gradients and for optimizer states, multiples of the former.
+        in_flight: micro-batches whose activations are stored.
+        num_neighbours: stages that activations or gradients are received from.
+    """
+
+    dp_replicate: Array
+    dp_shard: Array
+    expert_shards: Array
+    gradient_shards: tuple[Array, Array]
+    optimizer_shards: tuple[Array, Array]
+    zero_stage: Array
+    is_replicated: Array
+    tp: Array = 1
+    num_microbatches: Array
+    in_flight: Array
+    num_neighbours: Array
+    offload: Array
+    offload_fraction: Array
+
+    @property
+    def has_second_copy(self) -> Array:
+        """Whether parameters are sharded over fewer ranks than the optimizer states they are made from."""
+        wider = (self.optimizer_shards[0] > self.dp_shard) | (self.optimizer_shards[1] > self.expert_shards)
+        return (self.zero_stage == 3) & wider
+
+    @property
+    def on_device(self) -> Array:
+        """Part of the optimizer states, and of the masters they update, that is not on the host."""
+        return 1.0 - np.where(self.offload > 0, self.offload_fraction, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContents:
+    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``."""
+
+    params: Array
+    expert_params: Array
+    trained: Array
+    block_trained: Array
+    frozen_bytes: Array
+    root_params: Array
+    block_params: Array
+    activation_bytes: Array
+    working_bytes: Array
+    logits: Array
+    boundary_bytes: Array
+
+    def frozen(self, step: StepShape) -> Array:
+        """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard under zero 3."""
+        return self.frozen_bytes / np.where(step.zero_stage == 3, step.dp_shard, 1)
+
+    def owned(self, step: StepShape) -> Array:
+        """Return the trained parameters of which one rank owns the states; those of experts have groups of their own."""
+        return sharded_params(self.trained, self.expert_params, *step.optimizer_shards)
+
+    def reduced(self, step: StepShape) -> Array:
+        """Return the trained parameters of which one rank stores the gradients where they are sharded."""
+        return sharded_params(self.trained, self.expert_params, *step.gradient_shards)
+
+    def stored(self, step: StepShape) -> Array:
+        """Return the trained parameters of which one rank stores the values that passes read where they are sharded."""
+        return sharded_params(self.trained, self.expert_params, step.dp_shard, step.expert_shards)

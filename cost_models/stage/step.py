@@ -38,9 +38,9 @@ from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario
 from ..hardware.machine import is_measured, peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, layer_operators
-from ..pipeline.lower_bounds import pipelined_s
-from ..pipeline.replay import PipelineShape, makespan_s
-from . import memory
+from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
+from . import contents as memory
+from . import memory as memory_module
 from .contents import contents_between, pipeline_shape
 from .table import CostTable
 
@@ -100,7 +100,7 @@ def estimate_step(
         transfer_s = np.full(num_ranks, 2 * costs.transfer_s[idx])
         update_s = float(np.max(costs.update_s(contents.trained, contents.expert_params, idx)))
         scenarios = [costs.scenario] * num_ranks
-        fullest = int(np.argmax([memory.total_bytes(terms) for terms in of_ranks]))
+        fullest = int(np.argmax([memory_module.total_bytes(terms) for terms in of_ranks]))
     else:
         pools = [costs.device_pools[g] for g in pool_of_stage]
         scenarios, of_ranks, update_s = [pool.scenario for pool in pools], [], 0.0
@@ -121,7 +121,7 @@ def estimate_step(
         StageEstimate(
             forward_s=float(forward_s[s]),
             backward_s=float(backward_s[s]),
-            memory_bytes=memory.breakdown(of_ranks[s]),
+            memory_bytes=memory_module.breakdown(of_ranks[s]),
             device="" if pool_of_stage is None else part_label(costs.cluster.parts, int(pool_of_stage[s])),
         )
         for s in range(num_ranks)
@@ -136,7 +136,7 @@ def _split(terms: dict[str, FloatArray], num_ranks: int) -> list[dict[str, Float
 
 
 def _share_of_budget(terms: dict[str, FloatArray], scenario: Scenario) -> float:
-    required = memory.required_bytes(memory.total_bytes(terms), terms["parameters"], scenario)
+    required = memory_module.required_bytes(memory_module.total_bytes(terms), terms["parameters"], scenario)
     return float(required) / scenario.cluster.memory_budget_bytes
 
 
@@ -310,13 +310,13 @@ def with_memory(estimate: TrainingEstimate, terms: MemoryBreakdown, scenario: Sc
 def _peaks(terms: MemoryBreakdown, scenario: Scenario) -> dict[str, Any]:
     """Return the fields of an Estimate that follow from the terms of the allocated peak."""
     allocated = terms.total
-    reserved = float(memory.reserved_bytes(allocated, terms.parameters, scenario))
-    required = int(memory.required_bytes(allocated, terms.parameters, scenario))
-    low, high = memory.interval_factors(scenario)
+    reserved = float(memory_module.reserved_bytes(allocated, terms.parameters, scenario))
+    required = int(memory_module.required_bytes(allocated, terms.parameters, scenario))
+    low, high = memory_module.interval_factors(scenario)
     return {
         "peak_allocated_bytes": allocated,
         "peak_reserved_bytes": int(reserved),
-        "peak_device_bytes": int(reserved + memory.context_bytes(scenario)),
+        "peak_device_bytes": int(reserved + memory_module.context_bytes(scenario)),
         "memory_interval_bytes": Interval(low=low * allocated, high=high * allocated),
         "required_bytes": required,
         "fits": required <= scenario.cluster.memory_budget_bytes,

@@ -22,7 +22,7 @@ from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_la
 from ..layer.operators import CostInputs, Layer
 from ..layer.parallel import transfer_s
 from ..layer.vocabulary import VocabularyShare, vocabulary_share
-from ..pipeline.simulation import Order
+from ..pipeline.orders import Order
 
 
 class KnownCosts(NamedTuple):

@@ -133,7 +133,7 @@ STOPS = (
     ),
     Stop(
         "cost_models/stage/memory.py",
-        ("stage_memory", "stage_memory_terms", "required_bytes"),
+        ("StageContents", "stage_memory", "required_bytes"),
         "Bytes of a stage: {memory}; {required:.1f} GiB with what the allocator reserves, of {budget:.1f}.",
     ),
     Stop(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...cost_models.stage.recompute import RecomputeCosts
+from ...cost_models.stage.contents import RecomputeCosts
 from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingEstimate, TrainingPlan
 from ...schema.layout import check_fields
 from ...schema.layout_rules import ENGINE_RULES

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...cost_models.stage.recompute import RecomputeCosts
+from ...cost_models.stage.contents import RecomputeCosts
 from ...cost_models.stage.table import CostTable
 from ...schema import (
     Certificate,

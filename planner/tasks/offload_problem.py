@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 from ...cost_models.layer import data
 from ...cost_models.layer.parallel import sharded_params
 from ...cost_models.stage import memory
-from ...cost_models.stage.contents import contents_between, step_shape
-from ...cost_models.stage.memory import stage_memory_terms
-from ...cost_models.stage.recompute import RecomputeCosts
+from ...cost_models.stage.contents import RecomputeCosts, contents_between, stage_memory_terms, step_shape
 from ...cost_models.stage.step import estimate_from_terms, estimate_step
 from ...cost_models.stage.table import CostTable
 from ...schema import (

@@ -12,8 +12,7 @@ import numpy as np
 from ...cost_models.coefficients import Scenario
 from ...cost_models.hardware.machine import is_measured
 from ...cost_models.measured import measured_terms
-from ...cost_models.pipeline.orders import to_torch_csv
-from ...cost_models.pipeline.simulation import Order
+from ...cost_models.pipeline.orders import Order, to_torch_csv
 from ...cost_models.stage.table import CostTable
 from ...schema import (
     Alternative,

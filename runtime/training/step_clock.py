@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from ...cost_models.pipeline.simulation import Action
+from ...cost_models.pipeline.orders import Action
 from ...schema import TrainingPlan
 from ...schema.base import write_atomically
 from ...schema.trace import DATA_PARALLEL, OPTIMIZER, Slice, Stream, measured_trace

@@ -1,8 +1,8 @@
-"""Improve a pipeline order with CP-SAT, one window of time after the other, and prove what can be proved on small ones.
+"""Shortest orders of a pipeline (the problem: pipeline/schedule.py): greedy ones, improved with CP-SAT window by window.
 
-A window is the problem of pipeline/schedule.py, (O) and (C1)-(C4), over the actions that start in it, which are free. Those before
-it stay where they are; those after it keep their sequence, so that all they add to the length is the longest way behind each free
-action, a constant: they need no variable. A window of every action is the full problem.
+A window is the problem, (O) and (C1)-(C4), over the actions that start in a span of time, which are free. Those before it stay
+where they are; those after it keep their sequence, so that all they add to the length is the longest way behind each free action,
+a constant: they need no variable. A window of every action is the full problem, which proves what can be proved on small ones.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import itertools
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...cost_models.pipeline.simulation import Action, Kind, Order, Pipeline, peak_bytes, simulate
+from ...cost_models.pipeline.orders import Action, Kind, Order, Pipeline
+from ...cost_models.pipeline.simulation import peak_bytes, simulate
+from ...schema.errors import InfeasibleError
 from ...schema.units import FloatArray
-from ..backend import Limits, Status, new_constraint_program, solve_constraint_program
-from ..tolerances import SUMMED
-from .greedy import PipelineInstance, length_s
+from ..backend import Limits, Solution, Status, new_constraint_program, solve_constraint_program
+from ..tolerances import ROUNDING, SUMMED
+from .schedule import PipelineInstance, best_greedy, check, durations_s, length_s, lower_bound_s
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
-
 
 _BYTE_STEPS = 10**6
 """Steps of memory that a cap has at most: CP-SAT's cumulative constraint sums integers of this size exactly."""
@@ -41,8 +42,155 @@ _WINDOW_ACTIONS = (30, 60, 120)
 _WINDOW_WORK, _FULL_WORK = 3.0, 60.0
 """Deterministic time of CP-SAT for a window and for all actions at once."""
 
-_ROUNDING = 0.5e-3
+_ROUNDED_BOUND = 0.5e-3
 """A duration of 1000 ticks or more is rounded by half a tick at most, so a bound in ticks by this part of it."""
+
+
+def solve(
+    instance: PipelineInstance, *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0
+) -> Solution[Order]:
+    """Return the shortest order of the search; deterministic for a seed unless the time limit ends it."""
+    try:
+        return synthesise((instance,), time_limit_s=time_limit_s, rel_gap=rel_gap, seed=seed)[1]
+    except InfeasibleError:
+        return Solution(status=Status.INFEASIBLE, choice=None, bound=math.inf, backend="greedy")
+
+
+def synthesise(
+    instances: tuple[PipelineInstance, ...], *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0
+) -> tuple[int, Solution[Order]]:
+    """Return the best over instances (placements) and its index: all by greedy, then CP-SAT on those whose bound can still win.
+
+    Raises:
+        InfeasibleError: no placement holds one micro-batch.
+    """
+    begin = time.perf_counter()
+    end, bounds = begin + time_limit_s, [lower_bound_s(instance) for instance in instances]
+    solutions: dict[int, Solution[Order]] = {}
+    for k in sorted(range(len(instances)), key=lambda k: bounds[k]):
+        if bounds[k] < min((solution.objective for solution in solutions.values()), default=math.inf):
+            greedy = best_greedy(instances[k], until=end)
+            if greedy is not None:
+                solutions[k] = _solution(*greedy, check(instances[k], greedy[1]), bounds[k])
+    if not solutions:
+        raise InfeasibleError(
+            "no placement of this pipeline can hold one micro-batch within its memory caps [memory (C3)]"
+        )
+    for turn, k in enumerate(sorted(solutions, key=lambda k: solutions[k].objective)):
+        if solutions[k].bound < min(solution.objective for solution in solutions.values()):
+            now = time.perf_counter()
+            until = now + (end - now) / min(2, len(solutions) - turn)
+            solutions[k] = _improved(instances[k], solutions[k], until=until, rel_gap=rel_gap, seed=seed)
+    best = min(solutions, key=lambda k: solutions[k].objective)
+    return best, replace(solutions[best], solve_s=time.perf_counter() - begin)
+
+
+def _improved(
+    instance: PipelineInstance, start: Solution[Order], *, until: float, rel_gap: float, seed: int
+) -> Solution[Order]:
+    if start.choice is None or start.gap <= max(rel_gap, ROUNDING) or time.perf_counter() >= until:
+        return start
+    search = _WindowSearch(instance, split_backward(start.choice), start.bound, until, rel_gap, seed)
+    if _in_order(search.order):
+        search.run()
+    objective_s = check(instance, search.order)
+    if objective_s < start.objective:
+        return _solution(f"{start.backend} + cp-sat", search.order, objective_s, search.bound_s)
+    return _solution(start.backend, start.choice, start.objective, search.bound_s)
+
+
+def _solution(backend: str, order: Order, objective_s: float, bound_s: float) -> Solution[Order]:
+    status = Status.OPTIMAL if objective_s <= bound_s * (1 + SUMMED) else Status.FEASIBLE
+    bound_s = min(bound_s, objective_s)
+    return Solution(status=status, choice=order, objective=objective_s, bound=bound_s, backend=backend)
+
+
+def split_backward(order: Order) -> Order:
+    """Return the order with every BW as B and W."""
+    halves: dict[Kind, tuple[Kind, ...]] = {"BW": ("B", "W")}
+    return tuple(
+        tuple(a._replace(kind=kind) for a in actions for kind in halves.get(a.kind, (a.kind,))) for actions in order
+    )
+
+
+def _in_order(order: Order) -> bool:
+    """Return whether each stage and kind takes the micro-batches in order (C4)."""
+    turns: dict[tuple[int, Kind], list[int]] = {}
+    for stage, kind, micro_batch in itertools.chain.from_iterable(order):
+        turns.setdefault((stage, kind), []).append(micro_batch)
+    return all(row == sorted(row) for row in turns.values())
+
+
+class _WindowSearch:
+    """The incumbent, its length in units, its proved bound, and the clock."""
+
+    def __init__(
+        self, instance: PipelineInstance, order: Order, bound_s: float, end: float, rel_gap: float, seed: int
+    ) -> None:
+        self.instance, self.order, self.bound_s, self.end = instance, order, bound_s, end
+        self.rel_gap, self.seed = rel_gap, seed
+        self.length = self._length(order)
+        self.random = random.Random(seed)
+
+    def run(self) -> None:
+        """Solve windows over the full length, ever larger, until a sweep of the largest gains nothing; then all as one."""
+        for size in _WINDOW_ACTIONS:
+            gained = True
+            while gained and not self._is_finished():
+                before = self.length
+                for opening, closing in self._openings(size):
+                    if self._is_finished():
+                        return
+                    self._solve(opening, closing, _WINDOW_WORK)
+                gained = self.length < before
+        if sum(map(len, self.order)) <= _MAX_ACTIONS_IN_FULL and not self._is_finished():
+            status, bound = self._solve(0.0, math.inf, _FULL_WORK)
+            if status is not Status.INFEASIBLE and bound is not None:
+                proved_s = math.ceil(bound - 1e-6) * self.instance.unit_s * (1 - self._rounding())
+                self.bound_s = max(self.bound_s, proved_s)
+
+    def _length(self, order: Order) -> float:
+        return length_s(simulate(self.instance.ticked, order), self.instance.length)
+
+    def _is_finished(self) -> bool:
+        """Return whether the order is proved within the gap, or time is over."""
+        close = self.length * self.instance.unit_s <= self.bound_s * (1 + max(self.rel_gap, 1e-9))
+        return close or time.perf_counter() >= self.end
+
+    def _openings(self, size: int) -> list[tuple[float, float]]:
+        timeline = simulate(self.instance.ticked, self.order)
+        starts = np.sort(np.concatenate(timeline.start_s))
+        edges = [*starts[:: max(1, size // 2)], math.inf]
+        windows = [(edges[k], edges[min(k + 2, len(edges) - 1)]) for k in range(max(1, len(edges) - 2))]
+        self.random.shuffle(windows)
+        return windows
+
+    def _solve(self, opening: float, closing: float, work_limit: float) -> tuple[Status, float | None]:
+        window = open_window(self.instance, self.order, opening, closing)
+        model, starts = build_model(self.instance, window, compact=opening > 0 or closing < math.inf)
+        limits = Limits(
+            time_limit_s=self.end - time.perf_counter(), rel_gap=self.rel_gap, seed=self.seed, work_limit=work_limit
+        )
+        outcome, solver = solve_constraint_program(model, limits)
+        if outcome.status.has_answer:
+            rows = []
+            for actions, free in zip(self.order, window.free, strict=True):
+                idx = actions.index(free[0]) if free else 0
+                moved = sorted(free, key=lambda a: solver.value(starts[a]))
+                rows.append((*actions[:idx], *moved, *actions[idx + len(free) :]))
+            order = tuple(rows)
+            length = self._length(order)
+            fits = np.all(peak_bytes(self.instance.ticked, order) <= np.array(self.instance.cap_bytes) * (1 + SUMMED))
+            if fits and length <= self.length:
+                self.order, self.length = order, length
+        return outcome.status, outcome.bound
+
+    def _rounding(self) -> float:
+        pairs = zip(durations_s(self.instance.pipeline), durations_s(self.instance.ticked), strict=True)
+        return 0.0 if all(abs(s - t * self.instance.unit_s) <= 1e-9 * s for s, t in pairs) else _ROUNDED_BOUND
+
+
+# One window
 
 
 @dataclass(frozen=True)
@@ -120,34 +268,21 @@ def _ways_behind(
 ) -> dict[Action, FloatArray]:
     """Return the longest way from the end of each free action to each rank's end, over the actions after the window."""
     after = sorted((t, a.kind != "F", a) for a, t in starts.items() if t >= closing)
-    behind = {a: np.full(costs.num_ranks, -np.inf) for part in free for a in part}
     way: dict[Action, FloatArray] = {}
     following = {a: b for actions in order for a, b in itertools.pairwise(actions)}
     leads_to: dict[Action, list[tuple[Action, int]]] = {}
     for _, _, a in after:
-        source = _source(costs, a)
-        if source:
+        if source := _source(costs, a):
             leads_to.setdefault(source[0], []).append((a, source[1]))
+
+    def longest(a: Action, next_on_rank: Action | None) -> FloatArray:
+        ways = [way[target] + hop for target, hop in leads_to.get(a, ())]
+        to_end = np.where(np.arange(costs.num_ranks) == costs.rank_of_stage[a.stage], 0.0, -np.inf)
+        return np.asarray(np.max([*ways, to_end if next_on_rank is None else way[next_on_rank]], axis=0))
+
     for _, _, a in reversed(after):
-        rank = costs.rank_of_stage[a.stage]
-        ends = np.full(costs.num_ranks, -np.inf)
-        if a in following:
-            ends = np.maximum(ends, way[following[a]])
-        else:
-            ends[rank] = 0.0
-        for target, hop in leads_to.get(a, ()):
-            ends = np.maximum(ends, way[target] + hop)
-        way[a] = ends + _ticks(costs, a)
-    for rank, part in enumerate(free):
-        for a in part:
-            for target, hop in leads_to.get(a, ()):
-                behind[a] = np.maximum(behind[a], way[target] + hop)
-            following_fixed = following.get(part[-1])
-            if following_fixed is not None:
-                behind[a] = np.maximum(behind[a], way[following_fixed])
-            else:
-                behind[a][rank] = max(behind[a][rank], 0.0)
-    return behind
+        way[a] = longest(a, following.get(a)) + _ticks(costs, a)
+    return {a: longest(a, following.get(part[-1])) for part in free for a in part}
 
 
 def _resident_at_opening(
@@ -156,16 +291,16 @@ def _resident_at_opening(
     """Return the memory of forward passes before the window that is freed in it (by which action) or after it (None)."""
     rows = []
     for actions, part in zip(order, free, strict=True):
-        inside, done = set(part), {a for a in actions if starts[a] < opening}
-        pieces: list[tuple[Action | None, float]] = []
-        for stage, kind, i in sorted(done):
-            if kind != "F":
-                continue
-            for freeing, size in _freed(costs, stage):
-                a = Action(stage, freeing, i)
-                if a not in done:
-                    pieces.append((a if a in inside else None, size))
-        rows.append(tuple(pieces))
+        done = {a for a in actions if starts[a] < opening}
+        rows.append(
+            tuple(
+                (a if a in part else None, size)
+                for stage, kind, i in sorted(done)
+                if kind == "F"
+                for freeing, size in _freed(costs, stage)
+                if (a := Action(stage, freeing, i)) not in done
+            )
+        )
     return tuple(rows)
 
 
@@ -187,8 +322,8 @@ def build_model(
             so that the next windows have space; without it the bound of the model is one of the problem.
     """
     costs, model = instance.ticked, new_constraint_program()
-    ends_now = [t + _ticks(costs, a) for a, t in window.start.items()]
-    near = max(ends_now, default=0) + (max(ends_now, default=0) - min(window.ready.values(), default=0)) // 4
+    latest_end = max((t + _ticks(costs, a) for a, t in window.start.items()), default=0)
+    near = latest_end + (latest_end - min(window.ready.values(), default=0)) // 4
     horizon = near if compact else max(window.first_start) + window.length
     starts = {a: model.new_int_var(window.ready[a], horizon, str(a)) for a in window.start}
     for a, variable in starts.items():
@@ -199,50 +334,56 @@ def build_model(
         earlier = a._replace(micro_batch=a.micro_batch - 1)
         if earlier in starts:
             model.add(variable >= starts[earlier] + _ticks(costs, a))  # C4
+    length, cleared = model.new_int_var(0, window.length, "length"), []
     for rank, part in enumerate(window.free):
         model.add_no_overlap([model.new_fixed_size_interval_var(starts[a], _ticks(costs, a), f"C2 {a}") for a in part])
-        _Memory(model, instance, window, rank, starts, horizon).add()
-    _add_objective(model, instance, window, starts, horizon=horizon, compact=compact)
+        _add_memory(model, instance, window, rank, starts, horizon)
+        if part:
+            cleared.append(model.new_int_var(0, 2 * horizon + 10**9, "done"))
+        for a in part:
+            end = starts[a] + _ticks(costs, a)
+            model.add(cleared[-1] >= end)
+            for way, first in _ends(instance, window, a):
+                model.add(length >= end + way - first)  # O
+    model.minimize(length * (4 * len(cleared) + 1) + sum(cleared) if compact else length)
     return model, starts
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """(C3) of one rank as a cumulative resource: one piece from F to the end of B, one from F to the end of W."""
+def _add_memory(
+    model: cp_model.CpModel,
+    instance: PipelineInstance,
+    window: OrderWindow,
+    rank: int,
+    starts: dict[Action, cp_model.IntVar],
+    horizon: int,
+) -> None:
+    """State (C3) of one rank as a cumulative resource: one piece from F to the end of B, one from F to the end of W."""
+    costs, step = instance.ticked, _byte_step(instance, rank)
+    opens, boxes, sizes = min(window.ready.values(), default=0), [], []
 
-    model: cp_model.CpModel
-    instance: PipelineInstance
-    window: OrderWindow
-    rank: int
-    starts: dict[Action, cp_model.IntVar]
-    horizon: int
+    def steps(size: float) -> int:
+        return math.floor(size / step + _STEP_ROUNDING)
 
-    def add(self) -> None:
-        costs, cap = self.instance.ticked, self.instance.cap_bytes[self.rank]
-        opens = min(self.window.ready.values(), default=0)
-        step = _byte_step(self.instance, self.rank)
-        room, boxes, sizes = math.floor(cap / step + _STEP_ROUNDING), [], []
-        for freeing, size in self.window.resident[self.rank]:
-            if freeing is None:
-                room -= math.floor(size / step + _STEP_ROUNDING)
-            else:
-                boxes.append(self._piece(opens, freeing))
-                sizes.append(math.floor(size / step + _STEP_ROUNDING))
-        for a in (a for a in self.window.free[self.rank] if a.kind == "F"):
-            for kind, size in _freed(costs, a.stage):
-                boxes.append(self._piece(self.starts[a], a._replace(kind=kind)))
-                sizes.append(math.floor(size / step + _STEP_ROUNDING))
-        if boxes:
-            self.model.add_cumulative(boxes, sizes, max(room, 0))
+    def add_piece(start: cp_model.IntVar | int, freeing: Action, size: float) -> None:
+        """Add a piece that is stored until the end of an action, past everything if that is not free."""
+        end: cp_model.LinearExprT = horizon + _ticks(costs, freeing) + 1
+        if freeing in starts:
+            end = starts[freeing] + _ticks(costs, freeing)
+        length = model.new_int_var(0, 2 * horizon + 10**9, "C3 size")
+        boxes.append(model.new_interval_var(start, length, end, f"C3 {freeing}"))
+        sizes.append(steps(size))
 
-    def _piece(self, start: cp_model.IntVar | int, freeing: Action) -> cp_model.IntervalVar:
-        """Return the time from `start` to the end of the action that frees it, past everything if that is not free."""
-        if freeing in self.starts:
-            end: cp_model.LinearExprT = self.starts[freeing] + _ticks(self.instance.ticked, freeing)
+    room = steps(instance.cap_bytes[rank])
+    for freeing, size in window.resident[rank]:
+        if freeing is None:
+            room -= steps(size)
         else:
-            end = self.horizon + _ticks(self.instance.ticked, freeing) + 1
-        size = self.model.new_int_var(0, 2 * self.horizon + 10**9, "C3 size")
-        return self.model.new_interval_var(start, size, end, f"C3 {freeing}")
+            add_piece(opens, freeing, size)
+    for a in (a for a in window.free[rank] if a.kind == "F"):
+        for kind, size in _freed(costs, a.stage):
+            add_piece(starts[a], a._replace(kind=kind), size)
+    if boxes:
+        model.add_cumulative(boxes, sizes, max(room, 0))
 
 
 def _byte_step(instance: PipelineInstance, rank: int) -> float:
@@ -259,29 +400,6 @@ def _byte_step(instance: PipelineInstance, rank: int) -> float:
     return cap / _BYTE_STEPS
 
 
-def _add_objective(
-    model: cp_model.CpModel,
-    instance: PipelineInstance,
-    window: OrderWindow,
-    starts: dict[Action, cp_model.IntVar],
-    *,
-    horizon: int,
-    compact: bool,
-) -> None:
-    """State (O): every rank's end that a free action leads to; for the span less that rank's first start."""
-    length = model.new_int_var(0, window.length, "length")
-    cleared = []
-    for part in filter(None, window.free):
-        done = model.new_int_var(0, 2 * horizon + 10**9, "done")
-        cleared.append(done)
-        for a in part:
-            end = starts[a] + _ticks(instance.ticked, a)
-            model.add(done >= end)
-            for way, first in _ends(instance, window, a):
-                model.add(length >= end + way - first)  # O
-    model.minimize(length * (4 * len(cleared) + 1) + sum(cleared) if compact else length)
-
-
 def _ends(instance: PipelineInstance, window: OrderWindow, action: Action) -> list[tuple[int, int]]:
     """Return ways to an end and what is taken off at it: to every rank's end for the span, the longest for the makespan."""
     ways = [
@@ -290,120 +408,3 @@ def _ends(instance: PipelineInstance, window: OrderWindow, action: Action) -> li
         if way > -math.inf
     ]
     return [(max(ways)[0], 0)] if ways and instance.length == "makespan" else ways
-
-
-def improve(
-    instance: PipelineInstance, order: Order, *, bound_s: float, time_limit_s: float, rel_gap: float, seed: int
-) -> tuple[Order, float]:
-    """Return a shorter order or the same, and a proved bound in seconds (zero unless all actions were solved at once)."""
-    begin = time.perf_counter()
-    order = split_backward(order)
-    if not _in_order(order):
-        return order, 0.0
-    search = _WindowSearch(instance, order, bound_s, begin + time_limit_s, rel_gap, seed)
-    search.sweep()
-    if sum(map(len, order)) <= _MAX_ACTIONS_IN_FULL and not search.finished():
-        search.solve_full_window()
-    return search.order, search.bound_s
-
-
-def split_backward(order: Order) -> Order:
-    """Return the order with every BW as B and W."""
-
-    def split(action: Action) -> tuple[Action, ...]:
-        if action.kind != "BW":
-            return (action,)
-        return action._replace(kind="B"), action._replace(kind="W")
-
-    return tuple(tuple(half for action in actions for half in split(action)) for actions in order)
-
-
-def _in_order(order: Order) -> bool:
-    """Return whether each stage and kind takes the micro-batches in order (C4)."""
-    for actions in order:
-        latest: dict[tuple[int, str], int] = {}
-        for stage, kind, micro_batch in actions:
-            if micro_batch < latest.get((stage, kind), -1):
-                return False
-            latest[stage, kind] = micro_batch
-    return True
-
-
-class _WindowSearch:
-    """The incumbent, its length, and the clock."""
-
-    def __init__(
-        self, instance: PipelineInstance, order: Order, bound_s: float, end: float, rel_gap: float, seed: int
-    ) -> None:
-        self.instance, self.order, self.bound_s, self.end = instance, order, bound_s, end
-        self.rel_gap, self.seed = rel_gap, seed
-        self.length = self._length(order)
-        self.random = random.Random(seed)
-
-    def _length(self, order: Order) -> float:
-        return length_s(simulate(self.instance.ticked, order), self.instance.length)
-
-    def finished(self) -> bool:
-        """Return whether the order is proved within the gap, or time is over."""
-        close = self.length * self.instance.unit_s <= self.bound_s * (1 + max(self.rel_gap, 1e-9))
-        return close or time.perf_counter() >= self.end
-
-    def solve_full_window(self) -> None:
-        """Solve with all actions free, which proves a bound."""
-        status, bound = self._solve(0.0, math.inf, _FULL_WORK)
-        if status is not Status.INFEASIBLE and bound is not None:
-            self.bound_s = max(self.bound_s, math.ceil(bound - 1e-6) * self.instance.unit_s * (1 - self._rounding()))
-
-    def sweep(self) -> None:
-        """Solve windows over the full length, ever larger, until a sweep of the largest gains nothing."""
-        for size in _WINDOW_ACTIONS:
-            gained = True
-            while gained and not self.finished():
-                before = self.length
-                for opening, closing in self._openings(size):
-                    if self.finished():
-                        return
-                    self._solve(opening, closing, _WINDOW_WORK)
-                gained = self.length < before
-
-    def _openings(self, size: int) -> list[tuple[float, float]]:
-        timeline = simulate(self.instance.ticked, self.order)
-        starts = np.sort(np.concatenate(timeline.start_s))
-        edges = [*starts[:: max(1, size // 2)], math.inf]
-        windows = [(edges[k], edges[min(k + 2, len(edges) - 1)]) for k in range(max(1, len(edges) - 2))]
-        self.random.shuffle(windows)
-        return windows
-
-    def _solve(self, opening: float, closing: float, work_limit: float) -> tuple[Status, float | None]:
-        window = open_window(self.instance, self.order, opening, closing)
-        is_full = opening <= 0 and closing == math.inf
-        model, starts = build_model(self.instance, window, compact=not is_full)
-        limits = Limits(
-            time_limit_s=self.end - time.perf_counter(), rel_gap=self.rel_gap, seed=self.seed, work_limit=work_limit
-        )
-        outcome, solver = solve_constraint_program(model, limits)
-        if outcome.status.has_answer:
-            new_starts = {action: solver.value(variable) for action, variable in starts.items()}
-            order = _with_window(self.order, window, new_starts)
-            length = self._length(order)
-            fits = np.all(peak_bytes(self.instance.ticked, order) <= np.array(self.instance.cap_bytes) * (1 + SUMMED))
-            if fits and length <= self.length:
-                self.order, self.length = order, length
-        return outcome.status, outcome.bound
-
-    def _rounding(self) -> float:
-        costs, ticked, unit = self.instance.pipeline, self.instance.ticked, self.instance.unit_s
-        pairs = zip(
-            (*costs.forward_s, *costs.backward_s, *costs.weight_s, *costs.transfer_s),
-            (*ticked.forward_s, *ticked.backward_s, *ticked.weight_s, *ticked.transfer_s),
-            strict=True,
-        )
-        return 0.0 if all(abs(s - t * unit) <= 1e-9 * s for s, t in pairs) else _ROUNDING
-
-
-def _with_window(order: Order, window: OrderWindow, start: dict[Action, int]) -> Order:
-    rows = []
-    for actions, free in zip(order, window.free, strict=True):
-        idx = actions.index(free[0]) if free else 0
-        rows.append((*actions[:idx], *sorted(free, key=lambda a: start[a]), *actions[idx + len(free) :]))
-    return tuple(rows)

@@ -20,8 +20,8 @@ Constraints
 Every rank starts as soon as its first input can arrive, as it does in a run.
 
 Method: every named order that fits the cap and every greedy variant is simulated; the best is the incumbent. CP-SAT improves it
-from that hint, in windows of time (solvers/pipeline/improve.py), and tries to prove it where all actions fit into one window. Cold,
-CP-SAT finds nothing at 8 stages and 24 micro-batches.
+from that hint, in windows of time (solvers/pipeline/improve.py: `solve`), and tries to prove it where all actions fit into one
+window. Cold, CP-SAT finds nothing at 8 stages and 24 micro-batches.
 
 Bound, with head(r) = ticks until rank r's first input can arrive (zero for the span) and work(r) its busy ticks:
     length >= head(r) + work(r) + idle(r),   idle(r) >= way(r) - F(r),
@@ -36,99 +36,102 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 
-from ...cost_models.pipeline import orders
-from ...cost_models.pipeline.simulation import Order, Pipeline, peak_bytes, simulate
+from ...cost_models.pipeline.orders import ORDERS, Order, Pipeline, dualpipe_v
+from ...cost_models.pipeline.simulation import Timeline, peak_bytes, simulate
 from ...schema.errors import ConfigError, InfeasibleError
 from ...schema.schedules import SCHEDULES, placement
-from ..backend import Solution, Status
 from ..tolerances import ROUNDING, SUMMED
-from .greedy import (
-    EVENT_RULES,
-    Length,
-    PipelineInstance,
-    check,
-    greedy_order,
-    length_s,
-    lower_bound_s,
-    refill_weight_passes,
-)
-from .improve import improve
-from .waves import WAVE_RULES, wave_order
+from .greedy import EVENT_RULES, WAVE_RULES, greedy_order, refill_weight_passes, wave_order
 
-_FITS = (0.0, 0.5, 1.0)  # share of a weight pass that must fit into a gap, as in EventRule
+Length = Literal["makespan", "span"]
+
+_TICKS_PER_SHORTEST = 1000
+"""Rounding a duration to ticks then changes it by at most 0.05 %."""
 
 
-def solve(
-    instance: PipelineInstance, *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0
-) -> Solution[Order]:
-    """Return the shortest order of the search; deterministic for a seed unless the time limit ends it."""
-    begin = time.perf_counter()
-    start = _from_greedy(instance, until=begin + time_limit_s)
-    improved = _improve_with_cp_sat(instance, start, end=begin + time_limit_s, rel_gap=rel_gap, seed=seed)
-    return replace(improved, solve_s=time.perf_counter() - begin)
+@dataclass(frozen=True)
+class PipelineInstance:
+    """A pipeline, CAP [R] in bytes and which length counts. The solvers work on `ticked`, whose times are integers."""
+
+    pipeline: Pipeline
+    cap_bytes: tuple[float, ...]
+    length: Length = "makespan"
+
+    def __post_init__(self) -> None:
+        if len(self.cap_bytes) != self.pipeline.num_ranks:
+            raise ConfigError(f"{len(self.cap_bytes)} memory caps for {self.pipeline.num_ranks} ranks")
+
+    @cached_property
+    def unit_s(self) -> float:
+        """Seconds of the unit of `ticked`: the common factor of all durations in ticks.
+
+        A tick is a power of ten, at least 1000 ticks to the shortest duration; decimal inputs become exact.
+        """
+        durations = durations_s(self.pipeline)
+        shortest = min((seconds for seconds in durations if seconds > 0), default=1.0)
+        tick_s = float(10.0 ** math.floor(math.log10(shortest / _TICKS_PER_SHORTEST)))
+        return tick_s * max(1, math.gcd(*(round(seconds / tick_s) for seconds in durations)))
+
+    @cached_property
+    def ticked(self) -> Pipeline:
+        """The pipeline with every duration in units."""
+        columns: dict[str, Any] = {
+            name: tuple(float(round(seconds / self.unit_s)) for seconds in getattr(self.pipeline, name))
+            for name in ("forward_s", "backward_s", "weight_s", "transfer_s")
+        }
+        return replace(self.pipeline, **columns)
 
 
-def synthesise(
-    instances: tuple[PipelineInstance, ...], *, time_limit_s: float = 10.0, rel_gap: float = 0.0, seed: int = 0
-) -> tuple[int, Solution[Order]]:
-    """Return the best over instances (placements) and its index: all by greedy, then CP-SAT on those whose bound can still win.
+def durations_s(pipeline: Pipeline) -> tuple[float, ...]:
+    """Return the seconds of all passes and transfers."""
+    return (*pipeline.forward_s, *pipeline.backward_s, *pipeline.weight_s, *pipeline.transfer_s)
+
+
+def length_s(timeline: Timeline, length: Length) -> float:
+    """Return the length that counts, in the timeline's unit."""
+    return timeline.makespan_s if length == "makespan" else timeline.span_s
+
+
+def check(instance: PipelineInstance, order: Order) -> float:
+    """Recompute the objective (O) in seconds by simulation.
 
     Raises:
-        InfeasibleError: no placement holds one micro-batch.
+        ConfigError: (C1) or (C2) cannot hold: the order is incomplete or never finishes.
+        ValueError: memory (C3), with the rank and the bytes.
     """
-    begin = time.perf_counter()
-    end = begin + time_limit_s
-    by_bound = sorted(range(len(instances)), key=lambda k: (lower_bound_s(instances[k]), k))
-    solutions: dict[int, Solution[Order]] = {}
-    for k in by_bound:
-        if lower_bound_s(instances[k]) < min((solution.objective for solution in solutions.values()), default=math.inf):
-            solutions[k] = _from_greedy(instances[k], until=end)
-    solutions = {k: solution for k, solution in solutions.items() if solution.status is not Status.INFEASIBLE}
-    if not solutions:
-        raise InfeasibleError(
-            "no placement of this pipeline can hold one micro-batch within its memory caps [memory (C3)]"
-        )
-    for turn, k in enumerate(sorted(solutions, key=lambda k: solutions[k].objective)):
-        if solutions[k].bound < min(solution.objective for solution in solutions.values()):
-            share_s = (end - time.perf_counter()) / min(2, len(solutions) - turn)
-            solutions[k] = _improve_with_cp_sat(
-                instances[k], solutions[k], end=time.perf_counter() + share_s, rel_gap=rel_gap, seed=seed
-            )
-    best = min(solutions, key=lambda k: solutions[k].objective)
-    return best, replace(solutions[best], solve_s=time.perf_counter() - begin)
+    timeline = simulate(instance.pipeline, order)
+    for rank, (peak, cap) in enumerate(zip(timeline.peak_bytes, instance.cap_bytes, strict=True)):
+        if peak > cap * (1 + SUMMED):
+            raise ValueError(f"memory (C3): rank {rank} holds {peak:g} bytes of {cap:g}")
+    return length_s(timeline, instance.length)
 
 
-def _from_greedy(instance: PipelineInstance, *, until: float) -> Solution[Order]:
-    best = best_greedy(instance, until=until)
-    if best is None:
-        return Solution(status=Status.INFEASIBLE, choice=None, bound=math.inf, backend="greedy")
-    return _solution(best[0], best[1], check(instance, best[1]), lower_bound_s(instance))
-
-
-def _improve_with_cp_sat(
-    instance: PipelineInstance, start: Solution[Order], *, end: float, rel_gap: float, seed: int
-) -> Solution[Order]:
-    remaining_s = end - time.perf_counter()
-    if start.choice is None or start.gap <= max(rel_gap, ROUNDING) or remaining_s <= 0:
-        return start
-    order, proved_s = improve(
-        instance, start.choice, bound_s=start.bound, time_limit_s=remaining_s, rel_gap=rel_gap, seed=seed
-    )
-    bound_s, objective_s = max(start.bound, proved_s), check(instance, order)
-    if objective_s < start.objective:
-        return _solution(f"{start.backend} + cp-sat", order, objective_s, bound_s)
-    return _solution(start.backend, start.choice, start.objective, bound_s)
-
-
-def _solution(backend: str, order: Order, objective_s: float, bound_s: float) -> Solution[Order]:
-    status = Status.OPTIMAL if objective_s <= bound_s * (1 + SUMMED) else Status.FEASIBLE
-    return Solution(
-        status=status, choice=order, objective=objective_s, bound=min(bound_s, objective_s), backend=backend
-    )
+def lower_bound_s(instance: PipelineInstance) -> float:
+    """Return the seconds that no order can beat: the bound stated above, the largest over ranks."""
+    costs = instance.pipeline
+    hops = [costs.hop_s(s) for s in range(costs.num_stages - 1)]
+    heads = np.concatenate([[0.0], np.cumsum(np.array(costs.forward_s[:-1]) + hops)])
+    tails = np.concatenate([np.cumsum((np.array(costs.backward_s[1:]) + hops)[::-1])[::-1], [0.0]])
+    down = heads[-1] + costs.forward_s[-1]
+    work = costs.work_s()
+    bounds = []
+    for rank in range(costs.num_ranks):
+        stages = costs.stages_of(rank)
+        first, last = stages[0], stages[-1]
+        way = down - heads[first] + tails[last]
+        resident, seconds = (np.array([column[s] for s in stages]) for column in (costs.held_bytes, costs.forward_s))
+        admitted = math.inf if np.any(resident <= 0) else instance.cap_bytes[rank] * float(np.max(seconds / resident))
+        if np.all(resident == resident[0]) and resident[0] > 0:
+            admitted = math.floor(instance.cap_bytes[rank] / resident[0] * (1 + SUMMED)) * float(np.max(seconds))
+        idle = max(0.0, way - min(admitted, float(np.sum(seconds)) * costs.num_microbatches))
+        bounds.append((heads[first] if instance.length == "makespan" else 0.0) + work[rank] + idle)
+    return float(max(bounds))
 
 
 def best_greedy(instance: PipelineInstance, *, until: float = math.inf) -> tuple[str, Order] | None:
@@ -137,42 +140,18 @@ def best_greedy(instance: PipelineInstance, *, until: float = math.inf) -> tuple
     Args:
         until: reading of the performance counter after which no further candidate is tried once there is an answer.
     """
-    other: Length = "span" if instance.length == "makespan" else "makespan"
-    best: tuple[tuple[float, float], str, Order] | None = None
+    best: tuple[tuple[float, ...], str, Order] | None = None
     enough = lower_bound_s(instance) / instance.unit_s * (1 + ROUNDING)
     for name, order in _candidates(instance):
         if np.any(peak_bytes(instance.ticked, order) > np.array(instance.cap_bytes) * (1 + SUMMED)):
             continue
         timeline = simulate(instance.ticked, order)
-        key = (length_s(timeline, instance.length), length_s(timeline, other))
+        key = (length_s(timeline, instance.length), timeline.makespan_s, timeline.span_s)
         if best is None or key < best[0]:
             best = (key, name, order)
         if best[0][0] <= enough or time.perf_counter() > until:
             break
     return best and best[1:]
-
-
-def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
-    """Return the orders of the named schedules, and of DualPipe-V, that are defined on this placement."""
-    ranks, chunks = pipeline.num_ranks, pipeline.num_stages // pipeline.num_ranks
-    styles = {
-        name: SCHEDULES[name].placement_of(chunks) for name in orders.ORDERS if SCHEDULES[name].takes_chunks(chunks)
-    }
-    makers = dict(orders.ORDERS)
-    if chunks == 2:
-        styles["dualpipe-v"], makers["dualpipe-v"] = "wave", lambda p, m, _: orders.dualpipe_v(p, m)
-    named: dict[str, Callable[[], Order]] = {}
-    for name, style in reversed(styles.items()):
-        make = functools.partial(makers[name], ranks, pipeline.num_microbatches, chunks)
-        if pipeline.rank_of_stage == placement(ranks, chunks, style):
-            named[name] = make
-        elif style == "wave" and pipeline.rank_of_stage == placement(ranks, chunks, "wave_from_last"):
-            named[name] = functools.partial(_mirrored, make)
-    return named
-
-
-def _mirrored(make: Callable[[], Order]) -> Order:
-    return make()[::-1]
 
 
 def _candidates(instance: PipelineInstance) -> Iterator[tuple[str, Order]]:
@@ -183,11 +162,32 @@ def _candidates(instance: PipelineInstance) -> Iterator[tuple[str, Order]]:
             order = make()
             yield name, order
             with contextlib.suppress(InfeasibleError):
-                for fit in _FITS:
+                for fit in (0.0, 0.5, 1.0):
                     yield f"{name}, W refilled", refill_weight_passes(costs, caps, order, fit)
     with contextlib.suppress(InfeasibleError):
         if costs.rank_of_stage == placement(costs.num_ranks, 1, "loop"):
             for wave in WAVE_RULES:
                 yield "waves", wave_order(costs, caps, wave)
         for event in EVENT_RULES:
-            yield "events", greedy_order(costs, caps, event)
+            yield "events", greedy_order(costs, caps, event)[0]
+
+
+def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
+    """Return the orders of the named schedules, and of DualPipe-V, that are defined on this placement."""
+    ranks, chunks = pipeline.num_ranks, pipeline.num_stages // pipeline.num_ranks
+    makers = {name: make for name, make in ORDERS.items() if SCHEDULES[name].takes_chunks(chunks)}
+    if chunks == 2:
+        makers["dualpipe-v"] = lambda p, m, _: dualpipe_v(p, m)
+    named: dict[str, Callable[[], Order]] = {}
+    for name, maker in reversed(makers.items()):
+        style = SCHEDULES[name].placement_of(chunks) if name in SCHEDULES else "wave"
+        make = functools.partial(maker, ranks, pipeline.num_microbatches, chunks)
+        if pipeline.rank_of_stage == placement(ranks, chunks, style):
+            named[name] = make
+        elif style == "wave" and pipeline.rank_of_stage == placement(ranks, chunks, "wave_from_last"):
+            named[name] = functools.partial(_mirrored, make)
+    return named
+
+
+def _mirrored(make: Callable[[], Order]) -> Order:
+    return make()[::-1]

@@ -3,7 +3,7 @@
 Sets
     i = 0..N-1   blocks in the order of the model;  k its kinds
     r = 0..R-1   ranks; c = 0..V-1 the chunks of one;  s = 0..S-1 the stages
-    p            chains of passes past rank r (cost_models/pipeline/lower_bounds.py); every one is over before the step is
+    p            chains of passes past rank r (`paths_past`); every one is over before the step is
 Data
     SECONDS[a,i]  forward, input and weight pass of block i;  FIXED[a,s] what stage s has besides its blocks
     ONCE[q,i]     what a block adds to its rank once a step;  ONCE_FIXED[q,s];  ONCE_MIN[q] of the rank with the most of it at least
@@ -48,13 +48,13 @@ is a lower bound of (O), which is one of the replayed step.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ...cost_models.pipeline.lower_bounds import Paths, paths_past
-from ...cost_models.pipeline.replay import PipelineShape
+from ...cost_models.pipeline.replay import PipelineShape, Row, rows_of
 from ...schema.units import BoolArray, FloatArray, IntArray
 
 MAX_PATHS = 48
@@ -130,7 +130,7 @@ class SplitBound:
 
 def _chained(shape: PipelineShape, seconds: FloatArray) -> FloatArray:
     """Return forward and backward seconds [2, ...] of a way; the weight pass is on it unless the schedule splits it off."""
-    return np.stack([seconds[0], seconds[1] if shape.splits_backward else seconds[1] + seconds[2]])
+    return np.stack([seconds[0], seconds[1] if shape.record.splits_backward else seconds[1] + seconds[2]])
 
 
 def _prefix(values: FloatArray) -> FloatArray:
@@ -356,3 +356,88 @@ def _min_blocks(shape: PipelineShape, num_blocks: int, min_size: int, max_size: 
             following[size:] = np.minimum(following[size:], min_blocks[-1][: num_blocks + 1 - size] + added)
         min_blocks.append(following)
     return np.array(min_blocks)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Chains past one rank [P].
+
+    Attributes:
+        forward_to: F of all stages before this one; ``backward_to`` the same for B (0: none).
+        backward_from: B of this stage and all behind it before the row; ``forward_from`` and ``backward_again_from`` behind the
+            row (S: none).
+        row: forward, input and weight passes of each chunk in the row [P, 3, v].
+    """
+
+    forward_to: IntArray
+    backward_from: IntArray
+    row: IntArray
+    forward_from: IntArray
+    backward_to: IntArray
+    backward_again_from: IntArray
+
+    def select(self, rows: IntArray) -> Paths:
+        """Return a subset of the chains."""
+        return Paths(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+@lru_cache(maxsize=256)
+def paths_past(shape: PipelineShape) -> tuple[Paths, ...]:
+    """Return the chains past each rank.
+
+    Of many micro-batches those in the middle add entire rounds to the row: the order repeats there.
+
+    Raises:
+        ConfigError: the schedule is not defined for these numbers.
+    """
+    few = shape.fewer_microbatches
+    rows = rows_of(shape.with_microbatches(few))
+    return tuple(_past(shape, rank, row, few) for rank, row in enumerate(rows))
+
+
+def _past(shape: PipelineShape, rank: int, row: Row, few: int) -> Paths:
+    last = shape.num_stages
+    stages = [s for s, holder in enumerate(shape.rank_of_stage) if holder == rank]
+    counts = _counted(row, stages)
+    more = shape.num_microbatches - few
+    ends = np.flatnonzero((row[0] != 2) & ((row[2] == 0) | (row[2] == few - 1)))
+    position = {(min(kind, 1), s, i): n for n, (kind, s, i) in zip(ends.tolist(), row[:, ends].T.tolist(), strict=True)}
+    low, high = stages[:MAX_CHUNKS], stages[-MAX_CHUNKS:]
+    entries = [(s, last, position[0, s, 0]) for s in low] + [(last, s + 1, position[1, s, 0]) for s in high]
+    ways_out: list[tuple[int, int, int, int, int | None]] = [
+        (position[1, s, few - 1], last, s, last, None) for s in low
+    ]
+    ways_out += [(position[0, s, few - 1], s + 1, last, last, None) for s in high]
+    ways_out.append((row.shape[1] - 1, last, 0, last, None))
+    ways_out += [
+        (position[0, s, few - 1], s + 1, 0, t + 1, position[1, t, few - 1])
+        for s, t in itertools.product(high, high)
+        if position[1, t, few - 1] > position[0, s, few - 1]
+    ]
+    chains = []
+    for (forward_to, backward_from, enters), way in itertools.product(entries, ways_out):
+        leaves, forward_from, backward_to, again_from, returns = way
+        if enters > leaves:
+            continue
+        passes = counts[leaves + 1] - counts[enters] + more
+        if returns is not None:
+            passes = passes + counts[-1] - counts[returns]
+        chains.append((forward_to, backward_from, passes, forward_from, backward_to, again_from))
+    columns = list(zip(*chains, strict=True))
+    return Paths(*(np.array(column, dtype=np.int64) for column in columns))
+
+
+def _counted(row: Row, stages: list[int]) -> IntArray:
+    """Return the passes before each position of a row [n + 1, 3, v]: forward, input and weight passes of the rank's stages."""
+    kind, stage = row[0], row[1]
+    chunk = np.searchsorted(np.array(stages), stage)
+    each = np.zeros((len(kind) + 1, 3, len(stages)), dtype=np.int64)
+    n = np.arange(1, len(kind) + 1)
+    each[n, np.minimum(kind, 2) * (kind < 3) + (kind == 3), chunk] = 1
+    both = np.flatnonzero(kind == 3)
+    each[both + 1, 2, chunk[both]] = 1
+    return np.asarray(np.cumsum(each, axis=0))
+
+
+MAX_CHUNKS = 8
+"""Chunks at which chains enter, leave and return."""

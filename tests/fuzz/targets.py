@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import yaml
 from meshwright.cli.show.generation import generation_table
-from meshwright.cost_models.pipeline.orders import from_torch_csv, pipeline_order, to_torch_csv
+from meshwright.cost_models.pipeline.orders import from_torch_csv, to_torch_csv
+from meshwright.cost_models.pipeline.simulation import pipeline_order
 from meshwright.engines import ENGINES, export, read_configuration
 from meshwright.planner import estimate, plan
 from meshwright.planner.expert_files import read_loads, read_trace

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from meshwright.cost_models.pipeline.simulation import Pipeline
+from meshwright.cost_models.pipeline.orders import Pipeline
 from meshwright.schema.schedules import placement
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from meshwright.cost_models.pipeline.simulation import Action
+from meshwright.cost_models.pipeline.orders import Action
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.machine import num_cores
 from meshwright.runtime.training.step_clock import (

@@ -7,19 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.pipeline import replay
-from meshwright.cost_models.pipeline.lower_bounds import PipelineWork, lower_bound_s, min_in_flight, pipelined_s
+from meshwright.cost_models.pipeline.orders import Pipeline
 from meshwright.cost_models.pipeline.replay import (
     PipelineShape,
+    PipelineWork,
     as_rows,
     ends_s,
     in_flight,
+    lower_bound_s,
     makespan_s,
+    min_in_flight,
     order_of,
     peak_in_flight_by_chunk,
+    pipelined_s,
     program,
     rows_of,
 )
-from meshwright.cost_models.pipeline.simulation import Pipeline, peak_bytes, simulate
+from meshwright.cost_models.pipeline.simulation import peak_bytes, simulate
 from meshwright.schema import ConfigError
 from meshwright.schema.schedules import OVER_A_V, SCHEDULE_NAMES
 
@@ -109,7 +113,7 @@ def test_zero_bubble_schedules_have_the_published_bubbles() -> None:
 @given(shapes(max_rounds=6), st.integers(0, 2**16))
 def test_what_ranks_hold_is_what_the_order_holds(shape: PipelineShape, seed: int) -> None:
     """Without gradients that wait between input and weight passes; more micro-batches than are counted hold no more."""
-    if shape.splits_backward:
+    if shape.record.splits_backward:
         return
     kept = np.random.default_rng(seed).uniform(1, 3, shape.num_stages)
     expected = peak_bytes(simulated(shape, stage_times(shape, 0, 0), kept), order_of(shape))

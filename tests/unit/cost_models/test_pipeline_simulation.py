@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.simulation import Action, Order, peak_bytes, simulate
+from meshwright.cost_models.pipeline.orders import Action, Order
+from meshwright.cost_models.pipeline.simulation import peak_bytes, simulate
 from meshwright.schema.errors import ConfigError
 from meshwright.schema.schedules import placement
 from pipelines import equal, pipeline, random_pipeline
@@ -35,7 +36,7 @@ def test_equal_stages_take_the_closed_form(ranks: int, micro_batches: int) -> No
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_interleaving_divides_the_bubble_by_the_chunks(chunks: int) -> None:
-    order = orders.interleaved(4, 12, chunks)
+    order = orders.one_f_one_b(4, 12, chunks)
     assert simulate(equal(4, 12, chunks=chunks), order).makespan_s == pytest.approx(36 + 9 / chunks)
 
 

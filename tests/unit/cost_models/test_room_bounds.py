@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.bounds import slowest_stage_s, uniform_time_bounds
-from meshwright.cost_models.stage.recompute import lower_bound_slowest_s
+from meshwright.cost_models.stage.bounds import lower_bound_slowest_s, slowest_stage_s, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner.expand import expand
 from meshwright.planner.request import PlanRequest

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.layer.operators import attended_tokens
 from meshwright.cost_models.pipeline import replay
-from meshwright.cost_models.pipeline.lower_bounds import pipelined_s
+from meshwright.cost_models.pipeline.replay import pipelined_s
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.step import model_flops_per_token
 from meshwright.cost_models.stage.table import CostTable

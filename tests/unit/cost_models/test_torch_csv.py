@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.orders import from_torch_csv, to_torch_csv
-from meshwright.cost_models.pipeline.simulation import Action, Order
+from meshwright.cost_models.pipeline.orders import Action, Order, from_torch_csv, to_torch_csv
 from meshwright.schema.errors import ConfigError
 from meshwright.solvers.pipeline.greedy import EVENT_RULES, greedy_order
 from pipelines import random_pipeline
@@ -60,14 +59,14 @@ def fake_world() -> Iterator[int]:
 def uneven(style: str) -> Order:
     costs = random_pipeline(3, ranks=4, micro_batches=6, chunks=2, style=style)  # type: ignore[arg-type]
     caps = [3 * sum(costs.held_bytes[s] for s in costs.stages_of(rank)) for rank in range(4)]
-    return greedy_order(costs, caps, EVENT_RULES[0])
+    return greedy_order(costs, caps, EVENT_RULES[0])[0]
 
 
 @pytest.mark.parametrize(
     ("order", "stages_here"),
     [
         (orders.zb_h2(4, 6), (0,)),
-        (orders.interleaved(4, 8, 2), (0, 4)),
+        (orders.one_f_one_b(4, 8, 2), (0, 4)),
         (uneven("loop"), (0, 4)),
         (uneven("wave"), (0, 7)),
     ],

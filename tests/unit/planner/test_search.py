@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.stage import memory
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
-from meshwright.cost_models.stage.contents import contents_between
-from meshwright.cost_models.stage.memory import stage_memory_terms
+from meshwright.cost_models.stage.contents import contents_between, stage_memory_terms
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import expand, plan, search

@@ -14,7 +14,7 @@ from meshwright.planner.stage_choice import order_instance
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.schedules import OVER_A_V
-from meshwright.solvers.pipeline.greedy import check
+from meshwright.solvers.pipeline.schedule import PipelineInstance, check
 
 SPEC, CLUSTER = ModelSpec.named("llama-3.1-70b"), ClusterSpec.parse("64xH100-SXM-80GB")
 WORKLOAD = Workload(seq_len=8192, global_batch_size=128)
@@ -45,7 +45,9 @@ def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Tr
     batch = LayoutTable.from_layouts([ordered.layout], WORKLOAD.global_batch_size)
     costs = CostTable.from_layouts(SPEC, WORKLOAD, CLUSTER, batch)
     boundaries = (0, *(stage.first_layer_idx + stage.num_layers for stage in ordered.stages))
-    makespan_s = check(order_instance(costs, boundaries), from_torch_csv("\n".join(ordered.pipeline_order)))
+    makespan_s = check(
+        PipelineInstance(*order_instance(costs, boundaries)), from_torch_csv("\n".join(ordered.pipeline_order))
+    )
     parts = ordered.estimate.breakdown_s
     # Beside the passes: copies of the rank that has most of them.
     of_stage = [costs.copied_s(0)[first:end].sum() for first, end in pairwise(boundaries)]

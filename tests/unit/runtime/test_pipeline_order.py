@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.orders import pipeline_order, to_torch_csv
+from meshwright.cost_models.pipeline.orders import to_torch_csv
+from meshwright.cost_models.pipeline.simulation import pipeline_order
 from meshwright.schema import ConfigError, Layout, TrainingPlan, Workload
 from meshwright.schema.schedules import SCHEDULE_NAMES
 

@@ -3,9 +3,11 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.pipeline.simulation import Pipeline, peak_bytes
+from meshwright.cost_models.pipeline.orders import Pipeline
+from meshwright.cost_models.pipeline.simulation import peak_bytes
 from meshwright.schema.schedules import placement
-from meshwright.solvers.pipeline.greedy import PipelineInstance, check, lower_bound_s, quick_order
+from meshwright.solvers.pipeline.greedy import quick_order
+from meshwright.solvers.pipeline.schedule import PipelineInstance, check, lower_bound_s
 
 
 @st.composite

@@ -12,12 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.simulation import Action, Order, Pipeline, peak_bytes, simulate
+from meshwright.cost_models.pipeline.orders import Action, Order, Pipeline
+from meshwright.cost_models.pipeline.simulation import peak_bytes, simulate
 from meshwright.schema.errors import ConfigError, InfeasibleError
 from meshwright.solvers.backend import Status
-from meshwright.solvers.pipeline.greedy import Length, PipelineInstance, check, length_s, lower_bound_s
-from meshwright.solvers.pipeline.improve import split_backward
-from meshwright.solvers.pipeline.schedule import best_greedy, named_orders, solve, synthesise
+from meshwright.solvers.pipeline.improve import solve, split_backward, synthesise
+from meshwright.solvers.pipeline.schedule import (
+    Length,
+    PipelineInstance,
+    best_greedy,
+    check,
+    length_s,
+    lower_bound_s,
+    named_orders,
+)
 from pipelines import equal, pipeline, random_pipeline
 
 SHARED = Path(__file__).resolve().parents[4] / "shared/data/schedules"

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import offload_problems
 import pytest
-from meshwright.cost_models.pipeline.simulation import Pipeline
+from meshwright.cost_models.pipeline.orders import Pipeline
 from meshwright.schema.schedules import placement
 from meshwright.solvers import rank_mapping
 from meshwright.solvers.backend import Solution, Status
 from meshwright.solvers.offload import schedule, simulation
-from meshwright.solvers.pipeline import greedy
-from meshwright.solvers.pipeline import schedule as pipeline_schedule
+from meshwright.solvers.pipeline import improve as pipeline_schedule
+from meshwright.solvers.pipeline import schedule as greedy
 from meshwright.solvers.stages import splits
 
 
