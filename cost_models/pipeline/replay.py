@@ -95,9 +95,7 @@ def rows_of(shape: PipelineShape) -> list[Row]:
     """
     if shape.record.runs_in_rounds:
         splits_backward = shape.record.splits_backward
-        return rows_in_rounds(
-            shape.pp, shape.num_microbatches, shape.num_model_chunks, splits_backward=splits_backward
-        )
+        return rows_in_rounds(shape.pp, shape.num_microbatches, shape.num_model_chunks, splits_backward=splits_backward)
     return as_rows(order_of(shape))
 
 
