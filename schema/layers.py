@@ -20,7 +20,24 @@ MAX_LAYERS = 10_000
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
-class SoftmaxAttention(Frozen):
+class Mixer(Frozen):
+    """Abstract base of what mixes the tokens of a block: attention, or what stands in its place.
+
+    A new kind is a class here that joins `Attention`, its operators and saved bytes (registered for the class in
+    cost_models/layer/) and its module in runtime/models/decoder.py.
+
+    Attributes:
+        is_attention: it has scores for pairs of tokens: unfused they are stored, and context parallelism passes keys and values on.
+    """
+
+    is_attention: ClassVar[bool] = True
+
+    @abstractmethod
+    def num_params(self, hidden_dim: int) -> int:
+        """Return the parameters with projections, norms and biases."""
+
+
+class SoftmaxAttention(Mixer):
     """Multi-head (K = H) or grouped-query (K < H) attention.
 
     Attributes:
@@ -74,7 +91,7 @@ class SoftmaxAttention(Frozen):
         return weights + biases + norms + self.sinks * self.num_heads
 
 
-class LatentAttention(Frozen):
+class LatentAttention(Mixer):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values from one compressed vector."""
 
     kind: Literal["mla"] = "mla"

@@ -149,7 +149,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
             f"seq_len {p.seq_len} does not divide by 2 x cp = {2 * t.cp} (two pieces a rank, for even causal work)"
         )),
     Rule("attention_per_cp", "cp", lambda t, p: (t.cp == 1) | p.fused_attention,
-        "cp {t.cp} needs attention that merges parts by their sums (flash); math keeps whole rows of scores"),
+        "cp {t.cp} needs attention in every block that merges parts by their sums (flash); math keeps whole rows of scores"),
     *EXCHANGE_RULES,
     Rule("vocabulary_over_stages", "vocabulary schedule pp num_model_chunks",
         lambda t, p: np.logical_not(t.splits_vocabulary) | (t.schedule_fact("splits_vocabulary") & (t.pp > 1) &

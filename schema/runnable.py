@@ -45,7 +45,8 @@ def problem_facts(model: ModelSpec, workload: Workload, *, world_size: int, scal
         scaleup_domain=scaleup_domain,
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
-        fused_attention=workload.attention == "flash",
+        fused_attention=workload.attention == "flash"
+        and all(block.attention.is_attention for block, _ in model.block_runs),
         has_backward=workload.has_backward,
         **model_facts(model),
     )
@@ -183,10 +184,12 @@ def _model_reasons(model: ModelSpec) -> list[str]:
 
 def _attention_reasons(block: Block, workload: Workload | None, *, rotated: bool) -> list[str]:
     attention = block.attention
-    if not isinstance(attention, SoftmaxAttention):
+    if isinstance(attention, LatentAttention):
         if not rotated:
             return ["latent attention without rotary positions"]
         return ["latent attention with biases"] if attention.bias else []
+    if not attention.is_attention:
+        return []
     reasons: list[str] = []
     odd = attention.sinks or attention.logit_softcap or attention.qk_norm == "weightless"
     if odd or (rotated and attention.rope_fraction != 1):

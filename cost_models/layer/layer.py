@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema import Workload
-from ...schema.layers import Block, MTPHead
+from ...schema.layers import Block
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.units import FloatArray, IntArray
 from ..hardware.compute import OperatorTime, operator_time
 from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s
 from ..measured import attention_ratio, layer_ratios
 from .data import LayerParams, data_parallel_s, has_copies, without_reductions
-from .memory import activation_bytes, frozen_bytes, tp_params, trained_params, with_adapters
+from .memory import activation_bytes, tp_params, trained_and_frozen, with_adapters
 from .operators import (
     CORE_ATTENTION,
     CostInputs,
@@ -40,7 +40,6 @@ from .parallel import (
     context_parallel,
     expert_parallel_s,
     expert_params,
-    mixture_of,
     overlapped_s,
     tensor_parallel_s,
     token_share,
@@ -144,7 +143,7 @@ def within_layer_cost(layer: Layer, inputs: CostInputs) -> LayerCost:
     Layouts that a layer cannot tell apart are evaluated once; one without experts does not see where experts are.
     """
     layouts = inputs.layouts
-    rows, case_idx = layouts.within_layer if mixture_of(layer) else layouts.within_dense_layer
+    rows, case_idx = layouts.within_layer if layer.experts else layouts.within_dense_layer
     return _evaluate(layer, inputs.select(rows)).take(case_idx)
 
 
@@ -168,6 +167,7 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = layouts.offload_activations * saved / host_link_bytes_per_s(layouts.offload_to_storage, inputs.scenario)
     num_params = tp_params(layer, hidden_dim, layouts)
+    num_trained, frozen_bytes = trained_and_frozen(layer, num_params, inputs)
     cost = LayerCost(
         forward_s=np.maximum(forward, moved_s),
         backward_s=np.maximum(backward, moved_s),
@@ -184,8 +184,8 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         reduce_s=none,
         levels_s=none,
         num_params=num_params,
-        frozen_bytes=frozen_bytes(layer, num_params, layouts, workload),
-        num_trained=trained_params(layer, hidden_dim, num_params, layouts, workload),
+        frozen_bytes=frozen_bytes,
+        num_trained=num_trained,
         expert_params=expert_params(layer, hidden_dim, layouts) if workload.adapters is None else none,
         activation_bytes=saved * (1 - layouts.offload_activations),
         working_bytes=working,
@@ -266,25 +266,32 @@ def _isolated_s(operators: tuple[Operator, ...], inputs: CostInputs) -> tuple[Fl
 
 
 def context_of_attention(block: Block, inputs: CostInputs) -> AddedTime:
-    """Return what context parallelism adds to a block with fused attention."""
-    if block.traced is not None:  # context parallelism is not planned for it
+    """Return what context parallelism adds to the fused attention of a block, where it has one."""
+    cut = _cut_attention(block, _operators(block, inputs))
+    if cut is None:
         none = np.zeros(len(inputs.layouts))
         return AddedTime(*(none for _ in AddedTime._fields))
-    attention = next(op for op in _operators(block, inputs) if isinstance(op, FusedAttention))
-    isolated = operator_times((attention,), inputs)[0]
-    return context_parallel(block.attention, (isolated.forward_s, isolated.backward_s), inputs)
+    isolated = operator_times((cut[1],), inputs)[0]
+    return context_parallel(cut[1], (isolated.forward_s, isolated.backward_s), inputs)
+
+
+def _cut_attention(layer: Layer, operators: tuple[Operator, ...]) -> tuple[int, FusedAttention] | None:
+    """Return the position and operator that context parallelism cuts; it is not planned for blocks traced from code."""
+    if layer.inner_block is None or layer.inner_block.counted is not None:
+        return None
+    return next(((idx, op) for idx, op in enumerate(operators) if isinstance(op, FusedAttention)), None)
 
 
 def _with_context(
     layer: Layer, operators: tuple[Operator, ...], times: list[OperatorTime], inputs: CostInputs
 ) -> tuple[list[OperatorTime], tuple[FloatArray, FloatArray]]:
     """Return attention's time with what context parallelism adds to it, and its exposed communication in both passes."""
-    layouts, block = inputs.layouts, layer.block if isinstance(layer, MTPHead) else layer
-    if not isinstance(block, Block) or block.traced is not None or np.all(layouts.cp == 1):
+    layouts, cut = inputs.layouts, _cut_attention(layer, operators)
+    if cut is None or np.all(layouts.cp == 1):
         return times, (np.zeros(len(layouts)), np.zeros(len(layouts)))
-    idx = next(idx for idx, op in enumerate(operators) if isinstance(op, FusedAttention))
+    idx, attention = cut
     isolated = times[idx]
-    added = context_parallel(block.attention, (isolated.forward_s, isolated.backward_s), inputs)
+    added = context_parallel(attention, (isolated.forward_s, isolated.backward_s), inputs)
     longer = OperatorTime(
         isolated.forward_s + added.forward_s,
         isolated.backward_s + added.backward_s,
@@ -327,7 +334,7 @@ def passes_s(
     each_s = host.collective_s + layouts.tp * _between_nodes_s(host, inputs)
     is_wrapped = has_copies(layouts, workload) | (layouts.cp > 1)
     host_s = collectives * each_s + np.where(is_wrapped, host.fsdp_unit_s / 2, 0.0)
-    if mixture_of(layer) is not None and not host.adds:
+    if layer.experts is not None and not host.adds:
         host_s = host_s + host.routing_s / 2
     host_forward = host_s + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = host_s + host.operator_s * sum(time.backward_dispatches for time in times)

@@ -5,27 +5,36 @@ A [r, k] and B [n, r]: the adapter's input x [T, k] passes a dropout, h = A x, y
 column-parallel product, A cut along a row-parallel one (arXiv:2106.09685); saved: x after dropout and its mask (one byte an
 element), h. Weights stored as nf4 are written out in 16 bits before each use (arXiv:2305.14314).
 
-Saved elements are per token: `unsharded` ones have their full width on every tensor-parallel rank (the gathered inputs of
-column-parallel products), `tp` ones are split by heads or feed-forward width, `tokens` ones along the sequence under sequence
-parallelism. Source: the tensors our decoder saves, counted with saved_tensors_hooks (tests/unit/runtime/test_saved_tensors.py).
+Saved elements are per token. Source: the tensors our decoder saves, counted with saved_tensors_hooks
+(tests/unit/runtime/test_saved_tensors.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from functools import cache, singledispatch
 
 import numpy as np
 
-from ...schema import Workload
 from ...schema.engine_facts import MemoryFacts
-from ...schema.layers import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from ...schema.layers import (
+    Attention,
+    Block,
+    DenseMLP,
+    Embedding,
+    Head,
+    LatentAttention,
+    MoE,
+    MTPHead,
+    SoftmaxAttention,
+)
 from ...schema.layout import Recompute
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.task import LowRank
 from ...schema.units import FloatArray
 from .operators import CostInputs, Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
-from .parallel import expert_params, mixture_of, token_share
+from .parallel import expert_params, token_share
 
 _TARGETS = {
     "qkv": "qkv", "q": "qkv", "q_down": "qkv", "q_up": "qkv", "kv_down": "qkv", "kv_up": "qkv", "attention_out": "out",
@@ -35,18 +44,18 @@ _TARGETS = {
 
 def tp_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray:
     """Return the parameters of one rank's tensor-parallel share [N]: products split, norms and routers unsharded."""
-    total, operators = layer.num_params(hidden_dim), layer_operators(layer, OperatorRules(hidden_dim=hidden_dim))
+    total = layer.num_params(hidden_dim)
     if isinstance(layer, Head):
         # A tied projection is the embedding's weight; under a pipeline the last stage holds a copy of its own.
         copies = np.where(layouts.pp > 1, 1, 0) if layer.tied else np.ones_like(layouts.tp)
         split = layer.vocab_size * hidden_dim
         norm_and_bias = total - (0 if layer.tied else split)
         return np.asarray(norm_and_bias + copies * split / layouts.tp, dtype=np.float64)
-    products = [op for op in operators if isinstance(op, Gemm)]
+    products = [op for op in _operators(layer, hidden_dim) if isinstance(op, Gemm)]
     split = sum(op.num_params for op in products if op.shard in ("column", "row"))
     if isinstance(layer, Embedding):
         split = layer.vocab_size * hidden_dim
-    moe = mixture_of(layer)
+    moe = layer.experts
     in_experts = moe.num_experts * moe.expert.num_params(hidden_dim) if moe else 0
     following = total - split + split / layouts.tp
     dense_split = split - sum(op.num_params for op in products if op.routed)
@@ -54,36 +63,30 @@ def tp_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray
     return np.asarray(np.where(layouts.experts_follow_tp, following, own_axes), dtype=np.float64)
 
 
-def trained_params(
-    layer: Layer, hidden_dim: int, num_params: FloatArray, layouts: LayoutTable, workload: Workload
-) -> FloatArray:
-    """Return the trained parameters of one rank's tensor-parallel share [N]: all of them, or those of the adapters."""
-    if workload.adapters is None:
-        return num_params
-    unsharded, cut = adapter_params(layer, hidden_dim, workload.adapters)
-    return np.asarray(unsharded + cut / layouts.tp, dtype=np.float64)
+def _operators(layer: Layer, hidden_dim: int) -> tuple[Operator, ...]:
+    return layer_operators(layer, OperatorRules(hidden_dim=hidden_dim))
 
 
-def frozen_bytes(layer: Layer, num_params: FloatArray, layouts: LayoutTable, workload: Workload) -> FloatArray:
-    """Return the bytes of one rank's frozen parameters [N]: quantised products of blocks, everything else in 16 bits."""
-    if workload.adapters is None:
-        return np.zeros(len(layouts))
-    is_quantised = layer.is_block or (layer.is_head and workload.adapters.frozen == "nf4")
-    return num_params * (workload.adapters.frozen_bytes if is_quantised else 2.0)
+def trained_and_frozen(layer: Layer, num_params: FloatArray, inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
+    """Return trained parameters of one rank's tensor-parallel share, all or those of adapters, and bytes of frozen ones [N].
 
-
-def adapted_products(operators: tuple[Operator, ...], adapters: LowRank) -> tuple[Gemm, ...]:
-    """Return the products of a layer that have an adapter."""
-    return tuple(op for op in operators if isinstance(op, Gemm) and _TARGETS.get(op.name) in adapters.targets)
+    Products of blocks are frozen as the adapters say, everything else in 16 bits.
+    """
+    adapters = inputs.workload.adapters
+    if adapters is None:
+        return num_params, np.zeros(len(num_params))
+    unsharded, cut = adapter_params(layer, inputs.hidden_dim, adapters)
+    is_quantised = layer.is_block or (layer.is_head and adapters.frozen == "nf4")
+    trained = np.asarray(unsharded + cut / inputs.layouts.tp, dtype=np.float64)
+    return trained, num_params * (adapters.frozen_bytes if is_quantised else 2.0)
 
 
 def with_adapters(operators: tuple[Operator, ...], adapters: LowRank) -> tuple[Operator, ...]:
     """Return the frozen operators of a layer, each target followed by its adapter."""
-    adapted = adapted_products(operators, adapters)
     result: list[Operator] = []
     for op in operators:
         if isinstance(op, Gemm):
-            result += [replace(op, frozen=True), *(_adapter(op, adapters) if op in adapted else ())]
+            result += [replace(op, frozen=True), *_adapter(op, adapters)]
         elif isinstance(op, Elementwise) and op.name == "embedding":
             result.append(replace(op, backward_elements=0, backward_kernels=0))
         else:
@@ -92,6 +95,9 @@ def with_adapters(operators: tuple[Operator, ...], adapters: LowRank) -> tuple[O
 
 
 def _adapter(op: Gemm, adapters: LowRank) -> tuple[Operator, ...]:
+    """Return the operators of a product's adapter; none for a product that is no target."""
+    if _TARGETS.get(op.name) not in adapters.targets:
+        return ()
     down, up = ("none", "column") if op.shard == "column" else (op.shard, "none")
     rows, matrices = op.rows_per_token, op.num_matrices
     # Dropout reads x and writes it (and its mask); scaling and adding the adapter's output reads two and writes one.
@@ -107,20 +113,24 @@ def _adapter(op: Gemm, adapters: LowRank) -> tuple[Operator, ...]:
 @cache
 def adapter_params(layer: Layer, hidden_dim: int, adapters: LowRank) -> tuple[int, int]:
     """Return the trained parameters of a layer: (unsharded on every tensor-parallel rank, cut over them)."""
-    operators = layer_operators(layer, OperatorRules(hidden_dim=hidden_dim))
-    added = [part for op in adapted_products(operators, adapters) for part in _adapter(op, adapters)]
-    products = [op for op in added if isinstance(op, Gemm)]
-    return (
-        sum(op.num_params for op in products if op.shard == "none"),
-        sum(op.num_params for op in products if op.shard != "none"),
-    )
+    products = [op for op in _operators(layer, hidden_dim) if isinstance(op, Gemm)]
+    added = [part for op in products for part in _adapter(op, adapters) if isinstance(part, Gemm)]
+    unsharded = sum(op.num_params for op in added if op.shard == "none")
+    return unsharded, sum(op.num_params for op in added) - unsharded
+
+
+# Saved tensors
 
 
 @dataclass(frozen=True)
 class SavedElements:
-    """Elements per token: on every rank, split over tp, split over tp with sequence parallelism; fp32 ones split and not split.
+    """Elements per token that one layer saves.
 
-    ``routed`` ones are unsharded vectors of the rows that reach a rank's experts.
+    Attributes:
+        unsharded: of their full width on every tensor-parallel rank (the gathered inputs of column-parallel products).
+        tp, tp_fp32: split by heads or feed-forward width.
+        tokens, fp32: split along the sequence under sequence parallelism.
+        routed: unsharded vectors of the rows that reach a rank's experts.
     """
 
     unsharded: float = 0.0
@@ -206,8 +216,8 @@ def _elements_under_recompute(
     if adapters is None:
         return saved
     if adapters.frozen != "nf4":  # its product saves its input all the same
-        saved -= saved_for_weights(layer, inputs.hidden_dim, recompute)
-    return saved if recompute == "full" else saved + saved_by_adapters(layer, inputs.hidden_dim, adapters)
+        saved -= _saved_for_weights(layer, inputs.hidden_dim, recompute)
+    return saved if recompute == "full" else saved + _saved_by_adapters(layer, inputs.hidden_dim, adapters)
 
 
 def _saved_bytes(saved: SavedElements, inputs: CostInputs) -> FloatArray:
@@ -220,25 +230,37 @@ def _saved_bytes(saved: SavedElements, inputs: CostInputs) -> FloatArray:
 
 
 @cache
-def saved_by_adapters(layer: Layer, hidden_dim: int, adapters: LowRank) -> SavedElements:
+def _saved_by_adapters(layer: Layer, hidden_dim: int, adapters: LowRank) -> SavedElements:
     """Return what the adapters of a layer save per token: the input after dropout with its mask, and the product with A."""
     saved = SavedElements()
-    for op in adapted_products(layer_operators(layer, OperatorRules(hidden_dim=hidden_dim)), adapters):
-        width = op.rows_per_token * op.k * (1.5 if adapters.dropout else 0.0)
-        rank = op.rows_per_token * adapters.rank
-        is_column = op.shard == "column"
-        saved += SavedElements(unsharded=width + rank) if is_column else SavedElements(tp=width, unsharded=rank)
+    for op in _operators(layer, hidden_dim):
+        if isinstance(op, Gemm) and _adapter(op, adapters):
+            width = op.rows_per_token * op.k * (1.5 if adapters.dropout else 0.0)
+            rank = op.rows_per_token * adapters.rank
+            is_column = op.shard == "column"
+            saved += SavedElements(unsharded=width + rank) if is_column else SavedElements(tp=width, unsharded=rank)
     return saved
+
+
+@cache
+def _saved_for_weights(layer: Layer, hidden_dim: int, recompute: Recompute) -> SavedElements:
+    """Return the part of `saved_elements` that only gradients of weights need: inputs of products that nothing else reads."""
+    if isinstance(layer, Head):
+        return SavedElements(unsharded=hidden_dim)
+    if not isinstance(layer, Block) or recompute != "none":
+        return SavedElements()  # of a block they are made again
+    mlp = layer.mlp
+    down = mlp.ffn_dim if isinstance(mlp, DenseMLP) else mlp.top_k * mlp.ffn_dim + (mlp.shared_ffn_dim or 0)
+    return SavedElements(tp=down, unsharded=min(layer.num_norms, 2) * hidden_dim)
 
 
 @cache
 def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     """Return what ``layer`` saves per token from its forward to its backward pass (logits are counted apart)."""
-    if not isinstance(layer, MTPHead) and (traced := layer.traced) is not None:
-        counted = {"none": traced.saved_elements, "selective": traced.selective_elements, "full": traced.full_elements}
-        elements = counted[recompute] if isinstance(layer, Block) else traced.saved_elements
-        return SavedElements(unsharded=elements / traced.seq_len)
-    return saved_by_layer(layer, hidden_dim, recompute, rules)
+    if (traced := layer.counted) is None:
+        return saved_by_layer(layer, hidden_dim, recompute, rules)
+    counted = {"none": traced.saved_elements, "selective": traced.selective_elements, "full": traced.full_elements}
+    return SavedElements(unsharded=counted[recompute if layer.is_block else "none"] / traced.seq_len)
 
 
 @singledispatch
@@ -268,15 +290,21 @@ def _(layer: MTPHead, hidden_dim: int, recompute: Recompute, rules: SavedTensorR
 def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     if recompute == "full":
         return SavedElements(tokens=hidden_dim)
-    if recompute == "selective" and rules.every_second and isinstance(layer.attention, SoftmaxAttention):
-        return _every_second_product(layer, layer.attention, hidden_dim)
+    attention, mlp, is_selective = layer.attention, layer.mlp, recompute == "selective"
+    if is_selective and rules.every_second and isinstance(attention, SoftmaxAttention):
+        return _every_second_product(layer, attention, hidden_dim)
     if rules.engine is not None:
         return _engine_block(layer, hidden_dim, recompute, rules, rules.engine)
-    saved = _attention(layer.attention, hidden_dim, recompute) + _feed_forward(layer.mlp, hidden_dim, recompute)
-    if recompute == "selective":
+    saved = saved_by_mixer(attention, hidden_dim, recompute)
+    # Gated: gate, up and silu(gate) * up; else before and after the activation. Selective does without the last one.
+    saved += SavedElements(tp=_of_ffn_width(mlp, lambda dense: (2 if dense.gated else 1) + (not is_selective)))
+    if isinstance(mlp, MoE):  # what the experts read and put out; selective recompute sorts the rows again
+        rows = mlp.top_k * (1 if is_selective else 2) * hidden_dim
+        saved += SavedElements(unsharded=2 * mlp.num_experts, routed=rows)
+    if is_selective:
         return saved + SavedElements(tokens=hidden_dim)  # the block's input; the norms run again
-    if rules.score_width:  # scores after the mask, and after the softmax
-        saved += SavedElements(tp=2 * layer.attention.num_heads * rules.score_width)
+    if attention.is_attention:  # scores after the mask, and after the softmax
+        saved += SavedElements(tp=2 * attention.num_heads * rules.score_width)
     for _ in range(layer.num_norms):
         saved += _norm(hidden_dim, rules)
     if rules.eager:
@@ -285,18 +313,44 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
     return saved + SavedElements(unsharded=min(layer.num_norms, 2) * hidden_dim)
 
 
-@cache
-def saved_for_weights(layer: Layer, hidden_dim: int, recompute: Recompute) -> SavedElements:
-    """Return the part of `saved_elements` that only gradients of weights need: inputs of products that nothing else reads."""
-    if isinstance(layer, Head):
-        return SavedElements(unsharded=hidden_dim)
-    if not isinstance(layer, Block) or recompute == "full":
-        return SavedElements()
+def _norm(width: int, rules: SavedTensorRules) -> SavedElements:
+    """Return input, 1 / rms of each token, and where the norm is not one kernel its normalised input in fp32."""
+    unfused = width * (8 - rules.compute_bytes) / rules.compute_bytes if rules.unfused_norm else 0.0
+    return SavedElements(tokens=width + unfused, fp32=1)
+
+
+def _of_ffn_width(mlp: DenseMLP | MoE, num_tensors: Callable[[DenseMLP], float]) -> float:
+    """Return the elements per token of tensors as wide as the feed-forward part, in all experts that a token visits."""
+    if isinstance(mlp, DenseMLP):
+        return num_tensors(mlp) * mlp.ffn_dim
+    shared = num_tensors(mlp.shared) * mlp.shared.ffn_dim if mlp.shared else 0
+    return mlp.top_k * num_tensors(mlp.expert) * mlp.ffn_dim + shared
+
+
+@singledispatch
+def saved_by_mixer(mixer: Attention, hidden_dim: int, recompute: Recompute) -> SavedElements:
+    """Return what attention, or what stands in its place, saves without its scores; each kind registers its own."""
+    raise TypeError(f"no saved tensors are registered for {type(mixer).__name__}")
+
+
+@saved_by_mixer.register
+def _(mixer: SoftmaxAttention, hidden_dim: int, recompute: Recompute) -> SavedElements:
+    q, kv = mixer.q_dim, mixer.kv_dim
+    qkv_and_output = SavedElements(tp=2 * q + 2 * kv, tp_fp32=mixer.num_heads)
     if recompute == "selective":
-        return SavedElements()  # these inputs are made again
-    mlp = layer.mlp
-    down = mlp.ffn_dim if isinstance(mlp, DenseMLP) else mlp.top_k * mlp.ffn_dim + (mlp.shared_ffn_dim or 0)
-    return SavedElements(tp=down, unsharded=min(layer.num_norms, 2) * hidden_dim)
+        return qkv_and_output + SavedElements(unsharded=hidden_dim)  # and the product with the output projection
+    return qkv_and_output + SavedElements(tp=q + kv if mixer.qk_norm != "none" else 0)
+
+
+@saved_by_mixer.register
+def _(mixer: LatentAttention, hidden_dim: int, recompute: Recompute) -> SavedElements:
+    # q and k at their full width, v, output; the compressed vectors before and after their norms.
+    joined = 2 * mixer.q_dim + 2 * mixer.num_heads * mixer.v_head_dim
+    return SavedElements(tp=joined, unsharded=2 * _compressed_width(mixer), tp_fp32=mixer.num_heads)
+
+
+def _compressed_width(attention: LatentAttention) -> int:
+    return (attention.q_lora_rank or 0) + attention.kv_lora_rank + attention.qk_rope_head_dim
 
 
 def _every_second_product(layer: Block, attention: SoftmaxAttention, hidden_dim: int) -> SavedElements:
@@ -308,74 +362,6 @@ def _every_second_product(layer: Block, attention: SoftmaxAttention, hidden_dim:
     rows = layer.mlp.top_k if isinstance(layer.mlp, MoE) else 1
     heads = SavedElements(tp=2 * attention.q_dim + attention.kv_dim, tp_fp32=attention.num_heads)
     return heads + SavedElements(tp=rows * mlp.ffn_dim, tokens=hidden_dim * (2 if mlp.gated else 1))
-
-
-def _engine_block(
-    layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules, engine: MemoryFacts
-) -> SavedElements:
-    """Return a block of another engine: 34 s b h bytes for a GPT in fp16 without its scores (arXiv:2205.05198 section 4.1).
-
-    Every rank saves its share of the sequence only, and gathers what column-parallel products read again in the backward pass.
-    Selective recompute does without scores, norms' outputs and the activation's output.
-    """
-    drops = recompute == "selective"
-    read = 0.5 if rules.saves_fp8 else 1.0
-    one_byte = 1.0 / rules.compute_bytes
-    saved = _engine_attention(layer.attention, recompute, read, engine)
-    if rules.fp8_activation_input:
-        engine = replace(engine, glu_tensors=1 + (engine.glu_tensors - 1) * one_byte)
-    saved += _engine_mlp(layer.mlp, hidden_dim, read, engine, drops=drops)
-    saved += SavedElements(
-        tokens=hidden_dim * (layer.num_norms + (0 if drops else min(layer.num_norms, 2) * read)), fp32=2
-    )
-    if rules.dropout:  # two masks of one byte
-        saved += SavedElements(tokens=2 * hidden_dim * one_byte)
-    if engine.keeps_all_outputs and not drops:
-        saved += SavedElements(tokens=4 * hidden_dim)  # of both output projections and both residual additions
-    if layer.norm == "rmsnorm" and engine.unfused_rmsnorm and not drops:
-        # fp32 copy of the input, normalised input
-        saved += SavedElements(tokens=layer.num_norms * hidden_dim * 4 * one_byte)
-    if rules.score_width and not drops:
-        # After the softmax; with dropout also its mask and its output.
-        scores = layer.attention.num_heads * rules.score_width
-        inputs = 2 if engine.keeps_all_outputs else 0  # before and after the mask
-        saved += SavedElements(tp=scores * (inputs + (2 + one_byte if rules.dropout else 1)))
-    return saved
-
-
-def _engine_attention(
-    attention: SoftmaxAttention | LatentAttention, recompute: Recompute, read: float, engine: MemoryFacts
-) -> SavedElements:
-    if isinstance(attention, LatentAttention):
-        return _compressed(attention) if recompute == "selective" else _attention(attention, 0, recompute)
-    q, kv = attention.q_dim, attention.kv_dim
-    rotated = engine.qkv_copies if attention.rope_fraction else 0
-    # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
-    plain = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)
-    packed = rotated * (q + kv) + (engine.kv_copies if attention.rope_fraction else 0) * 2 * kv
-    return SavedElements(tp=plain + packed, tp_fp32=attention.num_heads)
-
-
-def _compressed(attention: LatentAttention) -> SavedElements:
-    """Return what Megatron's recompute module mla_up_proj saves: compressed vectors, of which the rest is made again."""
-    low_rank = (attention.q_lora_rank or 0) + attention.kv_lora_rank + attention.qk_rope_head_dim
-    output = attention.num_heads * attention.v_head_dim
-    return SavedElements(tp=output, unsharded=2 * low_rank, tp_fp32=attention.num_heads)
-
-
-def _engine_mlp(
-    mlp: DenseMLP | MoE, hidden_dim: int, read: float, engine: MemoryFacts, *, drops: bool
-) -> SavedElements:
-    if isinstance(mlp, DenseMLP):
-        before = (engine.glu_tensors - 1 if mlp.gated else 1) * mlp.ffn_dim
-        return SavedElements(tp=before + (0.0 if drops else read * mlp.ffn_dim))
-    routed = _engine_mlp(mlp.expert, hidden_dim, read, engine, drops=drops)
-    rows = SavedElements(
-        tp=mlp.top_k * routed.tp,
-        tokens=2 * mlp.num_experts,
-        routed=mlp.top_k * (read + engine.keeps_expert_output) * hidden_dim,
-    )
-    return rows + (_engine_mlp(mlp.shared, hidden_dim, read, engine, drops=drops) if mlp.shared else SavedElements())
 
 
 def _eager_code(layer: Block, hidden_dim: int, rules: SavedTensorRules) -> SavedElements:
@@ -394,42 +380,52 @@ def _eager_code(layer: Block, hidden_dim: int, rules: SavedTensorRules) -> Saved
     return extra + SavedElements(tp=rows * mlp.ffn_dim if mlp.gated else 0)
 
 
-def _norm(width: int, rules: SavedTensorRules) -> SavedElements:
-    """Return input, 1 / rms of each token, and where the norm is not one kernel its normalised input in fp32."""
-    unfused = width * (8 - rules.compute_bytes) / rules.compute_bytes if rules.unfused_norm else 0.0
-    return SavedElements(tokens=width + unfused, fp32=1)
+# Other engines
 
 
-def _attention(attention: SoftmaxAttention | LatentAttention, hidden_dim: int, recompute: Recompute) -> SavedElements:
-    log_sum_exp = attention.num_heads
-    if isinstance(attention, LatentAttention):
-        v = attention.num_heads * attention.v_head_dim
-        low_rank = (attention.q_lora_rank or 0) + attention.kv_lora_rank + attention.qk_rope_head_dim
-        # q and k at their full width, v, output; the compressed vectors before and after their norms.
-        return SavedElements(tp=2 * attention.q_dim + 2 * v, unsharded=2 * low_rank, tp_fp32=log_sum_exp)
+def _engine_block(
+    layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules, engine: MemoryFacts
+) -> SavedElements:
+    """Return a block of another engine: 34 s b h bytes for a GPT in fp16 without its scores (arXiv:2205.05198 section 4.1).
+
+    Every rank saves its share of the sequence only, and gathers what column-parallel products read again in the backward pass.
+    Selective recompute does without scores, norms' outputs and the activation's output.
+    """
+    attention, mlp, drops = layer.attention, layer.mlp, recompute == "selective"
+    read, one_byte = (0.5 if rules.saves_fp8 else 1.0), 1.0 / rules.compute_bytes
+    saved = _engine_attention(attention, recompute, read, engine)
+    gated = (engine.glu_tensors - 1) * (one_byte if rules.fp8_activation_input else 1.0)
+    output = 0.0 if drops else read
+    saved += SavedElements(tp=_of_ffn_width(mlp, lambda dense: (gated if dense.gated else 1) + output))
+    if isinstance(mlp, MoE):
+        rows = mlp.top_k * (read + engine.keeps_expert_output) * hidden_dim
+        saved += SavedElements(tokens=2 * mlp.num_experts, routed=rows)
+    normed = 0 if drops else min(layer.num_norms, 2) * read
+    saved += SavedElements(tokens=hidden_dim * (layer.num_norms + normed), fp32=2)
+    if rules.dropout:  # two masks of one byte
+        saved += SavedElements(tokens=2 * hidden_dim * one_byte)
+    if drops:
+        return saved
+    if engine.keeps_all_outputs:
+        saved += SavedElements(tokens=4 * hidden_dim)  # of both output projections and both residual additions
+    if layer.norm == "rmsnorm" and engine.unfused_rmsnorm:  # fp32 copy of the input, normalised input
+        saved += SavedElements(tokens=layer.num_norms * hidden_dim * 4 * one_byte)
+    if attention.is_attention:
+        # After the softmax, with dropout also its mask and its output; before and after the mask.
+        tensors = (2 + one_byte if rules.dropout else 1) + (2 if engine.keeps_all_outputs else 0)
+        saved += SavedElements(tp=attention.num_heads * rules.score_width * tensors)
+    return saved
+
+
+def _engine_attention(attention: Attention, recompute: Recompute, read: float, engine: MemoryFacts) -> SavedElements:
+    if isinstance(attention, LatentAttention) and recompute == "selective":
+        # Megatron's recompute module mla_up_proj saves compressed vectors, of which the rest is made again.
+        output = attention.num_heads * attention.v_head_dim
+        return SavedElements(tp=output, unsharded=2 * _compressed_width(attention), tp_fp32=attention.num_heads)
+    if not isinstance(attention, SoftmaxAttention):
+        return saved_by_mixer(attention, 0, recompute)
     q, kv = attention.q_dim, attention.kv_dim
-    qkv_and_output = SavedElements(tp=2 * q + 2 * kv, tp_fp32=log_sum_exp)
-    if recompute == "selective":
-        return qkv_and_output + SavedElements(unsharded=hidden_dim)  # and the product with the output projection
-    normed = q + kv if attention.qk_norm != "none" else 0
-    return qkv_and_output + SavedElements(tp=normed)
-
-
-def _feed_forward(mlp: DenseMLP | MoE, hidden_dim: int, recompute: Recompute) -> SavedElements:
-    if isinstance(mlp, DenseMLP):
-        return _dense(mlp, recompute)
-    routed = _dense(mlp.expert, recompute)
-    rows = SavedElements(
-        tp=mlp.top_k * routed.tp,
-        unsharded=2 * mlp.num_experts,
-        # What the experts read and put out; selective recompute sorts the rows again.
-        routed=mlp.top_k * (1 if recompute == "selective" else 2) * hidden_dim,
-    )
-    return rows + (_dense(mlp.shared, recompute) if mlp.shared else SavedElements())
-
-
-def _dense(mlp: DenseMLP, recompute: Recompute) -> SavedElements:
-    # Gated: gate, up and silu(gate) * up; else before and after the activation. Selective does without the last one.
-    if recompute == "selective":
-        return SavedElements(tp=(2 if mlp.gated else 1) * mlp.ffn_dim)
-    return SavedElements(tp=(3 if mlp.gated else 2) * mlp.ffn_dim)
+    # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
+    plain = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)
+    packed = engine.qkv_copies * (q + kv) + engine.kv_copies * 2 * kv if attention.rope_fraction else 0
+    return SavedElements(tp=plain + packed, tp_fp32=attention.num_heads)

@@ -78,6 +78,11 @@ class FusedAttention:
         """FLOPs of the forward pass for one query token, all heads."""
         return 2 * self.num_heads * self.context * (self.qk_dim + self.v_dim)
 
+    @property
+    def kv_width(self) -> int:
+        """Elements of the keys and values of one token, all heads, as the kernel reads them."""
+        return self.num_kv_heads * (self.qk_dim + self.v_dim)
+
 
 BACKWARD_ATTENTION_RATIO = 2.5
 

@@ -40,13 +40,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
-from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention
+from ...schema.layers import Embedding, Head, MoE
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.units import FloatArray, IntArray
 from ..hardware.collectives import Hops, collective_s, p2p_s
 from ..hardware.compute import OperatorTime
 from ..hardware.machine import device_rates
-from .operators import CostInputs, Layer, Operator
+from .operators import CostInputs, FusedAttention, Layer, Operator
 
 # Tensor parallelism
 
@@ -67,7 +67,7 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     if isinstance(layer, Head):
         return gather, reduce
     # Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
-    moe = mixture_of(layer)
+    moe = layer.experts
     pairs = np.where(layouts.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
     once = pairs * (gather + reduce)
     return once, once + layouts.recompute_fraction * _repeated_s(once, reduce, layouts, inputs.workload)
@@ -145,10 +145,10 @@ def _repeated_s(pairs_s: FloatArray, last_s: FloatArray, layouts: LayoutTable, w
 
 # Context parallelism
 
-MERGE_KERNELS = 3
+_MERGE_KERNELS = 3
 """Kernels that merge one step's part: rescale the sums of exponentials, rescale and add the output (TransformerEngine)."""
 
-EXCHANGED_COPIES = 2
+_EXCHANGED_COPIES = 2
 """Copies of each tensor around its all-to-all: into the order of the receivers, and back into that of the sequence."""
 
 _EXCHANGE_DISPATCHES = 12
@@ -168,55 +168,46 @@ class AddedTime(NamedTuple):
     dispatches: FloatArray
 
 
-def kv_width(attention: SoftmaxAttention | LatentAttention) -> int:
-    """Return the elements of the keys and values of one token, all heads, as the attention kernel reads them."""
-    return attention.num_kv_heads * (attention.head_dim + _v_dim(attention))
-
-
-def _v_dim(attention: SoftmaxAttention | LatentAttention) -> int:
-    return attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
-
-
 def context_parallel(
-    attention: SoftmaxAttention | LatentAttention, attention_s: tuple[FloatArray, FloatArray], inputs: CostInputs
+    attention: FusedAttention, attention_s: tuple[FloatArray, FloatArray], inputs: CostInputs
 ) -> AddedTime:
-    """Return what ring and exchange add to a block whose attention takes ``attention_s`` seconds forward and backward."""
+    """Return what ring and exchange add to attention that takes ``attention_s`` seconds forward and backward on one rank."""
     terms = zip(ring_attention(attention, attention_s, inputs), ulysses_exchange(attention, inputs), strict=True)
     return AddedTime(*(np.asarray(of_ring + of_exchange) for of_ring, of_exchange in terms))
 
 
-def ulysses_exchange(attention: SoftmaxAttention | LatentAttention, inputs: CostInputs) -> AddedTime:
-    """Return what the exchange of tokens for heads over cp_ulysses ranks adds to a block."""
+def ulysses_exchange(attention: FusedAttention, inputs: CostInputs) -> AddedTime:
+    """Return what the exchange of tokens for heads over cp_ulysses ranks adds."""
     layouts, rates, ranks = inputs.layouts, device_rates(inputs.scenario), inputs.layouts.cp_ulysses
-    each = kv_width(attention) / 2
-    widths = (attention.q_dim, each, each, attention.num_heads * _v_dim(attention))
+    each = attention.kv_width / 2
+    widths = (attention.num_heads * attention.qk_dim, each, each, attention.num_heads * attention.v_dim)
     element = np.asarray(inputs.tokens / layouts.tp * float(inputs.workload.compute_bytes))
     exposed = sum(collective_s("all_to_all", element * width, ranks, layouts.tp, inputs.cluster) for width in widths)
     copied = 2 * element * sum(widths) / rates.elementwise_bytes_per_s  # read and written
-    copies_s = np.where(ranks > 1, EXCHANGED_COPIES * (len(widths) * rates.kernel_s + copied), 0.0)
+    copies_s = np.where(ranks > 1, _EXCHANGED_COPIES * (len(widths) * rates.kernel_s + copied), 0.0)
     dispatches = np.where(ranks > 1, float(_EXCHANGE_DISPATCHES), 0.0)
     return AddedTime(copies_s, copies_s, np.asarray(exposed), np.asarray(exposed), dispatches)
 
 
 def ring_attention(
-    attention: SoftmaxAttention | LatentAttention, attention_s: tuple[FloatArray, FloatArray], inputs: CostInputs
+    attention: FusedAttention, attention_s: tuple[FloatArray, FloatArray], inputs: CostInputs
 ) -> AddedTime:
-    """Return what the ring adds to a block whose attention takes ``attention_s`` seconds forward and backward on one rank."""
+    """Return what the ring adds to attention that takes ``attention_s`` seconds forward and backward on one rank."""
     layouts, compute_bytes, rates = inputs.layouts, inputs.workload.compute_bytes, device_rates(inputs.scenario)
     degree = layouts.cp // layouts.cp_ulysses
     tokens, steps = inputs.tokens, degree - 1
-    kv_bytes = np.asarray(tokens * kv_width(attention) / layouts.tp * compute_bytes)
+    kv_bytes = np.asarray(tokens * attention.kv_width / layouts.tp * compute_bytes)
     # The ring crosses whatever its ranks span, and its slowest link decides.
     transfer_s = p2p_s(kv_bytes, Hops(degree, layouts.tp * layouts.cp_ulysses, "ring"), inputs.cluster)
     exposed_forward = steps * np.maximum(transfer_s - attention_s[0] / degree, 0.0)
     exposed_backward = steps * np.maximum(2 * transfer_s - attention_s[1] / degree, 0.0)
-    out, q = attention.num_heads * _v_dim(attention), attention.q_dim
-    floor = rates.launch_s + MERGE_KERNELS * rates.kernel_s
+    out, q = attention.num_heads * attention.v_dim, attention.num_heads * attention.qk_dim
+    floor = rates.launch_s + _MERGE_KERNELS * rates.kernel_s
     # Reads the running and the new part and writes the sum; half of the steps concern half of the rows only.
     merged = 0.75 * 3 * tokens / layouts.tp * compute_bytes / rates.elementwise_bytes_per_s
     return AddedTime(
         steps * (floor + merged * out),
-        steps * (floor + merged * (q + kv_width(attention))),
+        steps * (floor + merged * (q + attention.kv_width)),
         np.asarray(exposed_forward),
         np.asarray(exposed_backward),
         np.asarray(steps * float(_STEP_DISPATCHES)),
@@ -261,12 +252,6 @@ def transfer_s(
 # Expert parallelism
 
 
-def mixture_of(layer: Layer) -> MoE | None:
-    """Return the mixture of experts of a layer, None where it has none."""
-    block = layer.block if isinstance(layer, MTPHead) else layer
-    return block.mlp if isinstance(block, Block) and isinstance(block.mlp, MoE) else None
-
-
 def sharded_params(params: Any, expert_params: Any, num_shards: Any, expert_shards: Any) -> Any:
     """Return the parameters of which one rank owns the states: of ``params``, experts' are sharded over groups of their own."""
     return params / num_shards + expert_params * (1 / expert_shards - 1 / num_shards)
@@ -287,7 +272,7 @@ def expert_imbalance(layouts: LayoutTable, workload: Workload) -> FloatArray:
 
 def expert_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray:
     """Return the parameters of routed experts on one rank [N]: E / ep experts, their products cut over expert_tp."""
-    moe = mixture_of(layer)
+    moe = layer.experts
     if moe is None:
         return np.zeros(len(layouts))
     weights = moe.expert.replace(bias=False).num_params(hidden_dim)
@@ -302,7 +287,7 @@ def expected_distinct(num_groups: IntArray, picks: int) -> FloatArray:
 
 def dispatch_s(layer: Layer, inputs: CostInputs) -> FloatArray:
     """Return the seconds [N] in which one pass sends tokens to their experts and back; 0 where experts follow tp."""
-    moe, layouts, cluster = mixture_of(layer), inputs.layouts, inputs.cluster
+    moe, layouts, cluster = layer.experts, inputs.layouts, inputs.cluster
     if moe is None:
         return np.zeros(len(layouts))
     token_bytes = inputs.tokens / layouts.tp * inputs.hidden_dim * float(inputs.workload.compute_bytes)

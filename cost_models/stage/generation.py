@@ -27,7 +27,6 @@ from ..hardware.compute import operator_time
 from ..hardware.machine import device_rates, host_costs
 from ..layer.memory import tp_params
 from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, layer_operators
-from ..layer.parallel import mixture_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +158,7 @@ def _layer_s(
     rates, host, workload = device_rates(scenario), host_costs(scenario), scenario.workload
     if isinstance(layer, Head):
         rows = np.broadcast_to(batch, rows.shape)
-    flat, moe = rows.reshape(-1), mixture_of(layer)
+    flat, moe = rows.reshape(-1), layer.experts
     ranks, no_sequence_parallel = np.full(flat.shape, tp), np.zeros(flat.shape, dtype=np.int64)
     prefill = np.repeat([phase.is_prefill for phase in phases], len(batch))
     seconds, dispatches = np.zeros_like(flat), np.zeros_like(flat)

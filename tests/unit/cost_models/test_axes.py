@@ -7,12 +7,11 @@ import itertools
 import numpy as np
 import pytest
 from cost_cases import cost_inputs, layer_cost
-from meshwright.cost_models.layer.operators import CostInputs
+from meshwright.cost_models.layer.operators import CostInputs, FusedAttention
 from meshwright.cost_models.layer.parallel import (
     dispatch_s,
     expected_distinct,
     expert_params,
-    kv_width,
     ring_attention,
     token_share,
 )
@@ -139,8 +138,8 @@ def test_distinct_groups_equals_a_count(groups: int, picks: int) -> None:
 
 def test_ring_is_hidden_by_long_sequences_and_shown_by_slow_links() -> None:
     spec = ModelSpec.named("llama-3.1-8b")
-    attention = spec.block_runs[0][0].attention
-    assert kv_width(attention) == 2 * 8 * 128
+    attention = FusedAttention("attention", 32, 128, 128, 65536.5, 131072, 131072, num_kv_heads=8)
+    assert attention.kv_width == 2 * 8 * 128
     batch, long = batch_of(Layout(cp=8)), WORKLOAD.replace(seq_len=131072)
     seconds, slow_node = (np.array([0.2]), np.array([0.5])), ClusterSpec.parse("8x1xA100-SXM-80GB/eth10")
     fast = ring_attention(attention, seconds, setting_of(spec, batch, long, NODE))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cost_cases import cost_inputs
-from meshwright.cost_models.layer.operators import CostInputs
-from meshwright.cost_models.layer.parallel import context_parallel, kv_width, ring_attention, ulysses_exchange
+from meshwright.cost_models.layer.operators import CostInputs, FusedAttention
+from meshwright.cost_models.layer.parallel import context_parallel, ring_attention, ulysses_exchange
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
@@ -15,7 +15,7 @@ from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workl
 from meshwright.schema.layout_table import LayoutTable
 
 LLAMA = ModelSpec.named("llama-3.1-8b")
-ATTENTION = LLAMA.block_runs[0][0].attention
+ATTENTION = FusedAttention("attention", 32, 128, 128, 65536.5, 131072, 131072, num_kv_heads=8)
 NODE, NODES = ClusterSpec.parse("8xH100-SXM-80GB"), ClusterSpec.parse("4x8xH100-SXM-80GB/ib400")
 LONG = Workload(seq_len=131072, global_batch_size=8, engine="megatron")
 SECONDS = (np.array([0.01]), np.array([0.025]))
@@ -36,7 +36,7 @@ def test_ulysses_alone_has_no_ring_and_a_ring_alone_no_exchange() -> None:
 def test_exchanged_bytes_are_those_of_all_to_all() -> None:
     """16,384 tokens of q, k, v and output, seven eighths of them to others, in both passes."""
     found = ulysses_exchange(ATTENTION, setting_of(Layout(cp=8, cp_ulysses=8)))
-    sent = 131072 / 8 * (2 * ATTENTION.num_heads * 128 + kv_width(ATTENTION)) * 2 * 7 / 8
+    sent = 131072 / 8 * (2 * ATTENTION.num_heads * 128 + ATTENTION.kv_width) * 2 * 7 / 8
     line_s = sent / NODE.levels[0].link.bandwidth_bytes_per_s
     assert line_s < found.exposed_forward_s[0] < 2 * line_s
     assert found.exposed_backward_s[0] == found.exposed_forward_s[0]
