@@ -117,11 +117,6 @@ class ParallelModel:
         self._loss_fn = loss_fn
         self._positions = local_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
-    @property
-    def model_part(self) -> nn.Module:
-        """Return what `torch.distributed.checkpoint.state_dict` takes; its names are those of the unsplit model."""
-        return self.module
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of this rank, sharded or not."""
         return self.module.parameters()
@@ -196,12 +191,6 @@ class ParallelModel:
             if "dp_shard" not in copies and self.plan.layout.zero_stage:
                 copies -= {"cp"}  # part of that axis
         return all(self.mesh.coordinates[axis] == 0 for axis in copies)
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Return the full gradients of this rank's layers by name; all ranks of a pipeline position must call it."""
-        gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
-        # A replicated DTensor's full tensor is the local one: copy it, or clipping would change the result.
-        return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in gradients.items()}
 
     def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Split tokens [B, S + 1] into inputs and targets [B, S / cp] on the device."""

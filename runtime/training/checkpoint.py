@@ -1,23 +1,18 @@
 """Checkpoints of a training run: model, optimizer states and step, readable under any other layout.
 
-torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are
-those of the unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed
-when it is complete, so what is called ``step-...`` can always be loaded. Loading runs no code from the files
-(index.py).
+torch.distributed.checkpoint writes one file per rank and an index by parameter name and offset; because the names are those of the
+unsplit model, a checkpoint of tp=2 loads into pp=4. A checkpoint is written to a hidden folder that is renamed when it is complete,
+so what is called ``step-...`` can always be loaded: at once, or alongside the steps that follow from a copy in host memory, by a
+thread that has a process group of its own.
 
-A run saves at once, or alongside the steps that follow: then the state is copied to host memory and written from there by a thread
-that has a process group of its own. The folder gets its name when all ranks have written, between two later steps or at the end of
-the run; until then the checkpoint before it is the newest one.
-
-Reading the index and the tensors of a checkpoint without running code from its files.
-
-torch reads the index with plain ``pickle`` and non-tensor values with ``torch.load(weights_only=False)``, and both would run
-whatever a forged file says: here the index goes through an unpickler that admits only the classes an index is made of, and no
-non-tensor values are stored at all (hyper-parameters come from the run's options, what else a run knows from a JSON file).
+Loading runs no code from the files. torch reads the index with plain ``pickle`` and non-tensor values with
+``torch.load(weights_only=False)``: here the index goes through an unpickler that admits only the classes an index is made of, and
+no non-tensor values are stored (hyper-parameters come from the run's options, what else a run knows from a JSON file).
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import shutil
@@ -49,14 +44,8 @@ from ..models.decoder import is_adapter
 from ..parallel_model import ParallelModel
 from .options import INFO_FILE, list_checkpoints
 
-NUM_RETAINED = 2
-"""The newest checkpoints that stay; older ones are deleted once a newer one is complete."""
-
-
-_TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
-
-
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 
 
 class TrainingProgress(Frozen):
@@ -84,32 +73,6 @@ class CheckpointInfo(TrainingProgress, Document):
     model: ModelSpec
 
 
-def save_checkpoint(
-    root: str | Path,
-    model: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    progress: TrainingProgress,
-    *,
-    keep: int = NUM_RETAINED,
-) -> Path:
-    """Write a checkpoint and delete all but the newest ``keep``; every rank calls it.
-
-    Raises:
-        MeshwrightError: the folder cannot be written.
-    """
-    folder, partial = checkpoint_folders(root, progress.step)
-    prepare_folder(partial)
-    try:
-        save(checkpoint_state(model, optimizer), storage_writer=FileSystemWriter(partial))
-    except CheckpointException as error:
-        failure = write_failure(folder, error)
-        remove_partial(partial.parent)
-        raise failure from None
-    publish(partial, folder, CheckpointInfo(model=model.plan.model, **progress.model_dump()), keep=keep)
-    dist.barrier()
-    return folder
-
-
 def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> CheckpointInfo:
     """Read a checkpoint of any layout into a model and its optimizer; every rank calls it.
 
@@ -127,26 +90,26 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
     try:
         load(state, storage_reader=SafeReader(folder), planner=TensorsOnly())
     except CheckpointException as error:
-        raise checkpoint_error(f"cannot read the checkpoint {folder}", error) from None
+        raise _explained(f"cannot read the checkpoint {folder}", error) from None
     loaded = {
         part: {name: _loaded_value(name, value, state[part], model) for name, value in values.items()}
         for part, values in current.items()
     }
-    set_model_state_dict(model.model_part, loaded["model"], options=StateDictOptions(strict=False))
-    set_optimizer_state_dict(model.model_part, optimizer, loaded["optimizer"], options=_FLAT)
+    set_model_state_dict(model.module, loaded["model"], options=StateDictOptions(strict=False))
+    set_optimizer_state_dict(model.module, optimizer, loaded["optimizer"], options=_FLAT)
     return info
 
 
 def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return the parameters, optimizer states and hyper-parameters of this rank by name."""
-    values = get_model_state_dict(model.model_part)
+    values = get_model_state_dict(model.module)
     if model.plan.workload.adapters is not None:  # the frozen model is where it came from
         values = {name: value for name, value in values.items() if is_adapter(name)}
-    return {"model": values, "optimizer": get_optimizer_state_dict(model.model_part, optimizer, options=_FLAT)}
+    return {"model": values, "optimizer": get_optimizer_state_dict(model.module, optimizer, options=_FLAT)}
 
 
 def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return what is stored of `_local_state`: the tensors, under the names of the model without a pipeline."""
+    """Return what is stored of `_current`: the tensors, under the names of the model without a pipeline."""
     return {
         part: {_stored_name(name, model): value for name, value in values.items() if isinstance(value, torch.Tensor)}
         for part, values in _current(model, optimizer).items()
@@ -169,68 +132,20 @@ def _stored_name(name: str, model: ParallelModel) -> str:
     return name.replace(*_TIED_NAMES) if model.plan.model.tie_embeddings else name
 
 
-def checkpoint_folders(root: str | Path, step: int) -> tuple[Path, Path]:
-    """Return the folder of a step's checkpoint when it is complete, and the one until then."""
-    return Path(root) / f"step-{step:08d}", Path(root) / f".step-{step:08d}.partial"
+def save_checkpoint(
+    root: str | Path,
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    progress: TrainingProgress,
+    *,
+    keep: int = 2,
+) -> Path:
+    """Write a checkpoint and delete all but the newest ``keep``; every rank calls it.
 
-
-def prepare_folder(partial: Path) -> None:
-    """Make an empty folder to write to; every rank calls it."""
-    try:
-        if dist.get_rank() == 0:
-            remove_partial(partial.parent)
-            partial.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write checkpoints to {partial.parent}: {error.strerror}") from None
-    dist.barrier()
-
-
-def remove_partial(root: Path) -> None:
-    """Delete what saves that were cut short have left."""
-    for folder in root.glob(".step-*.partial"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def publish(partial: Path, folder: Path, info: CheckpointInfo, *, keep: int) -> None:
-    """Give a checkpoint that every rank has written its name, and delete all but the newest ``keep``; the first rank does it."""
-    if dist.get_rank() != 0:
-        return
-    try:
-        info.save(partial / INFO_FILE)
-        partial.rename(folder)
-        for old in list_checkpoints(folder.parent)[:-keep]:
-            (old / INFO_FILE).unlink()  # first of all: what is deleted halfway is no checkpoint
-            shutil.rmtree(old)
-    except OSError as error:
-        raise MeshwrightError(f"cannot finish the checkpoint {folder}: {error.strerror}") from None
-
-
-def write_failure(folder: Path, error: CheckpointException) -> MeshwrightError:
-    """Return the error of a checkpoint that could not be written, with the space there is.
-
-    To be called before the rest is deleted.
+    Raises:
+        MeshwrightError: the folder cannot be written.
     """
-    failure = checkpoint_error(f"cannot write the checkpoint {folder}", error)
-    try:
-        usage = shutil.disk_usage(folder.parent)
-    except OSError:
-        return failure
-    room = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free there"
-    return MeshwrightError(
-        failure.message,
-        details=(*failure.details, room),
-        help="make room, or keep fewer with --keep-checkpoints; those written before are whole",
-    )
-
-
-def checkpoint_error(message: str, error: CheckpointException) -> MeshwrightError:
-    """Return the first rank's cause of a checkpoint that failed, as one of our errors."""
-    rank, (cause, _) = min(error.failures.items())
-    if isinstance(cause, MeshwrightError):
-        return cause
-    lines = str(cause).strip().splitlines() or [""]
-    details = (f"rank {rank}: {type(cause).__name__}: {lines[-1]}",)
-    return MeshwrightError(message, details=details)
+    return CheckpointWriter(root, model, optimizer, keep=keep, in_background=False).save(progress)
 
 
 class CheckpointWriter:
@@ -251,30 +166,39 @@ class CheckpointWriter:
         keep: int,
         in_background: bool,
     ) -> None:
-        self._root = Path(root)
-        self._model = model
-        self._optimizer = optimizer
-        self._keep = keep
+        self._root, self._model, self._optimizer, self._keep = Path(root), model, optimizer, keep
         self._group = dist.new_group(backend="gloo") if in_background else None
-        self._pending: Future[Any] | None = None
-        self._progress: TrainingProgress | None = None
+        self._pending: tuple[Future[Any], Path, TrainingProgress] | None = None
 
-    def save(self, progress: TrainingProgress) -> None:
-        """Write a checkpoint, or begin to.
+    def save(self, progress: TrainingProgress) -> Path:
+        """Write a checkpoint, or begin to; return its folder.
 
         Raises:
             MeshwrightError: this one or the one before cannot be written.
         """
         self.finish()
-        if self._group is None:
-            save_checkpoint(self._root, self._model, self._optimizer, progress, keep=self._keep)
-            return
-        _, partial = checkpoint_folders(self._root, progress.step)
-        prepare_folder(partial)
-        state = checkpoint_state(self._model, self._optimizer)
-        pending = async_save(state, storage_writer=FileSystemWriter(partial), process_group=self._group)
-        assert isinstance(pending, Future)
-        self._pending, self._progress = pending, progress
+        folder = self._root / f"step-{progress.step:08d}"
+        partial = _partial(folder)
+        try:
+            if dist.get_rank() == 0:
+                self._remove_partial()
+                partial.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write checkpoints to {self._root}: {error.strerror}") from None
+        dist.barrier()
+        state, files = checkpoint_state(self._model, self._optimizer), FileSystemWriter(partial)
+        if self._group is not None:
+            pending = async_save(state, storage_writer=files, process_group=self._group)
+            assert isinstance(pending, Future)
+            self._pending = pending, folder, progress
+            return folder
+        try:
+            save(state, storage_writer=files)
+        except CheckpointException as error:
+            raise self._failure(folder, error) from None
+        self._publish(folder, progress)
+        dist.barrier()
+        return folder
 
     def poll(self) -> None:
         """Between two steps: finish what has been written meanwhile.
@@ -282,27 +206,66 @@ class CheckpointWriter:
         Raises:
             MeshwrightError: it could not be written.
         """
-        if self._pending is not None and self._pending.done():
+        if self._pending is not None and self._pending[0].done():
             self.finish()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, and give it its name."""
-        if self._pending is None or self._progress is None:
+        if self._pending is None:
             return
-        folder, partial = checkpoint_folders(self._root, self._progress.step)
-        pending, self._pending = self._pending, None
+        (pending, folder, progress), self._pending = self._pending, None
         try:
             pending.result()  # of the thread's save: all ranks have written
         except CheckpointException as error:
-            failure = write_failure(folder, error)
-            remove_partial(self._root)
-            raise failure from None
-        publish(
-            partial,
-            folder,
-            CheckpointInfo(model=self._model.plan.model, **self._progress.model_dump()),
-            keep=self._keep,
-        )
+            raise self._failure(folder, error) from None
+        self._publish(folder, progress)
+
+    def _publish(self, folder: Path, progress: TrainingProgress) -> None:
+        """Give a checkpoint that every rank has written its name, and delete all but the newest; the first rank does it."""
+        if dist.get_rank() != 0:
+            return
+        partial = _partial(folder)
+        try:
+            CheckpointInfo(model=self._model.plan.model, **progress.model_dump()).save(partial / INFO_FILE)
+            partial.rename(folder)
+            for old in list_checkpoints(folder.parent)[: -self._keep]:
+                (old / INFO_FILE).unlink()  # first of all: what is deleted halfway is no checkpoint
+                shutil.rmtree(old)
+        except OSError as error:
+            raise MeshwrightError(f"cannot finish the checkpoint {folder}: {error.strerror}") from None
+
+    def _failure(self, folder: Path, error: CheckpointException) -> MeshwrightError:
+        """Return the error of a checkpoint that could not be written, with the space there is; delete what was written."""
+        failure = _explained(f"cannot write the checkpoint {folder}", error)
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(self._root)
+            room = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} are free there"
+            failure = MeshwrightError(
+                failure.message,
+                details=(*failure.details, room),
+                help="make room, or keep fewer with --keep-checkpoints; those written before are whole",
+            )
+        self._remove_partial()
+        return failure
+
+    def _remove_partial(self) -> None:
+        """Delete what saves that were cut short have left."""
+        for folder in self._root.glob(".step-*.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _partial(folder: Path) -> Path:
+    """Return where a checkpoint is until it is complete."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _explained(message: str, error: CheckpointException) -> MeshwrightError:
+    """Return the first rank's cause of a checkpoint that failed, as one of our errors."""
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, MeshwrightError):
+        return cause
+    lines = str(cause).strip().splitlines() or [""]
+    return MeshwrightError(message, details=(f"rank {rank}: {type(cause).__name__}: {lines[-1]}",))
 
 
 _INDEX_CLASSES = {

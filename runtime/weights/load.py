@@ -1,4 +1,4 @@
-"""Where Hugging Face's files hold the tensors of a Decoder: under which name, in which order of dimensions, fused or one by one.
+"""Weights in Hugging Face's safetensors files into a model of any layout; where the files hold the tensors of a Decoder.
 
 | family                       | feed-forward part of block N, after ``model.layers.N.``                                        |
 |------------------------------|------------------------------------------------------------------------------------------------|
@@ -9,25 +9,20 @@
 | GPT-2                        | ``transformer.h.N``: ``ln_1, attn.c_attn, attn.c_proj, ln_2, mlp.c_fc, mlp.c_proj``, [in, out] |
 
 Ours keeps the experts of a block in one tensor [E, ...]; the files have a tensor for each. GPT-2's c_attn is q, k and v side by
-side.
-Source: the published files, and what transformers 5.23's save_pretrained writes.
-
-Weights in Hugging Face's safetensors files into a model of any layout.
+side. Source: the published files, and what transformers 5.23's save_pretrained writes.
 
 Each rank opens the files one after the other and reads of every tensor the range that is its part: nothing is sent, and no full
-tensor is in memory but one of which a rank has all. The files are mapped into memory; a range that is read is copied into the
-parameter in blocks, so that there is no more than one block besides the parameters.
-
-Checked before anything is read: the index against the files, every name, shape and type against the model, and config.json, where
-there is one, against the plan's model.
+tensor is in memory but one of which a rank has all. Files are mapped; a range is copied into the parameter block by block. Checked
+before anything is read: the index against the files, every name, shape and type against the model, and config.json, where there is
+one, against the plan's model.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -44,16 +39,9 @@ from ..models.layers import local_region, local_tensor
 if TYPE_CHECKING:
     from safetensors import safe_open
 
-
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp)\.experts\.(gate|up|down)_proj")
-
-
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-
-
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
-
-
 _GPT2_OUTER = {
     "model.embed_tokens.weight": "transformer.wte.weight",
     "model.embed_positions.weight": "transformer.wpe.weight",
@@ -61,8 +49,6 @@ _GPT2_OUTER = {
     "model.norm.bias": "transformer.ln_f.bias",
     "lm_head.weight": "lm_head.weight",
 }
-
-
 _GPT2_INNER = {
     "input_layernorm": "ln_1",
     "post_attention_layernorm": "ln_2",
@@ -70,16 +56,19 @@ _GPT2_INNER = {
     "mlp.up_proj": "mlp.c_fc",
     "mlp.down_proj": "mlp.c_proj",
 }
-
-
 _GPT2_FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-
 TIED_HEAD = "lm_head.weight"
-
 
 _NOT_READ = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)|model\.layers\.(\d+)\..*")
 """Tables and masks that old files hold, and layers past the last: the multi-token-prediction modules of DeepSeek-V3."""
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+BLOCK_BYTES = 64 * MIB
+"""What is copied at a time."""
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_NOT_THE_MODEL = {"name", "source", "architecture", "max_seq_len"}
 
 
 @dataclass(frozen=True)
@@ -115,45 +104,35 @@ def pieces_of(name: str, shape: tuple[int, ...], spec: ModelSpec) -> tuple[Piece
     """Return the file's tensors that make up one of a Decoder's, given its name and full shape."""
     if spec.architecture == "GPT2LMHeadModel":
         return (_gpt2_piece(name, shape),)
+    is_mixtral = spec.architecture == "MixtralForCausalLM"
     expert = _EXPERT.fullmatch(name)
-    if expert is None:
-        return (Piece(_block_name(name, spec.architecture), shape),)
-    prefix, part = expert.groups()
-    if spec.architecture == "MixtralForCausalLM":
-        names = [f"{prefix[:-3]}block_sparse_moe.experts.{row}.{_MIXTRAL[part]}.weight" for row in range(shape[0])]
-    else:
-        names = [f"{prefix}.experts.{row}.{part}_proj.weight" for row in range(shape[0])]
-    return tuple(Piece(stored, shape[1:], row=row) for row, stored in enumerate(names))
+    if expert is not None:
+        prefix, part = expert.groups()
+        prefix, part = (f"{prefix[:-3]}block_sparse_moe", _MIXTRAL[part]) if is_mixtral else (prefix, f"{part}_proj")
+        rows = range(shape[0])
+        return tuple(Piece(f"{prefix}.experts.{row}.{part}.weight", shape[1:], row=row) for row in rows)
+    if is_mixtral:
+        name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+    elif spec.architecture.startswith("Deepseek"):
+        name = name.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
+    return (Piece(name, shape),)
 
 
-def pieces_of_model(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> dict[str, tuple[Piece, ...]]:
-    """Return the pieces by our names; a tied output projection is not stored."""
-    return {
-        name: pieces_of(name, shape, spec)
-        for name, shape in shapes.items()
-        if not (spec.tie_embeddings and name == TIED_HEAD)
-    }
+def pieces_of_model(spec: ModelSpec) -> list[Piece]:
+    """Return the files' tensors of all parameters and buffers of a Decoder, in order; a tied output projection is not stored."""
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    tensors = {**dict(decoder.named_parameters()), **dict(decoder.named_buffers())}
+    if spec.tie_embeddings:
+        tensors.pop(TIED_HEAD, None)
+    return [piece for name, tensor in tensors.items() for piece in pieces_of(name, tuple(tensor.shape), spec)]
 
 
-def may_be_ignored(name: str, spec: ModelSpec) -> bool:
+def _may_be_ignored(name: str, spec: ModelSpec) -> bool:
     """Tell whether files may hold a name that no tensor of the model has."""
-    if spec.tie_embeddings and name == TIED_HEAD:
-        return True
     match = _NOT_READ.fullmatch(name)
-    return match is not None and (match[3] is None or int(match[3]) >= spec.num_blocks)
-
-
-def without_prefix(name: str) -> str:
-    """Return the name in files of the model without its head, as GPT-2 is published."""
-    return re.sub(r"^(model|transformer)\.", "", name)
-
-
-def _block_name(name: str, architecture: str) -> str:
-    if architecture == "MixtralForCausalLM":
-        return name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
-    if architecture.startswith("Deepseek"):
-        return name.replace(".mlp.shared_expert.", ".mlp.shared_experts.")
-    return name
+    is_old = match is not None and (match[3] is None or int(match[3]) >= spec.num_blocks)
+    return is_old or (spec.tie_embeddings and name == TIED_HEAD)
 
 
 def _gpt2_piece(name: str, shape: tuple[int, ...]) -> Piece:
@@ -172,25 +151,6 @@ def _gpt2_piece(name: str, shape: tuple[int, ...]) -> Piece:
     return Piece(stored, shape[::-1] if is_transposed else shape, is_transposed=is_transposed)
 
 
-INDEX_FILE = "model.safetensors.index.json"
-
-
-SINGLE_FILE = "model.safetensors"
-
-
-BLOCK_BYTES = 64 * MIB
-"""What is copied at a time."""
-
-
-_DTYPES = ("F64", "F32", "F16", "BF16")
-
-
-_SHOWN = 4
-
-
-_NOT_THE_MODEL = ("name", "source", "architecture", "max_seq_len")
-
-
 @dataclass(frozen=True)
 class StoredWeights:
     """A folder of safetensors files, looked through but not read.
@@ -206,8 +166,8 @@ class StoredWeights:
     dtypes: Mapping[str, str]
 
     def name(self, piece: Piece) -> str:
-        """Return the name under which the folder holds a piece: with or without the base model's prefix."""
-        return piece.name if piece.name in self.file_of else without_prefix(piece.name)
+        """Return the name under which the folder holds a piece: with or without the base model's prefix, as GPT-2 is published."""
+        return piece.name if piece.name in self.file_of else re.sub(r"^(model|transformer)\.", "", piece.name)
 
 
 def find_weights(folder: str | Path) -> StoredWeights:
@@ -219,7 +179,7 @@ def find_weights(folder: str | Path) -> StoredWeights:
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, str] = {}
     for file in files:
-        with open_file(folder / file) as opened:
+        with _open(folder / file) as opened:
             for name in opened.keys():  # noqa: SIM118 - no mapping
                 part = opened.get_slice(name)
                 file_of[name], shapes[name], dtypes[name] = file, tuple(part.get_shape()), part.get_dtype()
@@ -235,7 +195,7 @@ def check_weights(spec: ModelSpec, folder: str | Path) -> StoredWeights:
     """Return the weights in a folder, after checking everything about them that can be wrong for a model."""
     stored = find_weights(folder)
     _check_config(spec, stored.folder)
-    pieces = [piece for parts in pieces_of_model(decoder_shapes(spec), spec).values() for piece in parts]
+    pieces = pieces_of_model(spec)
     missing = [piece.name for piece in pieces if stored.name(piece) not in stored.file_of]
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} tensors of {spec.name}", details=_first_few(missing))
@@ -256,7 +216,7 @@ def check_weights(spec: ModelSpec, folder: str | Path) -> StoredWeights:
             details=_first_few(odd),
             help="convert them to BF16, F16 or F32 first",
         )
-    unknown = sorted(name for name in stored.file_of if name not in used and not may_be_ignored(name, spec))
+    unknown = sorted(name for name in stored.file_of if name not in used and not _may_be_ignored(name, spec))
     if unknown:
         raise ConfigError(
             f"{folder} holds {len(unknown)} tensors that {spec.name} does not have", details=_first_few(unknown)
@@ -270,8 +230,13 @@ def load_weights(module: nn.Module, spec: ModelSpec, folder: str | Path) -> None
     Raises:
         ConfigError: the weights are damaged or of another model.
     """
-    stored = check_weights(spec, folder)
-    requested = [(stored.name(piece), piece, tensor) for tensor, pieces in _tensors(module, spec) for piece in pieces]
+    stored, requested = check_weights(spec, folder), []
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not is_adapter(name):
+            # A tied projection alone on its stage is the embedding.
+            source = "model.embed_tokens.weight" if spec.tie_embeddings and name == TIED_HEAD else name
+            pieces = pieces_of(source, tuple(tensor.shape), spec)
+            requested += [(stored.name(piece), piece, tensor) for piece in pieces]
     read_pieces(stored, requested)
 
 
@@ -279,19 +244,10 @@ def load_weights(module: nn.Module, spec: ModelSpec, folder: str | Path) -> None
 def read_pieces(stored: StoredWeights, pieces: list[tuple[str, Piece, Tensor]]) -> None:
     """Copy the part that this rank holds of each tensor, given the name of a piece of it in the files; file by file."""
     for file in sorted({stored.file_of[name] for name, _, _ in pieces}):
-        with open_file(stored.folder / file) as opened:
+        with _open(stored.folder / file) as opened:
             for name, piece, tensor in pieces:
                 if stored.file_of[name] == file:
                     _copy(opened.get_slice(name), piece, tensor)
-
-
-def _tensors(module: nn.Module, spec: ModelSpec) -> Iterator[tuple[Tensor, tuple[Piece, ...]]]:
-    """Yield the tensors of this rank with the pieces they are made of; a tied projection alone on its stage is the embedding."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_adapter(name):
-            continue
-        source = "model.embed_tokens.weight" if spec.tie_embeddings and name == TIED_HEAD else name
-        yield tensor, pieces_of(source, tuple(tensor.shape), spec)
 
 
 def _copy(source: Any, piece: Piece, tensor: Tensor) -> None:
@@ -301,9 +257,8 @@ def _copy(source: Any, piece: Piece, tensor: Tensor) -> None:
         return
     target = local if piece.row is None else local[piece.row - region[0].start]
     for rows in blocks(tuple(target.shape), target.element_size()):
-        outputs = 1 if piece.is_transposed else 0
-        first = place[outputs].start
-        part = [*place]
+        outputs = int(piece.is_transposed)
+        first, part = place[outputs].start, [*place]
         part[outputs] = slice(first + rows.start, first + rows.stop)
         values = source[tuple(part)]
         target[rows].copy_(values.T if piece.is_transposed else values)
@@ -311,23 +266,12 @@ def _copy(source: Any, piece: Piece, tensor: Tensor) -> None:
 
 def blocks(shape: tuple[int, ...], element_bytes: int) -> Iterator[slice]:
     """Yield runs of the first dimension of at most `BLOCK_BYTES`."""
-    row_bytes = element_bytes
-    for size in shape[1:]:
-        row_bytes *= size
-    rows = max(1, BLOCK_BYTES // max(1, row_bytes))
+    rows = max(1, BLOCK_BYTES // max(1, element_bytes * prod(shape[1:])))
     for start in range(0, shape[0], rows):
         yield slice(start, min(start + rows, shape[0]))
 
 
-def decoder_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of the parameters and buffers of the model's Decoder, in order."""
-    with torch.device("meta"):
-        decoder = Decoder(spec)
-    return {name: tuple(tensor.shape) for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())}
-
-
-def open_file(path: Path) -> safe_open:
-    """Open one safetensors file, mapped."""
+def _open(path: Path) -> safe_open:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
@@ -364,8 +308,9 @@ def _check_config(spec: ModelSpec, folder: Path) -> None:
     """Refuse other settings that leave shapes as they are but not what the weights compute."""
     if not (folder / "config.json").is_file():
         return
-    theirs = json.loads(ModelSpec.from_hf(folder).model_dump_json(exclude=set(_NOT_THE_MODEL)))
-    ours = json.loads(spec.model_dump_json(exclude=set(_NOT_THE_MODEL)))
+    theirs, ours = (
+        model.model_dump(mode="json", exclude=_NOT_THE_MODEL) for model in (ModelSpec.from_hf(folder), spec)
+    )
     differing = [
         f"{name}: {theirs[name]} there, {ours[name]} in the plan" for name in ours if theirs[name] != ours[name]
     ]
@@ -378,5 +323,4 @@ def _check_config(spec: ModelSpec, folder: Path) -> None:
 
 
 def _first_few(names: list[str]) -> tuple[str, ...]:
-    rest = len(names) - _SHOWN
-    return (*names[:_SHOWN], *((f"and {rest} more",) if rest > 0 else ()))
+    return (*names[:4], *([f"and {len(names) - 4} more"] if len(names) > 4 else []))

@@ -1,9 +1,8 @@
 """A trained model of any layout as a folder that Hugging Face's from_pretrained reads.
 
 Files of bounded size, an index, and config.json. Nothing is gathered: the first rank makes the files with their headers, and every
-rank writes the ranges that it holds at their places in them (of copies, one rank does). Beside the parameters there is no more than
-one block of `hf_weights.BLOCK_BYTES`. The ranks need storage that all of them share, as checkpoints do. The folder appears under
-its name when it is complete.
+rank writes the ranges that it holds at their places in them (of copies, one rank does), block by block. The ranks need storage that
+all of them share, as checkpoints do. The folder appears under its name when it is complete.
 
 Format: 8 bytes with the length of a JSON header, the header ``{name: {dtype, shape, data_offsets}}``, the tensors row by row
 (github.com/huggingface/safetensors, "Format").
@@ -18,9 +17,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,29 +29,20 @@ from torch import Tensor
 from ...schema import ConfigError, MeshwrightError, ModelSpec, RuntimeMismatchError
 from ...schema.hf_export import hf_config
 from ...schema.units import GB, format_bytes
+from ..data_parallel import compute_dtype
 from ..models.decoder import Decoder, is_adapter
 from ..models.layers import local_region, local_tensor
-from .load import INDEX_FILE, SINGLE_FILE, TIED_HEAD, blocks, decoder_shapes, pieces_of, pieces_of_model
-
-if TYPE_CHECKING:
-    from ..parallel_model import ParallelModel
+from ..parallel_model import ParallelModel
+from .load import INDEX_FILE, SINGLE_FILE, TIED_HEAD, blocks, pieces_of, pieces_of_model
 
 MAX_FILE_BYTES = 5 * GB
 """Largest file, unless one tensor is larger. Source: the default of transformers before 5."""
 
 _SPELLING = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-)
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
+)  # fmt: skip
 """What belongs to a model besides its weights."""
 
 
@@ -114,8 +105,6 @@ def save_weights(
         RuntimeMismatchError: the model is not the plan's own.
         MeshwrightError: a rank could not write its part.
     """
-    from ..data_parallel import compute_dtype
-
     folder, spec = Path(folder), model.plan.model
     if not isinstance(model.module, Decoder):
         raise RuntimeMismatchError(
@@ -126,15 +115,15 @@ def save_weights(
     if dtype not in _SPELLING:
         raise ConfigError(f"weights cannot be saved as {dtype}", help=f"one of {', '.join(map(str, _SPELLING))}")
     files = _files(spec, dtype, max_file_bytes)
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial, failed = folder.with_name(f".{folder.name}.partial"), f"cannot save the weights to {folder}"
     is_first = dist.get_rank() == 0
     try:
-        with _together(f"cannot save the weights to {folder}"):
+        with _together(failed):
             if is_first:
                 _prepare(folder, partial, files)
-        with _together(f"cannot save the weights to {folder}"):
+        with _together(failed):
             _write_local(model, partial, files, dtype)
-        with _together(f"cannot save the weights to {folder}"):
+        with _together(failed):
             if is_first:
                 _write_rest(partial, files, spec, dtype, Path(origin) if origin is not None else None)
                 if folder.exists():
@@ -149,51 +138,45 @@ def save_weights(
 
 def _files(spec: ModelSpec, dtype: torch.dtype, max_bytes: int) -> _Files:
     """Lay out the tensors in the order of the model, one file after the other filled up."""
-    shapes = {
-        piece.name: piece.shape for pieces in pieces_of_model(decoder_shapes(spec), spec).values() for piece in pieces
-    }
-    groups: list[dict[str, tuple[int, int]]] = [{}]
+    shapes = {piece.name: piece.shape for piece in pieces_of_model(spec)}
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
     end = 0
     for name, shape in shapes.items():
         size = prod(shape) * dtype.itemsize
         if groups[-1] and end + size > max_bytes:
             groups.append({})
             end = 0
-        groups[-1][name] = (end, end + size)
+        groups[-1][name] = shape
         end += size
-    position_of, headers, sizes = {}, {}, {}
+    places, headers, sizes = {}, {}, {}
     for idx, group in enumerate(groups):
         single = len(groups) == 1
         file = SINGLE_FILE if single else f"model-{idx + 1:05d}-of-{len(groups):05d}.safetensors"
-        headers[file] = _header(group, shapes, _SPELLING[dtype])
-        begin = len(headers[file])
-        sizes[file] = begin + max(stop for _, stop in group.values())
-        position_of |= {name: _Place(file, begin + first, shapes[name]) for name, (first, _) in group.items()}
-    return _Files(position_of, headers, sizes)
+        headers[file], starts = _header(group, dtype)
+        *begins, sizes[file] = (len(headers[file]) + start for start in starts)
+        places |= {name: _Place(file, begin, group[name]) for name, begin in zip(group, begins, strict=True)}
+    return _Files(places, headers, sizes)
 
 
-def _header(group: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, ...]], dtype: str) -> bytes:
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, list[int]]:
+    """Return the header of tensors that follow one another, and where each begins behind it, with the end of the last one."""
+    starts = [0, *accumulate(prod(shape) * dtype.itemsize for shape in shapes.values())]
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, (first, stop) in group.items():
-        content[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": [first, stop]}
+    for (name, shape), ends in zip(shapes.items(), pairwise(starts), strict=True):
+        content[name] = {"dtype": _SPELLING[dtype], "shape": list(shape), "data_offsets": list(ends)}
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, starts
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write full fp32 tensors as one file, under another name until it is complete."""
-    ranges: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, tensor in sorted(tensors.items()):
-        ranges[name] = (end, end + tensor.nbytes)
-        end += tensor.nbytes
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(_header(ranges, shapes, _SPELLING[torch.float32]))
-            for name in ranges:
+            file.write(_header(shapes, torch.float32)[0])
+            for name in shapes:
                 file.write(tensors[name].contiguous().numpy().tobytes())
         partial.replace(path)
     finally:

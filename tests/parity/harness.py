@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
 from meshwright.runtime.models.decoder import init_weights
+from meshwright.runtime.models.layers import full_tensor
 from meshwright.runtime.training.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from meshwright.runtime.training.optimizer import ZerothOrderSGD
 from meshwright.runtime.weights.save import save_weights
@@ -195,7 +196,11 @@ def train(case: Case, folder: Path) -> Outcome:
             continue
         outcome.losses.append(model.forward_backward(local_tokens(plan, model.mesh.dp_rank, step)))
         if step == 0:
-            outcome.gradients = model.full_gradients()
+            gradients = {
+                name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+            }
+            # A replicated DTensor's full tensor is the local one: copy it, or clipping would change the result.
+            outcome.gradients = {name: full_tensor(gradient).clone() for name, gradient in gradients.items()}
         outcome.norms.append(clip_gradients(model, MAX_NORM))
         optimizer.step()
         if step == 0 and case.saves:

@@ -19,9 +19,9 @@ from meshwright.runtime.weights.load import (
     INDEX_FILE,
     SINGLE_FILE,
     check_weights,
-    decoder_shapes,
     load_weights,
     pieces_of,
+    pieces_of_model,
 )
 from meshwright.runtime.weights.save import check_weights_target
 from meshwright.schema import ConfigError, Layout, MeshwrightError, ModelSpec, Workload
@@ -137,9 +137,8 @@ def test_other_settings_are_refused_with_the_field(folder: Path) -> None:
 def test_gpt2_without_prefix_and_with_masks_is_taken(tmp_path: Path) -> None:
     spec, decoder = gpt2_model(), Decoder(gpt2_model())
     stored: dict[str, torch.Tensor] = {"h.0.attn.bias": torch.ones(1, 1, 24, 24)}
-    for name, shape in decoder_shapes(spec).items():
-        for piece in pieces_of(name, shape, spec):
-            stored[piece.name.removeprefix("transformer.")] = torch.rand(piece.shape)
+    for piece in pieces_of_model(spec):
+        stored[piece.name.removeprefix("transformer.")] = torch.rand(piece.shape)
     save_file(stored, tmp_path / SINGLE_FILE)
     load_weights(decoder, spec, tmp_path)
     fused = stored["h.1.attn.c_attn.weight"]
@@ -164,7 +163,7 @@ def test_target_without_space_is_refused(tmp_path: Path) -> None:
 def test_reading_takes_no_memory_for_more_than_a_tensor(tmp_path: Path) -> None:
     """Resident memory, mapped pages of files included: below one file and one tensor, not the model."""
     spec = tiny_model(num_blocks=12, hidden_dim=256, head_dim=64, ffn_dim=1024, vocab_size=4096)
-    decoder, shapes = Decoder(spec), decoder_shapes(spec)
+    decoder, shapes = Decoder(spec), {piece.name: piece.shape for piece in pieces_of_model(spec)}
     files = {name: f"model-{idx // 6:05d}.safetensors" for idx, name in enumerate(shapes)}
     for file in set(files.values()):
         save_file({name: torch.rand(shapes[name]) for name in shapes if files[name] == file}, tmp_path / file)
