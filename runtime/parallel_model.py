@@ -29,6 +29,7 @@ from .training.step_clock import StepClock
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 MIN_SCALE = 1.0
+"""Below it gradients overflow although nothing is multiplied any more."""
 
 
 @dataclass
@@ -63,11 +64,6 @@ class LossScale:
             self.value, self.steps = self.value / 2, 0
         elif self.steps >= GROWTH_STEPS:
             self.value, self.steps = self.value * 2, 0
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Tell whether gradients overflow although nothing is multiplied any more."""
-        return self.value < MIN_SCALE
 
 
 def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
 """Peak memory of this rank since a baseline.
 
-CUDA: the caching allocator's own peaks (``max_memory_allocated``, ``max_memory_reserved``): exact, and what plans predict.
+CUDA: the caching allocator's own peaks, exact, and what plans predict.
 
-CPU: torch counts nothing. Reserved is the growth of the resident set: the highest resident set since the baseline minus the one
-at the baseline. The kernel stores that highest value (VmHWM) and resets it on a write to ``/proc/self/clear_refs``; where that is
-not allowed, the process's lifetime peak (``ru_maxrss``) stands in, an upper bound. Code and buffers of libraries that load only
-later count as well, some tens of MiB, and so does memory that the C allocator keeps: models of a few MiB drown in that. Allocated
-is the same, unless tensors are counted: torch's profiler notes each one that is made or freed, whose sum is what
-`torch.cuda.memory_allocated` says on a GPU. A tensor's end is noted only where its beginning was, so that counting begins before
-the model exists. It slows code down: not for steps whose time counts.
+CPU: torch counts nothing. Reserved is the highest resident set since the baseline minus the one at the baseline. The kernel stores
+that highest value (VmHWM) and resets it on a write to ``/proc/self/clear_refs``; where that is not allowed, the process's lifetime
+peak (``ru_maxrss``) stands in, an upper bound. Code and buffers of libraries that load later count as well, some tens of MiB, and
+so does what the C allocator keeps. Allocated is the same, unless tensors are counted: torch's profiler notes each one that is made
+or freed. A tensor's end is noted only where its beginning was, so that counting begins before the model exists; it slows code down.
 """
 
 from __future__ import annotations
@@ -40,9 +38,7 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device, *, count: bool = False) -> None:
         self._device = device
-        self._allocated = 0
-        self._reserved = 0
-        self._baseline = 0
+        self._allocated = self._reserved = self._baseline = 0
         self._count: AllocationCount | None = None
         self.source: MemorySource = "cuda-allocator"
         if device.type == "cuda":
@@ -116,16 +112,11 @@ def _high_water_bytes() -> int:
 
 
 def _lifetime_peak_bytes() -> int:
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class AllocationCount:
-    """Counts from its making until `stop`. Final.
-
-    Attributes:
-        peak_bytes: most that was there at once; 0 before `stop`.
-    """
+    """Counts from its making until `stop`: ``peak_bytes`` is the most that was there at once, 0 before."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0

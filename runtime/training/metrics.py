@@ -34,12 +34,17 @@ from .step_clock import STEP_PARTS, StepPart
 WARMUP_STEPS = 2
 """Steps at the start of a run that do not count in the measured step time: allocators and caches fill in them."""
 
+RETAINED_STEPS = 256
+"""Steps, the last ones, whose parts every rank keeps for the comparison of ranks at the end."""
+
+SLOWER, SLOWER_THAN_EXPECTED = 0.10, 0.50
+FALSE_ALARMS = 0.01
+
+FloatArray = NDArray[np.float64]
+
 
 class OffloadRecord(TypedDict):
-    """Bytes that one rank moved between its device, its host and its drive in a step, and those that the plan predicts.
-
-    ``host_bytes``: of the host's memory that this rank's offloading holds.
-    """
+    """Bytes that one rank moved in a step, those that the plan predicts, and ``host_bytes`` that its offloading holds."""
 
     to_host_bytes: int
     to_device_bytes: int
@@ -52,11 +57,9 @@ class OffloadRecord(TypedDict):
 
 
 class StepRecord(TypedDict):
-    """One step; ``peak_allocated_bytes`` is the highest so far on the reporting rank, ``parts_s`` where the seconds of the step
-    went.
+    """One step; ``peak_allocated_bytes`` is the highest so far on the reporting rank.
 
-    ``grad_norm`` is None where gradients overflowed under fp16-mixed and the step changed nothing; ``loss_scale`` is there under
-    fp16-mixed only.
+    ``grad_norm`` is None where gradients overflowed under fp16-mixed and the step changed nothing.
     """
 
     step: int
@@ -70,10 +73,6 @@ class StepRecord(TypedDict):
     parts_s: dict[StepPart, float]
     loss_scale: NotRequired[float]
     offload: NotRequired[OffloadRecord]
-
-
-RETAINED_STEPS = 256
-"""Steps, the last ones, whose parts every rank keeps for the comparison of ranks at the end."""
 
 
 class RankRecord(TypedDict):
@@ -121,27 +120,24 @@ def mfu(plan: TrainingPlan, step_time_s: float) -> float:
     return plan.estimate.mfu * plan.estimate.step_time_s / step_time_s
 
 
+_COMPARED = ("step_time_s", "tokens_per_s", "mfu", "peak_allocated_bytes", "peak_reserved_bytes")
+
+
 def summarise(
     plan: TrainingPlan, step_times_s: Sequence[float], ranks: Sequence[RankRecord], *, memory_source: MemorySource
 ) -> dict[str, Any]:
     """Return the last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
 
     Args:
-        step_times_s: seconds of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not
-            count.
+        step_times_s: seconds of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not count.
         ranks: one entry per rank.
     """
     warmup = WARMUP_STEPS if len(step_times_s) > WARMUP_STEPS else 0
     step_time_s = statistics.median(step_times_s[warmup:])
-    estimate = plan.estimate
     predicted = {
-        "step_time_s": estimate.step_time_s,
-        "step_time_interval_s": estimate.step_time_interval_s.model_dump(),
-        "tokens_per_s": estimate.tokens_per_s,
-        "mfu": estimate.mfu,
-        "peak_allocated_bytes": estimate.peak_allocated_bytes,
-        "peak_reserved_bytes": estimate.peak_reserved_bytes,
-        "parts_s": predicted_parts_s(plan),
+        **{name: getattr(plan.estimate, name) for name in _COMPARED},
+        "step_time_interval_s": plan.estimate.step_time_interval_s.model_dump(),
+        "parts_s": _predicted_parts_s(plan),
     }
     parts_s = [_parts_of_steps(rank["parts_s"], len(step_times_s) - warmup) for rank in ranks]
     medians = [
@@ -163,15 +159,11 @@ def summarise(
             for rank, median_parts in zip(ranks, medians, strict=True)
         ],
     }
-    ratio = {
-        name: measured[name] / predicted[name]
-        for name in ("step_time_s", "tokens_per_s", "mfu", "peak_allocated_bytes", "peak_reserved_bytes")
-        if predicted[name]
-    }
+    ratio = {name: measured[name] / predicted[name] for name in _COMPARED if predicted[name]}
     return {"predicted": predicted, "measured": measured, "ratio": ratio}
 
 
-def predicted_parts_s(plan: TrainingPlan) -> dict[str, float]:
+def _predicted_parts_s(plan: TrainingPlan) -> dict[str, float]:
     """Return what the plan expects of the busiest rank, in the parts that a run can tell apart; they sum to the step time."""
     parts = plan.estimate.breakdown_s
     return {
@@ -183,41 +175,34 @@ def predicted_parts_s(plan: TrainingPlan) -> dict[str, float]:
 
 
 def _measured_parts_s(medians: Sequence[dict[StepPart, float]]) -> dict[str, float]:
-    """Return the parts of the rank that computes longest, under the names of `predicted_parts_s`, and what has no prediction."""
+    """Return the parts of the rank that computes longest, under the names of the prediction, and what has none."""
     if not all(medians):
         return {}
     busiest = max(medians, key=lambda parts: parts["forward"] + parts["backward"])
-    same = {
-        name: busiest[name] for name in ("communication", "pipeline_wait", "optimizer", "other", "data", "preempted")
+    passes = ("forward", "backward")
+    return {"compute": sum(busiest[name] for name in passes)} | {
+        name: seconds for name, seconds in busiest.items() if name not in passes
     }
-    return {"compute": busiest["forward"] + busiest["backward"], **same}
 
 
-def _parts_of_steps(
-    parts_s: Sequence[dict[StepPart, float]], num_counted: int
-) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _parts_of_steps(parts_s: Sequence[dict[StepPart, float]], num_counted: int) -> FloatArray:
     """Return the parts [T, len(STEP_PARTS)] of the steps that count, as far as they were retained."""
     counted = parts_s[max(0, len(parts_s) - num_counted) :]
-    return np.array([[step[name] for name in STEP_PARTS] for step in counted], dtype=np.float64).reshape(
-        -1, len(STEP_PARTS)
-    )
+    return np.array([[step[name] for name in STEP_PARTS] for step in counted], dtype=float).reshape(-1, len(STEP_PARTS))
 
 
-def _stragglers(plan: TrainingPlan, parts_s: Sequence[np.ndarray[Any, np.dtype[np.float64]]]) -> list[Any]:
+def _stragglers(plan: TrainingPlan, parts_s: Sequence[FloatArray]) -> list[Straggler]:
     """Return slow ranks by their own work: passes and update on a CPU; on a GPU, whose passes include waiting, the update."""
     on_gpu = plan.cluster.weakest_device.backend.has_streams
-    columns = [
-        STEP_PARTS.index(name)
-        for name in STEP_PARTS
-        if name == "optimizer" or (name in ("forward", "backward") and not on_gpu)
-    ]
+    own_work: tuple[StepPart, ...] = ("optimizer",) if on_gpu else ("forward", "backward", "optimizer")
+    columns = [STEP_PARTS.index(name) for name in own_work]
     compute_s = np.array([parts[:, columns].sum(axis=1) for parts in parts_s])
     stage_of_rank = np.arange(len(parts_s)) // plan.layout.stage_ranks
     if compute_s.ndim < 2 or not compute_s.size:
         return []
     stages = plan.estimate.stages
     expected = np.array([stage.forward_s + stage.backward_s for stage in stages])
-    return list(stragglers(compute_s, stage_of_rank, expected[np.minimum(stage_of_rank, len(stages) - 1)]))
+    return stragglers(compute_s, stage_of_rank, expected[np.minimum(stage_of_rank, len(stages) - 1)])
 
 
 def read_new_records(path: str | Path, finished: threading.Event, *, poll_s: float = 0.05) -> Iterator[dict[str, Any]]:
@@ -237,11 +222,6 @@ def read_new_records(path: str | Path, finished: threading.Event, *, poll_s: flo
             return
         if not rest:
             time.sleep(poll_s)
-
-
-FloatArray = NDArray[np.float64]
-SLOWER, SLOWER_THAN_EXPECTED = 0.10, 0.50
-FALSE_ALARMS = 0.01
 
 
 class Straggler(TypedDict):

@@ -1,16 +1,14 @@
 """The update of a step: the optimizer, gradient clipping that is exact over all axes, and the corrections of sigmoid routers.
 
 Routers: even loads of experts without a loss of their own (DeepSeek-V3, arXiv:2412.19437 section 2.1.2). A sigmoid router chooses
-by score plus a correction. After each step the correction of an expert that saw fewer tokens than the mean rises by a fixed rate,
-that of one that saw more falls. Tokens are counted where they are routed and added over all ranks; a rank that counts the same
-tokens as another, or counts them again when it recomputes, does so for all experts alike, which leaves the signs as they are.
+by score plus a correction, which rises after each step by a fixed rate for an expert that saw fewer tokens than the mean and falls
+for one that saw more. A rank that counts the same tokens as another, or again when it recomputes, does so for all experts alike.
 
-Training without backward passes: gradients estimated from two forward passes (MeZO, arXiv:2305.17333, algorithm 1).
-
-All trained parameters move by ``epsilon z`` and by ``-epsilon z``, z standard normal; with the mean losses l+ and l- of the same
-batch, ``g = (l+ - l-) / (2 epsilon)`` is the derivative along z, and the step is ``-learning_rate (g z + weight_decay p)``. Nothing
-is stored but the parameters: z is drawn again from its seed each time, in full for each parameter and cut as it is sharded, so that
-every layout sees the same numbers.
+Without backward passes gradients are estimated from two forward passes (MeZO, arXiv:2305.17333, algorithm 1). All parameters move
+by ``epsilon z`` and by ``-epsilon z``, z standard normal; with the mean losses l+ and l- of the same batch, ``g = (l+ - l-) / (2
+epsilon)`` is the derivative along z, and the step is ``-learning_rate (g z + weight_decay p)``. Nothing is stored but the
+parameters: z is drawn again from its seed each time, in full for each parameter and cut as it is sharded, so that every layout sees
+the same numbers.
 """
 
 from __future__ import annotations
@@ -114,21 +112,19 @@ def build_scheduler(optimizer: torch.optim.Optimizer, options: TrainOptions, *, 
 
 
 class RouterBalance:
-    """Counts tokens of this rank's sigmoid routers, and moves their corrections; every rank has one, also without such layers.
-
-    Args:
-        rate: by how much a step moves a correction.
-    """
+    """Counts tokens of this rank's sigmoid routers, and moves their corrections; every rank has one, also without such layers."""
 
     def __init__(self, model: ParallelModel, rate: float) -> None:
         self._model = model
         self._rate = rate
-        blocks = [layer for layer in model.plan.model.iter_layers() if isinstance(layer, Block)]
-        self._num_blocks = len(blocks)
-        self._num_experts = max((b.mlp.num_experts for b in blocks if is_balanced(b)), default=0) if rate else 0
-        self._routers = _sigmoid_routers(model) if self._num_experts else {}
-        for router in self._routers.values():
-            router.load = torch.zeros(router.spec.num_experts, dtype=torch.long, device=model.device)
+        mlps = [layer.mlp for layer in model.plan.model.iter_layers() if isinstance(layer, Block)]
+        counts = [mlp.num_experts for mlp in mlps if isinstance(mlp, MoE) and mlp.router == "sigmoid" and rate]
+        self._num_blocks, self._num_experts = len(mlps), max(counts, default=0)
+        self._routers: dict[int, Router] = {}
+        for name, block in model.module.model.layers.items() if counts else ():
+            if isinstance(block.mlp, MixtureOfExperts) and block.mlp.gate.spec.router == "sigmoid":
+                router = self._routers[int(name)] = block.mlp.gate
+                router.load = torch.zeros(router.spec.num_experts, dtype=torch.long, device=model.device)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -144,17 +140,6 @@ class RouterBalance:
         for idx, router in self._routers.items():
             load = loads[idx, : router.spec.num_experts]
             router.e_score_correction_bias += self._rate * torch.sign(load.mean() - load)
-
-
-def is_balanced(block: Block) -> bool:
-    """Tell whether a block has experts behind a sigmoid router."""
-    return isinstance(block.mlp, MoE) and block.mlp.router == "sigmoid"
-
-
-def _sigmoid_routers(model: ParallelModel) -> dict[int, Router]:
-    layers = model.module.model.layers.items()
-    mixtures = {int(name): block.mlp for name, block in layers if isinstance(block.mlp, MixtureOfExperts)}
-    return {idx: mixture.gate for idx, mixture in mixtures.items() if mixture.gate.spec.router == "sigmoid"}
 
 
 EPSILON = 1e-3
@@ -180,10 +165,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def losses(self, tokens: Tensor) -> Tensor:
-        """Return what this rank adds to the mean loss, [] on the device, half way between the two losses.
-
-        No gradient remains anywhere.
-        """
+        """Return what this rank adds to the mean loss, [] on the device, half way between the two losses."""
         self._move(EPSILON)
         above = self._model.forward(tokens)
         self._move(-2 * EPSILON)
@@ -216,7 +198,6 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         if name == "lm_head.weight" and self._model.plan.model.tie_embeddings:
             name = "model.embed_tokens.weight"
         device = local_tensor(parameter).device
-        seed = parameter_seed(self._seed, f"{self.num_steps}/{name}")
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(parameter_seed(self._seed, f"{self.num_steps}/{name}"))
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)
         return local_part(full, parameter)

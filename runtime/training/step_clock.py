@@ -5,16 +5,10 @@ during a pass, the clipping or the loss it is communication, between the passes 
 GPU nothing blocks: parts are the stream's seconds between two events, waiting included. A part costs microseconds, so that
 all steps of every run have them. All-to-alls of a backward pass wait inside torch's C++ and count as backward.
 
-Of one step the clock can also record when each part and each wait began and ended, as `StepSpan`s.
-
-One step as it was measured, in the form of a predicted one (schema/trace.py): what every rank did when, in one file.
-
-Slices are the spans that the step's clock recorded (step_clock.py): passes and the update under the names that the prediction has,
-and what it has no slices for: waiting, and the rest of the step. On a CPU a pass that waits for others has the waiting next to it,
-on the stream of communication; on a GPU, where nothing blocks, passes include it.
-
-Clocks: ranks of one machine share one. Between machines they are set by a barrier before the step, so that what is drawn of two
-machines may be off by the time in which a barrier lets its ranks go.
+Of one step the clock can also record when each part and each wait began and ended, which is written as a trace in the form of the
+predicted one (schema/trace.py): passes and the update under its names, and waiting and the rest of the step. Ranks of one machine
+share a clock. Between machines clocks are set by a barrier before the step, so that what is drawn of two machines may be off by
+the time in which a barrier lets its ranks go.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,20 +29,23 @@ import torch.distributed._functional_collectives as functional
 from ...cost_models.pipeline.orders import Action
 from ...schema import TrainingPlan
 from ...schema.base import write_atomically
-from ...schema.trace import DATA_PARALLEL, OPTIMIZER, Slice, Stream, measured_trace
+from ...schema.trace import DATA_PARALLEL, OPTIMIZER, Slice, measured_trace
 
 StepPart = Literal["forward", "backward", "communication", "pipeline_wait", "optimizer", "other", "data", "preempted"]
 
-
-STEP_PARTS: tuple[StepPart, ...] = (
-    "forward", "backward", "communication", "pipeline_wait", "optimizer", "other", "data", "preempted",
-)  # fmt: skip
+STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 """``optimizer`` is the update alone, ``other`` the rest of the step. The last two do not add to its time: ``data`` comes before it;
 ``preempted`` is how long, of the parts that compute on a CPU, the process had no core, because other work had it.
 """
 
+COLLECTIVE = "waiting for a collective"
+NEIGHBOUR = "waiting for a neighbour in the pipeline"
+SUMS = "gradients, loss and norm over the ranks"
+REST = "clipping, loss, the rest"
+SHORTEST_FRACTION = 1e-4
+"""Waits that are a smaller part of the step are left out: torch waits for every collective, most of them long done."""
 
-OUTSIDE_STEP: tuple[StepPart, ...] = ("data", "preempted")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class StepSpan(NamedTuple):
@@ -59,9 +56,6 @@ class StepSpan(NamedTuple):
     end_s: float
     action: Action | None = None
     is_wait: bool = False
-
-
-_Mark = tuple[StepPart, Any, Any, Action | None]
 
 
 class StepClock:
@@ -76,7 +70,7 @@ class StepClock:
         self._on_gpu = device.type == "cuda"
         self._outside: StepPart = "pipeline_wait" if is_pipeline else "communication"
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
-        self._marks: list[_Mark] = []
+        self._marks: list[tuple[StepPart, Any, Any, Action | None]] = []
         self._waited, self._depth, self._thread = 0.0, 0, threading.get_ident()
         self._begun: Any = None
         self._pieces: list[StepSpan] = []
@@ -126,7 +120,7 @@ class StepClock:
                 since = [self._begun.elapsed_time(event) / 1e3 for event in (begin, end)]
                 self._pieces.append(StepSpan(name, since[0], since[1], action))
         seconds, self._seconds, self._marks = self._seconds, dict.fromkeys(STEP_PARTS, 0.0), []
-        counted = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEP)
+        counted = sum(value for name, value in seconds.items() if name not in ("data", "preempted"))
         return {**seconds, "other": max(0.0, step_time_s - counted)}
 
     def waited(self, since_s: float) -> None:
@@ -166,27 +160,8 @@ def clock_waiting(clock: StepClock) -> Iterator[None]:
         functional.wait_tensor = tensor
 
 
-COLLECTIVE = "waiting for a collective"
-
-
-NEIGHBOUR = "waiting for a neighbour in the pipeline"
-
-
-SUMS = "gradients, loss and norm over the ranks"
-
-
-REST = "clipping, loss, the rest"
-
-
-SHORTEST_FRACTION = 1e-4
-"""Waits that are a smaller part of the step are left out: torch waits for every collective, most of them long done."""
-
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 class _RankStep(NamedTuple):
-    """What a rank tells of its step: its machine, when the barrier and the step began there, and what it did."""
+    """What a rank tells of its step: its machine (the same, the same clock), when barrier and step began there, what it did."""
 
     rank: int
     machine: str
@@ -208,24 +183,23 @@ class StepTrace:
         self._barrier_s = time.perf_counter()
 
     def write(self, *, step: int, start_s: float, step_time_s: float) -> None:
-        """Gather the step that has ended; the first rank of the plan writes the file.
-
-        Args:
-            step: its number.
-            start_s: when it began, by `time.perf_counter`.
-            step_time_s: its seconds.
+        """Gather the step that has ended, which began at ``start_s`` by `time.perf_counter`; the plan's first rank writes the file.
 
         Raises:
             ConfigError: the file cannot be written.
         """
         rank = self._plan.rank_map.index(dist.get_rank())
         slices = step_slices(self._clock.take_spans(), self._plan, rank, step_time_s)
-        local = _RankStep(rank, _machine(), self._barrier_s, start_s, slices)
+        machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()
+        local = _RankStep(rank, machine, self._barrier_s, start_s, slices)
         steps: list[_RankStep] = [local] * dist.get_world_size()
         dist.all_gather_object(steps, local)
         if rank == 0:
             starts_s = step_starts_s(steps)
-            by_rank = [_later(one.slices, starts_s[one.rank]) for one in sorted(steps)]
+            by_rank = [
+                [piece._replace(start_s=piece.start_s + starts_s[one.rank]) for piece in one.slices]
+                for one in sorted(steps)
+            ]
             trace = measured_trace(self._plan, by_rank, starts_s=starts_s, step=step, step_time_s=step_time_s)
             write_atomically(Path(self._path), json.dumps(trace))
 
@@ -246,16 +220,11 @@ def step_slices(pieces: Sequence[StepSpan], plan: TrainingPlan, rank: int, step_
             waited_for = NEIGHBOUR if part == "pipeline_wait" else collective
             name = SUMS if start_s >= passes_end_s else waited_for
             slices.append(Slice(rank, "communication", name, start_s, seconds))
-    return sorted([*slices, *_rest(slices, rank, passes_end_s, step_time_s)], key=lambda piece: piece.start_s)
-
-
-def _rest(slices: Sequence[Slice], rank: int, passes_end_s: float, step_time_s: float) -> list[Slice]:
-    """Return what lies between the passes, the update and the end of the step."""
+    # The rest lies between the passes, the update and the end of the step.
     updates = [(piece.start_s, piece.start_s + piece.seconds) for piece in slices if piece.stream == "optimizer"]
-    ends = [passes_end_s, *(end for _, end in updates)]
-    begins = [*(begin for begin, _ in updates), step_time_s]
-    stream: Stream = "optimizer"
-    return [Slice(rank, stream, REST, a, b - a) for a, b in zip(ends, begins, strict=True) if b > a]
+    ends, begins = [passes_end_s, *(end for _, end in updates)], [*(begin for begin, _ in updates), step_time_s]
+    slices += [Slice(rank, "optimizer", REST, a, b - a) for a, b in zip(ends, begins, strict=True) if b > a]
+    return sorted(slices, key=lambda piece: piece.start_s)
 
 
 def step_starts_s(ranks: Sequence[_RankStep]) -> list[float]:
@@ -265,12 +234,3 @@ def step_starts_s(ranks: Sequence[_RankStep]) -> list[float]:
         zero[one.machine] = min(one.barrier_s, zero.get(one.machine, one.barrier_s))
     starts_s = [one.start_s - zero[one.machine] for one in sorted(ranks)]
     return [start_s - min(starts_s) for start_s in starts_s]
-
-
-def _later(slices: Sequence[Slice], seconds: float) -> list[Slice]:
-    return [piece._replace(start_s=piece.start_s + seconds) for piece in slices]
-
-
-def _machine() -> str:
-    """Return a name of this machine: ranks with the same answer read the same clock."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else platform.node()

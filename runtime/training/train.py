@@ -23,10 +23,10 @@ from ...schema import ConfigError, MeshwrightError, RuntimeMismatchError, Traini
 from ..adapters import merge_adapters, save_adapters
 from ..job.machine import check_device, explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
-from ..parallel_model import ParallelModel
+from ..parallel_model import MIN_SCALE, ParallelModel
 from ..parallelize_model import parallelize
 from ..weights.save import save_weights
-from .checkpoint import CheckpointInfo, CheckpointWriter, TrainingProgress, load_checkpoint
+from .checkpoint import CheckpointWriter, TrainingProgress, load_checkpoint
 from .memory import MemoryMeter
 from .metrics import RETAINED_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
 from .optimizer import RouterBalance, ZerothOrderSGD, build_optimizer, build_scheduler, local_square, scale_gradients
@@ -37,25 +37,6 @@ from .step_clock import StepPart, StepTrace, clock_waiting
 T = TypeVar("T")
 
 
-class StopRequest:
-    """A request to this rank to end (SIGTERM); the ranks then agree on a step after which all of them do."""
-
-    def __init__(self) -> None:
-        self.received = False
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take SIGTERM as a request while inside, not as the end."""
-        before = signal.signal(signal.SIGTERM, self._receive)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _receive(self, *_: object) -> None:
-        self.received = True
-
-
 @dataclass(eq=False)
 class TrainingRun:
     """The state of a rank's run.
@@ -63,7 +44,8 @@ class TrainingRun:
     Attributes:
         samples: sequences of the data that the run has seen, all ranks together.
         data: fingerprint of the data.
-        stop: requested by a scheduler.
+        asked_to_stop: by a scheduler (SIGTERM); the ranks then agree on a step after which all of them do.
+        steps: of the entire run that are done, those before a resumed checkpoint included.
     """
 
     model: ParallelModel
@@ -73,21 +55,21 @@ class TrainingRun:
     writer: MetricsWriter
     data: str
     samples: int = 0
-    stop: StopRequest = field(default_factory=StopRequest)
+    asked_to_stop: bool = False
     step_times_s: list[float] = field(default_factory=list)
     parts_s: deque[dict[StepPart, float]] = field(default_factory=lambda: deque(maxlen=RETAINED_STEPS))
     is_stopped: bool = False
 
     def __post_init__(self) -> None:
         options = self.options
-        self._steps = self.resume()
+        self.steps = self._resume()
         # A step that overflows moves the schedule on and not the parameters.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
-        self._scheduler = build_scheduler(self.optimizer, options, done=self._steps)
+        self._scheduler = build_scheduler(self.optimizer, options, done=self.steps)
         self._balance = RouterBalance(self.model, options.router_bias_rate)
         self._progress = ProgressFile()
         self._trace = StepTrace(self.model.plan, self.model.clock, options.trace) if options.trace else None
-        self._traced_step = min(self._steps + WARMUP_STEPS + 1, options.steps)
+        self._traced_step = min(self.steps + WARMUP_STEPS + 1, options.steps)
         self._saves = None
         if options.checkpoint_dir is not None:
             self._saves = CheckpointWriter(
@@ -96,16 +78,20 @@ class TrainingRun:
             )  # fmt: skip
 
     @property
-    def steps_done(self) -> int:
-        """Return the steps of the entire run, those before a resumed checkpoint included."""
-        return self._steps
-
-    @property
     def is_finished(self) -> bool:
         """Tell whether every step is done, or the ranks agreed to end."""
-        return self.is_stopped or self._steps >= self.options.steps
+        return self.is_stopped or self.steps >= self.options.steps
 
-    def resume(self) -> int:
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM as a request while inside, not as the end."""
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked_to_stop", True))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _resume(self) -> int:
         """Return the steps already done: those of the newest checkpoint, or none."""
         options = self.options
         checkpoints = list_checkpoints(options.checkpoint_dir) if options.resume and options.checkpoint_dir else ()
@@ -115,7 +101,15 @@ class TrainingRun:
         self.meter.pause()
         info = load_checkpoint(newest, self.model, self.optimizer)
         self.meter.resume()
-        self._check_resumed(newest, info)
+        if info.seed != options.seed:
+            raise ConfigError(f"{newest} was trained with --seed {info.seed}, this run has {options.seed}")
+        if info.step >= options.steps:
+            raise ConfigError(f"{newest} has {info.step} steps done; --steps {options.steps} leaves none to do")
+        if info.data not in ("", self.data) and not options.restart_data:
+            raise ConfigError(
+                f"{newest} was trained on other data, or on sequences of another length",
+                help="give the same --data, or add --restart-data to begin the order of the new data",
+            )
         scale = self.model.loss_scale
         if scale.is_dynamic and info.loss_scale is not None:
             scale.value, scale.steps = info.loss_scale, info.scale_steps
@@ -124,29 +118,21 @@ class TrainingRun:
             self.samples = info.samples if info.samples is not None else info.step * batch
         return info.step
 
-    def _check_resumed(self, folder: str, info: CheckpointInfo) -> None:
-        options = self.options
-        if info.seed != options.seed:
-            raise ConfigError(f"{folder} was trained with --seed {info.seed}, this run has {options.seed}")
-        if info.step >= options.steps:
-            raise ConfigError(f"{folder} has {info.step} steps done; --steps {options.steps} leaves none to do")
-        if info.data not in ("", self.data) and not options.restart_data:
-            raise ConfigError(
-                f"{folder} was trained on other data, or on sequences of another length",
-                help="give the same --data, or add --restart-data to begin the order of the new data",
-            )
-
     def step(self, tokens: torch.Tensor) -> None:
         """Do one step; the clock runs from the batch being on the device to the parameters being new."""
         model, options = self.model, self.options
-        trace = self._trace if self._steps + 1 == self._traced_step else None
+        trace = self._trace if self.steps + 1 == self._traced_step else None
         if trace is not None:
             trace.begin()
         start_s = self._now_s()
         if trace is not None:
             model.clock.keep()
-        share = self._losses(tokens)
-        stop_votes = torch.full_like(share, float(self.stop.received))
+        if isinstance(self.optimizer, ZerothOrderSGD):
+            self.optimizer.num_steps = self.steps
+            share = self.optimizer.losses(tokens)
+        else:
+            share = model.backward(tokens)
+        stop_votes = torch.full_like(share, float(self.asked_to_stop))
         sums = torch.stack((share.float(), local_square(model), stop_votes.float()))
         model.add_over_ranks(sums)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
@@ -159,7 +145,7 @@ class TrainingRun:
         self._balance.update()
         loss, square, votes = sums.tolist()
         step_time_s = self._now_s() - start_s
-        self._steps += 1
+        self.steps += 1
         self.samples += model.plan.workload.global_batch_size
         self.is_stopped = votes > 0
         used_scale = model.loss_scale.value
@@ -172,9 +158,9 @@ class TrainingRun:
             self.meter.stop_counting()
         self.parts_s.append(model.clock.take(step_time_s))
         if trace is not None:
-            trace.write(step=self._steps, start_s=start_s, step_time_s=step_time_s)
+            trace.write(step=self.steps, start_s=start_s, step_time_s=step_time_s)
         record = StepRecord(
-            step=self._steps,
+            step=self.steps,
             loss=loss,
             grad_norm=None if overflowed else math.sqrt(square),
             learning_rate=learning_rate,
@@ -190,49 +176,37 @@ class TrainingRun:
             record["offload"] = model.offload.report(model.module)
         self.writer.write(record)
 
-    def _losses(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return what this rank adds to the mean loss, after what the optimizer needs to know of the batch was computed."""
-        if not isinstance(self.optimizer, ZerothOrderSGD):
-            return self.model.backward(tokens)
-        self.optimizer.num_steps = self._steps
-        return self.optimizer.losses(tokens)
-
     def _require_finite(self, loss: float, norm: float) -> None:
         scale = self.model.loss_scale
-        if scale.is_dynamic and math.isfinite(loss) and not scale.is_exhausted:
-            return
-        if not math.isfinite(loss) or not math.isfinite(norm):
+        overflows = scale.is_dynamic and scale.value >= MIN_SCALE  # a smaller scale may help
+        if not math.isfinite(loss) or not (overflows or math.isfinite(norm)):
             raise MeshwrightError(
-                f"the loss is {loss} and the gradient norm {norm} at step {self._steps}",
+                f"the loss is {loss} and the gradient norm {norm} at step {self.steps}",
                 help="use a lower --learning-rate",
             )
 
     def checkpoint(self) -> None:
         """Save where it is due; does not count in the measured memory."""
         options = self.options
-        every = options.checkpoint_every or options.steps
         if self._saves is None:
             return
-        if self._steps % every and not self.is_finished:
+        if self.steps % (options.checkpoint_every or options.steps) and not self.is_finished:
             self._saves.poll()
             return
         self._progress.rest()
         self.meter.pause()
         scale = self.model.loss_scale
         progress = TrainingProgress(
-            step=self._steps, seed=options.seed, samples=self.samples, data=self.data,
+            step=self.steps, seed=options.seed, samples=self.samples, data=self.data,
             loss_scale=scale.value if scale.is_dynamic else None, scale_steps=scale.steps,
         )  # fmt: skip
         self._saves.save(progress)
         if self.is_finished:
             self._saves.finish()
-            self._note_stop()
+            folder = os.environ.get(FOLDER_VARIABLE)
+            if self.steps < options.steps and folder is not None:
+                (Path(folder) / STOPPED_FILE).write_text(str(self.steps))
         self.meter.resume()
-
-    def _note_stop(self) -> None:
-        folder = os.environ.get(FOLDER_VARIABLE)
-        if self.is_stopped and self._steps < self.options.steps and folder is not None:
-            (Path(folder) / STOPPED_FILE).write_text(str(self._steps))
 
     def finish(self) -> None:
         """Report the measurements of all ranks with the prediction."""
@@ -296,11 +270,13 @@ def train(
         is_reporter = dist.get_rank() == plan.rank_map[0]
         writer = MetricsWriter(report if is_reporter else None, append=True)  # after what ranks wrote before a restart
         run = TrainingRun(model, optimizer, options, meter, writer, data)
-        if options.checkpoint_dir is None:
-            _run_steps(run, batches)
-        else:
-            with run.stop.listening():
-                _run_steps(run, batches)
+        with (
+            contextlib.nullcontext() if options.checkpoint_dir is None else run.listening(),
+            clock_waiting(model.clock),
+        ):
+            for tokens in _in_advance(run, batches):
+                run.step(tokens.to(device))
+                run.checkpoint()
         run.finish()
         if options.save_adapters and not run.is_stopped:
             save_adapters(model, options.save_adapters)
@@ -309,13 +285,6 @@ def train(
                 merge_adapters(model)
             save_weights(model, options.save_weights, origin=options.weights)
     dist.destroy_process_group()
-
-
-def _run_steps(run: TrainingRun, batches: TokenBatches) -> None:
-    with clock_waiting(run.model.clock):
-        for tokens in _in_advance(run, batches):
-            run.step(tokens.to(run.model.device))
-            run.checkpoint()
 
 
 def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tensor]:
@@ -332,23 +301,16 @@ def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tenso
 
 def _join(plan: TrainingPlan, timeout_s: float) -> torch.device:
     """Enter the job's process group; return this rank's device."""
-    cluster = plan.cluster
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    backend = _backend(plan)
-    timeout = timedelta(seconds=timeout_s)
+    cluster, timeout = plan.cluster, timedelta(seconds=timeout_s)
+    backend = cluster.weakest_device.backend.collectives
     if backend == "gloo":
         dist.init_process_group(backend, timeout=timeout)
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
-    group = [group for group in cluster.groups for _ in range(group.num_devices)][rank]
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    group = [group for group in cluster.groups for _ in range(group.num_devices)][int(os.environ["RANK"])]
     check_device(plan, group, device)
     torch.cuda.set_device(device)
+    if plan.offload is not None and plan.offload.streamed_parameter_layers:
+        backend = f"cpu:gloo,cuda:{backend}"  # those are reduced and counted on the host
     dist.init_process_group(backend, timeout=timeout, device_id=device)
     return device
-
-
-def _backend(plan: TrainingPlan) -> str:
-    """Return the backend; streamed parameters and their gradients are reduced and counted on the host."""
-    backend = plan.cluster.weakest_device.backend.collectives
-    streams = plan.offload is not None and plan.offload.streamed_parameter_layers
-    return f"cpu:gloo,cuda:{backend}" if streams and backend != "gloo" else backend

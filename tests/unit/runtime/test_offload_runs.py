@@ -76,7 +76,7 @@ def test_a_full_drive_ends_the_run_and_its_checkpoint_goes_on(tmp_path: Path, mo
 
     def save_and_fill(run: TrainingRun) -> None:
         save(run)
-        if run.steps_done == 2:
+        if run.steps == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     with monkeypatch.context() as patch:
