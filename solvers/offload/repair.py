@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ...schema.units import BoolArray, FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from ..tolerances import ROUNDING, SUMMED
 from .instance import OPTIONS, OffloadChoice, OffloadInstance
 from .simulation import SimulatedStep, broken_constraints, simulate_within
@@ -35,7 +36,7 @@ HIDDEN = 0.02
 """Of a second of a resource that is not the longest: enough to break ties, too little to prefer it over a shorter step."""
 
 MAX_PREFETCH = 6
-"""Blocks ahead that are tried."""
+"""Blocks ahead that are tried; each takes the memory of a block, and one is enough where a copy is no longer than a pass."""
 
 MAX_EXTRA_PREFETCH = 2
 """Blocks more that are tried although it takes recompute to make room for them."""
@@ -60,13 +61,6 @@ def locations_of(choice: OffloadChoice) -> IntArray:
     return np.where(choice.parameters, 3, location)
 
 
-def change_layer(choice: OffloadChoice, idx: int, option: int, location: int) -> OffloadChoice:
-    """Return the choice with another option and location of one layer."""
-    options, locations = choice.option.copy(), locations_of(choice)
-    options[idx], locations[idx] = option, location
-    return choice_from_locations(options, locations)
-
-
 def choice_from_locations(option: IntArray, location: IntArray) -> OffloadChoice:
     """Return a choice by option and location of each layer [L]."""
     return OffloadChoice(
@@ -88,17 +82,29 @@ class LayerChanges:
     sums: FloatArray
     seconds: FloatArray
 
+    def apply(self, choice: OffloadChoice, row: int | np.integer[Any]) -> OffloadChoice:
+        """Return the choice with one of the changes."""
+        option, location, layer = choice.option.copy(), locations_of(choice), self.layer[row]
+        option[layer], location[layer] = self.option[row], self.location[row]
+        return choice_from_locations(option, location)
+
 
 class ResourceSums:
     """Sums over layers of one problem's choices, and their simulations."""
 
     def __init__(self, instance: OffloadInstance) -> None:
-        """Work out the sums of every option and location."""
-        self.instance = instance
+        """Work out the sums of every option [K, L, 12] and location [6, L, 12]."""
+        self.instance = i = instance
         self._updates: dict[bytes, float] = {}
         self._known: dict[tuple[bytes, bytes, int], SimulatedStep] = {}
-        self.of_option, self.of_location = _sums_by_option(instance), _sums_by_location(instance)
-        self.may_option, self.may_location = instance.allowed, _allowed_locations(instance)
+        self._of_option, self._of_location = _sums_by_option(i), _sums_by_location(i)
+        has, stored = i.state_bytes > 0, i.storage_cap_bytes > 0
+        host, streamed, parameters = (
+            has & i.may.host_optimizer,
+            has & i.may.streamed_optimizer,
+            i.streamable & i.may.parameters,
+        )
+        self._may_be = np.stack([has | True, host, streamed, parameters, host & stored, streamed & stored])
 
     def simulate(self, choice: OffloadChoice, *, prefetch: int = 1) -> SimulatedStep:
         """Simulate a step; what was already simulated is remembered."""
@@ -118,63 +124,42 @@ class ResourceSums:
 
     def total(self, choice: OffloadChoice) -> FloatArray:
         """Return the sums of a choice [12]."""
-        rows = np.arange(self.instance.num_layers)
-        by_layer = self.of_option[choice.option, rows] + self.of_location[locations_of(choice), rows]
+        layers = np.arange(self.instance.num_layers)
+        by_layer = self._of_option[choice.option, layers] + self._of_location[locations_of(choice), layers]
         return np.asarray(by_layer.sum(axis=0))
 
     def seconds(self, sums: FloatArray) -> FloatArray:
         """Return the estimated seconds of sums [..., 12]."""
-        i, links = self.instance, self.instance.links
-        down, up = sums[..., DOWN] / links.to_host_bytes_per_s, sums[..., UP] / links.to_device_bytes_per_s
-        gone = sums[..., UPDATE_DOWN] / links.to_host_bytes_per_s
-        back = sums[..., UPDATE_UP] / links.to_device_bytes_per_s
+        i, links, m = self.instance, self.instance.links, self.instance.num_microbatches
+        down, gone = sums[..., DOWN] / links.to_host_bytes_per_s, sums[..., UPDATE_DOWN] / links.to_host_bytes_per_s
+        up, back = sums[..., UP] / links.to_device_bytes_per_s, sums[..., UPDATE_UP] / links.to_device_bytes_per_s
         both_ways = 1 / links.read_bytes_per_s + 1 / links.write_bytes_per_s if i.storage_cap_bytes > 0 else 0.0
         passes = np.stack([i.compute_s + sums[..., COMPUTE_S], links.seconds(down, up)])
-        update = np.stack(
-            [
-                sums[..., DEVICE_UPDATE_S],
-                sums[..., HOST_UPDATE_S],
-                links.seconds(gone, back),
-                sums[..., STORED] * both_ways,
-            ]
-        )
-        m = i.num_microbatches
+        on_device, on_host, stored = sums[..., DEVICE_UPDATE_S], sums[..., HOST_UPDATE_S], sums[..., STORED] * both_ways
+        update = np.stack([on_device, on_host, links.seconds(gone, back), stored])
         longest = m * passes.max(axis=0) + update.max(axis=0)
         return np.asarray(longest + HIDDEN * (m * passes.sum(axis=0) + update.sum(axis=0)))
 
     def changes(self, choice: OffloadChoice, members: IntArray) -> LayerChanges:
         """Return every other option and every other location of the layers ``members`` [n], one at a time."""
-        location, option = locations_of(choice), choice.option
-        base = self.total(choice)
-        k, with_option = np.nonzero(self.may_option[:, members] & (np.arange(len(OPTIONS))[:, None] != option[members]))
-        q, with_location = np.nonzero(
-            self.may_location[:, members] & (np.arange(len(LOCATIONS))[:, None] != location[members])
-        )
-        first, second = members[with_option], members[with_location]
-        by_option = self.of_option[k, first] - self.of_option[option[first], first]
-        by_place = self.of_location[q, second] - self.of_location[location[second], second]
-        sums = np.concatenate([by_option, by_place])
-        in_use = np.concatenate([self._in_use(choice, first, k), np.zeros(len(second))])
-        sums[:, [DEVICE, DEVICE_AT_END, DEVICE_IN_UPDATE]] += in_use[:, None]
-        sums[:, DEVICE_IN_UPDATE] += np.concatenate([np.zeros(len(first)), self._buffers(choice, second, q)])
+        i, location, option, base = self.instance, locations_of(choice), choice.option, self.total(choice)
+        k, one = np.nonzero(i.allowed[:, members] & (np.arange(len(OPTIONS))[:, None] != option[members]))
+        q, other = np.nonzero(self._may_be[:, members] & (np.arange(len(LOCATIONS))[:, None] != location[members]))
+        first, second = members[one], members[other]
+        by_option = self._of_option[k, first] - self._of_option[option[first], first]
+        by_location = self._of_location[q, second] - self._of_location[location[second], second]
+        in_use = _change_of_largest(choice.take(i.working_bytes), first, i.working_bytes[k, first])
+        by_option[:, [DEVICE, DEVICE_AT_END, DEVICE_IN_UPDATE]] += in_use[:, None]
+        streamed = np.where((q == 2) | (q == 5), i.state_bytes[second], 0.0)
+        buffer = _change_of_largest(np.where(choice.streamed_optimizer, i.state_bytes, 0.0), second, streamed)
+        by_location[:, DEVICE_IN_UPDATE] += 2 * buffer
+        sums = np.concatenate([by_option, by_location])
         return LayerChanges(
             layer=np.concatenate([first, second]),
             option=np.concatenate([k, option[second]]),
             location=np.concatenate([location[first], q]),
             sums=sums,
             seconds=self.seconds(base + sums) - self.seconds(base),
-        )
-
-    def _in_use(self, choice: OffloadChoice, layer: IntArray, option: IntArray) -> FloatArray:
-        return _change_of_largest(
-            choice.take(self.instance.working_bytes), layer, self.instance.working_bytes[option, layer]
-        )
-
-    def _buffers(self, choice: OffloadChoice, layer: IntArray, location: IntArray) -> FloatArray:
-        states = self.instance.state_bytes
-        streamed = (location == 2) | (location == 5)
-        return 2 * _change_of_largest(
-            np.where(choice.streamed_optimizer, states, 0.0), layer, np.where(streamed, states[layer], 0.0)
         )
 
 
@@ -216,14 +201,6 @@ def _sums_by_location(i: OffloadInstance) -> FloatArray:
     sums[4:, :, STORED] = states
     sums[4:, :, HOST] -= states
     return sums
-
-
-def _allowed_locations(i: OffloadInstance) -> BoolArray:
-    """Return which layers' states may be in which location [6, L]."""
-    has, stored = i.state_bytes > 0, i.storage_cap_bytes > 0
-    host, streamed = has & i.may.host_optimizer, has & i.may.streamed_optimizer
-    parameters = i.streamable & i.may.parameters
-    return np.stack([np.ones(i.num_layers, dtype=bool), host, streamed, parameters, host & stored, streamed & stored])
 
 
 @dataclass(frozen=True)
@@ -314,14 +291,13 @@ def excess_by_memory(i: OffloadInstance, simulated: SimulatedStep) -> FloatArray
 
 
 def _free_memory(sums: ResourceSums, choice: OffloadChoice, simulated: SimulatedStep) -> OffloadChoice | None:
-    """Layers changed until no location is beyond its free by the sums, the least seconds a byte first; None if they cannot be."""
+    """Change layers until all memories have enough by the sums, the fewest seconds a byte first; None if that cannot be."""
     free, changed = _free_bytes(sums.instance, simulated), False
     for _ in range(sums.instance.num_layers):
         if (free >= 0).all():
             return choice
         offers = sums.changes(choice, _sample_layers(sums.instance, choice, 1))
-        bytes_ = offers.sums[:, BYTES]
-        full = free < 0
+        bytes_, full = offers.sums[:, BYTES], free < 0
         saved = (np.minimum(np.maximum(-bytes_, 0.0), np.where(full, -free, 0.0)) * full).sum(axis=1)
         saved -= (np.maximum(bytes_, 0.0) * full).sum(axis=1)
         fits = ((bytes_ <= np.maximum(free, 0.0)) | full).all(axis=1) & (saved > 0)
@@ -329,8 +305,7 @@ def _free_memory(sums: ResourceSums, choice: OffloadChoice, simulated: Simulated
             return choice if changed else None
         price = np.where(fits, np.maximum(offers.seconds, ROUNDING) / np.maximum(saved, 1.0), np.inf)
         best = int(np.argmin(price))
-        choice = change_layer(choice, int(offers.layer[best]), int(offers.option[best]), int(offers.location[best]))
-        free, changed = free - bytes_[best], True
+        choice, free, changed = offers.apply(choice, best), free - bytes_[best], True
     return choice
 
 
@@ -360,30 +335,20 @@ def _promising_changes(sums: ResourceSums, best: SimulatedChoice) -> Iterator[Of
     bytes_ = offers.sums[:, BYTES]
     good = np.flatnonzero((offers.seconds < -_MIN_SAVED_S) & (bytes_ <= free).all(axis=1))
     for row in good[np.argsort(offers.seconds[good])]:
-        yield _apply_change(best.choice, offers, int(row))
-    chosen = _changes_to_pair(offers, bytes_)
-    one, two = np.triu_indices(len(chosen), 1)
-    one, two = chosen[one], chosen[two]
+        yield offers.apply(best.choice, row)
+    # Pairs of those that gain most seconds and those that save most bytes of the device for each second.
+    saved = -bytes_[:, :3].min(axis=1)
+    price = np.where(saved > 0, np.maximum(offers.seconds, ROUNDING) / np.maximum(saved, 1.0), np.inf)
+    half = MAX_PAIRED // 2
+    chosen = np.unique(np.concatenate([np.argsort(offers.seconds)[:half], np.argsort(price)[:half]]))
+    one, two = chosen[np.array(np.triu_indices(len(chosen), 1))]
     apart = offers.layer[one] != offers.layer[two]
     one, two = one[apart], two[apart]
     base = sums.total(best.choice)
     seconds = sums.seconds(base + offers.sums[one] + offers.sums[two]) - sums.seconds(base)
     good = np.flatnonzero((seconds < -_MIN_SAVED_S) & (bytes_[one] + bytes_[two] <= free).all(axis=1))
     for pair in good[np.argsort(seconds[good])]:
-        yield _apply_change(_apply_change(best.choice, offers, int(one[pair])), offers, int(two[pair]))
-
-
-def _changes_to_pair(offers: LayerChanges, bytes_: FloatArray) -> IntArray:
-    """Return the changes that gain most seconds, and those that save most bytes of the device for each second."""
-    half = MAX_PAIRED // 2
-    faster = np.argsort(offers.seconds)[:half]
-    saved = -bytes_[:, :3].min(axis=1)
-    price = np.where(saved > 0, np.maximum(offers.seconds, ROUNDING) / np.maximum(saved, 1.0), np.inf)
-    return np.unique(np.concatenate([faster, np.argsort(price)[:half]]))
-
-
-def _apply_change(choice: OffloadChoice, offers: LayerChanges, row: int) -> OffloadChoice:
-    return change_layer(choice, int(offers.layer[row]), int(offers.option[row]), int(offers.location[row]))
+        yield offers.apply(offers.apply(best.choice, one[pair]), two[pair])
 
 
 def _sample_layers(i: OffloadInstance, choice: OffloadChoice, max_per_group: int) -> IntArray:

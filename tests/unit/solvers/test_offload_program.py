@@ -184,7 +184,7 @@ def test_sums_over_layers_are_what_the_simulation_moves_and_holds(seed: int, blo
     # A change is worth what the sums of the changed choice say.
     changes = sums.changes(choice, np.arange(problem.num_layers))
     for row in range(0, len(changes.layer), 5):
-        other = repair.change_layer(choice, *(int(v[row]) for v in (changes.layer, changes.option, changes.location)))
+        other = changes.apply(choice, row)
         assert sums.seconds(sums.total(other)) - sums.seconds(total) == pytest.approx(changes.seconds[row], abs=1e-9)
         update = simulate(problem, other).update_bytes - simulated.update_bytes
         assert changes.sums[row, repair.DEVICE_IN_UPDATE] == pytest.approx(update, abs=1.0)
