@@ -113,8 +113,8 @@ def evaluate(
     """Say what other loads or tokens make of a placement, with uniform shares and with the shares that suit them best."""
     from ..planner.expert_files import counts_of, read_loads, read_trace
     from ..planner.experts import read_placement
-    from ..solvers.experts.homes import validate_trace
     from ..solvers.experts.instance import validate_loads
+    from ..solvers.experts.traffic import validate_trace
     from .show.experts import evaluation_json, evaluation_table
 
     placed = read_placement(placement, num_gpus=num_gpus, num_nodes=routing.num_nodes)

@@ -27,8 +27,7 @@ TITLES = {
     "solvers/experts/instance.py": "Where experts stand",
     "solvers/experts/bounds.py": "Where experts stand, exactly",
     "solvers/experts/shares.py": "Shares of the replicas of an expert",
-    "solvers/experts/homes.py": "Home nodes of experts",
-    "solvers/experts/nodes.py": "Replicas on other nodes",
+    "solvers/experts/traffic.py": "Home nodes of experts, and replicas on other nodes",
     "planner/sizes.py": "The cheapest size of a cluster",
 }
 """Titles, in the order of the page; files without one come last, under the first line of their docstring."""

@@ -17,7 +17,6 @@ from ...schema.errors import ConfigError
 from ...schema.units import FloatArray, IntArray
 from .balance import BalanceSearch, balance_gpus, place_groups
 from .bounds import lower_bound, solve_exactly
-from .homes import HomePolicy, place_near_tokens, validate_trace
 from .instance import (
     ExpertInstance,
     SlotAssignment,
@@ -29,8 +28,8 @@ from .instance import (
     validate_loads,
 )
 from .moves import Transfer, align_slots, count_moves, plan_transfers, rebalance_within_budget
-from .nodes import Routing, Served, serve, serve_by_shares
 from .shares import split_loads
+from .traffic import Routing, Served, place_near_tokens, serve, serve_by_shares, validate_trace
 
 Split = Literal["uniform", "weighted"]
 
@@ -308,8 +307,7 @@ def place_experts(
     if move_budget is not None:
         answer = SlotAssignment(_place_within_budget(instance, before, move_budget))
     elif objective != "balance":
-        policy = HomePolicy(num_groups, objective)
-        answer = place_near_tokens(instance, _required_trace(trace, instance), policy, search)
+        answer = place_near_tokens(instance, _required_trace(trace, instance), objective, num_groups, search)
     elif num_groups is not None:
         answer = SlotAssignment(place_groups(instance, num_groups, search))
     else:

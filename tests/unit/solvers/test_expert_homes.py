@@ -7,10 +7,9 @@ import itertools
 import numpy as np
 import pytest
 from meshwright.schema import ConfigError
-from meshwright.solvers.experts.homes import assign_homes, pair_counts
 from meshwright.solvers.experts.instance import Router, check, make_instance, synthetic_loads, synthetic_trace
-from meshwright.solvers.experts.nodes import replicate_on_nodes, serve, visited_nodes
 from meshwright.solvers.experts.placement import place_experts
+from meshwright.solvers.experts.traffic import assign_homes, pair_counts, replicate_on_nodes, serve, visited_nodes
 
 
 def clustered(num_tokens: int, *, factor: float, seed: int = 0) -> np.ndarray:
