@@ -30,7 +30,7 @@ from ..cost_models.learned import calibration, kernels
 from ..cost_models.learned.calibration import FEATURES, Covariance, covariance_of
 from ..cost_models.learned.kernels import GemmCoefficients, GemmRates, ResidualModel
 from ..schema.catalogue import find_device
-from ..schema.cluster_files import catalogue_device
+from ..schema.cluster import Device
 from ..schema.task import Precision
 from ..schema.units import FloatArray
 from .estimator import RooflineRegressor, least_relative_squares, score_lines, write_artefact
@@ -91,7 +91,7 @@ def is_fp8(software: str) -> bool:
 def device_rates(device: str, software: str) -> GemmRates:
     """Return the data sheet of a catalogue device in the format of a build, before any fit."""
     precision: Precision = "fp8" if is_fp8(software) else "bf16-mixed"
-    sheet = gemm_device(catalogue_device(*find_device(device)), precision, packaged_coefficients())
+    sheet = gemm_device(Device.named(device), precision, packaged_coefficients())
     return GemmRates(_START, sheet, SOFTWARE[software], 1.0 if is_fp8(software) else 2.0)
 
 

@@ -8,8 +8,16 @@ from statistics import median
 from typing import Any
 
 from ..schema.catalogue import find_device
-from ..schema.cluster import DEFAULT_RESERVED_BYTES, ClusterSpec
-from ..schema.devices import CollectiveLatency, Device, Link, LinkEfficiency, LinkLevel, NodeGroup
+from ..schema.cluster import (
+    DEFAULT_RESERVED_BYTES,
+    ClusterSpec,
+    CollectiveLatency,
+    Device,
+    Link,
+    LinkEfficiency,
+    LinkLevel,
+    NodeGroup,
+)
 from ..schema.errors import ConfigError, ProfileError
 from ..schema.profile import CollectivePoint, HostCopyPoint, Profile
 from ..schema.units import GIB

@@ -1,8 +1,7 @@
 """The nouns of Meshwright: frozen, validated data with a JSON round trip. Imports nothing else of the project."""
 
 from .base import SCHEMA_VERSION
-from .cluster import ClusterSpec
-from .devices import Device, Link, LinkLevel, NodeGroup
+from .cluster import ClusterSpec, Device, Link, LinkLevel, NodeGroup
 from .errors import (
     ConfigError,
     InfeasibleError,

@@ -8,6 +8,7 @@ import json
 import os
 import reprlib
 import tempfile
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
@@ -59,6 +60,9 @@ class Frozen(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             raise _config_error(type(self).__name__, error) from None
+
+    # One that is a field of another is validated as such, so that an error names its place: `groups.0.device.memory_bytes`.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with some fields changed."""
@@ -134,6 +138,15 @@ def read_json(path: str | Path) -> Any:
     except (RecursionError, ValueError) as error:  # a ValueError is an integer of thousands of digits
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{path} is not usable JSON: {reason}") from None
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Parse the TOML of a file the user named; every way this fails is a ConfigError."""
+    text = read_text(path)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, and int() of more than 4300 digits
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

@@ -13,6 +13,8 @@ MeshwrightError
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class MeshwrightError(Exception):
@@ -55,6 +57,16 @@ class ConfigError(MeshwrightError):
     """Bad input: a name, number, string or file that cannot mean anything."""
 
     exit_code = 2
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Put the place where it was met before the message of a ConfigError; an empty one is none."""
+    try:
+        yield
+    except ConfigError as error:
+        message = f"{place}: {error.message}" if place else error.message
+        raise ConfigError(message, details=error.details, help=error.help) from None
 
 
 class ProfileError(MeshwrightError):

@@ -28,7 +28,7 @@ from pydantic import (
 
 from .base import Frozen, read_json, shown
 from .catalogue import family_entries
-from .errors import ConfigError
+from .errors import ConfigError, located
 from .layers import (
     MAX_LAYERS,
     Block,
@@ -166,8 +166,8 @@ class PublishedConfig(Frozen):
             )
         if self.head_dim is None and self.kv_lora_rank is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
-                f"{self.num_attention_heads} attention heads must divide the hidden size, {self.hidden_size}, where there is "
-                "no head_dim"
+                f"num_attention_heads = {self.num_attention_heads} must divide hidden_size = {self.hidden_size}, where there is no "
+                "head_dim"
             )
         return self
 
@@ -381,15 +381,13 @@ def fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | None =
         name = name or stored
     elif path is not None:
         name = name or (path.absolute().parent.name if path.name == "config.json" else path.stem)
-    try:
+    with located(where):
         family = _family(content)
         if family.text_model is not None:
             family, content = families()[family.text_model], content.get("text_config")
             if not isinstance(content, Mapping):
                 raise ConfigError(f"field `text_config` is {shown(content)}, not an object")
         fields = family.spec_fields(content)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}", details=error.details, help=error.help) from None
     return {"name": name or family.architecture, "architecture": family.architecture, **fields}
 
 

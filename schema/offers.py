@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, read_text, shown
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, read_toml, shown
 from .catalogue import find_device
-from .cluster import ClusterSpec
-from .cluster_files import check_keys, count_from_table, file_mode
-from .devices import LinkLevel
+from .cluster import ClusterSpec, LinkLevel
+from .cluster_files import check_keys, count_from_table
 from .errors import ConfigError
 from .layout import Layout
 
@@ -182,12 +180,7 @@ def offers_from_file(path: str) -> tuple[Offer, ...]:
     Raises:
         ConfigError: no such file, not TOML, a field that is missing, unknown or of the wrong kind, or no price.
     """
-    if file_mode(path) is None:
-        raise ConfigError(f"there is no offers file {path}")
-    try:
-        data = tomllib.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    data = read_toml(path)
     tables = data.get("offers")
     if set(data) != {"offers"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError(f"{path} is no list of offers: it must hold [[offers]] tables and nothing else")

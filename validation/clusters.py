@@ -8,8 +8,8 @@ from functools import cache
 
 from ..schema import ClusterSpec, ConfigError, LinkLevel
 from ..schema.catalogue import find_device
-from ..schema.cluster_files import catalogue_device, catalogue_link, derived_levels
-from ..schema.devices import Link, NodeGroup
+from ..schema.cluster import Device, Link, NodeGroup
+from ..schema.cluster_files import usual_levels
 from ..schema.units import GB, GIB
 from .rows import RunRow, first_match
 
@@ -52,15 +52,16 @@ def _cluster(
     if known is None:
         return "cluster: device not in the catalogue"
     name, entry = find_device(known)
-    device = catalogue_device(name, entry)
+    device = Device.named(known)
     if memory_gib and abs(memory_gib * GIB / device.memory_bytes - 1) > MEMORY_TOLERANCE:
         device = device.replace(memory_bytes=int(memory_gib * GIB))
     node = math.gcd(n_gpus, min(per_node or entry["devices_per_node"], n_gpus))
     host_link = entry.get("host_link_bytes_per_s")
-    group = NodeGroup(device=device, num_nodes=n_gpus // node, devices_per_node=node, host_link_bytes_per_s=host_link)
+    counts = {"num_nodes": n_gpus // node, "devices_per_node": node}
+    group = NodeGroup(device=device, **counts, host_link_bytes_per_s=host_link)
     variant = first_match("devices", _plain(gpu_type))
     scale_up = (variant and variant["scaleup"]) or entry["scaleup"]
-    levels = derived_levels([(group, {**entry, "scaleup": scale_up})])
+    levels = tuple(LinkLevel(**level) for level in usual_levels([(counts, {**entry, "scaleup": scale_up})]))
     if levels[-1].link.kind == "scale-out":
         link = network_link(network, devices_per_node=per_node or entry["devices_per_node"], default=entry["scaleout"])
         levels = (*levels[:-1], LinkLevel(link=link, domain_size=n_gpus))
@@ -98,7 +99,7 @@ def network_link(text: str, *, devices_per_node: int, default: str) -> Link:
     line = first_match("networks", compute.lower())
     gbit = _gbit_per_device(compute, devices_per_node)
     members = line["links"].split() if line else [default]
-    link = catalogue_link(members[0] if len(members) == 1 else _closest_link(members, compute, default, gbit))
+    link = Link.named(members[0] if len(members) == 1 else _closest_link(members, compute, default, gbit))
     if gbit is None or link.shared_by != "device" or link.name in _NOMINAL_ONLY:
         return link
     return link.replace(bandwidth_bytes_per_s=gbit * GB / 8)
@@ -116,8 +117,8 @@ def _closest_link(members: list[str], text: str, default: str, gbit_per_device: 
         stated = 0.0  # an Ethernet rate says nothing about the InfiniBand next to it
     if not stated and members[0].startswith("eth"):
         return default
-    target = stated * GB / 8 or catalogue_link(default).bandwidth_bytes_per_s
-    return min(members, key=lambda member: abs(catalogue_link(member).bandwidth_bytes_per_s - target))
+    target = stated * GB / 8 or Link.named(default).bandwidth_bytes_per_s
+    return min(members, key=lambda member: abs(Link.named(member).bandwidth_bytes_per_s - target))
 
 
 def _gbit_per_device(text: str, devices_per_node: int) -> float | None:

@@ -32,7 +32,7 @@ from meshwright.cost_models.learned.calibration import calibrate
 from meshwright.cost_models.learned.kernels import predict
 from meshwright.profilers.profiled_cluster import cluster_from_profile
 from meshwright.schema import ClusterSpec, Layout, Profile, Workload
-from meshwright.schema.devices import Device
+from meshwright.schema.cluster import Device
 from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.profile import LayerPoint, MatmulPoint, OverlapPoint
 from meshwright.schema.task import Precision

@@ -21,9 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ...schema import Device, Workload
-from ...schema.catalogue import find_device
-from ...schema.cluster_files import catalogue_device
-from ...schema.devices import GemmFit
+from ...schema.cluster import GemmFit
 from ...schema.errors import ConfigError
 from ...schema.profile import MatmulPoint
 from ...schema.task import Precision
@@ -241,7 +239,7 @@ def _usual_rates(architecture: str, dtype: str) -> tuple[float, float] | None:
 @cache
 def _catalogued(name: str) -> Device | None:
     try:
-        return catalogue_device(*find_device(name))
+        return Device.named(name)
     except ConfigError:
         return None
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from ...schema import ClusterSpec, ConfigError, LinkLevel, Workload
 from ...schema.catalogue import find_device
-from ...schema.cluster_files import catalogue_link
-from ...schema.devices import Link, NodeGroup
+from ...schema.cluster import Link, NodeGroup
 from ...schema.profile import CollectivePoint
 
 MAX_GROWTH = 256
@@ -79,7 +78,7 @@ def _network(cluster: ClusterSpec) -> Link:
     if link.kind == "scale-out":
         return link
     try:
-        return catalogue_link(str(find_device(cluster.groups[0].device.name)[1]["scaleout"]))
+        return Link.named(find_device(cluster.groups[0].device.name)[1]["scaleout"])
     except ConfigError:
         return link
 

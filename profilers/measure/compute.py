@@ -1,6 +1,6 @@
 """Matrix products of one device: measuring them, and the roofline through the measurements.
 
-The roofline is that of ``schema.devices.GemmFit``: ``t = launch_s + max(F / (P * e_c), B / (W * e_m))`` with F = 2mnk
+The roofline is that of ``schema.cluster.GemmFit``: ``t = launch_s + max(F / (P * e_c), B / (W * e_m))`` with F = 2mnk
 FLOPs, B the bytes of both operands and the result, P the best rate measured in the same dtype and W the measured memory
 bandwidth.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.devices import GemmFit, PeakFlops
+from ...schema.cluster import GemmFit, PeakFlops
 from ...schema.errors import ProfileError
 from ...schema.profile import MatmulPoint
 from ...schema.units import MIB

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from ...schema.devices import CollectiveLatency, Link, LinkEfficiency
+from ...schema.cluster import CollectiveLatency, Link, LinkEfficiency
 from ...schema.errors import ProfileError
 from ...schema.profile import CollectiveOp, CollectivePoint, PairPoint
 from ...schema.units import KIB, MIB, format_bytes

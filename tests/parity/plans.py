@@ -18,7 +18,7 @@ from meshwright.schema import (
     TrainingPlan,
     Workload,
 )
-from meshwright.schema.devices import CollectiveLatency, LinkEfficiency, PeakFlops
+from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency, PeakFlops
 from meshwright.schema.layers import (
     Block,
     DenseMLP,

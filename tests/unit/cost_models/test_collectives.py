@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cost_models.hardware.collectives import Hops, collective_s, p2p_s
 from meshwright.schema import ClusterSpec, Link, LinkLevel
-from meshwright.schema.devices import CollectiveLatency, LinkEfficiency
+from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency
 from meshwright.schema.profile import CollectivePoint
 
 _ALL = LinkEfficiency(p2p=1, all_reduce=1, all_gather=1, reduce_scatter=1, all_to_all=1)

@@ -21,7 +21,7 @@ from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.planner.search import SearchResult
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Offer, SolverLimitError, Workload
-from meshwright.schema.devices import Device, GemmFit, Link, NodeGroup
+from meshwright.schema.cluster import Device, GemmFit, Link, NodeGroup
 from small_spaces import random_instance, shortened
 
 ROUNDING = 1e-9

@@ -14,7 +14,7 @@ from meshwright.planner.rank_map import orders
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, Workload
-from meshwright.schema.devices import NodeGroup
+from meshwright.schema.cluster import NodeGroup
 
 DEVICES = ("1x4xA100-SXM-40GB", "1x4xH100-SXM-80GB", "1x4xL40S", "1x4xA100-SXM-80GB", "1x4xV100-SXM2-32GB")
 MODELS = ("gpt2", "llama-3.2-1b", "olmoe-1b-7b", "qwen2.5-7b")

@@ -18,8 +18,7 @@ from meshwright.cost_models.learned.calibration import (
     covariance,
     most_informative_shapes,
 )
-from meshwright.schema.catalogue import find_device
-from meshwright.schema.cluster_files import catalogue_device
+from meshwright.schema.cluster import Device
 
 SHARED = Path(__file__).resolve().parents[5] / "shared/data"
 
@@ -82,7 +81,7 @@ def test_chosen_points_of_a_device_improve_its_other_products():
     rows = fit.read_rows(SHARED)
     rows = rows[(rows.software == "sglang") & (rows.device == "L40S-48GB")].sample(2000, random_state=1)
     m, n, k, seconds = (rows[name].to_numpy() for name in ("m", "n", "k", "seconds"))
-    device = catalogue_device(*find_device("L40S"))
+    device = Device.named("L40S")
     unknown = gemm_rates(device.replace(name="one", architecture="volta"), "bf16-mixed")
     unknown = unknown._replace(sustained_ratio=1.0, reference=None)
     chosen = most_informative_shapes(m[:600], n[:600], k[:600], unknown, 60)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.hardware.machine import gemm_rates, is_measured
 from meshwright.cost_models.learned import calibration, kernels
-from meshwright.schema.catalogue import find_device
-from meshwright.schema.cluster_files import catalogue_device
+from meshwright.schema.cluster import Device
 from meshwright.schema.profile import MatmulPoint
 from meshwright.schema.task import Precision
 
@@ -17,7 +16,7 @@ UNMEASURED = ("V100", "MI300X", "H20", "RTX4090")
 
 
 def _rates(name, precision="bf16-mixed"):
-    device = catalogue_device(*find_device(name))
+    device = Device.named(name)
     return gemm_rates(device, "fp16-mixed" if device.peak_flops_per_s.bf16 is None else precision)
 
 
@@ -71,14 +70,14 @@ def test_gradients_are_products_of_the_same_three_sizes():
 def test_a_device_of_which_only_the_data_sheet_is_known_is_less_certain():
     errors = kernels.shipped_model("gemm").provenance["relative_error"]
     assert 0.03 < errors["devices"] < errors["architectures"] < errors["unknown"] < 0.5
-    assert is_measured(catalogue_device(*find_device("H100")))
-    assert not is_measured(catalogue_device(*find_device("H20")))
+    assert is_measured(Device.named("H100"))
+    assert not is_measured(Device.named("H20"))
 
 
 @pytest.mark.parametrize(("architecture", "precision"), [("hopper", "bf16-mixed"), ("", "fp8"), ("volta", "fp32")])
 def test_no_shape_is_slower_at_higher_rates(architecture: str, precision: Precision) -> None:
     """Of a device that only its own file describes: the learned residual must not take it for a slower one."""
-    sheet = catalogue_device(*find_device("H100")).replace(name="one", architecture=architecture)
+    sheet = Device.named("H100").replace(name="one", architecture=architecture)
     m, n, k = 2 ** np.random.default_rng(2).uniform(5, 15, (3, 400))
     last = np.inf
     for factor in (0.1, 0.9, 1.0, 1.01, 1.5, 3.0):
@@ -118,7 +117,7 @@ def test_calibration_follows_measured_points():
 
 def test_a_profile_is_the_models_own_data_for_its_device():
     """A GPU a third slower than its data sheet says: its points bring the rates there, in their own dtype only."""
-    device, rates = catalogue_device(*find_device("H100")), _rates("H100")._replace(sustained_ratio=1.0)
+    device, rates = Device.named("H100"), _rates("H100")._replace(sustained_ratio=1.0)
     random = np.random.default_rng(1)
     shapes = [tuple(int(size) for size in 2 ** random.integers(7, 14, 3)) for _ in range(60)]
     points = tuple(
