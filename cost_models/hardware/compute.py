@@ -5,21 +5,20 @@ All functions are vectorised over layouts: ``tokens`` and ``tp`` are arrays [N] 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ...schema.units import FloatArray, IntArray
 from ..layer.operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
-from ..learned.kernels import AttentionShape, Pass, attention_seconds, gemm_seconds
+from ..learned.kernels import AttentionShape, attention_seconds, gemm_seconds
 from .machine import DeviceRates, GroupedGemm
 
-TENSOR_CORE_ALIGNMENT_BYTES = 16
+_TENSOR_CORE_ALIGNMENT_BYTES = 16
 """Rows of the small matrices of attention that do not start at multiples of this keep the tensor cores out of batched products."""
 
 
-@dataclass(frozen=True)
-class OperatorTime:
+class OperatorTime(NamedTuple):
     """Seconds [N] of one operator for one micro-batch, and how many operators the host dispatches for it.
 
     ``weight_s`` are the gradients of weights, a part of ``backward_s``.
@@ -33,24 +32,16 @@ class OperatorTime:
 
     def take(self, rows: IntArray) -> OperatorTime:
         """Return the time under a subset of the layouts."""
-        forward, backward = (
-            dispatches if np.ndim(dispatches) == 0 else np.asarray(dispatches)[rows]
-            for dispatches in (self.forward_dispatches, self.backward_dispatches)
-        )
-        weight = self.weight_s if np.ndim(self.weight_s) == 0 else np.asarray(self.weight_s)[rows]
-        return OperatorTime(self.forward_s[rows], self.backward_s[rows], forward, backward, weight)
+        return OperatorTime(*(value[rows] if isinstance(value, np.ndarray) else value for value in self))  # type: ignore[arg-type]
 
     def scaled(
         self, forward: FloatArray | float, backward: FloatArray | float, *, with_dispatches: bool = False
     ) -> OperatorTime:
         """Return the time with both passes multiplied; with their dispatches where these are part of the seconds."""
-        return OperatorTime(
-            self.forward_s * forward,
-            self.backward_s * backward,
-            self.forward_dispatches * forward if with_dispatches else self.forward_dispatches,
-            self.backward_dispatches * backward if with_dispatches else self.backward_dispatches,
-            self.weight_s * backward,
-        )
+        dispatches = self.forward_dispatches, self.backward_dispatches
+        if with_dispatches:
+            dispatches = dispatches[0] * forward, dispatches[1] * backward
+        return OperatorTime(self.forward_s * forward, self.backward_s * backward, *dispatches, self.weight_s * backward)
 
 
 def operator_time(
@@ -60,76 +51,59 @@ def operator_time(
     sequence_parallel: IntArray,
     *,
     rates: DeviceRates,
-    compute_bytes: int,
     ep: IntArray | FloatArray | int = 1,
 ) -> OperatorTime:
     """Return the time of one operator on one rank for ``tokens`` [N] tokens of a micro-batch; ``ep`` ranks share its matrices."""
     if isinstance(op, Gemm):
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
-        rows = np.asarray(tokens * op.rows_per_token, dtype=np.float64)
-        if op.head_dim is not None:
-            return _score_product_s(rows, n, k, op.head_dim, rates, compute_bytes)
-        rates = rates if op.quantized else rates._replace(gemm=rates.full_gemm)
-        if op.num_matrices > 1:
-            forward, backward, weight = grouped_gemm_s(rows, n, k, op.num_matrices / ep, rates, compute_bytes)
-        else:
-            forward, backward, weight = _product_s(rows, n, k, rates, compute_bytes)
-        if op.frozen:  # no gradient of the weights; that of the input takes as long as the product itself
-            backward, weight = forward, np.zeros_like(forward)
-        dispatches = (1, 1 if op.frozen else 2)
-        if not (op.quantized and rates.quantize_bytes):
-            return OperatorTime(forward, backward, *dispatches, weight)
-        cast = (quantize_s(rows * k, rates), quantize_s(rows * n, rates))
-        return OperatorTime(forward + cast[0], backward + cast[1], dispatches[0] + 1, dispatches[1] + 1, weight)
+        return _gemm_time(op, np.asarray(tokens * op.rows_per_token, dtype=np.float64), n, k, ep, rates)
     if isinstance(op, FusedAttention):
-        forward = attention_s(op, tokens, tp, rates, compute_bytes, backward=False)
-        return OperatorTime(forward, attention_s(op, tokens, tp, rates, compute_bytes, backward=True), 1, 1)
-    return _elementwise_time(op, tokens, tp, sequence_parallel, rates, compute_bytes)
+        forward, backward = (attention_s(op, tokens, tp, rates, backward=is_backward) for is_backward in (False, True))
+        return OperatorTime(forward, backward, 1, 1)
+    return _elementwise_time(op, tokens, tp, sequence_parallel, rates)
 
 
-def _score_product_s(
-    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, head_dim: int, rates: DeviceRates, element_bytes: int
+def _gemm_time(
+    op: Gemm, rows: FloatArray, n: FloatArray, k: FloatArray, ep: IntArray | FloatArray | int, rates: DeviceRates
 ) -> OperatorTime:
-    """Return the time of a product in unfused attention: one small matrix for each sequence and head, without weights."""
-    aligned = head_dim * element_bytes % TENSOR_CORE_ALIGNMENT_BYTES == 0
-    peak = rates.gemm_flops_per_s if aligned else min(rates.vector_flops_per_s, rates.gemm_flops_per_s)
-    forward = gemm_s(rows, n, k, rates._replace(gemm=None, gemm_flops_per_s=peak), element_bytes)
-    return OperatorTime(forward, 2 * forward, 1, 2)
-
-
-def _product_s(
-    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the seconds of a product forward, of its two gradients, and of that of the weights alone."""
-    if rates.gemm is None:
+    if op.head_dim is not None:
+        # In unfused attention: one small matrix for each sequence and head, without weights.
+        aligned = op.head_dim * rates.compute_bytes % _TENSOR_CORE_ALIGNMENT_BYTES == 0
+        peak = rates.gemm_flops_per_s if aligned else min(rates.vector_flops_per_s, rates.gemm_flops_per_s)
+        forward = gemm_s(rows, n, k, rates._replace(gemm=None, gemm_flops_per_s=peak))
+        return OperatorTime(forward, 2 * forward, 1, 2)
+    rates = rates if op.quantized else rates._replace(gemm=rates.full_gemm)
+    if op.num_matrices > 1:
+        forward, backward, weight = grouped_gemm_s(rows, n, k, op.num_matrices / ep, rates)
+    elif rates.gemm is None:
         # dgrad [rows,n]x[n,k] and wgrad [k,rows]x[rows,n]: the same three matrices, each once an output.
-        forward = gemm_s(rows, n, k, rates, element_bytes)
-        return forward, 2 * forward, forward
-    m = np.asarray(rows, dtype=np.float64)
-    passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
-    forward, dgrad, wgrad = (gemm_seconds(m, n, k, rates.gemm, which=which) for which in passes)
-    return forward, dgrad + wgrad, wgrad
+        forward = weight = gemm_s(rows, n, k, rates)
+        backward = 2 * forward
+    else:
+        forward = gemm_seconds(rows, n, k, rates.gemm)
+        weight = gemm_seconds(rows, n, k, rates.gemm, which="weight_gradient")
+        backward = gemm_seconds(rows, n, k, rates.gemm, which="input_gradient") + weight
+    if op.frozen:  # no gradient of the weights; that of the input takes as long as the product itself
+        backward, weight = forward, np.zeros_like(forward)
+    dispatches = (1, 1 if op.frozen else 2)
+    if not (op.quantized and rates.quantize_bytes):
+        return OperatorTime(forward, backward, *dispatches, weight)
+    cast = (quantize_s(rows * k, rates), quantize_s(rows * n, rates))
+    return OperatorTime(forward + cast[0], backward + cast[1], dispatches[0] + 1, dispatches[1] + 1, weight)
 
 
-def gemm_s(
-    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates, element_bytes: int
-) -> FloatArray:
+def gemm_s(rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, rates: DeviceRates) -> FloatArray:
     """Return the seconds of one [rows,k] x [k,n] product."""
     if rates.gemm is not None:
         return gemm_seconds(np.asarray(rows, dtype=np.float64), n, k, rates.gemm)
     flops = 2.0 * rows * n * k / rates.gemm_flops_per_s
-    traffic = element_bytes * (rows * (n + k) + n * k) / rates.gemm_bytes_per_s
+    traffic = rates.compute_bytes * (rows * (n + k) + n * k) / rates.gemm_bytes_per_s
     return np.asarray(rates.launch_s + np.maximum(flops, traffic), dtype=np.float64)
 
 
 def grouped_gemm_s(
-    rows: FloatArray | IntArray,
-    n: FloatArray,
-    k: FloatArray,
-    num_matrices: FloatArray | float,
-    rates: DeviceRates,
-    element_bytes: int,
+    rows: FloatArray | IntArray, n: FloatArray, k: FloatArray, num_matrices: FloatArray | float, rates: DeviceRates
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return the seconds of one product for every expert, rows divided evenly over ``num_matrices``: forward, backward, weights.
 
@@ -138,16 +112,16 @@ def grouped_gemm_s(
     Sizes that leave few rows to an expert are bound by the weights and by what each expert costs by itself. The weights'
     gradients add up in fp32, read and written. Coefficients: coefficients.toml, [grouped_gemm].
     """
-    together = gemm_s(rows, n, k, rates, element_bytes)
+    together = gemm_s(rows, n, k, rates)
     one_by_one = num_matrices * 1.0 if rates.expert_by_expert else 0.0
 
     def pass_s(grouped: GroupedGemm, weight_bytes: int) -> FloatArray:
-        traffic = (element_bytes * rows * (n + k) + weight_bytes * num_matrices * n * k) / rates.gemm_bytes_per_s
+        traffic = (rates.compute_bytes * rows * (n + k) + weight_bytes * num_matrices * n * k) / rates.gemm_bytes_per_s
         seconds = one_by_one * grouped.expert_s + grouped.ratio * np.maximum(together, traffic)
         return np.asarray(seconds, dtype=np.float64)
 
-    forward = pass_s(rates.grouped["forward"], element_bytes)
-    to_inputs, to_weights = pass_s(rates.grouped["dgrad"], element_bytes), pass_s(rates.grouped["wgrad"], 8)
+    forward = pass_s(rates.grouped["forward"], rates.compute_bytes)
+    to_inputs, to_weights = pass_s(rates.grouped["dgrad"], rates.compute_bytes), pass_s(rates.grouped["wgrad"], 8)
     return forward, to_inputs + to_weights, to_weights
 
 
@@ -159,18 +133,13 @@ def quantize_s(elements: FloatArray | IntArray, rates: DeviceRates) -> FloatArra
 
 
 def attention_s(
-    op: FusedAttention,
-    tokens: IntArray | FloatArray,
-    tp: IntArray,
-    rates: DeviceRates,
-    element_bytes: int,
-    *,
-    backward: bool,
+    op: FusedAttention, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates, *, backward: bool
 ) -> FloatArray:
     """Return the seconds of fused causal attention of ``tokens`` tokens on one rank."""
     if rates.attention is None:
         flops = op.forward_flops_per_token * tokens / tp * (BACKWARD_ATTENTION_RATIO if backward else 1.0)
-        traffic = (2 if backward else 1) * element_bytes * tokens * op.num_heads * (2 * op.qk_dim + 2 * op.v_dim) / tp
+        elements = tokens * op.num_heads * (2 * op.qk_dim + 2 * op.v_dim)
+        traffic = (2 if backward else 1) * rates.compute_bytes * elements / tp
         roofline = np.maximum(flops / rates.gemm_flops_per_s, traffic / rates.elementwise_bytes_per_s)
         return np.asarray(rates.launch_s + roofline, dtype=np.float64)
     # Few sizes occur among many layouts: each is looked up once.
@@ -182,7 +151,7 @@ def attention_s(
         context=np.full(rows.shape, op.context),
         longest=np.full(rows.shape, float(op.longest)),
         width=np.full(rows.shape, (op.qk_dim + op.v_dim) / 2),
-        element_bytes=np.full(rows.shape, float(element_bytes)),
+        element_bytes=np.full(rows.shape, float(rates.compute_bytes)),
     )
     seconds = attention_seconds(
         rates.attention.kernel,
@@ -196,25 +165,15 @@ def attention_s(
 
 
 def _elementwise_time(
-    op: Elementwise,
-    tokens: IntArray | FloatArray,
-    tp: IntArray,
-    sequence_parallel: IntArray,
-    rates: DeviceRates,
-    element_bytes: int,
+    op: Elementwise, tokens: IntArray | FloatArray, tp: IntArray, sequence_parallel: IntArray, rates: DeviceRates
 ) -> OperatorTime:
     split = {"column": tp, "row": tp, "none": np.ones_like(tp), "tokens": np.where(sequence_parallel == 1, tp, 1)}[
         op.shard
     ]
-    bytes_per_element = (op.element_bytes or element_bytes) * tokens / split / rates.elementwise_bytes_per_s
+    bytes_per_element = (op.element_bytes or rates.compute_bytes) * tokens / split / rates.elementwise_bytes_per_s
     return OperatorTime(
         op.forward_kernels * rates.kernel_s + op.forward_elements * bytes_per_element,
         op.backward_kernels * rates.kernel_s + op.backward_elements * bytes_per_element,
         op.forward_kernels,
         op.backward_kernels,
     )
-
-
-def elementwise_update_s(num_params: FloatArray, bytes_per_param: float, rates: DeviceRates) -> FloatArray:
-    """Return the seconds of a memory-bound pass over parameters (the optimizer update)."""
-    return np.asarray(num_params * bytes_per_param / rates.update_bytes_per_s, dtype=np.float64)

@@ -86,6 +86,7 @@ class DeviceRates(NamedTuple):
         gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
         launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
         update_bytes_per_s: passes of the optimizer over parameters and states.
+        compute_bytes: of one element of activations.
     """
 
     gemm: GemmRates | None
@@ -101,6 +102,7 @@ class DeviceRates(NamedTuple):
     kernel_s: float
     update_bytes_per_s: float
     vector_flops_per_s: float
+    compute_bytes: int
 
 
 @lru_cache(maxsize=64)
@@ -147,6 +149,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
         kernel_s=0.0 if is_host else c["elementwise"]["kernel_s"],
         update_bytes_per_s=_update_bytes_per_s(scenario),
         vector_flops_per_s=vector_flops_per_s * slowed,
+        compute_bytes=workload.compute_bytes,
     )
 
 

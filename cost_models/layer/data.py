@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,6 @@ from ...schema import Workload
 from ...schema.layout_table import OFFLOADS, LayoutTable
 from ...schema.units import Array, FloatArray, IntArray
 from ..hardware.collectives import Pair, collective_s, exposed_s, slowdown_law
-from ..hardware.compute import elementwise_update_s
 from ..hardware.machine import (
     device_rates,
     host_link_bytes_per_s,
@@ -22,11 +20,11 @@ from ..hardware.machine import (
 from .operators import CostInputs
 from .parallel import sharded_params
 
-ZEROTH_ORDER_ELEMENTS = 14
+_ZEROTH_ORDER_ELEMENTS = 14
 """Elements that zeroth-order training reads and writes of one parameter in a step: three moves and a step along the direction, each
 of two reads and a write, and the decay (runtime/training/optimizer.py)."""
 
-DIRECTION_ELEMENTS = 4
+_DIRECTION_ELEMENTS = 4
 """Elements written of one parameter's direction, drawn unsharded by every rank for each of the four."""
 
 _NEWTON_SCHULZ_FLOPS = 25.0
@@ -61,62 +59,56 @@ class DataParallelTime(NamedTuple):
     levels_s: FloatArray
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerParams:
-    """What one rank holds of a layer before data parallelism shards it.
-
-    Attributes:
-        trained: parameters [N]; ``routed`` of them are routed experts'.
-        frozen_bytes: bytes of the others, as they are stored [N].
-        num_tensors: how many matrices and vectors they are.
-    """
-
-    trained: FloatArray
-    routed: FloatArray
-    frozen_bytes: FloatArray
-    num_tensors: int
-
-
-def data_parallel_s(params: LayerParams, inputs: CostInputs) -> DataParallelTime:
+def data_parallel_s(
+    trained: FloatArray, routed: FloatArray, frozen_bytes: FloatArray, num_tensors: int, inputs: CostInputs
+) -> DataParallelTime:
     """Return gathers and reductions over the ranks that share parameters [N]; experts with axes of their own have their own groups.
 
     Where the engine runs them tensor by tensor, each further one costs the steps of a ring: its latency is not shared.
     Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
+    Zeroth-order training reduces nothing; parameters move before each of its two passes, so that below zero 3 they are gathered
+    twice too.
+
+    Args:
+        trained, routed: parameters of one rank before data parallelism shards them [N], and which of them are routed experts'.
+        frozen_bytes: of the others, as they are stored [N].
+        num_tensors: how many matrices and vectors they are.
+        inputs: layouts and scenario.
     """
     layouts = inputs.layouts
-    dense = np.where(layouts.experts_follow_tp, params.trained, params.trained - params.routed)
-    frozen = np.where(layouts.zero_stage == 3, params.frozen_bytes, 0.0)
+    dense = np.where(layouts.experts_follow_tp, trained, trained - routed)
+    frozen = np.where(layouts.zero_stage == 3, frozen_bytes, 0.0)
     replicas = layouts.num_replicas * layouts.num_shards // layouts.num_optimizer_shards
     shards = (layouts.num_shards, layouts.num_gradient_shards, layouts.num_optimizer_shards)
     seconds = _sharded_s(dense, frozen, ShardGroups(*shards, replicas, layouts.tp), inputs)
     by_tensor = inputs.workload.engine_facts.data_parallel.zero1_by_tensor & (layouts.zero_stage == 1)
-    num_further = np.where(by_tensor, params.num_tensors, 1) - 1
+    num_further = np.where(by_tensor, num_tensors, 1) - 1
     steps_s = num_further * layouts.num_shards * inputs.scenario.coefficients["data_parallel"]["tensor_step_s"]
-    fetch_s = _fetch_s(params, inputs)
+    # One rank's shard over the host's link, where parameters are offloaded.
+    rate = host_link_bytes_per_s(layouts.offload_to_storage, inputs.scenario)
+    shard_bytes = trained * inputs.workload.compute_bytes + frozen_bytes
+    is_offloaded = layouts.offload == OFFLOADS.index("parameters")
+    fetch_s = np.where(is_offloaded, shard_bytes / layouts.num_optimizer_shards / rate, 0.0)
     seconds = DataParallelTime(
         seconds.gather_s + steps_s + fetch_s,
         seconds.regather_s + steps_s + fetch_s,
         seconds.reduce_s + steps_s,
         seconds.levels_s,
     )
-    if np.all(layouts.experts_follow_tp):
+    if not np.all(layouts.experts_follow_tp):
+        routed = np.where(layouts.experts_follow_tp, 0.0, routed)
+        shards = (layouts.expert_shards, layouts.expert_gradient_shards, layouts.expert_optimizer_shards)
+        replicas = np.maximum(layouts.expert_replicas * layouts.expert_shards // layouts.expert_optimizer_shards, 1)
+        groups = ShardGroups(*shards, replicas, layouts.ep * layouts.expert_tp)
+        of_experts = _sharded_s(routed, np.zeros(len(layouts)), groups, inputs)
+        seconds = DataParallelTime(
+            *(a + np.where(routed > 0, b, 0.0) for a, b in zip(seconds, of_experts, strict=True))
+        )
+    if inputs.workload.has_backward:
         return seconds
-    routed = np.where(layouts.experts_follow_tp, 0.0, params.routed)
-    shards = (layouts.expert_shards, layouts.expert_gradient_shards, layouts.expert_optimizer_shards)
-    replicas = np.maximum(layouts.expert_replicas * layouts.expert_shards // layouts.expert_optimizer_shards, 1)
-    groups = ShardGroups(*shards, replicas, layouts.ep * layouts.expert_tp)
-    of_experts = _sharded_s(routed, np.zeros(len(layouts)), groups, inputs)
-    return DataParallelTime(*(a + np.where(routed > 0, b, 0.0) for a, b in zip(seconds, of_experts, strict=True)))
-
-
-def without_reductions(seconds: DataParallelTime, layouts: LayoutTable) -> DataParallelTime:
-    """Return the collectives of zeroth-order training.
-
-    Parameters move before each of its two passes, so that below zero 3 they are gathered twice too.
-    """
     none = np.zeros(len(layouts))
-    gather = np.where(layouts.zero_stage == 3, seconds.gather_s, 2 * seconds.gather_s)
-    return DataParallelTime(gather, seconds.regather_s, none, none)
+    gather_s = np.where(layouts.zero_stage == 3, seconds.gather_s, 2 * seconds.gather_s)
+    return DataParallelTime(gather_s, seconds.regather_s, none, none)
 
 
 def _sharded_s(
@@ -167,23 +159,11 @@ def _sharded_s(
     return DataParallelTime(gather, regather, reduce, levels + np.where(sums_once, over_replicas, 0.0))
 
 
-def _fetch_s(params: LayerParams, inputs: CostInputs) -> FloatArray:
-    """Return the seconds of one rank's shard over the host's link, where parameters are offloaded [N]."""
-    layouts = inputs.layouts
-    shard_bytes = params.trained * inputs.workload.compute_bytes + params.frozen_bytes
-    rate = host_link_bytes_per_s(layouts.offload_to_storage, inputs.scenario)
-    is_offloaded = layouts.offload == OFFLOADS.index("parameters")
-    return np.where(is_offloaded, shard_bytes / layouts.num_optimizer_shards / rate, 0.0)
-
-
 def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_head: bool) -> FloatArray:
-    """Return what gathering and reducing one layer adds to its compute in one pass over data [N].
+    """Return what gathering and reducing a layer of a LayerCost adds to its compute in one pass over data [N].
 
-    Args:
-        cost: LayerCost of the layer.
-        overlap: part of the compute time that collectives hide behind.
-        inputs: layouts and scenario.
-        is_head: the layer is the head, which stays gathered: its backward pass follows at once.
+    ``overlap`` is the part of the compute time that collectives hide behind; a head stays gathered, as its backward pass follows
+    at once.
     """
     layouts, workload = inputs.layouts, inputs.workload
     facts = workload.engine_facts.data_parallel
@@ -299,11 +279,11 @@ def update_s(
     share = np.asarray(sharded_params(trained, expert_params, *owners))
     if not workload.has_backward:
         unsharded = (trained - expert_params) * b.tp[idx] + expert_params * b.ep[idx] * b.expert_tp[idx]
-        moved = elementwise_update_s(share, ZEROTH_ORDER_ELEMENTS * workload.master_bytes, rates)
-        drawn_bytes = DIRECTION_ELEMENTS * workload.master_bytes
-        return moved + elementwise_update_s(np.asarray(unsharded), drawn_bytes, rates)
+        moved = share * (_ZEROTH_ORDER_ELEMENTS * workload.master_bytes) / rates.update_bytes_per_s
+        drawn = unsharded * (_DIRECTION_ELEMENTS * workload.master_bytes) / rates.update_bytes_per_s
+        return np.asarray(moved + drawn)
     update_bytes = update_bytes_per_param(workload)
-    seconds = elementwise_update_s(share, update_bytes, rates)
+    seconds = share * update_bytes / rates.update_bytes_per_s
     if workload.optimizer == "muon":
         seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * inputs.hidden_dim / rates.gemm_flops_per_s
     away = np.where(b.offload[idx] > 0, b.offload_fraction[idx], 0.0)

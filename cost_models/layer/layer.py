@@ -23,7 +23,7 @@ from ...schema.units import FloatArray, IntArray
 from ..hardware.compute import OperatorTime, operator_time
 from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s
 from ..measured import attention_ratio, layer_ratios
-from .data import LayerParams, data_parallel_s, has_copies, without_reductions
+from .data import data_parallel_s, has_copies
 from .memory import activation_bytes, tp_params, trained_and_frozen, with_adapters
 from .operators import (
     CORE_ATTENTION,
@@ -124,16 +124,9 @@ class LayerCost:
 def with_data_parallel(cost: LayerCost, layer: Layer, inputs: CostInputs) -> LayerCost:
     """Return the cost with its collectives over data; layouts that share them are evaluated once."""
     rows, case_idx = inputs.layouts.across_data
-    params = LayerParams(
-        trained=cost.num_trained[rows],
-        routed=cost.expert_params[rows],
-        frozen_bytes=cost.frozen_bytes[rows],
-        num_tensors=_num_tensors(layer, inputs),
-    )
-    cases = inputs.select(rows)
-    seconds = data_parallel_s(params, cases)
-    if not inputs.workload.has_backward:
-        seconds = without_reductions(seconds, cases.layouts)
+    num_tensors = sum(isinstance(op, Gemm) for op in _operators(layer, inputs)) + 2 * (layer.inner_block is not None)
+    params = (cost.num_trained[rows], cost.expert_params[rows], cost.frozen_bytes[rows], num_tensors)
+    seconds = data_parallel_s(*params, inputs.select(rows))
     return replace(cost, **{name: values[case_idx] for name, values in seconds._asdict().items()})
 
 
@@ -216,11 +209,6 @@ def _weight_share(times: list[OperatorTime], size: int) -> FloatArray:
     return np.asarray(np.divide(weight, backward, out=np.zeros(size), where=backward > 0))
 
 
-def _num_tensors(layer: Layer, inputs: CostInputs) -> int:
-    products = sum(isinstance(op, Gemm) for op in _operators(layer, inputs))
-    return products + 2 * (layer.inner_block is not None)
-
-
 def _operators(layer: Layer, inputs: CostInputs) -> tuple[Operator, ...]:
     """Return what the layer runs under the scenario's workload, adapters included."""
     operators = layer_operators(layer, operator_rules(inputs.hidden_dim, inputs.scenario))
@@ -234,7 +222,7 @@ def operator_times(operators: tuple[Operator, ...], inputs: CostInputs) -> list[
     inputs = inputs.select(rows)
     layouts, workload = inputs.layouts, inputs.workload
     routed_tokens = inputs.tokens * token_share(layouts, workload)
-    time_of = partial(operator_time, rates=device_rates(inputs.scenario), compute_bytes=workload.compute_bytes)
+    time_of = partial(operator_time, rates=device_rates(inputs.scenario))
 
     def attention_s(op: FusedAttention, num_tokens: int, direction: Literal["forward", "backward"]) -> float:
         one = np.ones(1, dtype=np.int64)

@@ -167,9 +167,7 @@ def _layer_s(
             continue
         # Experts that no row reaches are not read: as if other ranks had them.
         ep = _experts_over_reached(moe, flat) if moe is not None and isinstance(op, Gemm) and op.routed else 1
-        time = operator_time(
-            op, flat, ranks, no_sequence_parallel, rates=rates, compute_bytes=workload.compute_bytes, ep=ep
-        )
+        time = operator_time(op, flat, ranks, no_sequence_parallel, rates=rates, ep=ep)
         # Attention of a decoding pass is `_attend_s`.
         counted = prefill if op.name in CORE_ATTENTION else np.ones_like(prefill)
         seconds = seconds + np.where(counted, time.forward_s, 0.0)

@@ -69,7 +69,7 @@ def products(precision: str) -> dict[str, float]:
     kinds = dict.fromkeys(run.layer for run in spec.layers)
     operators = [op for layer in kinds for op in operators_under(layer, spec.hidden_dim, 4096, engine="megatron")]
     return {
-        op.name: float(operator_time(op, tokens, one, one, rates=rates, compute_bytes=2).forward_s[0])
+        op.name: float(operator_time(op, tokens, one, one, rates=rates).forward_s[0])
         for op in operators
         if isinstance(op, Gemm)
     }
@@ -85,7 +85,7 @@ def grouped(experts: float, engine: str = "megatron") -> tuple[float, float]:
     """Forward and backward seconds of 32768 rows over experts."""
     rates = device_rates(Scenario.build(WORKLOAD.replace(engine=engine), H100))
     n, k = np.array([4096.0]), np.array([7168.0])
-    forward, backward, weight = grouped_gemm_s(np.array([32768]), n, k, experts, rates, 2)
+    forward, backward, weight = grouped_gemm_s(np.array([32768]), n, k, experts, rates)
     assert 0 < weight < backward
     return float(forward[0]), float(backward[0])
 
@@ -98,7 +98,7 @@ def test_fewer_rows_an_expert_are_less_efficient() -> None:
 
 def test_few_experts_cost_like_one_product() -> None:
     rates = device_rates(Scenario.build(WORKLOAD, H100))
-    plain = float(gemm_s(np.array([32768]), np.array([4096.0]), np.array([7168.0]), rates, 2)[0])
+    plain = float(gemm_s(np.array([32768]), np.array([4096.0]), np.array([7168.0]), rates)[0])
     assert grouped(2)[0] == pytest.approx(plain, rel=0.05)  # the ratio of experts to plain products is 0.97
 
 
