@@ -199,7 +199,7 @@ def _uniform_options(costs: CostTable, idx: int) -> tuple[int, ...]:
 
 def _expand_with_choices(costs: CostTable, idx: int, bound_s: float) -> Candidate | None:
     """Take the fastest of the answers of `choose_stages`."""
-    answers = choose_stages(Layers(RecomputeCosts.from_table(costs), idx, costs.cluster.memory_budget_bytes))
+    answers = choose_stages(Layers(RecomputeCosts(costs), idx, costs.cluster.memory_budget_bytes))
     candidates = [_candidate_with_choices(costs, idx, stages, max(bound_s, stages.bound_s)) for stages in answers]
     best = min(candidates, key=lambda c: c.step_time_s, default=None)
     if best is None:
@@ -213,7 +213,7 @@ def _expand_with_choices(costs: CostTable, idx: int, bound_s: float) -> Candidat
 
 def _candidate_with_choices(costs: CostTable, idx: int, stages: Stages, bound_s: float) -> Candidate:
     """Cost a mixed layout with its stages; ``options`` are equal where all blocks do the same."""
-    choices = RecomputeCosts.from_table(costs)
+    choices = RecomputeCosts(costs)
     used = {stages.options[layer] for layer in np.flatnonzero(choices.has_choice[costs.kind_of_layer])}
     if len(used) > 1:
         options, estimate = stages.options, estimate_step(choices.assigned(idx, stages.options), 0, stages.boundaries)
@@ -329,7 +329,7 @@ def _split_bound_instance(costs: CostTable, idx: int, fits: Fits | None) -> spli
         paths_past(shape)
     except ConfigError:  # the step has a closed form, whose bound is as good
         return None
-    choices = RecomputeCosts.from_table(costs) if table.recompute[idx] == MIXED else None
+    choices = RecomputeCosts(costs) if table.recompute[idx] == MIXED else None
     exposed_by_kind = costs.dp_exposed_by_kind if choices is None else choices.min_exposed_by_kind
     seconds, once = _seconds(costs, idx), _once_s(costs, idx, exposed_by_kind)
     by_option = [

@@ -76,7 +76,7 @@ def _costs_of_plan(plan: TrainingPlan) -> CostTable:
     if plan.layout.recompute != "mixed":
         return costs
     options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
-    return RecomputeCosts.from_table(costs).assigned(0, options)
+    return RecomputeCosts(costs).assigned(0, options)
 
 
 def _is_on_pools(plan: TrainingPlan) -> bool:

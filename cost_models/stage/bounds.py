@@ -6,7 +6,7 @@ on pool g, n_k layers of it, k_g stages on the pool and W_g = sum_k n_k b_gk, no
     sum_k n_k min_g (b_gk / W_g) / sum_g (k_g / W_g)                      weak duality: all work over the sum of the rates
     min {z : sum_g k_g floor(z / b_gk) >= n_k}   for each kind of block   blocks are not cut
 
-Mixed layouts, whose blocks recompute differently: their costs under every option, and bounds within memory.
+Mixed layouts, whose blocks recompute differently, have two bounds within memory.
 
 **Step.** Were the stages balanced, a layer of kind k under option o would add
 
@@ -41,40 +41,44 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...schema.layout_table import MIXED
-from ...schema.units import FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from ..pipeline.replay import PipelineWork, in_flight_of_stage, lower_bound_s, min_in_flight, single_stages_s
 from . import memory
 from .contents import RecomputeCosts, more_in_flight, step_shape, with_vocabulary
 from .memory import StageContents, StepShape
 from .table import CostTable, is_aligned, stages_of_pools
 
+LARGEST_RATIO = 4.0
+"""Stages that take longer than this many times their bound without memory count as taking that long."""
+
+NUM_HALVINGS = 12
+"""Of that range."""
+
 
 def quick_time_bounds(costs: CostTable) -> FloatArray:
     """Return a bound on the seconds of a step [N] from the work within layers and the pipeline's bubble alone."""
-    transfer_s = np.zeros(len(costs.layouts))
-    bound, aligned = lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), transfer_s)), is_aligned(costs)
-    if not aligned.any():
-        return np.asarray(bound)
-    return _replaced(bound, aligned, _pipeline_bound(costs.select(np.flatnonzero(aligned)), transfers=False))
+    bound = lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), np.zeros(len(costs.layouts))))
+    aligned = is_aligned(costs)
+    if aligned.any():
+        bound[aligned] = _pipeline_bound(costs.select(np.flatnonzero(aligned)), transfers=False)
+    return np.asarray(bound)
 
 
 def time_bounds(costs: CostTable) -> FloatArray:
     """Return a bound on the seconds of a step [N], of aligned layouts on their device pools."""
     bound, aligned = uniform_time_bounds(costs), is_aligned(costs)
-    if not aligned.any():
-        return bound
-    subset = costs.select(np.flatnonzero(aligned))
-    pools = subset.device_pools
-    on_pools = (
-        _pipeline_bound(subset, transfers=True)
-        + fullest_stage_on_pools(subset, [pool.dp_exposed_by_kind for pool in pools])
-        + np.max([pool.dp_edges_s for pool in pools], axis=0)
-        + fullest_stage_on_pools(subset, [_updates(pool) for pool in pools])
-    )
-    return _replaced(bound, aligned, on_pools)
+    if aligned.any():
+        subset = costs.select(np.flatnonzero(aligned))
+        pools = subset.device_pools
+        bound[aligned] = (
+            _pipeline_bound(subset, transfers=True)
+            + fullest_stage_on_pools(subset, [pool.dp_exposed_by_kind for pool in pools])
+            + np.max([pool.dp_edges_s for pool in pools], axis=0)
+            + fullest_stage_on_pools(subset, [_updates(pool) for pool in pools])
+        )
+    return bound
 
 
 def uniform_time_bounds(costs: CostTable) -> FloatArray:
@@ -89,13 +93,15 @@ def uniform_time_bounds(costs: CostTable) -> FloatArray:
         for rows in (np.flatnonzero(mixed), np.flatnonzero(~mixed)):
             bound[rows] = uniform_time_bounds(costs.select(rows))
         return bound
-    always = costs.dp_edges_s + fullest_stage(costs, _updates(costs)) + _vocabulary_bound_s(costs)
-    exposed = RecomputeCosts.from_table(costs).min_exposed_by_kind if mixed.any() else costs.dp_exposed_by_kind
-    slowest = slowest_stage_s(costs)
+    always = costs.dp_edges_s + fullest_stage(costs, _updates(costs))
+    if (share := costs.vocabulary) is not None:  # the same on every stage
+        update_s = costs.update_s(share.total("num_trained"), 0.0)
+        always = always + (costs.vocabulary_s + costs.vocabulary_dp_s + update_s)
+    slowest, exposed = slowest_stage_s(costs), costs.dp_exposed_by_kind
     if mixed.any():
-        slowest = lower_bound_slowest_s(costs, slowest)
+        slowest, exposed = lower_bound_slowest_s(costs, slowest), RecomputeCosts(costs).min_exposed_by_kind
     bound = lower_bound_s(pipeline_work(costs, slowest, 2 * costs.transfer_s)) + fullest_stage(costs, exposed) + always
-    return np.asarray(np.maximum(bound, _with_recompute(costs) + always) if mixed.any() else bound)
+    return np.asarray(np.maximum(bound, _mixed_step_s(costs) + always) if mixed.any() else bound)
 
 
 def _updates(costs: CostTable) -> list[FloatArray]:
@@ -104,32 +110,14 @@ def _updates(costs: CostTable) -> list[FloatArray]:
     return [costs.update_s(cost.num_trained[rows], cost.expert_params[rows]) for cost in costs.by_case]
 
 
-def _with_recompute(costs: CostTable) -> FloatArray:
-    """Return what the layers of mixed layouts and their transfers take at least once they fit [N]."""
-    total, none = costs.total("busy_s"), np.zeros(len(costs.layouts))
-    # With one stage a rank, balanced stages take as much longer as there is more work.
-    per_second = lower_bound_s(pipeline_work(costs, total / costs.layouts.pp, none)) / total
-    layers = lower_bound_step_s(RecomputeCosts.from_table(costs), per_second, _saved_by_all_stages(costs))
-    return np.asarray(layers + per_second * 2 * costs.transfer_s * costs.layouts.pp)
-
-
-def _vocabulary_bound_s(costs: CostTable) -> FloatArray:
-    """Return what a split vocabulary adds to a step at least [N]: the same on every stage."""
-    if costs.vocabulary is None:
-        return np.zeros(len(costs.layouts))
-    update = costs.update_s(costs.vocabulary.total("num_trained"), 0.0)
-    return np.asarray(costs.vocabulary_s + costs.vocabulary_dp_s + update)
-
-
 def pipeline_work(costs: CostTable, slowest_s: FloatArray, transfer_s: FloatArray) -> PipelineWork:
     """Return what the bounds of a pipeline look at, given what the slowest rank has at least and the transfers of each rank [N]."""
     b, rows = costs.layouts, costs.case_idx
     busy = [cost.busy_s for cost in costs.by_case]
     forward = [cost.forward_s + cost.comm_forward_s for cost in costs.by_case]
     weight = [cost.weight_s for cost in costs.by_case]
-    blocks = [k for k, kind in enumerate(costs.kinds) if kind.is_block]
+    blocks, main = [k for k, kind in enumerate(costs.kinds) if kind.is_block], _main_kind(costs)
     not_embedding = [k for k, kind in enumerate(costs.kinds) if not kind.is_embedding]
-    main = max(blocks, key=lambda k: costs.counts[k])
     cheapest = np.min([busy[k] for k in blocks], axis=0)
     cheapest_forward = np.min([forward[k] for k in blocks], axis=0)
     dearest = np.max([busy[k] for k in blocks], axis=0)
@@ -165,6 +153,11 @@ def pipeline_work(costs: CostTable, slowest_s: FloatArray, transfer_s: FloatArra
         forward_share=max_share(forward),
         weight_share=max_share(weight),
     )
+
+
+def _main_kind(costs: CostTable) -> int:
+    """Return the most frequent kind of block."""
+    return max((k for k, kind in enumerate(costs.kinds) if kind.is_block), key=lambda k: costs.counts[k])
 
 
 def fullest_stage(costs: CostTable, by_kind: Sequence[FloatArray]) -> FloatArray:
@@ -208,17 +201,15 @@ def memory_bounds(costs: CostTable) -> FloatArray:
     return np.asarray(memory.total_bytes(terms))
 
 
-def _saved_by_all_stages(costs: CostTable) -> FloatArray:
-    """Return the activations of one micro-batch that all stages together may save at most [N], bytes."""
-    cap_bytes = costs.cluster.memory_budget_bytes
-    contents, shape = _balanced_contents(costs), _shape_with_min_in_flight(costs)
-    headroom = memory.activation_headroom_bytes(contents, shape, costs.scenario, cap_bytes=cap_bytes)
-    return np.asarray(headroom * costs.layouts.pp)
-
-
 def _balanced_contents(costs: CostTable) -> StageContents:
-    """Return the mean of all stages of every layout [N]."""
-    pp = costs.layouts.pp
+    """Return the mean of all stages of every layout [N].
+
+    With chunks each saves as much as one of the smallest blocks: a rank holds more micro-batches of its first chunk than of its
+    last, so what is saved in the last one weighs less.
+    """
+    pp, activations = costs.layouts.pp, costs.total("activation_bytes")
+    chunked = costs.model.num_blocks * np.min(costs.of_blocks("activation_bytes"), axis=0)[costs.case_idx]
+    activations = np.where(costs.layouts.num_model_chunks > 1, np.minimum(chunked, activations), activations)
     contents = StageContents(
         params=costs.total("num_params") / pp,
         trained=costs.total("num_trained") / pp,
@@ -227,7 +218,7 @@ def _balanced_contents(costs: CostTable) -> StageContents:
         frozen_bytes=costs.total("frozen_bytes") / pp,
         root_params=np.where(pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
-        activation_bytes=_min_activations(costs) / pp,
+        activation_bytes=activations / pp,
         working_bytes=costs.working_bytes,
         logits=np.where(pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
@@ -240,17 +231,6 @@ def _shape_with_min_in_flight(costs: CostTable) -> StepShape:
     b = costs.layouts
     flight = min_in_flight(b.schedule, b.num_microbatches, b.pp, b.num_model_chunks)
     return step_shape(b, more_in_flight(costs, flight), num_neighbours=np.minimum(b.pp - 1, 1))
-
-
-def _min_activations(costs: CostTable) -> FloatArray:
-    """Return the bytes of one micro-batch in all layers [N]; with chunks those of as many of the smallest blocks.
-
-    A rank holds more micro-batches of its first chunk than of its last, so what is saved in the last one weighs less.
-    """
-    all_layers = costs.total("activation_bytes")
-    smallest = np.min(costs.of_blocks("activation_bytes"), axis=0)
-    chunked = costs.model.num_blocks * smallest[costs.case_idx]
-    return np.asarray(np.where(costs.layouts.num_model_chunks > 1, np.minimum(chunked, all_layers), all_layers))
 
 
 # Device pools
@@ -266,12 +246,6 @@ def budget_bytes(costs: CostTable) -> FloatArray:
         return budget
     of_pools = np.array([pool.cluster.memory_budget_bytes for pool in costs.device_pools], dtype=np.float64)
     return np.where(aligned, of_pools @ stages_of_pools(costs) / costs.layouts.pp, budget)
-
-
-def _replaced(bound: FloatArray, aligned: NDArray[np.bool_], values: FloatArray) -> FloatArray:
-    result = bound.copy()
-    result[aligned] = values
-    return result
 
 
 def _pipeline_bound(costs: CostTable, *, transfers: bool) -> FloatArray:
@@ -315,44 +289,40 @@ def _uncut_blocks_s(count: int, seconds: FloatArray, stages: IntArray) -> FloatA
     return np.where(has_cost, z * (1 - 1e-12), 0.0)
 
 
-LARGEST_RATIO = 4.0
-"""Stages that take longer than this many times their bound without memory count as taking that long."""
+# Mixed layouts
 
 
-NUM_HALVINGS = 12
-"""Of that range."""
+def _mixed_step_s(costs: CostTable) -> FloatArray:
+    """Return what the layers of mixed layouts and their transfers take at least once they fit [N]."""
+    b, total = costs.layouts, costs.total("busy_s")
+    # With one stage a rank, balanced stages take as much longer as there is more work.
+    per_second = lower_bound_s(pipeline_work(costs, total / b.pp, np.zeros(len(b)))) / total
+    saved_at_most = b.pp * memory.activation_headroom_bytes(
+        _balanced_contents(costs),
+        _shape_with_min_in_flight(costs),
+        costs.scenario,
+        cap_bytes=costs.cluster.memory_budget_bytes,
+    )
+    by_option, counts = costs.by_option, costs.counts.astype(np.float64)
+    value_s = np.array([  # [O, K, N]
+        [per_second * cost.busy_s[option.case_idx] + exposed / b.pp
+         for cost, exposed in zip(option.by_case, option.dp_exposed_by_kind, strict=True)]
+        for option in by_option
+    ])  # fmt: skip
+    saved = np.array([[cost.activation_bytes[option.case_idx] for cost in option.by_case] for option in by_option])
 
+    def at_price(price: FloatArray) -> FloatArray:
+        cheapest = np.min(value_s + price * saved, axis=0)
+        paid = price * np.where(price > 0, np.maximum(saved_at_most, 0.0), 0.0)
+        return np.asarray(np.tensordot(counts, cheapest, axes=1) - paid)
 
-def lower_bound_step_s(options: RecomputeCosts, per_second: FloatArray, saved_bytes: FloatArray) -> FloatArray:
-    """Return a bound [N] on what the layers add to a step.
-
-    Args:
-        options: mixed layouts [N].
-        per_second: seconds of a step for one of all layers' work on one micro-batch, divided evenly [N].
-        saved_bytes: activations that all stages together may save for each micro-batch [N].
-    """
-    pp, counts = options.minimum.layouts.pp, options.minimum.counts.astype(np.float64)
-    values, saved = [], []
-    for costs in options.by_option:
-        pairs, rows = zip(costs.by_case, costs.dp_exposed_by_kind, strict=True), costs.case_idx
-        values.append([per_second * cost.busy_s[rows] + exposed / pp for cost, exposed in pairs])
-        saved.append([cost.activation_bytes[rows] for cost in costs.by_case])
-    value_s, bytes_ = np.array(values), np.array(saved)  # [O, K, N]
-    best = _at_price(value_s, bytes_, counts, np.zeros(len(pp)), saved_bytes)
-    headroom = np.maximum(saved_bytes, 0.0)
-    for k in np.flatnonzero(options.has_choice):
-        for one, other in itertools.combinations(range(len(value_s)), 2):
-            difference = bytes_[one, k] - bytes_[other, k]
+    best = at_price(np.zeros(len(b)))
+    for k in np.flatnonzero(RecomputeCosts(costs).has_choice):
+        for one, other in itertools.combinations(range(len(by_option)), 2):
+            difference = saved[one, k] - saved[other, k]
             price = (value_s[other, k] - value_s[one, k]) / np.where(difference == 0, np.inf, difference)
-            best = np.maximum(best, _at_price(value_s, bytes_, counts, np.maximum(price, 0.0), headroom))
-    return best
-
-
-def _at_price(
-    values: FloatArray, saved: FloatArray, counts: FloatArray, price: FloatArray, headroom: FloatArray
-) -> FloatArray:
-    cheapest = np.min(values + price * saved, axis=0)
-    return np.asarray(np.tensordot(counts, cheapest, axes=1) - price * np.where(price > 0, headroom, 0.0))
+            best = np.maximum(best, at_price(np.maximum(price, 0.0)))
+    return np.asarray(best + per_second * 2 * costs.transfer_s * b.pp)
 
 
 def lower_bound_slowest_s(costs: CostTable, without_memory_s: FloatArray) -> FloatArray:
@@ -371,13 +341,12 @@ def lower_bound_slowest_s(costs: CostTable, without_memory_s: FloatArray) -> Flo
 
 
 def _of_one_pp(costs: CostTable, pp: int, without_memory_s: FloatArray) -> FloatArray:
-    blocks = [k for k, kind in enumerate(costs.kinds) if kind.is_block]
-    main = max(blocks, key=lambda k: costs.counts[k])
+    main = _main_kind(costs)
     needed = int(costs.counts[main])
     others_s = costs.total("busy_s") - needed * costs.by_case[main].busy_s[costs.case_idx]
     lines = _lines(costs, main, pp)
 
-    def too_short(rows: IntArray, t: FloatArray) -> NDArray[np.bool_]:
+    def too_short(rows: IntArray, t: FloatArray) -> BoolArray:
         slope, intercept = (values[:, rows] for values in lines)  # [V, n, S]
         num_blocks = slope * t[:, None] + intercept
         line = np.argmin(num_blocks, axis=0)[None]

@@ -1,24 +1,27 @@
-"""What a pipeline stage holds under one layout, and the choices of the layout that say how much of it is on one rank."""
+"""What the stages and ranks of one layout hold, and the memory it takes; tables of layouts whose blocks recompute differently."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...schema.layout_table import LayoutTable
-from ...schema.units import FloatArray, IntArray
+from ...schema.units import BoolArray, FloatArray, IntArray
 from ..layer.vocabulary import MORE_IN_FLIGHT
 from ..pipeline.replay import PipelineShape, in_flight, in_flight_of_stage, peak_in_flight_by_chunk
-from .memory import StageContents, StepShape, activation_headroom_bytes, required_by_terms, stage_memory
+from .memory import (
+    MemoryTerms,
+    StageContents,
+    StepShape,
+    activation_headroom_bytes,
+    required_by_terms,
+    stage_memory,
+)
 from .table import CostTable, KnownCosts
-
-if TYPE_CHECKING:
-    from .memory import MemoryTerms
 
 
 def step_shape(
@@ -131,32 +134,57 @@ def contents_of_ranks(costs: CostTable, idx: int, contents: StageContents) -> St
     """Return the contents of each rank [..., pp] given those of its stages [..., S]."""
     shape = pipeline_shape(costs, idx)
     on_rank = np.array(shape.rank_of_stage)[:, None] == np.arange(shape.pp)
-
-    def summed(values: FloatArray) -> FloatArray:
-        return np.asarray(values @ on_rank)
-
-    return StageContents(
-        params=summed(contents.params),
-        trained=summed(contents.trained),
-        expert_params=summed(contents.expert_params),
-        block_trained=contents.block_trained,
-        frozen_bytes=summed(contents.frozen_bytes),
-        root_params=np.minimum(summed(contents.root_params), costs.root_params[idx]),
-        block_params=contents.block_params,
-        activation_bytes=summed(np.asarray(contents.activation_bytes)),
-        working_bytes=contents.working_bytes,
-        logits=summed(contents.logits),
-        boundary_bytes=contents.boundary_bytes,
-    )
+    summed = ("params", "trained", "expert_params", "frozen_bytes", "root_params", "activation_bytes", "logits")
+    of_ranks = replace(contents, **{name: np.asarray(getattr(contents, name)) @ on_rank for name in summed})
+    return replace(of_ranks, root_params=np.minimum(of_ranks.root_params, costs.root_params[idx]))
 
 
-def neighbours_of_ranks(costs: CostTable, shape: PipelineShape) -> IntArray:
-    """Return the stages that each rank [pp] receives from; torch's stages have receive buffers of their own."""
+def shape_of_ranks(costs: CostTable, idx: int, in_flight: FloatArray) -> StepShape:
+    """Return what memory depends on of each rank of layout ``idx``; torch's stages have receive buffers of their own."""
+    shape = pipeline_shape(costs, idx)
     stages = np.arange(shape.num_stages)
     neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
     if costs.workload.engine_facts.receives_by_stage:
-        return np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
-    return neighbours[: shape.pp]
+        neighbours = np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
+    return step_shape(costs.layouts, in_flight, num_neighbours=neighbours[: shape.pp], idx=idx)
+
+
+def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray) -> MemoryTerms:
+    """Return the memory terms of stages ``stage_idx`` of layout ``idx``; the chunks of a rank count as one stage."""
+    return stage_memory(contents, shape_of_stages(costs, idx, stage_idx), costs.scenario)
+
+
+def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tuple[StageContents, MemoryTerms]:
+    """Return contents and memory terms of each rank [..., pp] of layout ``idx``, given the contents of its stages [..., S].
+
+    Activations are those of the fullest moment of the schedule (`peak_in_flight_by_chunk`).
+    """
+    shape = pipeline_shape(costs, idx)
+    ranks = np.array(shape.rank_of_stage)
+    activations = np.asarray(contents.activation_bytes)
+    by_rank = enumerate(peak_in_flight_by_chunk(shape))
+    peak = np.stack([(activations[..., ranks == r] @ counts.T).max(axis=-1) for r, counts in by_rank], axis=-1)
+    of_ranks = contents_of_ranks(costs, idx, contents)
+    saved = of_ranks.activation_bytes
+    flight = np.divide(peak, saved, out=np.zeros_like(peak), where=saved > 0)
+    return of_ranks, stage_memory(of_ranks, shape_of_ranks(costs, idx, flight), costs.scenario)
+
+
+def stage_headroom_bytes(
+    costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray, *, cap_bytes: float
+) -> FloatArray:
+    """Return the bytes of activations that stages of layout ``idx`` may save for each micro-batch; -inf where none fit."""
+    shape = shape_of_stages(costs, idx, stage_idx)
+    headroom = activation_headroom_bytes(contents, shape, costs.scenario, cap_bytes=cap_bytes)
+    without = replace(contents, activation_bytes=np.zeros_like(contents.params))
+    required = required_by_terms(stage_memory(without, shape, costs.scenario), costs.scenario)
+    return np.asarray(np.where(required <= cap_bytes, headroom, -np.inf))
+
+
+def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, cap_bytes: float) -> FloatArray:
+    """Return the bytes of activations that each rank [..., pp] may hold at once, given the contents of its stages [..., S]."""
+    step, of_ranks = shape_of_ranks(costs, idx, np.ones(costs.layouts.pp[idx])), contents_of_ranks(costs, idx, contents)
+    return np.asarray(activation_headroom_bytes(of_ranks, step, costs.scenario, cap_bytes=cap_bytes))
 
 
 @dataclass(frozen=True)
@@ -164,17 +192,16 @@ class RecomputeCosts:
     """Mixed layouts [N]: ``minimum`` has the least of all options, ``by_option`` [O] each of RECOMPUTES for all blocks."""
 
     minimum: CostTable
-    by_option: tuple[CostTable, ...]
 
-    @classmethod
-    def from_table(cls, costs: CostTable) -> RecomputeCosts:
-        """Return the costs of mixed layouts only."""
-        return cls(costs, costs.by_option)
+    @property
+    def by_option(self) -> tuple[CostTable, ...]:
+        """As if all blocks recomputed the same, for each of RECOMPUTES."""
+        return self.minimum.by_option
 
     @cached_property
-    def has_choice(self) -> NDArray[np.bool_]:
+    def has_choice(self) -> BoolArray:
         """Which kinds [K] hold a block and so have something to recompute."""
-        return np.array([(kind.inner_block is not None) for kind in self.minimum.kinds])
+        return np.array([kind.inner_block is not None for kind in self.minimum.kinds])
 
     def of_kinds(self, name: str, idx: int) -> FloatArray:
         """Return a LayerCost field of each kind under each option [K, O] of one layout."""
@@ -215,47 +242,3 @@ class RecomputeCosts:
             working_of_option=self.working_bytes(idx),
             known=known,
         )
-
-
-# One layout of a table
-
-
-def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray) -> MemoryTerms:
-    """Return the memory terms of stages ``stage_idx`` of layout ``idx``; the chunks of a rank count as one stage."""
-    return stage_memory(contents, shape_of_stages(costs, idx, stage_idx), costs.scenario)
-
-
-def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tuple[StageContents, MemoryTerms]:
-    """Return contents and memory terms of each rank [..., pp] of layout ``idx``, given the contents of its stages [..., S].
-
-    Activations are those of the fullest moment of the schedule (`peak_in_flight_by_chunk`).
-    """
-    shape = pipeline_shape(costs, idx)
-    ranks = np.array(shape.rank_of_stage)
-    activations = np.asarray(contents.activation_bytes)
-    by_rank = enumerate(peak_in_flight_by_chunk(shape))
-    peak = np.stack([(activations[..., ranks == r] @ counts.T).max(axis=-1) for r, counts in by_rank], axis=-1)
-    of_ranks = contents_of_ranks(costs, idx, contents)
-    saved = of_ranks.activation_bytes
-    flight = np.divide(peak, saved, out=np.zeros_like(peak), where=saved > 0)
-    step = step_shape(costs.layouts, flight, num_neighbours=neighbours_of_ranks(costs, shape), idx=idx)
-    return of_ranks, stage_memory(of_ranks, step, costs.scenario)
-
-
-def stage_headroom_bytes(
-    costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray, *, cap_bytes: float
-) -> FloatArray:
-    """Return the bytes of activations that stages of layout ``idx`` may save for each micro-batch; -inf where none fit."""
-    shape = shape_of_stages(costs, idx, stage_idx)
-    headroom = activation_headroom_bytes(contents, shape, costs.scenario, cap_bytes=cap_bytes)
-    without = replace(contents, activation_bytes=np.zeros_like(contents.params))
-    required = required_by_terms(stage_memory(without, shape, costs.scenario), costs.scenario)
-    return np.asarray(np.where(required <= cap_bytes, headroom, -np.inf))
-
-
-def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, cap_bytes: float) -> FloatArray:
-    """Return the bytes of activations that each rank [..., pp] may hold at once, given the contents of its stages [..., S]."""
-    shape = pipeline_shape(costs, idx)
-    of_ranks, one = contents_of_ranks(costs, idx, contents), np.ones(shape.pp)
-    step = step_shape(costs.layouts, one, num_neighbours=neighbours_of_ranks(costs, shape), idx=idx)
-    return np.asarray(activation_headroom_bytes(of_ranks, step, costs.scenario, cap_bytes=cap_bytes))

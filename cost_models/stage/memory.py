@@ -45,7 +45,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...schema import Workload
-from ...schema.engine_facts import MemoryFacts
 from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array
 from ..coefficients import Scenario
@@ -56,24 +55,100 @@ _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
 but the first); the fp32 copy is gone by then."""
 
-
 _MORE_THAN_ANY = float(2**52)
 """Bytes beyond any device's, whose sum with its terms is exact to less than one."""
-
 
 _SUB_GROUP_PARAMS = 1e9
 """Under zero 3 DeepSpeed's update goes through sub-groups of so many parameters."""
 
-
 LOSS_CHUNK_ELEMENTS = 2**24
 """Logits that the loss works on at a time (runtime/loss.py: CHUNK_ELEMENTS)."""
-
 
 MemoryTerms = dict[str, Array]
 """Bytes by the names of MemoryBreakdown."""
 
 
-# Terms of one stage
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """The choices of the layout that memory depends on; ints or arrays.
+
+    Attributes:
+        dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
+        expert_shards: ranks over which the states of experts are sharded.
+        gradient_shards, optimizer_shards: both for gradients and for optimizer states, multiples of the former.
+        is_replicated: ranks hold replicas of one stage and nothing more.
+        tp: ranks that share a stage's matrices.
+        in_flight: micro-batches whose activations are stored.
+        num_neighbours: stages that activations or gradients are received from.
+    """
+
+    dp_replicate: Array
+    dp_shard: Array
+    expert_shards: Array
+    gradient_shards: tuple[Array, Array]
+    optimizer_shards: tuple[Array, Array]
+    zero_stage: Array
+    is_replicated: Array
+    tp: Array
+    num_microbatches: Array
+    in_flight: Array
+    num_neighbours: Array
+    offload: Array
+    offload_fraction: Array
+
+    @property
+    def has_second_copy(self) -> Array:
+        """Whether parameters are sharded over fewer ranks than the optimizer states they are made from."""
+        wider = (self.optimizer_shards[0] > self.dp_shard) | (self.optimizer_shards[1] > self.expert_shards)
+        return (self.zero_stage == 3) & wider
+
+    @property
+    def on_device(self) -> Array:
+        """Part of the optimizer states, and of the masters they update, that is not on the host."""
+        return 1.0 - np.where(self.offload > 0, self.offload_fraction, 0.0)
+
+    @property
+    def gathers_in_pieces(self) -> Array:
+        """Whether unsharded parameters come unit by unit."""
+        return (self.zero_stage == 3) | (self.offload == 2)
+
+    @property
+    def is_piped(self) -> Array:
+        """Whether the stage is one of several."""
+        return np.asarray(self.num_neighbours) > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContents:
+    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``."""
+
+    params: Array
+    expert_params: Array
+    trained: Array
+    block_trained: Array
+    frozen_bytes: Array
+    root_params: Array
+    block_params: Array
+    activation_bytes: Array
+    working_bytes: Array
+    logits: Array
+    boundary_bytes: Array
+
+    def frozen(self, step: StepShape) -> Array:
+        """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard under zero 3."""
+        return self.frozen_bytes / np.where(step.zero_stage == 3, step.dp_shard, 1)
+
+    def owned(self, step: StepShape) -> Array:
+        """Return the trained parameters of which one rank owns the states; those of experts have groups of their own."""
+        return sharded_params(self.trained, self.expert_params, *step.optimizer_shards)
+
+    def reduced(self, step: StepShape) -> Array:
+        """Return the trained parameters of which one rank stores the gradients where they are sharded."""
+        return sharded_params(self.trained, self.expert_params, *step.gradient_shards)
+
+    def stored(self, step: StepShape) -> Array:
+        """Return the trained parameters of which one rank stores the values that passes read where they are sharded."""
+        return sharded_params(self.trained, self.expert_params, step.dp_shard, step.expert_shards)
 
 
 def stage_memory(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:
@@ -98,7 +173,7 @@ def stage_memory(stage: StageContents, step: StepShape, scenario: Scenario) -> M
         "temporary": passing["temporary"] + receive,
     }
     unit = np.maximum(stage.root_params, stage.block_params)
-    gathered = np.where(_is_piped(step), _gathered(stage.trained, stage, step, workload), b * stage.root_params)
+    gathered = np.where(step.is_piped, _gathered(stage.trained, stage, step, workload), b * stage.root_params)
     update = {
         "gradients": final,
         "unsharded": np.where(copies, gathered, 0.0),
@@ -121,17 +196,10 @@ def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     workload, none = scenario.workload, 0.0 * stage.params
     head, block = np.where(stage.logits > 0, stage.root_params, 0.0), stage.block_params
     direction = workload.master_bytes * step.tp * np.maximum(stage.root_params, block)
+    unsharded_of_head, unsharded = (_gathered(params, stage, step, workload) for params in (head, 2 * block))
     moments = [
-        {
-            "unsharded": _gathered(head, stage, step, workload),
-            "logits": loss_bytes(stage.logits, workload),
-            "temporary": none,
-        },
-        {
-            "unsharded": _gathered(2 * block, stage, step, workload),
-            "logits": none,
-            "temporary": stage.working_bytes + none,
-        },
+        {"unsharded": unsharded_of_head, "logits": loss_bytes(stage.logits, workload), "temporary": none},
+        {"unsharded": unsharded, "logits": none, "temporary": stage.working_bytes + none},
         {"unsharded": none, "logits": none, "temporary": direction + none},
     ]
     return {
@@ -152,38 +220,33 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
     come after the last backward pass of all, when no activations remain.
     """
     workload = scenario.workload
-    b, block = workload.compute_bytes, stage.block_params
+    b, block, none = workload.compute_bytes, stage.block_params, 0.0 * stage.logits
     head = np.where(stage.logits > 0, stage.root_params, 0.0)
-    reduces = has_copies(step, workload) & ~_is_piped(step)
+    grads = block if workload.adapters is None else stage.block_trained
+    stays = np.where(has_copies(step, workload) & ~step.is_piped, 4.0 * np.maximum(head, grads), 0.0)
 
     def reduction(params: Array) -> Array:
-        return np.where(_is_piped(step), b * params, _reduction(params, stage, step, scenario))
+        return np.where(step.is_piped, b * params, _reduction(params, stage, step, scenario))
 
-    def moment(params: Array, logits: Array, temporary: Array) -> MemoryTerms:
-        unsharded = _gathered(params, stage, step, workload)
-        return {"unsharded": unsharded, "logits": logits, "temporary": temporary + 0.0 * stage.params}
-
-    none = 0.0 * stage.logits
-    grads = block if workload.adapters is None else stage.block_trained
-    reduced = np.where(reduces, 4.0 * np.maximum(head, grads), 0.0)
     return [
-        moment(head, loss_bytes(stage.logits, workload), 0.0),
-        moment(head + block, b * stage.logits, b * head),
-        moment(block, none, reduction(head)),
-        moment(2 * block, none, stage.working_bytes + b * grads + reduced),
-        moment(block, none, reduction(block)),
+        {
+            "unsharded": _gathered(params, stage, step, workload),
+            "logits": logits,
+            "temporary": temporary + 0.0 * stage.params,
+        }
+        for params, logits, temporary in (
+            (head, loss_bytes(stage.logits, workload), 0.0),
+            (head + block, b * stage.logits, b * head),
+            (block, none, reduction(head)),
+            (2 * block, none, stage.working_bytes + b * grads + stays),
+            (block, none, reduction(block)),
+        )
     ]
-
-
-def _is_piped(step: StepShape) -> Array:
-    """Return whether the stage is one of several."""
-    return np.asarray(step.num_neighbours) > 0
 
 
 def _gathered(params: Array, stage: StageContents, step: StepShape, workload: Workload) -> Array:
     """Return the bytes of unsharded parameters in the compute dtype next to masters: ``params`` where they come in pieces."""
-    in_pieces = (step.zero_stage == 3) | (step.offload == 2)
-    unsharded = workload.compute_bytes * np.where(in_pieces, params, stage.trained)
+    unsharded = workload.compute_bytes * np.where(step.gathers_in_pieces, params, stage.trained)
     return np.where(has_copies(step, workload), unsharded, 0.0)
 
 
@@ -227,20 +290,22 @@ def _reduction(params: Array, stage: StageContents, step: StepShape, scenario: S
     workload, shards = scenario.workload, step.gradient_shards[0]
     b = workload.compute_bytes
     unit = params if workload.adapters is None else np.minimum(params, stage.block_trained)
-    copy = np.where(shards > 1, 4.0, 0.0) if scenario.cluster.weakest_device.backend.is_host else 0.0
+    copy = np.where(shards > 1, 4.0, 0.0) if _is_host(scenario) else 0.0
     return np.where(has_copies(step, workload), b + 4.0 + copy + 4.0 / shards, b) * unit
 
 
 def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:
     workload = scenario.workload
-    memory, b = _facts(workload), workload.compute_bytes
+    facts, b = workload.engine_facts.memory, workload.compute_bytes
+    assert facts is not None, "all engines but our own runtime have them"
+    reads_masters = workload.precision in ("fp32", "bf16")
     activations = step.in_flight * stage.activation_bytes
-    before, final = _gradients_in_buffer(stage, step, workload)
+    before, final = _gradients_in_buffer(stage, step, workload, keeps_fp32=facts.keeps_fp32_gradients)
     receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
     # Zero 3 has one buffer, in the compute dtype.
-    buckets = memory.bucket_bytes * np.where(step.zero_stage == 3, b / 8.0, 1.0)
+    buckets = facts.bucket_bytes * np.where(step.zero_stage == 3, b / 8.0, 1.0)
     # In fp32 there is no copy: logits, softmax, gradient.
-    logit_bytes = memory.logit_bytes if b < 4 else max(memory.logit_bytes, 12.0)
+    logit_bytes = facts.logit_bytes if b < 4 else max(facts.logit_bytes, 12.0)
     loss = {
         "gradients": before,
         "activations": activations,
@@ -250,49 +315,33 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     backward = {**loss, "logits": 0.0 * stage.logits, "temporary": loss["temporary"] + stage.working_bytes}
     update = {**backward, "gradients": final, "activations": 0.0 * activations, "temporary": buckets + 0.0 * receive}
     sharded = stage.owned(step)
-    masters: Array = np.where(_reads_masters(workload) & (step.zero_stage < 3), stage.trained, sharded)
+    masters: Array = np.where(reads_masters & (step.zero_stage < 3), stage.trained, sharded)
     trained = float(workload.master_bytes) * masters * step.on_device
+    # Copies that the products read: a shard and what is gathered at once, or all of them.
+    live = np.minimum(facts.live_elements, stage.params)
+    units = np.maximum(stage.root_params + 2 * stage.block_params, live)
+    shard = np.where(reads_masters & ~np.asarray(step.has_second_copy), 0.0, stage.stored(step))
+    # The partition that the passes read, and where those stay within fewer ranks the one that the first gather reads.
+    primary = sharded if workload.engine_facts.data_parallel.gathers_from_owners and not reads_masters else 0.0
+    shard = np.where(step.offload == 2, 0.0, shard + np.where(step.has_second_copy, primary, 0.0))
+    copies = b * np.where(step.gathers_in_pieces, units + shard, 0.0 if reads_masters else stage.trained)
     return {
         "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen(step)),
         "optimizer": float(workload.optimizer_bytes) * sharded * step.on_device,
-        "unsharded": _copies(stage, step, workload),
+        "unsharded": copies,
         **_fullest([loss, backward, update], also_temporary=_workspace_bytes(scenario)),
     }
 
 
-def _facts(workload: Workload) -> MemoryFacts:
-    facts = workload.engine_facts.memory
-    assert facts is not None, "all engines but our own runtime have them"
-    return facts
-
-
-def _reads_masters(workload: Workload) -> bool:
-    """Return whether the parameters that the products read are those the optimizer updates."""
-    return workload.precision in ("fp32", "bf16")
-
-
-def _copies(stage: StageContents, step: StepShape, workload: Workload) -> Array:
-    """Return parameters in the compute dtype; under zero 3 this rank's shard of them and what is gathered at once."""
-    b = workload.compute_bytes
-    live = np.minimum(_facts(workload).live_elements, stage.params)
-    units = np.maximum(stage.root_params + 2 * stage.block_params, live)
-    shard = np.where(_reads_masters(workload) & ~np.asarray(step.has_second_copy), 0.0, stage.stored(step))
-    # The partition that the passes read, and where those stay within fewer ranks the one that the first gather reads.
-    gathers_owned = workload.engine_facts.data_parallel.gathers_from_owners and not _reads_masters(workload)
-    primary = stage.owned(step) if gathers_owned else 0.0
-    shard = np.where(step.offload == 2, 0.0, shard + np.where(step.has_second_copy, primary, 0.0))
-    in_pieces = (step.zero_stage == 3) | (step.offload == 2)
-    return b * np.where(in_pieces, units + shard, 0.0 if _reads_masters(workload) else stage.trained)
-
-
-def _gradients_in_buffer(stage: StageContents, step: StepShape, workload: Workload) -> tuple[Array, Array]:
+def _gradients_in_buffer(
+    stage: StageContents, step: StepShape, workload: Workload, *, keeps_fp32: bool
+) -> tuple[Array, Array]:
     """Return the bytes of gradients before and in the update.
 
     DeepSpeed's BF16_Optimizer adds gradients in the compute dtype up in an fp32 copy of all of them. With the states on the host
     each shard leaves for it as soon as it is reduced.
     """
     g, sharded = workload.gradient_bytes, stage.owned(step)
-    keeps_fp32 = _facts(workload).keeps_fp32_gradients
     if keeps_fp32 and g == 4:
         g += workload.compute_bytes
     # With offloaded parameters every engine streams so.
@@ -311,8 +360,12 @@ def _fullest(phases: list[MemoryTerms], *, also_temporary: float = 0.0) -> Memor
 
 
 def _workspace_bytes(scenario: Scenario) -> float:
-    is_host, overhead = scenario.cluster.weakest_device.backend.is_host, scenario.cluster.calibration.overhead_bytes
-    return overhead + (0.0 if is_host else float(scenario.coefficients["memory"]["workspace_bytes"]))
+    workspace = 0.0 if _is_host(scenario) else float(scenario.coefficients["memory"]["workspace_bytes"])
+    return scenario.cluster.calibration.overhead_bytes + workspace
+
+
+def _is_host(scenario: Scenario) -> bool:
+    return scenario.cluster.weakest_device.backend.is_host
 
 
 # From terms to what must fit
@@ -330,15 +383,13 @@ def breakdown(terms: MemoryTerms) -> MemoryBreakdown:
 
 def reserved_over_allocated(scenario: Scenario) -> float:
     """Return the slack of the caching allocator, or of the C library's on a CPU."""
-    is_host = scenario.cluster.weakest_device.backend.is_host
-    ratio = scenario.coefficients["memory"]["resident_over_allocated_cpu" if is_host else "reserved_over_allocated"]
-    return float(ratio)
+    name = "resident_over_allocated_cpu" if _is_host(scenario) else "reserved_over_allocated"
+    return float(scenario.coefficients["memory"][name])
 
 
 def context_bytes(scenario: Scenario) -> float:
     """Return what the driver's tools show besides the reserved memory: context, kernels, NCCL's channels."""
-    is_host = scenario.cluster.weakest_device.backend.is_host
-    return 0.0 if is_host else float(scenario.coefficients["memory"]["context_bytes"])
+    return 0.0 if _is_host(scenario) else float(scenario.coefficients["memory"]["context_bytes"])
 
 
 def interval_factors(scenario: Scenario) -> tuple[float, float]:
@@ -388,77 +439,4 @@ def activation_headroom_bytes(stage: StageContents, step: StepShape, scenario: S
 
 
 def _engine_key(scenario: Scenario) -> str:
-    return "cpu" if scenario.cluster.weakest_device.backend.is_host else scenario.workload.engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """The choices of the layout that memory depends on; ints or arrays.
-
-    Attributes:
-        dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
-        is_replicated: ranks hold replicas of one stage and nothing more.
-        tp: ranks that share a stage's matrices.
-        expert_shards: ranks over which the states of experts are sharded.
-        gradient_shards, optimizer_shards: the same two for gradients and for optimizer states, multiples of the former.
-        in_flight: micro-batches whose activations are stored.
-        num_neighbours: stages that activations or gradients are received from.
-    """
-
-    dp_replicate: Array
-    dp_shard: Array
-    expert_shards: Array
-    gradient_shards: tuple[Array, Array]
-    optimizer_shards: tuple[Array, Array]
-    zero_stage: Array
-    is_replicated: Array
-    tp: Array = 1
-    num_microbatches: Array
-    in_flight: Array
-    num_neighbours: Array
-    offload: Array
-    offload_fraction: Array
-
-    @property
-    def has_second_copy(self) -> Array:
-        """Whether parameters are sharded over fewer ranks than the optimizer states they are made from."""
-        wider = (self.optimizer_shards[0] > self.dp_shard) | (self.optimizer_shards[1] > self.expert_shards)
-        return (self.zero_stage == 3) & wider
-
-    @property
-    def on_device(self) -> Array:
-        """Part of the optimizer states, and of the masters they update, that is not on the host."""
-        return 1.0 - np.where(self.offload > 0, self.offload_fraction, 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageContents:
-    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``."""
-
-    params: Array
-    expert_params: Array
-    trained: Array
-    block_trained: Array
-    frozen_bytes: Array
-    root_params: Array
-    block_params: Array
-    activation_bytes: Array
-    working_bytes: Array
-    logits: Array
-    boundary_bytes: Array
-
-    def frozen(self, step: StepShape) -> Array:
-        """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard under zero 3."""
-        return self.frozen_bytes / np.where(step.zero_stage == 3, step.dp_shard, 1)
-
-    def owned(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank owns the states; those of experts have groups of their own."""
-        return sharded_params(self.trained, self.expert_params, *step.optimizer_shards)
-
-    def reduced(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank stores the gradients where they are sharded."""
-        return sharded_params(self.trained, self.expert_params, *step.gradient_shards)
-
-    def stored(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank stores the values that passes read where they are sharded."""
-        return sharded_params(self.trained, self.expert_params, step.dp_shard, step.expert_shards)
+    return "cpu" if _is_host(scenario) else scenario.workload.engine

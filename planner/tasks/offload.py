@@ -128,7 +128,7 @@ class OffloadSpace:
         batch = build_space(replace(request, fixed=degrees | {"recompute": "mixed", "pp": 1})).batch
         costs = CostTable.from_layouts(request.model, request.workload, request.cluster, batch)
         self.request, self.offload = request, request.offload
-        self.options, self._change = RecomputeCosts.from_table(costs), change
+        self.options, self._change = RecomputeCosts(costs), change
         self._problems: dict[int, list[OffloadInstance]] = {}
 
     def work_s(self) -> FloatArray:

@@ -287,7 +287,7 @@ def option_costs_of_plan(plan: TrainingPlan, cluster: ClusterSpec) -> RecomputeC
     """Return the costs of the plan's layout on a cluster (row 0), whatever its blocks recompute."""
     layout = without_schedule(plan.layout)
     batch = LayoutTable.from_layouts([layout], plan.workload.global_batch_size)
-    return RecomputeCosts.from_table(CostTable.from_layouts(plan.model, plan.workload, cluster, batch))
+    return RecomputeCosts(CostTable.from_layouts(plan.model, plan.workload, cluster, batch))
 
 
 def without_schedule(layout: Layout) -> Layout:
