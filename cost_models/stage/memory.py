@@ -98,7 +98,7 @@ class StepShape:
 
     @property
     def has_second_copy(self) -> Array:
-        """Whether parameters are sharded over fewer ranks than the optimizer states they are made from."""
+        """True where parameters are sharded over fewer ranks than the optimizer states they are made from."""
         wider = (self.optimizer_shards[0] > self.dp_shard) | (self.optimizer_shards[1] > self.expert_shards)
         return (self.zero_stage == 3) & wider
 
@@ -109,12 +109,12 @@ class StepShape:
 
     @property
     def gathers_in_pieces(self) -> Array:
-        """Whether unsharded parameters come unit by unit."""
+        """True where unsharded parameters come unit by unit."""
         return (self.zero_stage == 3) | (self.offload == 2)
 
     @property
     def is_piped(self) -> Array:
-        """Whether the stage is one of several."""
+        """True where the stage is one of several."""
         return np.asarray(self.num_neighbours) > 0
 
 
