@@ -1,26 +1,44 @@
-"""`meshwright apply`: run a plan on this machine, or this machine's share of it; `meshwright tokens` makes its data."""
+"""`meshwright apply`: run a plan on this machine, or this machine's share of it; `meshwright tokens` makes its data.
+
+A job goes on by itself: after a fault from the last checkpoint, and on what remains of the cluster.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from ..runtime.training.options import TrainOptions
+from ..runtime.training.options import TrainOptions, prepare_options
 from ..schema import ConfigError, TrainingPlan
+from ..schema.errors import (
+    InfeasibleError,
+    InterruptedRunError,
+    MeshwrightError,
+    NodesNotMetError,
+    RuntimeMismatchError,
+)
 from ..schema.runnable import require_our_engine
 from .options import Mode, OptionModel, ProfileOptions, command, option
 
 if TYPE_CHECKING:
     from ..runtime.job.rendezvous import Rendezvous
     from ..runtime.job.worker import Job
+    from ..schema import ClusterSpec
+
+_BETWEEN_S = 1.0
+"""Between two tries to meet."""
+
+RETAINED_FIELDS = frozenset({"recompute", "sequence_parallel", "micro_batch_size", "offload_fraction"})
+"""Of the layout's fields that the plan had to keep: those that do not say how many devices share something."""
 
 
 class ApplyCommand(TyperCommand):
@@ -118,52 +136,43 @@ def apply(
 ) -> None:
     """Run a plan: train its model for a few steps and compare with the prediction, or run your own script under it."""
     from ..runtime.job.worker import Job
-    from .restarts import Restarts, run_job
+    from .show.run import running_report
 
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"no such script: {script[0]}")
     with _predicted_by(plan, profile) as (path, loaded):
         require_our_engine(loaded.workload)
-        rendezvous = job.rendezvous()
+        meeting = job.rendezvous()
         work = Job(
             plan=str(path.resolve()), timeout_s=job.collective_timeout_s, hang_timeout_s=job.hang_timeout_s,
             grace_s=job.grace_s, script=tuple(script or ()),
         )  # fmt: skip
-        run = functools.partial(
-            run_job, rendezvous=rendezvous, restarts=Restarts(job.max_restarts, job.replan),
-            say=functools.partial(typer.echo, err=True),
-        )  # fmt: skip
         if training is None or output is None:
-            run(loaded, work)
-        else:
-            _train(loaded, work, training, output, run, is_only_node=rendezvous.nnodes == 1)
+            run_job(loaded, work, meeting, job)
+            return
+        prepared = _prepared(training, loaded, is_only_node=meeting.nnodes == 1)
+        with running_report(
+            training.steps, metrics=output.metrics, append=training.resume, as_json=output.as_json
+        ) as report:
+            run_job(loaded, work.replace(options=prepared, report=str(report)), meeting, job)
+    if prepared.trace is not None and Path(prepared.trace).exists():
+        typer.echo(
+            f"wrote {training.trace}; open it in ui.perfetto.dev, next to that of `meshwright report --trace`", err=True
+        )
 
 
-def _train(
-    plan: TrainingPlan,
-    job: Job,
-    options: TrainOptions,
-    output: RunOutput,
-    run: Callable[[TrainingPlan, Job], None],
-    *,
-    is_only_node: bool,
-) -> None:
-    """Run the built-in training and show what it reports."""
-    from ..runtime.training.options import prepare_options
-    from .show.run import running_report
+def _prepared(options: TrainOptions, plan: TrainingPlan, *, is_only_node: bool) -> TrainOptions:
+    """Return the options of the built-in training as its ranks take them.
 
+    Raises:
+        ConfigError: an option does not go with the plan or this machine.
+    """
     if options.count_memory and not plan.cluster.weakest_device.backend.is_host:
         raise ConfigError("--count-memory is for CPUs: GPUs count their memory themselves", help="leave it out")
     trace = None if options.trace is None else Path(options.trace).resolve()
     if trace is not None and is_only_node and not os.access(trace.parent, os.W_OK):
         raise ConfigError(f"cannot write {options.trace}: its folder is not there, or may not be written")
-    prepared = prepare_options(plan, options.replace(trace=None if trace is None else str(trace)))
-    with running_report(options.steps, metrics=output.metrics, append=options.resume, as_json=output.as_json) as report:
-        run(plan, job.replace(options=prepared, report=str(report)))
-    if trace is not None and trace.exists():
-        typer.echo(
-            f"wrote {options.trace}; open it in ui.perfetto.dev, next to that of `meshwright report --trace`", err=True
-        )
+    return prepare_options(plan, options.replace(trace=None if trace is None else str(trace)))
 
 
 @contextlib.contextmanager
@@ -189,6 +198,120 @@ def _predicted_by(path: Path, profile: ProfileOptions) -> Iterator[tuple[Path, T
         copy = Path(folder) / "plan.json"
         predicted.save(copy)
         yield copy, predicted
+
+
+def run_job(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, options: JobOptions) -> None:
+    """Launch a job, again after each fault of a rank as often as allowed; bad input, a plan that this machine cannot run and
+    signals to the launcher end it.
+
+    On several nodes every launcher sees the fault and does the same; they meet again under the next name, so that nodes that come
+    late do not meet those of the attempt before.
+
+    Raises:
+        MeshwrightError: of the last attempt.
+    """
+    for attempt in range(options.max_restarts + 1):
+        until_s, place = 0.0, rendezvous
+        if attempt:
+            job = job.replace(options=job.options.replace(resume=True, restart_data=False))
+        if attempt and rendezvous.nnodes > 1:
+            place = replace(rendezvous, run_id=f"{rendezvous.run_id or 'meshwright'}-{attempt}")
+            until_s = time.monotonic() + rendezvous.timeout_s
+        if options.replan:
+            planned, (plan, path) = plan, replanned(plan, Path(job.plan), nnodes=rendezvous.nnodes)
+            job = job.replace(plan=str(path))
+            if plan is not planned:
+                typer.echo(f"planned again for {plan.cluster.name}: {plan.layout}; wrote {path}", err=True)
+        try:
+            _launch(plan, job, place, until_s=until_s)
+            return
+        except (ConfigError, InfeasibleError, InterruptedRunError, RuntimeMismatchError):
+            raise
+        except MeshwrightError as error:
+            if attempt == options.max_restarts:
+                raise
+            typer.echo(f"{error}\nrestart {attempt + 1} of {options.max_restarts}", err=True)
+
+
+def _launch(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> None:
+    """Launch a job; where nodes do not meet, again until a time of the monotonic clock.
+
+    After a fault the node that holds the meeting place closes it and opens it anew. A node that is back earlier comes to the old
+    one and is thrown out.
+    """
+    from ..runtime.job.launch import launch
+
+    while True:
+        try:
+            launch(plan, job, rendezvous=rendezvous)
+            return
+        except NodesNotMetError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_BETWEEN_S)
+
+
+def replanned(plan: TrainingPlan, path: Path, *, nnodes: int) -> tuple[TrainingPlan, Path]:
+    """Return the plan and its file, or where this job's machines are not those of the plan, another one and its file.
+
+    Looked at are the number of nodes, and how many devices this one has: fewer than the plan counts on, and all nodes are taken
+    to have as many.
+
+    Raises:
+        ConfigError: the plan's nodes differ from each other, so that it is not known which remain.
+        InfeasibleError: nothing fits on what remains.
+    """
+    if plan.cluster.weakest_device.backend.is_host:
+        from ..profilers.machine import num_cores as count_devices
+    else:
+        from torch.cuda import device_count as count_devices
+    cluster = remaining_cluster(plan.cluster, nnodes=nnodes, devices_here=count_devices())
+    if cluster is None:
+        return plan, path
+    from ..planner import plan as make_plan
+    from ..planner.request import OffloadRequest
+    from ..schema.layout import parse_assignments
+
+    fixed = {name: value for name, value in parse_assignments(plan.provenance.fixed).items() if name in RETAINED_FIELDS}
+    offload = OffloadRequest.from_plan(plan)
+    try:
+        smaller = make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload)
+    except (InfeasibleError, ConfigError):
+        if not fixed:
+            raise
+        smaller = make_plan(plan.model, cluster, plan.workload, runnable=True, offload=offload)
+    target = path.with_name(f"{path.stem}.{cluster.num_devices}-devices.json")
+    smaller.save(target)
+    return smaller, target
+
+
+def remaining_cluster(cluster: ClusterSpec, *, nnodes: int, devices_here: int) -> ClusterSpec | None:
+    """Return the cluster with so many nodes, and no more devices in each than there are; None where that is the cluster itself.
+
+    Raises:
+        ConfigError: its nodes are not all alike.
+    """
+    from ..schema.offers import with_nodes
+
+    lacks_devices = any(devices_here < group.devices_per_node for group in cluster.groups)
+    if nnodes == cluster.num_nodes and not lacks_devices:
+        return None
+    if len(cluster.groups) > 1:
+        raise ConfigError(f"the nodes of {cluster.name} differ: it is not known which remain", help="plan again")
+    resized = with_nodes(cluster, nnodes) if nnodes != cluster.num_nodes else cluster
+    if not lacks_devices:
+        return resized
+    group = resized.groups[0]
+    sizes: dict[int, Any] = {}
+    for level in resized.levels:  # links within a node join all of its devices
+        spans_nodes = level.domain_size > group.devices_per_node
+        size = level.domain_size * devices_here // group.devices_per_node if spans_nodes else devices_here
+        sizes.setdefault(size, level.replace(domain_size=size))
+    return resized.replace(
+        name=f"{resized.name}, {devices_here} devices in each node",
+        groups=(group.replace(devices_per_node=devices_here, levels=()),),
+        levels=tuple(sizes.values()),
+    )
 
 
 @command()

@@ -44,7 +44,7 @@ def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan over a pipeline with its page and its trace."""
     place = tmp_path_factory.mktemp("report")
-    done = run(*ARGUMENTS, "--fix", "pp=4", "--report", "page.html", "--trace", "trace.json", folder=place)
+    done = run(*ARGUMENTS, "--fix", "pp=4", "--pareto", "--report", "page.html", "--trace", "trace.json", folder=place)
     assert done.returncode == 0, done.stderr
     return place
 
@@ -59,6 +59,8 @@ def test_page_holds_all_it_needs(folder: Path) -> None:
     assert set(drawn) == set(page.ids) and len(drawn) == 5
     for figure in drawn.values():
         Figure(figure)  # raises where plotly knows no such property
+    front, _, chosen = drawn["figure-3"]["data"]
+    assert (front["name"], chosen["name"]) == ("front", "plan") and chosen["x"][0] in front["x"]
     assert "H100 data sheet" in text or "Hopper" in text
 
 

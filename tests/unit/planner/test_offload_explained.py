@@ -6,7 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from meshwright.cli.show.figures import figures
+from meshwright.cli.show.report import figures
 from meshwright.planner import compare, explain, plan
 from meshwright.planner.explain.explanation import Explanation, WhyNot
 from meshwright.planner.explain.report import NO_OFFLOAD, POLICIES
