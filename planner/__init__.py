@@ -1,7 +1,7 @@
 """Model + cluster + workload -> Plan."""
 
-from .explain.explanation import compare
 from .explain.report import explain
+from .explain.why_not import compare
 from .pareto import pareto
 from .plan import default_precision, estimate, not_executed, plan
 from .sizes import cheapest

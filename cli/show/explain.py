@@ -15,7 +15,8 @@ from ..terminal import bar, cluster_title, figures_table
 from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_offload
 
 if TYPE_CHECKING:
-    from ...planner.explain.explanation import Comparison, Explanation, StageHeadroom, WhyNot
+    from ...planner.explain.report import Explanation, StageHeadroom
+    from ...planner.explain.why_not import Comparison, WhyNot
     from ...schema import Layout, TrainingPlan
 
 HOST_TITLES = {

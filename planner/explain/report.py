@@ -6,35 +6,23 @@ offload schedule is also compared with uniform policies: what switches for all l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...cost_models.stage.contents import RecomputeCosts
-from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingEstimate, TrainingPlan
+from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingPlan
+from ...schema.base import Frozen
 from ...schema.layout import check_fields
 from ...schema.layout_rules import ENGINE_RULES
-from ...schema.layout_table import RECOMPUTES
 from ...schema.runnable import require_valid
 from ...schema.units import GB, format_bytes
-from ...solvers.offload.instance import OffloadChoice, OffloadInstance
-from ...solvers.offload.repair import ResourceSums, SimulatedChoice, excess_by_memory, with_widest_window
-from ...solvers.offload.schedule import uniform_policy
-from ...solvers.offload.simulation import broken_constraints
 from ..plan import estimate, estimate_with_schedule
 from ..rank_map import place_as_planned
-from ..request import Deadline, OffloadRequest, PlanRequest
-from ..tasks.offload_problem import (
-    RECOMPUTE_OF,
-    build_estimate,
-    build_instances,
-    option_costs_of_plan,
-    problem_of_plan,
-)
-from ..tasks.training import TOO_LARGE, why_slower, why_too_large
-from .explanation import Binding, Comparison, Explanation, LinkUse, MarginalValue, StageHeadroom, compare
-from .feasibility import stage_demands, tightest_stage
-from .marginal_values import ScheduleMarginalValues, link_uses, marginal_values
+from ..request import Deadline, PlanRequest
+from ..tasks.offload_problem import problem_of_plan
+from .infeasible import stage_demands, tightest_stage
+from .marginal_values import Binding, BoundBy, LinkUse, MarginalValue, link_uses, marginal_values
+from .offload import ScheduleMarginalValues, under_policies
+from .why_not import Comparison, WhyNot, compare
 from .why_not import why_not as answer_why_not
 
 MIN_SHARE = 0.005
@@ -42,6 +30,53 @@ MIN_SHARE = 0.005
 
 SAME_PREDICTION = 1e-3
 """An estimate that differs by more from the plan's was made by another version of the model."""
+
+
+class StageHeadroom(Frozen):
+    """One pipeline stage of the plan: what it requires of the budget, and how long a micro-batch keeps it busy.
+
+    Attributes:
+        device: of a mixed cluster, what it lies on.
+        required_bytes: what must be within the budget of these devices; free_bytes is what is left, below zero where it is not.
+        largest: the largest part of its memory.
+    """
+
+    stage_idx: int
+    busy_s: float
+    device: str = ""
+    required_bytes: int
+    free_bytes: int
+    largest: str
+    largest_bytes: int
+
+
+class Explanation(Frozen):
+    """What binds a plan, as `meshwright explain --json` prints it.
+
+    Attributes:
+        binds: what bounds the plan, the most important first.
+        step_time_s: as the plan says; fastest_s: of the fastest layout of the same space, searched again; None where not searched,
+            and of plans with an offload schedule.
+        time_s: parts of the step, largest first.
+        policies: of a plan with an offload schedule, its layout without one and under uniform policies; offload: the schedule.
+        budget_bytes: what each device may be asked for; of a mixed cluster, of the stage with the fullest memory.
+        notes: what the reader should know.
+    """
+
+    layout: Layout
+    binds: tuple[Binding, ...]
+    step_time_s: float
+    fastest_s: float | None
+    time_s: dict[str, float]
+    budget_bytes: int
+    stages: tuple[StageHeadroom, ...]
+    links: tuple[LinkUse, ...]
+    worth: tuple[MarginalValue, ...]
+    runner_ups: tuple[Comparison, ...]
+    policies: tuple[Comparison, ...] = ()
+    offload: OffloadSchedule | None = None
+    why_not: WhyNot | None = None
+    notes: tuple[str, ...] = ()
 
 
 def explain(
@@ -86,12 +121,13 @@ def explain(
     was_searched = fastest_s is not None
     if schedule is not None:
         was_searched = all(value.best_s is not None for value in values if value.resource == "memory")
+    terms = sorted(plan.estimate.breakdown_s.model_dump().items(), key=lambda item: -item[1])
     return Explanation(
         layout=plan.layout,
         binds=tuple(sorted(binds, key=lambda binding: -(binding.seconds or 0.0))),
         step_time_s=plan.estimate.step_time_s,
         fastest_s=fastest_s,
-        time_s=_largest_first(plan.estimate.breakdown_s.model_dump()),
+        time_s={name: seconds for name, seconds in terms if seconds},
         budget_bytes=plan.estimate.budget_bytes,
         stages=_stages(plan),
         links=links,
@@ -127,7 +163,7 @@ def _stages(plan: TrainingPlan) -> tuple[StageHeadroom, ...]:
 
 def _bindings(plan: TrainingPlan, links: Sequence[LinkUse], values: Sequence[MarginalValue]) -> list[Binding]:
     """Return everything that costs a noticeable share of the step, and the memory."""
-    terms, total, schedule = plan.estimate.breakdown_s, plan.estimate.step_time_s, plan.offload
+    terms, schedule = plan.estimate.breakdown_s, plan.offload
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
     evenness = f"slowest stage / mean of {len(busy)}: {max(busy) * len(busy) / sum(busy):.3f}"
     updated = ""
@@ -135,27 +171,25 @@ def _bindings(plan: TrainingPlan, links: Sequence[LinkUse], values: Sequence[Mar
         by_host = len(schedule.host_optimizer_layers + schedule.streamed_parameter_layers)
         streamed = len(schedule.streamed_optimizer_layers)
         updated = f": {by_host} layers by the host, {streamed} streamed to the device   [(C9)]"
-    bindings = [
-        Binding(
-            resource="compute",
-            seconds=terms.compute,
-            text=f"compute of the busiest stage (MFU {100 * plan.estimate.mfu:.1f} %)",
-        ),
-        Binding(resource="recompute", seconds=terms.recompute, text=f"recompute ({plan.layout.recompute})"),
-        Binding(resource="optimizer", seconds=terms.optimizer, text="optimizer update" + updated),
-        Binding(resource="bubble", seconds=terms.bubble, text=f"pipeline bubble ({evenness})"),
-        Binding(
-            resource="offload", seconds=terms.offload, text="waiting for the host, and what kernels lose beside copies"
-        ),
-    ]
+    texts: dict[BoundBy, str] = {
+        "compute": f"compute of the busiest stage (MFU {100 * plan.estimate.mfu:.1f} %)",
+        "recompute": f"recompute ({plan.layout.recompute})",
+        "optimizer": "optimizer update" + updated,
+        "bubble": f"pipeline bubble ({evenness})",
+        "offload": "waiting for the host, and what kernels lose beside copies",
+    }
+    bindings = [Binding(resource=name, seconds=getattr(terms, name), text=text) for name, text in texts.items()]
     for link in links:
         axes = " + ".join(link.axes) or "no axis"
         text = f"twice as fast: {link.name} at {link.bandwidth_bytes_per_s / GB:g} GB/s ({axes})"
         bindings.append(Binding(resource="link", seconds=link.seconds, text=text))
-    host = (value for value in values if value.resource == "host")
-    bindings += [Binding(resource="host", seconds=max(0.0, v.kept_s), text="dispatch by the host") for v in host]
-    named = [binding for binding in bindings if (binding.seconds or 0.0) >= MIN_SHARE * total]
-    return sorted([*named, _memory_binding(plan, values)], key=lambda binding: -(binding.seconds or 0.0))
+    bindings += [
+        Binding(resource="host", seconds=max(0.0, value.kept_s), text="dispatch by the host")
+        for value in values
+        if value.resource == "host"
+    ]
+    min_s = MIN_SHARE * plan.estimate.step_time_s
+    return [*(b for b in bindings if (b.seconds or 0.0) >= min_s), _memory_binding(plan, values)]
 
 
 def _memory_binding(plan: TrainingPlan, values: Sequence[MarginalValue]) -> Binding:
@@ -209,120 +243,3 @@ def _again_s(plan: TrainingPlan) -> float:
     if plan.offload is None:
         return estimate(plan.model, place_as_planned(plan, plan.cluster), plan.workload, plan.layout).step_time_s
     return problem_of_plan(plan).estimate.step_time_s
-
-
-def _largest_first(terms: dict[str, float]) -> dict[str, float]:
-    return dict(sorted(((name, seconds) for name, seconds in terms.items() if seconds), key=lambda item: -item[1]))
-
-
-STAY = (0, 1, 2)
-"""Options (solvers/offload/instance.py) that move no activations: keep, selective and full recompute."""
-
-
-MOVE = (3, 4)
-"""All activations, or under full recompute the blocks' inputs."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What all layers do alike: where their states lie (`offload_uniform.PLACES`), and what their activations may do."""
-
-    name: str
-    text: str
-    place: str
-    options: tuple[int, ...]
-
-
-NO_OFFLOAD = "no offload"
-
-
-POLICIES = (
-    Policy("activations", "all activations on the host, or the inputs of recomputed blocks", "device", MOVE),
-    Policy("host updates", "all optimizer states on the host, which updates them (as ZeRO-Offload)", "host", STAY),
-    Policy("states streamed", "all optimizer states on the host, streamed to the device", "streamed", STAY),
-    Policy("parameters", "all parameters and states on the host (as FSDP2's CPUOffloadPolicy)", "parameters", STAY),
-)
-
-
-def under_policies(plan: TrainingPlan) -> Iterator[Comparison]:
-    """Compare a plan with its layout without offload and under each policy, with the recompute that is best for it."""
-    yield _without_offload(plan)
-    request = OffloadRequest.from_plan(plan)
-    assert request is not None
-    anything = OffloadRequest(host_memory_bytes=request.host_memory_bytes)
-    options = option_costs_of_plan(plan, plan.cluster)
-    problems = build_instances(options, 0, anything)
-    for policy in POLICIES:
-        tried = [(problem, choice) for problem in problems for choice in _choices(problem, policy)]
-        if tried:
-            yield _compare_policy(plan, policy, options, *_best_choice(tried))
-
-
-def _without_offload(plan: TrainingPlan) -> Comparison:
-    """Compare with everything on the device, as any layout without a schedule is costed."""
-    layouts = [plan.layout.replace(offload="none", recompute=recompute) for recompute in RECOMPUTES]
-    costed = [(estimate(plan.model, plan.cluster, plan.workload, layout), layout) for layout in layouts]
-
-    def order(each: tuple[TrainingEstimate, Layout]) -> tuple[int, float]:
-        return max(0, each[0].required_bytes - each[0].budget_bytes), each[0].step_time_s
-
-    plain, layout = min(costed, key=order)
-    why = why_slower(plain, plan.estimate) if plain.fits else f"{why_too_large(plain)}   [device memory (C6)]"
-    reason = f"the same layout with everything on the device; recompute {layout.recompute}: {why}"
-    return compare(plan, layout, plain, reason=reason).replace(name=NO_OFFLOAD)
-
-
-def _choices(problem: OffloadInstance, policy: Policy) -> Iterator[OffloadChoice]:
-    """Yield what the policy says of every layer, with each recompute; parameters of a tied embedding stay."""
-    if policy.place == "parameters" and not problem.may.parameters:
-        return
-    for option in policy.options:
-        if problem.allowed[option].any():
-            choice = uniform_policy(problem, option, policy.place)
-            yield replace(choice, parameters=choice.parameters & problem.streamable)
-
-
-def _best_choice(tried: list[tuple[OffloadInstance, OffloadChoice]]) -> tuple[OffloadInstance, SimulatedChoice]:
-    """Return the fastest that fits, or the one that lacks the least."""
-
-    def simulated(problem: OffloadInstance, choice: OffloadChoice) -> SimulatedChoice:
-        sums = ResourceSums(problem)
-        found = SimulatedChoice(choice, sums.simulate(choice), 1)
-        return found if broken_constraints(problem, choice, found.simulated) else with_widest_window(sums, found)
-
-    results = [(problem, simulated(problem, choice)) for problem, choice in tried]
-    return min(results, key=lambda each: (excess_by_memory(each[0], each[1].simulated).sum(), each[1].step_s))
-
-
-def _compare_policy(
-    plan: TrainingPlan, policy: Policy, options: RecomputeCosts, problem: OffloadInstance, found: SimulatedChoice
-) -> Comparison:
-    option = int(found.choice.option[problem.allowed.sum(axis=0).argmax()])
-    recompute = RECOMPUTE_OF[option]
-    layout = plan.layout.replace(recompute=recompute)
-    estimate = build_estimate(options, 0, problem, found.choice, found.simulated)
-    lacking = _lacking(plan, problem, found, estimate)
-    held = found.simulated
-    moved = OffloadSchedule(
-        host_bytes=int(held.host_bytes * plan.cluster.largest_node),
-        to_host_bytes=int(held.to_host_bytes),
-        to_device_bytes=int(held.to_device_bytes),
-    )
-    reason = f"{policy.text}; recompute {recompute}: " + ("; ".join(lacking) or why_slower(estimate, plan.estimate))
-    return compare(plan, layout, estimate, reason=reason, schedule=moved).replace(name=policy.name, fits=not lacking)
-
-
-def _lacking(
-    plan: TrainingPlan, problem: OffloadInstance, found: SimulatedChoice, estimate: TrainingEstimate
-) -> list[str]:
-    """Say which memory is too small for it, by the names of solvers/offload/instance.py."""
-    ranks, needed = plan.cluster.largest_node, found.simulated.host_bytes
-    lacking = []
-    if found.simulated.peak_bytes > problem.cap_bytes * (1 + 1e-9):
-        lacking.append(f"{why_too_large(estimate)}   [device memory (C6)]")
-    if needed > problem.host_cap_bytes * (1 + 1e-9):
-        lacking.append(
-            f"{TOO_LARGE} into the host: needs {format_bytes(needed * ranks)} of "
-            f"{format_bytes(problem.host_cap_bytes * ranks)} a node   [host memory (C7)]"
-        )
-    return lacking

@@ -1,11 +1,13 @@
-"""Why a plan does not have some fields: they are completed as well as can be, and the two layouts are compared."""
+"""Why a plan does not have some fields: they are completed as well as can be, and the two layouts are compared line by line."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field
 
 from ...schema import (
     ConfigError,
@@ -16,17 +18,96 @@ from ...schema import (
     TrainingEstimate,
     TrainingPlan,
 )
+from ...schema.base import Frozen
 from ...schema.layout import format_assignments
 from ..request import OffloadRequest, PlanRequest
 from ..search import SearchResult
 from ..space import build_space
 from ..tasks.offload import OffloadResult, search_offload
 from ..tasks.training import SAME_TIME_FRACTION, search_layouts, why_slower
-from .explanation import WhyNot, compare
-from .feasibility import closest_to_fitting, shortfall
+from .infeasible import closest_to_fitting, shortfall
 
 ROUNDING = 1e-6
 """Sums in another order differ by less."""
+
+_HOST_TERMS = ("host_bytes", "storage_bytes", "to_host_bytes", "to_device_bytes")
+
+
+class Comparison(Frozen):
+    """Another layout against the plan's, line by line: (plan, other, difference) of every part that either has.
+
+    Attributes:
+        fields: fields of the layout that differ, as (name, plan, other).
+        host_bytes: the same of what offload schedules hold on a node's host and storage, and what a rank moves in a step.
+        name: of the policy, in `Explanation.policies`.
+    """
+
+    layout: Layout
+    fits: bool
+    step_time_s: float
+    required_bytes: int
+    slower_fraction: float
+    fields: tuple[tuple[str, str, str], ...]
+    time_s: dict[str, tuple[float, float, float]]
+    memory_bytes: dict[str, tuple[int, int, int]]
+    host_bytes: dict[str, tuple[int, int, int]] = Field(default_factory=dict)
+    reason: str = ""
+    name: str = ""
+
+
+class WhyNot(Frozen):
+    """Why the plan does not have some fields.
+
+    Attributes:
+        status: same: the plan has them; slower, faster: the best completion fits and loses, or wins; too_large: none fits;
+            excluded: a rule excludes all of them; stopped: the time limit came first.
+        asked: the fields asked about; kept: those that the plan itself had to keep.
+        reasons: rules, bytes and searches behind the status, in words.
+        best: the best completion, or of those too large the one that lacks the least.
+    """
+
+    status: Literal["same", "slower", "faster", "too_large", "excluded", "stopped"]
+    asked: str = ""
+    kept: str = ""
+    reasons: tuple[str, ...] = ()
+    best: Comparison | None = None
+
+
+_Number = TypeVar("_Number", int, float)
+
+
+def compare(
+    plan: TrainingPlan,
+    layout: Layout,
+    other: TrainingEstimate,
+    *,
+    reason: str = "",
+    schedule: OffloadSchedule | None = None,
+) -> Comparison:
+    """Compare every term of the step and of the fullest device's memory, and what offload schedules hold and move.
+
+    Args:
+        layout, other, schedule: the other layout with its estimate and its offload schedule.
+    """
+
+    def lines(ours: dict[str, _Number], theirs: dict[str, _Number]) -> dict[str, tuple[_Number, _Number, _Number]]:
+        return {name: (n, theirs[name], theirs[name] - n) for name, n in ours.items() if n or theirs[name]}
+
+    planned = plan.estimate
+    ours, theirs = plan.layout.model_dump(), layout.model_dump()
+    hosts = [{name: getattr(each, name, 0) for name in _HOST_TERMS} for each in (plan.offload, schedule)]
+    return Comparison(
+        layout=layout,
+        fits=other.fits,
+        step_time_s=other.step_time_s,
+        required_bytes=other.required_bytes,
+        slower_fraction=other.step_time_s / planned.step_time_s - 1,
+        fields=tuple((name, str(ours[name]), str(theirs[name])) for name in ours if ours[name] != theirs[name]),
+        time_s=lines(planned.breakdown_s.model_dump(), other.breakdown_s.model_dump()),
+        memory_bytes=lines(planned.memory_bytes.model_dump(), other.memory_bytes.model_dump()),
+        host_bytes=lines(*hosts),
+        reason=reason,
+    )
 
 
 def why_not(plan: TrainingPlan, request: PlanRequest, asked: Mapping[str, Any]) -> WhyNot:
@@ -54,20 +135,18 @@ def why_not(plan: TrainingPlan, request: PlanRequest, asked: Mapping[str, Any]) 
 
 
 def _compare_completion(plan: TrainingPlan, request: PlanRequest, asked: Mapping[str, Any]) -> WhyNot:
-    """Compare the fastest completion: of layouts that need no offload schedule, and where the plan has one or one is asked for, of
-    those with one.
+    """Compare the fastest completion: of layouts without an offload schedule, and of those with one where the plan has one or one
+    is asked for.
     """
-    if asked.get("offload") == "scheduled":
-        found, lacking = _search_schedules(request, None)
-        if found is None:
-            return WhyNot(status="too_large", asked="", reasons=lacking)
-        return _compare_schedule(plan, request, found)
-    result = search_layouts(request)
-    if plan.offload is None or any(name.startswith("offload") for name in asked):
+    result = None if asked.get("offload") == "scheduled" else search_layouts(request)
+    if result is not None and (plan.offload is None or any(name.startswith("offload") for name in asked)):
         return _compare_search(plan, request, result)
-    found, lacking = _search_schedules(request, result)
-    if found is not None:
-        return _compare_schedule(plan, request, found)
+    scheduled, lacking = _search_schedules(request, result)
+    if scheduled is not None:
+        bound_s = scheduled.certificate.bound_s if scheduled.certificate.status == "feasible" else None
+        return _compare_feasible(plan, request, scheduled.layout, scheduled.estimate, bound_s, scheduled.schedule)
+    if result is None:
+        return WhyNot(status="too_large", reasons=lacking)
     answer = _compare_search(plan, request, result)
     return answer.replace(reasons=(*answer.reasons, *lacking))
 
@@ -96,17 +175,11 @@ def _compare_search(plan: TrainingPlan, request: PlanRequest, result: SearchResu
         bound_s = result.bound_s if result.stopped_early else None
         return _compare_feasible(plan, request, best.layout(batch), best.estimate, bound_s)
     if result.stopped_early:
-        return WhyNot(status="stopped", asked="", reasons=("the time limit came before any layout that fits",))
+        return WhyNot(status="stopped", reasons=("the time limit came before any layout that fits",))
     nearest = closest_to_fitting(result)
     layout, estimate = nearest.layout(batch), nearest.estimate
     lacking = shortfall(layout, estimate, request.workload, request.cluster)
-    comparison = compare(plan, layout, estimate, reason="does not fit")
-    return WhyNot(status="too_large", asked="", reasons=lacking, best=comparison)
-
-
-def _compare_schedule(plan: TrainingPlan, request: PlanRequest, found: OffloadResult) -> WhyNot:
-    bound_s = found.certificate.bound_s if found.certificate.status == "feasible" else None
-    return _compare_feasible(plan, request, found.layout, found.estimate, bound_s, found.schedule)
+    return WhyNot(status="too_large", reasons=lacking, best=compare(plan, layout, estimate, reason="does not fit"))
 
 
 def _compare_feasible(
@@ -124,7 +197,7 @@ def _compare_feasible(
         gap = max(0.0, 1 - bound_s / estimate.step_time_s)
         reasons.append(f"the time limit stopped the completion: a better one may be {100 * gap:.1f} % faster")
     is_slower = comparison.slower_fraction >= -ROUNDING
-    return WhyNot(status="slower" if is_slower else "faster", asked="", reasons=tuple(reasons), best=comparison)
+    return WhyNot(status="slower" if is_slower else "faster", reasons=tuple(reasons), best=comparison)
 
 
 def _verdict(plan: TrainingPlan, request: PlanRequest, slower: float) -> str:
@@ -144,19 +217,19 @@ def _verdict(plan: TrainingPlan, request: PlanRequest, slower: float) -> str:
 
 def _excluded_by(error: ConfigError, request: PlanRequest) -> tuple[str, ...]:
     """Return the rules, and which single fields would have to go."""
+
+    def has_layouts(without: str) -> bool:
+        fixed = {name: value for name, value in request.fixed.items() if name != without}
+        try:
+            build_space(replace(request, fixed=fixed))
+        except (ConfigError, SolverLimitError):
+            return False
+        return True
+
     rules = error.details or (error.message,)
-    free = [name for name in request.fixed if len(request.fixed) > 1 and _has_layouts(request, without=name)]
+    free = [name for name in request.fixed if len(request.fixed) > 1 and has_layouts(name)]
     if not free:
         return rules
     given = ", ".join(f"{name}={request.fixed[name]}" for name in free)
     which = f"without {given}" if len(free) == 1 else f"without any one of {given}"
     return (*rules, f"{which} there are layouts")
-
-
-def _has_layouts(request: PlanRequest, *, without: str) -> bool:
-    fixed = {name: value for name, value in request.fixed.items() if name != without}
-    try:
-        build_space(replace(request, fixed=fixed))
-    except (ConfigError, SolverLimitError):
-        return False
-    return True

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cli.main import app
-from meshwright.planner.explain.explanation import Explanation
+from meshwright.planner.explain.report import Explanation
 from typer.testing import CliRunner
 
 PLAN = ["plan", "llama-3.1-8b", "--cluster", "16xA100-SXM-80GB", "--global-batch-size", "64", "--seq-len", "4096"]

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner import estimate, plan
-from meshwright.planner.explain import infeasible
-from meshwright.planner.explain.cluster_changes import grow_cluster, larger_sizes
-from meshwright.planner.explain.infeasible import Advice, _first_that_holds, advise
+from meshwright.planner.explain.advice import Advice, _first_that_holds, advise, grow_cluster, larger_sizes
 from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.schema import ClusterSpec, InfeasibleError, ModelSpec, Workload
 
@@ -39,12 +37,6 @@ REQUESTS = {
         False,
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found must not depend on how busy this machine is."""
-    monkeypatch.setattr(infeasible, "ADVICE_S", 600.0)
 
 
 @functools.cache
