@@ -216,9 +216,16 @@ def _instance(layers: Layers, spans: NDArray[np.bool_] | slice, **of_spans: Any)
     """Return the instance of some spans of the layers."""
     stage, first, last = (of_span[spans] for of_span in layers.spans)
     slowest, total = layers.weights
-    sizes = {"num_layers": len(layers.kinds), "num_stages": layers.num_stages}
-    weights = {"slowest_weight": slowest, "sum_weight": total}
-    return StageProgramInstance(stage=stage, first=first, last=last, **sizes, **weights, **of_spans)
+    return StageProgramInstance(
+        num_layers=len(layers.kinds),
+        num_stages=layers.num_stages,
+        stage=stage,
+        first=first,
+        last=last,
+        slowest_weight=slowest,
+        sum_weight=total,
+        **of_spans,
+    )
 
 
 def free_program(layers: Layers) -> Program:

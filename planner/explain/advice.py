@@ -181,7 +181,7 @@ def find_fit(
             if which == "first":
                 break
     best = min(feasible, key=lambda c: (c.estimate.step_time_s, rows[c.idx]), default=None)
-    return best and Fit(best.layout(subset.layouts), best.estimate)
+    return None if best is None else Fit(best.layout(subset.layouts), best.estimate)
 
 
 class _Advisor:
@@ -283,18 +283,18 @@ def grow_cluster(cluster: ClusterSpec, num_devices: int) -> ClusterSpec | None:
     """Return the cluster with ``num_devices`` devices, as one of `larger_sizes`; None where its link domains do not divide them."""
     if cluster.num_nodes == 1:
         per_node = min(num_devices, _devices_per_node(cluster))
-        groups = (cluster.groups[0].replace(num_nodes=num_devices // per_node, devices_per_node=per_node),)
-        inner: tuple[LinkLevel, ...] = (LinkLevel(link=cluster.levels[-1].link, domain_size=per_node),)
+        groups = [cluster.groups[0].replace(num_nodes=num_devices // per_node, devices_per_node=per_node)]
+        inner = [LinkLevel(link=cluster.levels[-1].link, domain_size=per_node)]
     else:
         common = _common_nodes(cluster)
         times = num_devices * common // cluster.num_devices
-        groups = tuple(group.resized(group.num_nodes * times // common) for group in cluster.groups)
-        inner = cluster.levels[:-1] if cluster.levels[-1].link.kind == "scale-out" else cluster.levels
-    inner = tuple(level for level in inner if level.domain_size > 1)
-    outer = (LinkLevel(link=_network(cluster), domain_size=num_devices),)
-    levels = inner if inner and inner[-1].domain_size == num_devices else inner + outer
+        groups = [group.resized(group.num_nodes * times // common) for group in cluster.groups]
+        inner = [level for level in cluster.levels if level is not cluster.levels[-1] or level.link.kind != "scale-out"]
+    levels = [level for level in inner if level.domain_size > 1]
+    if not levels or levels[-1].domain_size != num_devices:
+        levels.append(LinkLevel(link=_network(cluster), domain_size=num_devices))
     try:
-        return cluster.replace(groups=groups, levels=levels, bandwidth_matrix=None, profile=None)
+        return cluster.replace(groups=tuple(groups), levels=tuple(levels), bandwidth_matrix=None, profile=None)
     except ConfigError:
         return None
 

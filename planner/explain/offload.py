@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...cost_models.stage.recompute import RecomputeCosts
+from ...cost_models.stage.contents import RecomputeCosts
 from ...schema import ClusterSpec, Layout, MeshwrightError, OffloadSchedule, TrainingEstimate, TrainingPlan
 from ...schema.layout_table import RECOMPUTES
 from ...schema.units import GB, GIB, format_bytes

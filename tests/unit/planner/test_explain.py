@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from meshwright.planner import estimate, explain, plan
 from meshwright.planner.explain.marginal_values import with_bandwidth, with_memory
-from meshwright.planner.explain.explanation import Explanation
+from meshwright.planner.explain.report import Explanation
 from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.planner.tasks.training import search_layouts
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
@@ -84,7 +84,9 @@ def test_a_link_binds_as_far_as_the_step_gains_from_twice_its_rate() -> None:
     found = explain(made(), why_not={"tp": 1})
     assert [link.name for link in found.links] == [level.link.name for level in CLUSTER.levels]
     for idx, link in enumerate(found.links):
-        without = estimate(MODEL, with_bandwidth(CLUSTER, idx, CLUSTER.levels[idx].link.bandwidth_bytes_per_s), WORKLOAD, made().layout).step_time_s
+        without = estimate(
+            MODEL, with_bandwidth(CLUSTER, idx, CLUSTER.levels[idx].link.bandwidth_bytes_per_s), WORKLOAD, made().layout
+        ).step_time_s
         assert link.seconds == pytest.approx(max(0.0, made().estimate.step_time_s - without), abs=1e-12)
         for axis in link.axes:
             assert getattr(made().layout, axis) > 1

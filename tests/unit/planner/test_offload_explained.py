@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 from meshwright.cli.show.report import figures
 from meshwright.planner import compare, explain, plan
-from meshwright.planner.explain.explanation import Explanation, WhyNot
 from meshwright.planner.explain.offload import NO_OFFLOAD, POLICIES
+from meshwright.planner.explain.report import Explanation
+from meshwright.planner.explain.why_not import WhyNot
 from meshwright.planner.request import Deadline, OffloadRequest, PlanRequest
 from meshwright.planner.tasks.offload import search_offload
 from meshwright.planner.tasks.offload_problem import choice_of_plan, problem_of_plan
