@@ -32,8 +32,7 @@ from ..cost_models.stage.step import time_shares
 from ..schema import ConfigError
 from ..schema.engine_facts import Engine
 from ..schema.units import FloatArray
-from ..validation.inputs import RunInputs, run_inputs
-from ..validation.predict import Prediction, estimate_runs, predict
+from ..validation.predict import Prediction, RunInputs, estimate_runs, predict, run_inputs
 from ..validation.rows import RunRow, read_runs
 from ..validation.score import memory_ratio
 

@@ -1,12 +1,11 @@
 """Our predictions against published measurements: read a table of runs, predict every row, score.
 
-rows.py reads; inputs.py turns a row into our nouns (models.py, clusters.py, layouts.py, workloads.py; where a row is silent, the
-tables of data/ through rows.py); predict.py estimates in batches; score.py compares. table_calibration.py and run_calibration.py
-correct the model by measured runs.
+rows.py reads, and has the tables of data/ that say what words mean and what silent rows leave out; models.py, clusters.py and
+layouts.py turn a row into our nouns; predict.py estimates in batches; score.py compares. table_calibration.py and
+run_calibration.py correct the model by measured runs.
 """
 
-from .inputs import RunInputs, run_inputs
-from .predict import Prediction, predict
+from .predict import Prediction, RunInputs, predict, run_inputs
 from .rows import RunRow, read_groups, read_runs
 from .score import score_groups, score_sources
 

@@ -25,7 +25,7 @@ from ..schema.layers import (
     Rope,
     SoftmaxAttention,
 )
-from .rows import RunRow, read_table
+from .rows import RunRow, read_table, stated
 
 PARAMS_TOLERANCE = 0.05
 """Stated and counted parameters may differ by this before a row says so: tables round, and leave out embeddings or biases."""
@@ -38,23 +38,8 @@ MAX_LAYERS = 2000
 
 _MANY_POSITIONS = 2**20
 
-_NOT_DECODERS = (
-    r"hybrid|mamba|jamba|zamba|rwkv|retnet|hyena|recurrent|griffin|nemotron-h|\b(ro|de|al)?berta?\b|\bm?t5\b|flan|\bul2\b"
-    r"|encoder|\bbart\b|vit\b|swin|diffusion|unet|\bdit\b|flux|whisper|\bclip\b|dlrm|resnet|\bgnn\b|retina"
-)
-"""State-space, recurrent, encoder, diffusion and recommendation models: not blocks of attention and feed-forward."""
-
-_LATENT = r"deepseek.*(v[23]|r1)|kimi|moonlight"
-"""Families with DeepSeek-V2's latent attention."""
-
 _HIDDEN_OF_LITE = 2048
 """Width up to which queries are not compressed and tokens visit any group of experts (DeepSeek-V2-Lite, Moonlight)."""
-
-_EXPERTS_OF_V3 = 256
-"""Lowest number of routed experts of DeepSeek-V3 and what descends from it."""
-
-_QWEN2_MOE = re.compile(r"qwen(1\.5|2)\b.*(moe|-a\d)")
-"""Qwen's mixtures with shared experts; those of Qwen3 have none."""
 
 
 class Shape(NamedTuple):
@@ -79,9 +64,6 @@ class Traits(NamedTuple):
     biases: bool
 
 
-_GPT2 = Traits(gated=False, learned_positions=True, biases=True)
-
-
 class RowModel(NamedTuple):
     """A row's model, what had to be assumed about it and where it only comes close."""
 
@@ -91,30 +73,25 @@ class RowModel(NamedTuple):
 
 
 def model_of(row: RunRow) -> RowModel | str:
-    """Return the model of a row, or why it cannot be built."""
-    kind = f"{row.model_family} {row.model}" if "gpt" not in row.model.lower() else row.model
-    if re.search(_NOT_DECODERS, kind.lower()):
+    """Return the model of a row: from its columns, else by name, else of the stated size; or why it cannot be built."""
+    if stated("not a decoder", f"{row.model_family} {row.model}" if "gpt" not in row.model.lower() else row.model):
         return "model: not a plain decoder"
     if (row.layers or 0) > MAX_LAYERS:
         return f"model: {row.layers} layers are more than any model has"
-    if row.layers is None or row.hidden is None:
-        return _model_named(row)
-    shape = Shape(row.layers, row.hidden, row.heads, row.kv_heads, row.ffn, row.vocab, row.experts, row.topk)
-    return _model(row.model, row.model_family, shape, row.params_b, row.seq_len or 0)
-
-
-def _model_named(row: RunRow) -> RowModel | str:
-    """Return a model known by name, else one of the stated size."""
-    for name in (row.model.lower().strip(), canonical(row.model)):
-        if name in model_names():
-            return RowModel(ModelSpec.named(name))
-    if known := shape_named(row.model):
-        return _model(row.model, row.model_family, known[0], row.params_b or known[1], row.seq_len or 0)
-    if not row.params_b or row.experts:
+    params_b = row.params_b
+    approximated: tuple[str, ...] = ()
+    if row.layers is not None and row.hidden is not None:
+        shape = Shape(row.layers, row.hidden, row.heads, row.kv_heads, row.ffn, row.vocab, row.experts, row.topk)
+    elif names := [name for name in (row.model.lower().strip(), canonical(row.model)) if name in model_names()]:
+        return RowModel(ModelSpec.named(names[0]))
+    elif known := shape_named(row.model):
+        shape, params_b = known[0], params_b or known[1]
+    elif params_b and not row.experts:
+        shape, approximated = shape_of_size(params_b * 1e9, row.vocab or DEFAULT_VOCAB), ("shape",)
+    else:
         return "model: shape not stated"
-    shape = shape_of_size(row.params_b * 1e9, row.vocab or DEFAULT_VOCAB)
-    model = _model(row.model, row.model_family, shape, row.params_b, row.seq_len or 0)
-    return model if isinstance(model, str) else model._replace(approximated=(*model.approximated, "shape"))
+    model = _model(row.model, row.model_family, shape, params_b, row.seq_len or 0)
+    return model if isinstance(model, str) else model._replace(approximated=(*model.approximated, *approximated))
 
 
 @cache
@@ -124,13 +101,13 @@ def _model(name: str, family: str, shape: Shape, params_b: float | None, seq_len
     if published is not None:
         return RowModel(published)
     assumed = ("vocab",) if shape.vocab is None else ()
+    stands_in: tuple[str, ...] = ()
     try:
-        candidates = list(_candidates(name, traits_of(name, family), shape, seq_len))
+        candidates = list(_candidates(name, _traits_of(name, family), shape, seq_len))
     except ConfigError as error:
         return f"model: {error.message}"
-    stands_in: tuple[str, ...] = ()
-    if has_latent_attention(name, family):
-        candidates, stands_in = [with_latent_attention(spec) for spec in candidates], ("latent attention",)
+    if stated("latent attention", f"{name} {family}"):
+        candidates, stands_in = [_with_latent_attention(spec) for spec in candidates], ("latent attention",)
     if params_b is None:
         return RowModel(candidates[0], assumed, stands_in)
     best = min(candidates, key=lambda spec: abs(spec.num_params / 1e9 - params_b))
@@ -144,7 +121,7 @@ def _candidates(name: str, traits: Traits, shape: Shape, seq_len: int) -> Iterat
     The stated parameter count decides between them.
     """
     plain = [_decoder(name, traits, shape, seq_len, tied=tied) for tied in (not traits.gated, traits.gated)]
-    known = [with_known_experts(spec) for spec in plain]
+    known = [_with_known_experts(spec) for spec in plain]
     yield from known
     if shape.experts and known == plain:
         for shared, tied in itertools.product((1, 2, 4, 8), (not traits.gated, traits.gated)):
@@ -155,8 +132,7 @@ def _decoder(name: str, traits: Traits, shape: Shape, seq_len: int, *, tied: boo
     assert shape.layers is not None
     assert shape.hidden is not None
     heads = shape.heads or _usual_heads(shape.hidden)
-    kv_heads = shape.kv_heads or heads
-    vocab = shape.vocab or DEFAULT_VOCAB
+    kv_heads, vocab = shape.kv_heads or heads, shape.vocab or DEFAULT_VOCAB
     attention = SoftmaxAttention(
         kind="mha" if heads == kv_heads else "gqa",
         num_heads=heads,
@@ -167,7 +143,12 @@ def _decoder(name: str, traits: Traits, shape: Shape, seq_len: int, *, tied: boo
         rope_fraction=0.0 if traits.learned_positions else 1.0,
     )
     norm = {"norm": "layernorm" if not traits.gated else "rmsnorm", "norm_bias": traits.biases}
-    mlp = _feed_forward(traits, shape, num_shared)
+    ffn = shape.ffn or 4 * shape.hidden
+    kind = {"ffn_dim": ffn, "gated": traits.gated, "activation": "silu" if traits.gated else "gelu"}
+    mlp: FeedForward = DenseMLP(**kind, bias=traits.biases)  # type: ignore[arg-type]
+    if shape.experts:
+        shared = {"shared_ffn_dim": num_shared * ffn} if num_shared else {}
+        mlp = MoE(num_experts=shape.experts, top_k=shape.top_k or 1, **kind, **shared)  # type: ignore[arg-type]
     block = Block(attention=attention, mlp=mlp, **norm)  # type: ignore[arg-type]
     positions = seq_len if traits.learned_positions else 0
     return ModelSpec(
@@ -190,15 +171,6 @@ def _usual_heads(hidden: int) -> int:
     upper = max(1, hidden // 128)
     shareable = (heads for heads in range(upper - upper % 8, 0, -8) if hidden % heads == 0)
     return upper if hidden % upper == 0 else next(shareable, upper)
-
-
-def _feed_forward(traits: Traits, shape: Shape, num_shared: int) -> FeedForward:
-    ffn = shape.ffn or 4 * (shape.hidden or 0)
-    kind = {"ffn_dim": ffn, "gated": traits.gated, "activation": "silu" if traits.gated else "gelu"}
-    if not shape.experts:
-        return DenseMLP(**kind, bias=traits.biases)  # type: ignore[arg-type]
-    shared = {"shared_ffn_dim": num_shared * ffn} if num_shared else {}
-    return MoE(num_experts=shape.experts, top_k=shape.top_k or 1, **kind, **shared)  # type: ignore[arg-type]
 
 
 @cache
@@ -246,10 +218,7 @@ def canonical(name: str) -> str:
 
 @cache
 def published_shapes() -> dict[str, tuple[Shape, float | None]]:
-    """Return shapes of published models outside the catalogue, and their size in billions of parameters.
-
-    The size is there where the shape leaves open what else is counted.
-    """
+    """Return shapes of published models outside the catalogue, and their 1e9 parameters where the shape leaves open what counts."""
     return {
         line["name"]: (
             Shape(*(int(line[column]) if line[column] else None for column in Shape._fields)),
@@ -279,22 +248,14 @@ def shape_of_size(params: float, vocab: int) -> Shape:
     return Shape(layers, hidden, heads, heads, 4 * hidden, vocab)
 
 
-def traits_of(name: str, family: str) -> Traits:
-    """Return the traits of the first family whose name starts the model's or the family's; those of GPT-2 where none does."""
+def _traits_of(name: str, family: str) -> Traits:
+    """Return the traits of the first family whose name starts the model's or the family's."""
     texts = (name.lower(), canonical(name), family.lower())
-    for line in read_table("families"):
-        if any(re.match(line["pattern"], text) for text in texts):
-            return Traits(*(line[column] == "1" for column in Traits._fields))
-    return _GPT2
+    line = next(line for line in read_table("families") if any(re.match(line["pattern"], text) for text in texts))
+    return Traits(*(line[column] == "1" for column in Traits._fields))
 
 
-def has_latent_attention(name: str, family: str) -> bool:
-    """Return whether the family has DeepSeek-V2's latent attention."""
-    return re.search(_LATENT, f"{name} {family}".lower()) is not None
-
-
-def with_latent_attention(spec: ModelSpec) -> ModelSpec:
-    """Return the model with the latent attention that DeepSeek-V2, V3 and Kimi-K2 share; the small ones do not compress queries."""
+def _with_latent_attention(spec: ModelSpec) -> ModelSpec:
     runs = []
     for run in spec.layers:
         layer = run.layer
@@ -316,39 +277,28 @@ def _latent_attention(num_heads: int, hidden_dim: int) -> LatentAttention:
     )
 
 
-def with_known_experts(plain: ModelSpec) -> ModelSpec:
-    """Add what families of experts have besides the routed ones, which columns do not say."""
-    block, count = plain.block_runs[0]
+def _with_known_experts(plain: ModelSpec) -> ModelSpec:
+    """Add what families of experts have besides the routed ones, which columns do not say (experts.csv).
+
+    Shared experts; first blocks that are dense and as wide as the experts one token visits; but in Lite, groups of experts of which
+    a token visits a few; latent attention.
+    """
+    (block, count), name = plain.block_runs[0], plain.name.lower()
     if not isinstance(block.mlp, MoE):
         return plain
-    if "deepseek" in plain.name.lower():
-        return _deepseek(plain)
-    if not _QWEN2_MOE.search(plain.name.lower()):
+    mlp, hidden = block.mlp, plain.hidden_dim
+    lines = (line for line in read_table("experts") if mlp.num_experts >= int(line["min_experts"]))
+    line = next((line for line in lines if re.search(line["pattern"], name)), None)
+    if line is None:
         return plain
-    # Gated, and as wide as the routed experts one token visits (config.json of Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B).
-    shared = block.mlp.replace(shared_ffn_dim=block.mlp.top_k * block.mlp.ffn_dim, shared_gate=True)
-    experts = LayerRun(layer=block.replace(mlp=shared), count=count)
-    return plain.replace(layers=(plain.layers[0], experts, plain.layers[-1]))
-
-
-def _deepseek(plain: ModelSpec) -> ModelSpec:
-    """Add DeepSeek's experts (arXiv:2401.06066), and from V2 on its latent attention, to a decoder of the same columns.
-
-    V3 has one shared expert and three dense blocks, those before it two and one; a dense block is as wide as the experts one token
-    visits. But in Lite, a token visits at most four (V3) or three of eight groups of experts.
-    """
-    (block, count), hidden = plain.block_runs[0], plain.hidden_dim
-    assert isinstance(block.mlp, MoE)
-    is_v3 = block.mlp.num_experts >= _EXPERTS_OF_V3
-    num_shared, num_dense, top_groups = (1, 3, 4) if is_v3 else (2, 1, 3)
-    groups = {} if hidden <= _HIDDEN_OF_LITE else {"num_groups": 8, "top_groups": top_groups}
-    num_dense = min(num_dense, count - 1) or 1
-    is_first = re.search(r"deepseek-?moe", plain.name.lower())
-    attention = block.attention if is_first else _latent_attention(block.attention.num_heads, hidden)
-    experts = block.mlp.replace(shared_ffn_dim=num_shared * block.mlp.ffn_dim, **groups)
-    dense = DenseMLP(ffn_dim=(block.mlp.top_k + num_shared) * block.mlp.ffn_dim)
-    blocks = [LayerRun(layer=block.replace(attention=attention, mlp=dense), count=num_dense)]
-    if count > num_dense:
-        routed = block.replace(attention=attention, mlp=experts)
-        blocks.append(LayerRun(layer=routed, count=count - num_dense))
+    num_shared = mlp.top_k if line["num_shared"] == "top_k" else int(line["num_shared"])
+    has_groups = line["top_groups"] and hidden > _HIDDEN_OF_LITE
+    groups = {"num_groups": 8, "top_groups": int(line["top_groups"])} if has_groups else {}
+    experts = mlp.replace(shared_ffn_dim=num_shared * mlp.ffn_dim, shared_gate=line["shared_gate"] == "1", **groups)
+    if line["attention"] == "latent":
+        block = block.replace(attention=_latent_attention(block.attention.num_heads, hidden))
+    num_dense = min(int(line["num_dense"]), max(count - 1, 1))
+    dense = block.replace(mlp=DenseMLP(ffn_dim=(mlp.top_k + num_shared) * mlp.ffn_dim))
+    runs = ((dense, num_dense), (block.replace(mlp=experts), count - num_dense))
+    blocks = (LayerRun(layer=layer, count=number) for layer, number in runs if number)
     return plain.replace(layers=(plain.layers[0], *blocks, plain.layers[-1]))

@@ -1,12 +1,11 @@
-"""Tables of measured training runs: one strict, typed row per line.
+"""Tables of measured training runs, one strict, typed row per line; and the tables of ``data/`` by which rows are read.
 
-docs/accuracy.md says what each column means. Only the ones in REQUIRED must exist; an empty
-cell, or an optional column that is missing, is "not stated". Anything that is stated must be readable.
+docs/accuracy.md says what each column means. Only the ones in REQUIRED must exist; an empty cell, or an optional column that is
+missing, is "not stated". Anything that is stated must be readable.
 
-Tables of what rows of runs leave unsaid, read from ``data/``: frameworks, shapes and spellings of models, devices, networks.
-
-Every line of a table has its source; its pattern is a regular expression, and the first line that matches counts. The tables hold
-facts about frameworks, recipes and their time; nothing in them is chosen to make a prediction fit.
+The tables of ``data/`` say what words mean (words, spellings, devices, networks) and what rows leave unsaid (frameworks, families,
+shapes). Every line has its source; its pattern is a regular expression, and the first line that matches counts. They hold facts
+about frameworks, recipes and their time; nothing in them is chosen to make a prediction fit.
 """
 
 from __future__ import annotations
@@ -30,21 +29,15 @@ REQUIRED = (
     "id", "gpu_type", "n_gpus", "model", "seq_len", "global_batch", "micro_batch", "dp", "tp", "pp", "iter_time_s",
 )  # fmt: skip
 
-
 Part = Literal["fit", "held-out"]
-
 
 MAX_COUNT = 10**9
 """Of devices, layers, tokens and whatever else a column counts."""
 
-
 _LONG_NUMBER = re.compile("[0-9]{31}")
-
-
 _MAY_BE_ZERO = ("experts", "topk")
-
-
 _NO_DEFAULT = ("id", "gpu_type", "model")  # the column must exist, the cell may be empty
+_FOLDER = Path(__file__).parent / "data"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +148,9 @@ def read_runs(path: str | Path) -> list[RunRow]:
         values = {name: _parse(path, line, name, kind, cells[name]) for name, kind in columns.items() if name in cells}
         stated: dict[str, Any] = {name: v for name, v in values.items() if v not in (None, "") or name in _NO_DEFAULT}
         row = RunRow(line=line, **stated)
-        if not row.id:
-            raise ConfigError(f"{path} line {line} column id: empty")
-        if row.id in first_line:
-            raise ConfigError(f"{path} line {line} column id: {row.id!r} is already on line {first_line[row.id]}")
+        if not row.id or row.id in first_line:
+            problem = f"{row.id!r} is already on line {first_line[row.id]}" if row.id else "empty"
+            raise ConfigError(f"{path} line {line} column id: {problem}")
         first_line[row.id] = line
         rows.append(row)
     return rows
@@ -170,15 +162,14 @@ def read_groups(path: str | Path) -> list[str]:
     Raises:
         ConfigError: no such file, not CSV, no column decision_group, or an empty or repeated name.
     """
-    names: dict[str, int] = {}
+    names: list[str] = []
     for line, cells in _read_table(path, required=("decision_group",)):
         name = cells["decision_group"]
         if not name or name in names:
-            raise ConfigError(
-                f"{path} line {line} column decision_group: {'repeated ' + repr(name) if name else 'empty'}"
-            )
-        names[name] = line
-    return list(names)
+            problem = f"repeated {name!r}" if name else "empty"
+            raise ConfigError(f"{path} line {line} column decision_group: {problem}")
+        names.append(name)
+    return names
 
 
 def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -186,8 +177,17 @@ def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tupl
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         header = [name.strip().removeprefix("\ufeff") for name in next(reader, [])]
-        _check_header(path, header, required)
-        empty = True
+        if not header:
+            raise ConfigError(f"{path} is empty", help="the first line must name the columns")
+        if missing := [name for name in required if name not in header]:
+            raise ConfigError(
+                f"{path} line 1: no column {', '.join(missing)}",
+                details=(f"found: {', '.join(header)[:200]}",),
+                help="the file must be comma-separated with a header line",
+            )
+        if repeated := sorted({name for name in header if header.count(name) > 1 and name}):
+            raise ConfigError(f"{path} line 1: column {', '.join(repeated)} appears more than once")
+        is_empty = True
         for cells in reader:
             if not any(cell.strip() for cell in cells):
                 continue
@@ -198,49 +198,33 @@ def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tupl
             row = {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
             if long := next((name for name, cell in row.items() if _LONG_NUMBER.search(cell)), None):
                 raise ConfigError(f"{path} line {reader.line_num} column {long}: a number of more than 30 digits")
-            empty = False
+            is_empty = False
             yield reader.line_num, row
     except csv.Error as error:
         raise ConfigError(f"{path} line {reader.line_num} is not CSV: {error}") from None
-    if empty:
+    if is_empty:
         raise ConfigError(f"{path} has a header but no rows")
-
-
-def _check_header(path: str | Path, header: list[str], required: tuple[str, ...]) -> None:
-    if not header:
-        raise ConfigError(f"{path} is empty", help="the first line must name the columns")
-    missing = [name for name in required if name not in header]
-    if missing:
-        raise ConfigError(
-            f"{path} line 1: no column {', '.join(missing)}",
-            details=(f"found: {', '.join(header)[:200]}",),
-            help="the file must be comma-separated with a header line",
-        )
-    repeated = sorted({name for name in header if header.count(name) > 1 and name})
-    if repeated:
-        raise ConfigError(f"{path} line 1: column {', '.join(repeated)} appears more than once")
 
 
 def _parse(path: str | Path, line: int, name: str, kind: str, text: str) -> str | int | float | None:
     """Return a cell as what its column holds; None where it is empty."""
-    if kind == "str":
-        return text
-    if not text:
-        return None
+    if kind == "str" or not text:
+        return text if kind == "str" else None
+    place = f"{path} line {line} column {name}: {text[:40]!r}"
     try:
         value = float(text)
     except ValueError:
-        raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a number") from None
+        raise ConfigError(f"{place} is not a number") from None
     if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-        raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a positive number")
+        raise ConfigError(f"{place} is not a positive number")
     if not kind.startswith("int"):
         return value
     if value != int(value) or value > MAX_COUNT:
-        raise ConfigError(f"{path} line {line} column {name}: {text[:40]!r} is not a whole number")
+        raise ConfigError(f"{place} is not a whole number")
     return int(value)
 
 
-_FOLDER = Path(__file__).parent / "data"
+# --- the tables of data/ ---------------------------------------------------------------------------------------------
 
 
 @cache
@@ -255,6 +239,13 @@ def first_match(name: str, text: str) -> dict[str, str] | None:
     return next((line for line in read_table(name) if re.search(line["pattern"], text)), None)
 
 
+def stated(choice: str, text: str) -> str | None:
+    """Return what words.csv says a text states about a choice; None where it states nothing. A value may name groups."""
+    lines = (line for line in read_table("words") if line["choice"] == choice)
+    matches = ((line, re.search(line["pattern"], text, re.IGNORECASE)) for line in lines)
+    return next((match.expand(line["value"]) for line, match in matches if match), None)
+
+
 @cache
 def framework_choices() -> dict[str, list[dict[str, Any]]]:
     """Return frameworks.toml: by choice, lines with the start of a framework's name, its value and the source."""
@@ -262,11 +253,7 @@ def framework_choices() -> dict[str, list[dict[str, Any]]]:
 
 
 class FrameworkDefaults:
-    """The choices of one framework, and a record of those that had to be assumed.
-
-    Attributes:
-        assumed: what the row does not state, as ``name=value``.
-    """
+    """The choices of one framework, and a record of those that had to be assumed, as ``name=value``."""
 
     def __init__(self, framework: str) -> None:
         self.framework = framework

@@ -29,7 +29,7 @@ from ..planner.plan import estimate
 from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate, TrainingPlan
 from ..schema.base import read_text, shown
 from ..schema.layout_table import MIXED, LayoutTable
-from .inputs import RunInputs
+from .predict import RunInputs
 from .table_calibration import TRUST, MeasuredRun, left_out_scores, memory_ratios
 
 MIN_RUNS_TO_LEAVE_OUT = 3

@@ -5,7 +5,6 @@ Ratios are predicted over measured, so a bias above zero means we are too slow o
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from scipy.stats import spearmanr
 from ..schema import TrainingEstimate
 from ..schema.units import GIB, FloatArray
 from .predict import Prediction
-from .rows import RunRow
+from .rows import RunRow, stated
 
 Pair = tuple[RunRow, Prediction]
 
@@ -141,16 +140,7 @@ def regret(
 
 def memory_kind(text: str) -> str:
     """Return allocated, reserved, nvidia-smi, "peak" (whose counter is not stated) or unstated."""
-    words = text.lower()
-    if "nvidia-smi" in words:
-        return "nvidia-smi"
-    if "reserved" in words and "not stated" not in words:
-        return "reserved"
-    if "not stated" in words:
-        return "unstated"
-    if "allocated" in words:
-        return "allocated"
-    return "peak" if re.search(r"\b(peak|max)", words) else "unstated"
+    return stated("memory", text) or "unstated"
 
 
 def memory_ratio(row: RunRow, prediction: Prediction) -> tuple[float, float, float] | None:

@@ -26,8 +26,7 @@ import numpy as np
 
 from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate
 from ..schema.units import GIB, BoolArray, FloatArray, IntArray
-from .inputs import RunInputs, run_inputs
-from .predict import estimate_runs
+from .predict import RunInputs, estimate_runs, run_inputs
 from .rows import RunRow, read_runs
 from .score import memory_kind
 

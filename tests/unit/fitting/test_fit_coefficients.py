@@ -7,8 +7,7 @@ import pytest
 from meshwright.cost_models.coefficients import packaged_coefficients
 from meshwright.fitting.steps import PRIOR_WEIGHT, Measured, errors, loss, priors, search_coefficients
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.validation.inputs import RunInputs
-from meshwright.validation.predict import estimate_runs
+from meshwright.validation.predict import RunInputs, estimate_runs
 
 NAME = "sustained.hopper"
 

@@ -26,7 +26,7 @@ def test_tables_name_what_the_catalogue_has_and_state_their_sources() -> None:
     assert {line["device"] for line in read_table("devices")} <= set(device_entries())
     links = {name for line in read_table("networks") for name in line["links"].split()}
     assert links | {line["scaleup"] for line in read_table("devices")} - {""} <= set(link_entries())
-    for name in ("devices", "networks", "families", "shapes"):
+    for name in ("devices", "networks", "families", "shapes", "words", "experts"):
         assert all(line["source"] for line in read_table(name)), name
 
 
