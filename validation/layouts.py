@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import accumulate
+from statistics import fmean
 from typing import Any, NamedTuple, cast
 
 from ..schema import Layout, ModelSpec, Workload
@@ -302,8 +303,8 @@ def offload_of(row: RunRow) -> OffloadChoice:
     if offload == "nothing" or (offload == "by stage" and not stages):
         return OffloadChoice()
     if offload == "by stage":
-        states, kept = (sum(s) / len(s) for s in ([s.states for s in stages], [s.activations for s in stages]))
-        return OffloadChoice("optimizer" if states else "none", states or 1.0, kept)
+        states, activations = (fmean(getattr(s, name) for s in stages) for name in ("states", "activations"))
+        return OffloadChoice("optimizer" if states else "none", states or 1.0, activations)
     percent, layers = (re.search(pattern, words) for pattern in (r"(\d+(?:\.\d+)?) ?%", r"(\d+) layers"))
     fraction = float(percent[1]) / 100 if percent else 1.0
     if fraction == 0:

@@ -73,7 +73,7 @@ def measure_copies(bench: Bench, local_rank: int, ranks_per_node: int) -> list[d
                     what = f"{direction} of {format_bytes(size)}, {host_memory}, {devices} at once"
                     if not bench.has_time(_CALLS * slowest_s_per_byte * size, what):
                         continue
-                    measured, slowest_s = _measure_some(bench, call, takes_part=devices > 1 or local_rank == 0)
+                    measured, slowest_s = _measure_subset(bench, call, takes_part=devices > 1 or local_rank == 0)
                     seen = slowest_s / size
                     slowest_s_per_byte = max(slowest_s_per_byte, seen) if points else seen
                     fields = {"direction": direction, "host_memory": host_memory, "size_bytes": size}
@@ -81,7 +81,7 @@ def measure_copies(bench: Bench, local_rank: int, ranks_per_node: int) -> list[d
     return points
 
 
-def _measure_some(bench: Bench, call: Callable[[], Any], *, takes_part: bool) -> tuple[dict[str, Any], float]:
+def _measure_subset(bench: Bench, call: Callable[[], Any], *, takes_part: bool) -> tuple[dict[str, Any], float]:
     """Measure a call that only some ranks make; return this one's fields, and the seconds of the slowest rank."""
     timing = bench.measure(call if takes_part else lambda: None, calls=1)
     return {"time_s": timing.time_s if takes_part else None, "spread": timing.spread}, bench.agree(timing.time_s)
@@ -139,7 +139,7 @@ def measure_cpu_adam(bench: Bench, local_rank: int, ranks_per_node: int) -> list
         for ranks in dict.fromkeys((ranks_per_node, 1)):
             if ranks != ranks_per_node and not bench.has_time(_CALLS * parameter_s * number, f"{what} by one rank"):
                 continue
-            measured, slowest_s = _measure_some(bench, step, takes_part=ranks > 1 or local_rank == 0)
+            measured, slowest_s = _measure_subset(bench, step, takes_part=ranks > 1 or local_rank == 0)
             parameter_s = slowest_s / number
             fields = {"num_parameters": number, "threads": torch.get_num_threads(), "ranks_at_once": ranks}
             points.append({**fields, **measured})
