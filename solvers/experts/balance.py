@@ -24,14 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema.errors import ConfigError
-from ...schema.units import BoolArray, FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from .bounds import lower_bound
-from .instance import (
-    ExpertInstance,
-    replica_counts,
-    select_layers,
-    uniform_objective,
-)
+from .instance import BestSlots, ExpertInstance, replica_counts, select_layers, uniform_objective
 from .packing import (
     Effort,
     counts_up_to_level,
@@ -52,19 +47,21 @@ def eplb_placement(
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     num_layers, num_experts = weight.shape
-    per_group = num_experts // num_groups
-    group_load = weight.reshape(num_layers, num_groups, per_group).sum(axis=2)
-    groups = pack_evenly(group_load, num_nodes)
-    members = (groups[..., None] * per_group + np.arange(per_group)).reshape(num_layers * num_nodes, -1)
-    layer = np.repeat(np.arange(num_layers), num_nodes)[:, None]
-    local = weight[layer, members]
-    slots, gpus = num_slots // num_nodes, num_gpus // num_nodes
+    groups = pack_evenly(weight.reshape(num_layers, num_groups, -1).sum(axis=2), num_nodes)
+    members = experts_of_groups(groups, num_experts // num_groups)
+    local = np.take_along_axis(weight[:, None], members, axis=2).reshape(num_layers * num_nodes, -1)
+    slots = num_slots // num_nodes
     counts = greedy_counts(local, slots, slots)
     items = list_replicas(counts, slots)
     share = np.take_along_axis(local / counts, items, axis=1)
-    packs = pack_evenly(share, gpus).reshape(len(local), -1)
-    placed = np.take_along_axis(members, np.take_along_axis(items, packs, axis=1), axis=1)
-    return placed.reshape(num_layers, num_slots)
+    packs = pack_evenly(share, num_gpus // num_nodes).reshape(len(local), -1)
+    chosen = np.take_along_axis(items, packs, axis=1).reshape(num_layers, num_nodes, slots)
+    return np.take_along_axis(members, chosen, axis=2).reshape(num_layers, num_slots)
+
+
+def experts_of_groups(groups: IntArray, per_group: int) -> IntArray:
+    """Return the experts on each node [L, N, E / N] of the groups [L, N, P] of neighbours on it."""
+    return (groups[..., None] * per_group + np.arange(per_group)).reshape(*groups.shape[:2], -1)
 
 
 def pack_evenly(weight: FloatArray, num_packs: int) -> IntArray:
@@ -90,9 +87,17 @@ _NOISE = 0.15
 _RESTART_EFFORT = Effort(rounds=24, last=30, done_ratio=1.00001)
 """Of one restart: short, since many are tried, and to the end, since one that ends at the bound is the last."""
 
+_MAX_MOVED = 3
+"""Replicas that a restart moves at most, so that it stays near the best counts so far."""
+
+_LEVELS = (0.4, 1.0)
+"""Of the mean: shares up to a level between these are small enough to fill GPUs without a gap."""
+
 _SEARCH_EFFORT = Effort(rounds=60, last=200, done_ratio=1.00001)
-_SCENARIO_EFFORT = Effort(rounds=24, last=16)
-"""With several workloads, for which each exchange costs a multiple."""
+"""Of layers that are worse than EPLB's placement, of which there are few."""
+
+_SCENARIO_EFFORT, _FEW_LAYERS_EFFORT = Effort(rounds=24, last=16), Effort(rounds=60, last=200)
+"""With several workloads, for which each exchange costs a multiple; and where layers are so few that it does not matter."""
 
 _BATCH = 64
 """Layers x workloads that restart together at most."""
@@ -118,45 +123,28 @@ class BalanceSearch:
 
 def balance_gpus(instance: ExpertInstance, search: BalanceSearch) -> IntArray:
     """Return x [L, S] with low (O) under the uniform split."""
-    clock = time.perf_counter()
-    several = len(instance.load) > 1
-    effort = Effort()
-    if several:
-        effort = _SCENARIO_EFFORT if instance.num_layers > _FEW_LAYERS else Effort(rounds=60, last=200)
-    best = _pack_and_exchange(instance, _start_counts(instance, "largest"), effort)
-    objective = uniform_objective(instance, best)
-    if several and (search.restarts or instance.num_layers <= _FEW_LAYERS):
-        _keep_better(best, objective, instance, _pack_and_exchange(instance, _start_counts(instance, "mean"), effort))
+    clock, several, few = time.perf_counter(), len(instance.load) > 1, instance.num_layers <= _FEW_LAYERS
+    effort = _SCENARIO_EFFORT if several and not few else _FEW_LAYERS_EFFORT if several else Effort()
+
+    def start(weight: FloatArray) -> IntArray:
+        return _pack_and_exchange(instance, greedy_counts(weight, instance.num_slots, instance.num_gpus), effort)
+
+    best = BestSlots(instance, start(instance.weight.max(axis=2)))
+    if several and (search.restarts or few):
+        best.offer(start(instance.weight.mean(axis=2)))
     rng = np.random.default_rng(search.seed)
-    _match_eplb(instance, best, objective, rng)
-    bound = lower_bound(instance, weighted=False, reached=objective)
-    if not several or instance.num_layers <= _FEW_LAYERS:
-        _restart_layers(instance, best, objective, np.flatnonzero(objective > bound * _FAR), rng)
-    if not search.restarts:
-        return best
-    while time.perf_counter() - clock < search.time_limit_s:
-        gap = objective / bound
+    _match_eplb(best, rng)
+    bound = lower_bound(instance, weighted=False, reached=best.objective)
+    if not several or few:
+        _restart(best, np.flatnonzero(best.objective > bound * _FAR), rng)
+    while search.restarts and time.perf_counter() - clock < search.time_limit_s:
+        gap = best.objective / bound
         worst = np.argsort(-gap)[: max(1, _BATCH // (4 * len(instance.load)))]
         worst = worst[gap[worst] > _SEARCH_EFFORT.done_ratio]
         if not len(worst):
             break
-        _restart_layers(instance, best, objective, worst, rng)
-    return best
-
-
-def _restart_layers(
-    instance: ExpertInstance, best: IntArray, objective: FloatArray, layers: IntArray, rng: np.random.Generator
-) -> None:
-    if len(layers):
-        part = select_layers(instance, layers)
-        part_best, part_objective = best[layers], objective[layers]
-        _keep_better(part_best, part_objective, part, _best_restart(part, part_best, rng))
-        best[layers], objective[layers] = part_best, part_objective
-
-
-def _start_counts(instance: ExpertInstance, kind: str) -> IntArray:
-    weight = instance.weight.max(axis=2) if kind == "largest" else instance.weight.mean(axis=2)
-    return greedy_counts(weight, instance.num_slots, instance.num_gpus)
+        _restart(best, worst, rng)
+    return best.placed
 
 
 def _pack_and_exchange(
@@ -173,69 +161,55 @@ def exchange_slots(instance: ExpertInstance, placed: IntArray, effort: Effort) -
     return slots_from_grid(improve_grid(instance, grid_from_slots(placed, instance.slots_per_gpu), size, bound, effort))
 
 
-def _keep_better(best: IntArray, objective: FloatArray, instance: ExpertInstance, other: IntArray) -> None:
-    reached = uniform_objective(instance, other)
-    better = reached < objective
-    best[better], objective[better] = other[better], reached[better]
-
-
-def _match_eplb(instance: ExpertInstance, best: IntArray, objective: FloatArray, rng: np.random.Generator) -> None:
-    """Bring every layer to EPLB's result at least, in place: by its slots if they keep replicas apart (C2), and by restarts."""
+def _match_eplb(best: BestSlots, rng: np.random.Generator) -> None:
+    """Bring every layer to EPLB's result at least: by its slots if they keep replicas apart (C2), and by restarts."""
+    instance = best.instance
     if np.any(instance.slots_per_gpu != instance.slots_per_gpu[0]):
         return
     start = eplb_placement(instance.weight.mean(axis=2), num_slots=instance.num_slots, num_gpus=instance.num_gpus)
     eplb_objective = uniform_objective(instance, start)
     for turn in range(_EPLB_TURNS):
-        layers = np.flatnonzero(objective > eplb_objective)
+        layers = np.flatnonzero(best.objective > eplb_objective)
         if not len(layers):
             return
-        part = select_layers(instance, layers)
-        part_best, part_objective = best[layers], objective[layers]
-        other = exchange_slots(part, part_best, _SEARCH_EFFORT) if turn == 0 else _best_restart(part, part_best, rng)
-        apart = has_distinct_experts(instance, start[layers])
-        if turn == 0 and apart.any():
-            other[apart] = exchange_slots(
-                select_layers(part, np.flatnonzero(apart)), start[layers][apart], _SEARCH_EFFORT
-            )
-        _keep_better(part_best, part_objective, part, other)
-        best[layers], objective[layers] = part_best, part_objective
+        if turn:
+            _restart(best, layers, rng)
+            continue
+        on_gpus = np.sort(start[layers] + instance.gpu_of_slot * instance.num_experts, axis=1)
+        apart = np.all(np.diff(on_gpus, axis=1) > 0, axis=1)
+        slots = np.where(apart[:, None], start[layers], best.placed[layers])
+        best.offer(exchange_slots(select_layers(instance, layers), slots, _SEARCH_EFFORT), layers)
 
 
-def has_distinct_experts(instance: ExpertInstance, placed: IntArray) -> BoolArray:
-    """Return whether (C2) holds [L]."""
-    pairs = np.sort(placed + instance.gpu_of_slot * instance.num_experts, axis=1)
-    return np.asarray(np.all(np.diff(pairs, axis=1) > 0, axis=1))
-
-
-def _best_restart(instance: ExpertInstance, placed: IntArray, rng: np.random.Generator) -> IntArray:
-    copies = max(1, _BATCH // (instance.num_layers * len(instance.load)))
-    part = select_layers(instance, np.repeat(np.arange(instance.num_layers), copies))
-    restarted = _pack_and_exchange(
-        part, _perturb_counts(part, placed.repeat(copies, axis=0), rng), _RESTART_EFFORT, _order_noise(part, rng)
-    )
+def _restart(best: BestSlots, layers: IntArray, rng: np.random.Generator) -> None:
+    """Pack layers anew, several times each, and keep what is better."""
+    if not len(layers):
+        return
+    copies = max(1, _BATCH // (len(layers) * len(best.instance.load)))
+    copied = layers.repeat(copies)
+    part = select_layers(best.instance, copied)
+    counts = _perturb_counts(part, best.placed[copied], rng)
+    deviation = rng.choice([0.0, _NOISE], (len(copied), 1))  # half of the layers keep the order of their replicas
+    noise = np.exp(deviation * rng.standard_normal(counts.shape))
+    restarted = _pack_and_exchange(part, counts, _RESTART_EFFORT, noise)
     reached = uniform_objective(part, restarted).reshape(-1, copies)
-    best = np.arange(instance.num_layers) * copies + np.argmin(reached, axis=1)
-    return np.asarray(restarted[best])
-
-
-def _order_noise(instance: ExpertInstance, rng: np.random.Generator) -> FloatArray:
-    """Return factors [L, E] that change the order in which replicas are placed; half of the layers keep theirs."""
-    shape = (instance.num_layers, instance.num_experts)
-    deviation = rng.choice([0.0, _NOISE], (instance.num_layers, 1))
-    return np.asarray(np.exp(deviation * rng.standard_normal(shape)))
+    best.offer(restarted[np.arange(len(layers)) * copies + np.argmin(reached, axis=1)], layers)
 
 
 def _perturb_counts(instance: ExpertInstance, placed: IntArray, rng: np.random.Generator) -> IntArray:
     """Return r [L, E], by chance one of three: a few replicas moved; the greedy rule on disturbed loads; few below a level."""
-    weight = instance.weight.max(axis=2)
-    limit, num_slots = instance.num_gpus, instance.num_slots
-    counts = move_replicas_at_random(
-        replica_counts(placed, instance.num_experts), rng.integers(0, 4, instance.num_layers), limit, rng
+    weight, num_layers, limit, num_slots = (
+        instance.weight.max(axis=2),
+        instance.num_layers,
+        instance.num_gpus,
+        instance.num_slots,
     )
-    kind = rng.integers(0, 3, instance.num_layers)
+    moves = rng.integers(0, _MAX_MOVED + 1, num_layers)
+    counts = move_replicas_at_random(replica_counts(placed, instance.num_experts), moves, limit, rng)
+    kind = rng.integers(0, 3, num_layers)
     disturbed = weight * np.exp(2 * _NOISE * rng.standard_normal(weight.shape))
     counts[kind == 1] = greedy_counts(disturbed[kind == 1], num_slots, limit)
-    level = rng.uniform(0.4, 1.0, instance.num_layers) * np.maximum(instance.gpu_speed.max(), 1.0)
+    level = rng.uniform(*_LEVELS, num_layers) * np.maximum(instance.gpu_speed.max(), 1.0)
     counts[kind == 2] = counts_up_to_level(weight[kind == 2], level[kind == 2], num_slots, limit)
     return counts
 
@@ -247,29 +221,24 @@ def place_groups(instance: ExpertInstance, num_groups: int, search: BalanceSearc
         ConfigError: groups that do not divide the experts or among the nodes, slots or GPUs that differ.
     """
     require_even(instance, num_groups)
-    per_group = instance.num_experts // num_groups
     nodes = _groups_as_experts(instance, num_groups)
     groups = balance_gpus(nodes, search).reshape(instance.num_layers, instance.num_nodes, -1)
-    eplb_groups = pack_evenly(nodes.weight.mean(axis=2), instance.num_nodes)
-    placed = _place_within_nodes(instance, groups, per_group, search)
-    other = _place_within_nodes(instance, eplb_groups, per_group, search)
-    better = uniform_objective(instance, other) < uniform_objective(instance, placed)
-    placed[better] = other[better]
-    return placed
+    best = BestSlots(instance, _place_within_nodes(instance, groups, search))
+    best.offer(_place_within_nodes(instance, pack_evenly(nodes.weight.mean(axis=2), instance.num_nodes), search))
+    return best.placed
 
 
-def _place_within_nodes(instance: ExpertInstance, groups: IntArray, per_group: int, search: BalanceSearch) -> IntArray:
+def _place_within_nodes(instance: ExpertInstance, groups: IntArray, search: BalanceSearch) -> IntArray:
     """Return x [L, S] with the groups [L, N, P] on their nodes."""
-    num_layers, num_nodes = groups.shape[:2]
-    members = (groups[..., None] * per_group + np.arange(per_group)).reshape(num_layers, num_nodes, -1)
+    num_layers, num_nodes, per_node = groups.shape
+    members = experts_of_groups(groups, instance.num_experts // (num_nodes * per_node))
     local = np.stack([np.take_along_axis(load[:, None, :], members, axis=2) for load in instance.load])
     local = local.reshape(len(instance.load), num_layers * num_nodes, -1)
     # A node without any load is placed as if all of its experts had the same.
     local = np.where(local.sum(axis=2, keepdims=True) > 0, local, 1.0)
     gpus = instance.num_gpus // num_nodes
-    node = ExpertInstance(local, instance.slots_per_gpu[:gpus], instance.gpu_speed[:gpus])
-    placed = balance_gpus(node, search)
-    experts = np.take_along_axis(members.reshape(num_layers * num_nodes, -1), placed, axis=1)
+    placed = balance_gpus(ExpertInstance(local, instance.slots_per_gpu[:gpus], instance.gpu_speed[:gpus]), search)
+    experts = np.take_along_axis(members, placed.reshape(num_layers, num_nodes, -1), axis=2)
     return experts.reshape(num_layers, instance.num_slots)
 
 
@@ -302,7 +271,6 @@ def require_even(instance: ExpertInstance, num_groups: int) -> None:
         raise ConfigError(
             "groups on nodes need GPUs that are alike: no slots_per_gpu and no gpu_speed beside num_groups"
         )
-    if instance.num_slots // instance.num_nodes > instance.num_experts // instance.num_nodes * (
-        instance.num_gpus // instance.num_nodes
-    ):
+    gpus = instance.num_gpus // instance.num_nodes
+    if instance.num_slots // instance.num_nodes > instance.num_experts // instance.num_nodes * gpus:
         raise ConfigError("more replicas than GPUs: the slots of a node cannot be filled with its own experts (C2)")

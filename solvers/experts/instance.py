@@ -209,6 +209,11 @@ def _validate_slots(num_gpus: int, num_slots: int, slots_per_gpu: Any) -> IntArr
     return slots.astype(np.int64)
 
 
+def trace_loads(trace: IntArray, num_experts: int) -> FloatArray:
+    """Return the loads [L, E] of a trace [tokens, L, top_k]."""
+    return np.array([np.bincount(layer.ravel(), minlength=num_experts) for layer in np.moveaxis(trace, 1, 0)], float)
+
+
 def replica_counts(placed: IntArray, num_experts: int) -> IntArray:
     """Return r [L, E] of x [L, S]."""
     num_layers = len(placed)
@@ -280,7 +285,22 @@ def uniform_objective(instance: ExpertInstance, placed: IntArray) -> FloatArray:
     return np.asarray(utilisation(instance, placed, share).max(axis=(0, 2)))
 
 
-def select_layers(instance: ExpertInstance, layers: IntArray) -> ExpertInstance:
+class BestSlots:
+    """The best slots x [L, S] so far of each layer, and their (O) [L] under the uniform split."""
+
+    def __init__(self, instance: ExpertInstance, placed: IntArray) -> None:
+        """Begin with some slots."""
+        self.instance, self.placed, self.objective = instance, placed, uniform_objective(instance, placed)
+
+    def offer(self, placed: IntArray, layers: IntArray | slice = slice(None)) -> None:
+        """Take slots of ``layers`` that are better."""
+        reached = uniform_objective(select_layers(self.instance, layers), placed)
+        is_better = reached < self.objective[layers]
+        better = np.arange(self.instance.num_layers)[layers][is_better]
+        self.placed[better], self.objective[better] = placed[is_better], reached[is_better]
+
+
+def select_layers(instance: ExpertInstance, layers: IntArray | slice) -> ExpertInstance:
     """Return the same problem for a subset of the layers."""
     return replace(instance, load=instance.load[:, layers])
 

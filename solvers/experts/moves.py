@@ -14,11 +14,11 @@ import numpy as np
 
 from ...schema.units import IntArray
 from .instance import (
+    BestSlots,
     ExpertInstance,
     experts_on_gpus,
     replica_counts,
     select_layers,
-    uniform_objective,
     uniform_shares,
     utilisation,
 )
@@ -66,19 +66,14 @@ def rebalance_within_budget(instance: ExpertInstance, previous: IntArray, budget
     """Return x [L, S] at most ``budget`` moves from the previous one in every layer, under the uniform split."""
     if instance.num_gpus == 1 or budget < 1:
         return previous
-    best = _exchange_within_budget(instance, previous, previous, budget)
-    reached = uniform_objective(instance, best)
+    best = BestSlots(instance, _exchange_within_budget(instance, previous, previous, budget))
     # A hot expert loads all of its GPUs, which exchanges mend one by one: one replica more relieves them all.
-    far, start = np.flatnonzero(reached > _FAR), previous
-    for _ in range(min(_MORE_REPLICAS, budget)):
-        if not len(far):
-            break
-        part = select_layers(instance, far)
-        start = _add_replica(part, start[far] if start is previous else start)
-        other = _exchange_within_budget(part, previous[far], start, budget)
-        better = uniform_objective(part, other) < uniform_objective(part, best[far])
-        best[far[better]] = other[better]
-    return best
+    far = np.flatnonzero(best.objective > _FAR)
+    part, start = select_layers(instance, far), previous[far]
+    for _ in range(min(_MORE_REPLICAS, budget) if len(far) else 0):
+        start = _add_replica(part, start)
+        best.offer(_exchange_within_budget(part, previous[far], start, budget), far)
+    return best.placed
 
 
 def _exchange_within_budget(instance: ExpertInstance, previous: IntArray, start: IntArray, budget: int) -> IntArray:
@@ -130,35 +125,23 @@ def plan_transfers(old: IntArray, new: IntArray, gpu_of_slot: IntArray, node_of_
     once. A source on the same GPU is taken before one on the same node, that before others, and of these the GPU that has
     sent least.
     """
-    return tuple(
-        transfer
-        for layer in range(len(old))
-        for transfer in _layer_transfers(layer, old[layer], new[layer], gpu_of_slot, node_of_gpu)
-    )
-
-
-def _layer_transfers(
-    layer: int, old: IntArray, new: IntArray, gpu_of_slot: IntArray, node_of_gpu: IntArray
-) -> list[Transfer]:
-    now, waiting = old.copy(), np.flatnonzero(old != new)
-    sent = np.zeros(len(node_of_gpu), dtype=np.int64)
     done: list[Transfer] = []
-    turn = 0
-    while len(waiting):
-        chosen = _safe_slots(now, new, waiting, gpu_of_slot)
-        for slot in chosen:
-            gpu = gpu_of_slot[slot]
-            sources = np.flatnonzero(now == new[slot])
-            owner = gpu_of_slot[sources]
-            nearest = np.lexsort((sent[owner], node_of_gpu[owner] != node_of_gpu[gpu], owner != gpu))[0]
-            sent[owner[nearest]] += 1
-            done.append(
-                Transfer(layer, int(new[slot]), int(owner[nearest]), int(sources[nearest]), int(gpu), int(slot), turn)
-            )
-        now[chosen] = new[chosen]
-        waiting = np.setdiff1d(waiting, chosen)
-        turn += 1
-    return done
+    for layer in range(len(old)):
+        now, after, waiting = old[layer].copy(), new[layer], np.flatnonzero(old[layer] != new[layer])
+        sent, turn = np.zeros(len(node_of_gpu), dtype=np.int64), 0
+        while len(waiting):
+            chosen = _safe_slots(now, after, waiting, gpu_of_slot)
+            for slot in map(int, chosen):
+                gpu, sources = int(gpu_of_slot[slot]), np.flatnonzero(now == after[slot])
+                owner = gpu_of_slot[sources]
+                nearest = np.lexsort((sent[owner], node_of_gpu[owner] != node_of_gpu[gpu], owner != gpu))[0]
+                sent[owner[nearest]] += 1
+                done.append(
+                    Transfer(layer, int(after[slot]), int(owner[nearest]), int(sources[nearest]), gpu, slot, turn)
+                )
+            now[chosen] = after[chosen]
+            waiting, turn = np.setdiff1d(waiting, chosen), turn + 1
+    return tuple(done)
 
 
 def _safe_slots(now: IntArray, new: IntArray, waiting: IntArray, gpu_of_slot: IntArray) -> IntArray:
@@ -168,8 +151,7 @@ def _safe_slots(now: IntArray, new: IntArray, waiting: IntArray, gpu_of_slot: In
     while len(chosen):
         after = now.copy()
         after[chosen] = new[chosen]
-        needed = new[np.setdiff1d(waiting, chosen)]
-        lost = np.setdiff1d(needed, after)
+        lost = np.setdiff1d(new[np.setdiff1d(waiting, chosen)], after)
         if not len(lost):
             return chosen
         chosen = chosen[~np.isin(now[chosen], lost)]

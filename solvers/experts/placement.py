@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from ...schema.units import FloatArray, IntArray
 from .balance import BalanceSearch, balance_gpus, place_groups
 from .bounds import lower_bound, solve_exactly
 from .instance import (
+    BestSlots,
     ExpertInstance,
     SlotAssignment,
     make_instance,
     replica_counts,
+    trace_loads,
     uniform_objective,
     uniform_shares,
     utilisation,
@@ -32,6 +34,11 @@ from .shares import split_loads
 from .traffic import Routing, Served, place_near_tokens, serve, serve_by_shares, validate_trace
 
 Split = Literal["uniform", "weighted"]
+Objective = Literal["balance", "traffic", "pareto"]
+EffortName = Literal["fast", "search", "exact"]
+
+PROVING_RATIO = 4
+"""Of an exact answer's time: proofs next to the search, which mostly ends long before."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,9 @@ class Evaluation:
     """A placement under some loads.
 
     Attributes:
-        balance: largest GPU load over the mean [D, L].
+        balance: largest GPU load over the mean [D, L]; node_balance: the same of nodes.
         lower_bound: what no placement on the same slots has below [D, L].
         gpu_load: tokens of each GPU [D, L, G].
-        node_balance: the same for nodes [D, L].
         weighted_balance: `balance` with the shares that suit these loads best [D, L].
     """
 
@@ -116,51 +122,57 @@ class ExpertPlacement:
         Raises:
             ConfigError: loads of other layers or experts, or that are no loads.
         """
-        instance = self._instance(load)
+        instance = self.instance(load)
         used = utilisation(instance, self.physical_to_logical, self.share)
         mean = instance.load.sum(axis=2) / instance.gpu_speed.sum()
         tokens = used * instance.gpu_speed * mean[:, :, None]
         node = tokens.reshape(*tokens.shape[:2], self.num_nodes, -1).sum(axis=3)
-        speed = instance.gpu_speed.reshape(self.num_nodes, -1).sum(axis=1)
         single = [replace(instance, load=instance.load[d : d + 1]) for d in range(len(instance.load))]
         weighted = [split_loads(part, self.physical_to_logical).level for part in single]
         return Evaluation(
             balance=used.max(axis=2),
             lower_bound=np.array([lower_bound(part, weighted=self.split == "weighted") for part in single]),
             gpu_load=tokens,
-            node_balance=(node / speed).max(axis=2) / mean,
+            node_balance=(node / self._node_speed).max(axis=2) / mean,
             weighted_balance=np.array(weighted),
         )
 
     def evaluate_trace(self, trace: IntArray, *, seed: int = 0) -> TraceEvaluation:
         """Return the placement under the choices [tokens, L, top_k] of some tokens.
 
-        A choice goes to a replica by its share, or, with homes, to its home or a replica on a node that the token visits
-        anyway.
-
-        Raises:
-            ConfigError: choices of other layers or experts.
+        A choice goes to a replica by its share, or, with homes, to its home or a replica on a node that the token visits anyway.
         """
         served = [self._serve(layer, trace[:, layer], seed) for layer in range(trace.shape[1])]
-        nodes = np.array([layer.tokens.sum(axis=0) for layer in served])
-        speed = self.gpu_speed.reshape(self.num_nodes, -1).sum(axis=1)
-        used = nodes / speed
+        nodes, speed = np.array([layer.tokens.sum(axis=0) for layer in served]), self._node_speed
         return TraceEvaluation(
-            node_balance=used.max(axis=1) / (nodes.sum(axis=1) / speed.sum()),
+            node_balance=(nodes / speed).max(axis=1) / (nodes.sum(axis=1) / speed.sum()),
             visits_per_token=np.array([layer.visits for layer in served]) / len(trace),
         )
 
     def _serve(self, layer: int, tokens: IntArray, seed: int) -> Served:
         if self.home is not None and self.node_part is not None:
             return serve(tokens, Routing(self.home[layer], self.node_part[layer]), seed=seed)
-        node_of_slot = np.repeat(np.arange(self.num_gpus) // (self.num_gpus // self.num_nodes), self.slots_per_gpu)
+        node_of_slot = np.repeat(self.node_of_gpu, self.slots_per_gpu)
         part = np.zeros((self.num_experts, self.num_nodes))
         np.add.at(part, (self.physical_to_logical[layer], node_of_slot), self.share[layer])
         return serve_by_shares(tokens, part, seed=seed)
 
-    def _instance(self, load: Any) -> ExpertInstance:
-        loads = validate_loads(load)
-        expected = self.replica_count.shape
+    @property
+    def node_of_gpu(self) -> IntArray:
+        """[G]."""
+        return np.arange(self.num_gpus) // (self.num_gpus // self.num_nodes)
+
+    @property
+    def _node_speed(self) -> FloatArray:
+        return self.gpu_speed.reshape(self.num_nodes, -1).sum(axis=1)
+
+    def instance(self, load: Any) -> ExpertInstance:
+        """Return the problem of other loads on the same slots.
+
+        Raises:
+            ConfigError: loads of other layers or experts, or that are no loads.
+        """
+        loads, expected = validate_loads(load), self.replica_count.shape
         if loads.shape[1:] != expected:
             raise ConfigError(
                 f"loads of {loads.shape[1]} layers x {loads.shape[2]} experts for a placement of {expected[0]} x {expected[1]}"
@@ -181,9 +193,6 @@ def finish_placement(
         bound = np.maximum(bound, answer.proved)
     bound = np.minimum(bound, balance)
     counts = replica_counts(placed, instance.num_experts)
-    moves = np.zeros(len(placed), dtype=np.int64)
-    if before is not None:
-        moves = count_moves(before, placed, instance.gpu_of_slot, instance.num_experts)
     tokens = total.load[0].sum(axis=1)
     used = utilisation(total, placed, share)[0] * instance.gpu_speed
     elsewhere = (instance.num_nodes - 1) / instance.num_nodes
@@ -197,7 +206,7 @@ def finish_placement(
         balance=balance,
         lower_bound=bound,
         gap=balance / bound - 1,
-        moves=moves,
+        moves=count_moves(placed if before is None else before, placed, instance.gpu_of_slot, instance.num_experts),
         off_node_tokens=(tokens if answer.visits is None else answer.visits) * elsewhere,
         slots_per_gpu=instance.slots_per_gpu,
         gpu_speed=instance.gpu_speed,
@@ -218,28 +227,20 @@ def _shares(
     if split == "uniform":
         return uniform_shares(answer.placed, instance.num_experts), uniform_objective(instance, answer.placed)
     total_split = split_loads(total, answer.placed)
-    if len(instance.load) == 1:
-        return total_split.share, total_split.level
-    several = range(len(instance.load))
-    return total_split.share, np.max([split_loads(instance, answer.placed, d).level for d in several], axis=0)
+    several = range(len(instance.load)) if len(instance.load) > 1 else ()
+    levels = [split_loads(instance, answer.placed, d).level for d in several] or [total_split.level]
+    return total_split.share, np.max(levels, axis=0)
 
 
 def slots_of_experts(placed: IntArray, counts: IntArray) -> IntArray:
     """Return the slots of each expert [L, E, R] in rising order, padded with -1."""
-    num_layers, num_slots = placed.shape
     order = np.argsort(placed, axis=1, kind="stable")
     experts = np.take_along_axis(placed, order, axis=1)
     first = np.cumsum(counts, axis=1) - counts
-    nth = np.arange(num_slots) - np.take_along_axis(first, experts, axis=1)
+    nth = np.arange(placed.shape[1]) - np.take_along_axis(first, experts, axis=1)
     slots = np.full((*counts.shape, int(counts.max())), -1)
-    slots[np.arange(num_layers)[:, None], experts, nth] = order
+    slots[np.arange(len(placed))[:, None], experts, nth] = order
     return slots
-
-
-Objective = Literal["balance", "traffic", "pareto"]
-
-
-EffortName = Literal["fast", "search", "exact"]
 
 
 def place_experts(
@@ -273,36 +274,34 @@ def place_experts(
         trace: experts of each token [tokens, L, top_k]; for the objectives "traffic" and "pareto".
         gpu_speed, slots_per_gpu: [G], where GPUs differ.
         split: uniform: the replicas of an expert take equal parts; weighted: the parts that balance the loads best.
-        objective: balance: GPUs only; traffic: few nodes for each token, nodes balanced, then GPUs; pareto: whichever of a ladder
-        of
-            both visits fewest nodes at a load of at most 1.05.
+        objective: balance: GPUs only; traffic: few nodes for each token, nodes balanced, then GPUs; pareto: whichever of several
+            of both visits fewest nodes at a load of at most 1.05.
         effort: fast; search: restarts until the time limit; exact: CP-SAT too, which proves small cases.
 
     Raises:
         ConfigError: loads, counts or a previous placement that cannot be meant.
     """
     start = time.perf_counter()
-    loads = _load_of_inputs(load, scenarios, trace)
     instance = make_instance(
-        loads,
+        _load_of_inputs(load, scenarios, trace),
         num_gpus=num_gpus,
         num_slots=num_slots,
         num_nodes=num_nodes,
         gpu_speed=gpu_speed,
         slots_per_gpu=slots_per_gpu,
     )
-    _require(split in ("uniform", "weighted"), f"split {split!r} is neither uniform nor weighted")
-    _require(
-        objective in ("balance", "traffic", "pareto"), f"objective {objective!r} is not balance, traffic or pareto"
-    )
-    _require(effort in ("fast", "search", "exact"), f"effort {effort!r} is not fast, search or exact")
+    for name, value, known in (
+        ("split", split, Split),
+        ("objective", objective, Objective),
+        ("effort", effort, EffortName),
+    ):
+        _require(value in get_args(known), f"{name} {value!r} is not one of {', '.join(get_args(known))}")
     _require(
         move_budget is None or (num_groups is None and objective == "balance"),
         "a move budget goes with the objective balance and without groups: its exchanges keep no group on its node",
     )
     before = None if previous is None else _validate_previous(previous, instance)
-    # The rest of an exact answer's time is for proofs.
-    searching_s = time_limit_s if effort == "search" else time_limit_s / 5
+    searching_s = time_limit_s if effort == "search" else time_limit_s / (1 + PROVING_RATIO)
     search = BalanceSearch(restarts=effort != "fast", time_limit_s=searching_s, seed=seed)
     if move_budget is not None:
         answer = SlotAssignment(_place_within_budget(instance, before, move_budget))
@@ -313,8 +312,8 @@ def place_experts(
     else:
         answer = SlotAssignment(balance_gpus(instance, search))
         if effort == "exact":
-            limit_s = time_limit_s - searching_s
-            placed, proved = solve_exactly(instance, answer.placed, time_limit_s=limit_s, seed=seed)
+            proving_s = time_limit_s - searching_s
+            placed, proved = solve_exactly(instance, answer.placed, time_limit_s=proving_s, seed=seed)
             answer = SlotAssignment(placed, proved=proved)
     if before is not None and answer.share is None:
         answer = replace(answer, placed=align_slots(before, answer.placed, instance.gpu_of_slot))
@@ -332,10 +331,7 @@ def _load_of_inputs(load: Any, scenarios: Any, trace: Any) -> FloatArray:
         return validate_loads(scenarios)
     if load is None and trace is not None:
         tokens = np.asarray(trace)
-        num_experts = int(tokens.max(initial=0)) + 1
-        return validate_loads(
-            [np.bincount(layer.ravel(), minlength=num_experts) for layer in np.moveaxis(tokens, 1, 0)]
-        )
+        return validate_loads(trace_loads(tokens, int(tokens.max(initial=0)) + 1))
     return np.asarray(validate_loads(load).sum(axis=0, keepdims=True))
 
 
@@ -382,22 +378,21 @@ def split_shares(placement: ExpertPlacement, counts: Any) -> FloatArray:
     Raises:
         ConfigError: counts of other layers or experts, or that are no counts.
     """
-    instance = placement._instance(counts)
+    instance = placement.instance(counts)
     shares = [split_loads(instance, placement.physical_to_logical, d).share for d in range(len(instance.load))]
     return shares[0] if np.ndim(counts) < 3 else np.array(shares)
 
 
 def migrate(old: ExpertPlacement, new: ExpertPlacement) -> tuple[Transfer, ...]:
-    """Return the transfers that turn one placement into the other; see `moves.transfers` for what a round promises.
+    """Return the transfers that turn one placement into the other; see `moves.plan_transfers` for what a round promises.
 
     Raises:
         ConfigError: placements of other layers, experts, GPUs or slots.
     """
     if old.replica_count.shape != new.replica_count.shape or not np.array_equal(old.slots_per_gpu, new.slots_per_gpu):
         raise ConfigError("the placements differ in layers, experts or slots; transfers need the same of each")
-    node_of_gpu = np.arange(new.num_gpus) // (new.num_gpus // new.num_nodes)
     gpu_of_slot = np.repeat(np.arange(new.num_gpus), new.slots_per_gpu)
-    return plan_transfers(old.physical_to_logical, new.physical_to_logical, gpu_of_slot, node_of_gpu)
+    return plan_transfers(old.physical_to_logical, new.physical_to_logical, gpu_of_slot, new.node_of_gpu)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -411,12 +406,10 @@ def _place_within_budget(instance: ExpertInstance, before: IntArray | None, move
     if not np.isfinite(move_budget) or move_budget < 0:
         raise ConfigError(f"move budget {move_budget}: a number of slots, or below 1 a part of them")
     budget = int(move_budget * instance.num_slots) if move_budget < 1 else int(move_budget)
-    placed = rebalance_within_budget(instance, before, budget)
+    best = BestSlots(instance, rebalance_within_budget(instance, before, budget))
     if budget >= instance.num_slots:
-        free = balance_gpus(instance, BalanceSearch())
-        better = uniform_objective(instance, free) < uniform_objective(instance, placed)
-        placed[better] = free[better]
-    return placed
+        best.offer(balance_gpus(instance, BalanceSearch()))
+    return best.placed
 
 
 def _validate_previous(previous: Any, instance: ExpertInstance) -> IntArray:
