@@ -1,9 +1,7 @@
 """LayerCost: everything one layer costs under every layout of a table, one micro-batch at a time.
 
-Composes the layer's operators (operators.py), their seconds on the device (hardware/compute.py) and with the host (passes.py), its
-communication (parallel.py, data.py), parameters (parameters.py) and saved tensors (saved.py). Stages and steps only add layers up.
-
-Forward, backward and recompute seconds of one layer with the host that dispatches its operators.
+Composes the layer's operators (operators.py), their seconds on the device (hardware/compute.py) with the host that dispatches them,
+its communication (parallel.py, data.py), parameters and saved tensors (memory.py). Stages and steps only add layers up.
 """
 
 from __future__ import annotations
@@ -57,9 +55,7 @@ class LayerCost:
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
         cp_forward_s, cp_backward_s: exposed communication of context parallelism.
         ep_forward_s, ep_backward_s: communication of tokens with their experts.
-        gather_s, regather_s: all-gather of the layer's parameters before the forward and before the backward pass.
-        reduce_s: reduction of its gradients over data parallelism.
-        levels_s: once a step, between ranks over which its states are sharded differently.
+        gather_s, regather_s, reduce_s, levels_s: collectives over data (`DataParallelTime`).
         num_params: parameters of this rank's tensor-parallel share and of the experts it holds.
         frozen_bytes: of parameters that are not trained, as they are stored.
         num_trained: those of them, or of their adapters, that are trained.
@@ -92,9 +88,8 @@ class LayerCost:
     @classmethod
     def concatenate(cls, costs: Sequence[LayerCost]) -> LayerCost:
         """Return the layouts of several costs after one another."""
-        return cls(
-            **{field.name: np.concatenate([getattr(cost, field.name) for cost in costs]) for field in fields(cls)}
-        )
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(cost, name) for cost in costs]) for name in names})
 
     def masked(self, keep: NDArray[np.bool_]) -> LayerCost:
         """Return zero cost where not ``keep`` [N]."""
@@ -155,7 +150,9 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
     ep_s = expert_parallel_s(layer, inputs)
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute = passes_s(layer, operators, times, comm_s, inputs)
-    weight_share = _weight_share(times, len(layouts))
+    # Gradients of weights as a part of the backward pass; what the host adds counts to both parts alike.
+    deferrable, isolated_backward = _total(times, "weight_s", layouts), _total(times, "backward_s", layouts)
+    weight_share = np.divide(deferrable, isolated_backward, out=none.copy(), where=isolated_backward > 0)
     saved, working = activation_bytes(layer, inputs)
     # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
     moved_s = layouts.offload_activations * saved / host_link_bytes_per_s(layouts.offload_to_storage, inputs.scenario)
@@ -201,12 +198,8 @@ def with_minimum(cost: LayerCost, num_options: int) -> LayerCost:
     return LayerCost(**{name: np.concatenate([*values, np.min(values, axis=0)]) for name, values in by_option.items()})
 
 
-def _weight_share(times: list[OperatorTime], size: int) -> FloatArray:
-    """Return gradients of weights as a part of the backward pass [N]; what the host adds counts to both parts alike."""
-    backward, weight = (
-        sum((getattr(time, name) for time in times), start=np.zeros(size)) for name in ("backward_s", "weight_s")
-    )
-    return np.asarray(np.divide(weight, backward, out=np.zeros(size), where=backward > 0))
+def _total(times: list[OperatorTime], name: str, layouts: LayoutTable) -> FloatArray:
+    return sum((getattr(time, name) for time in times), start=np.zeros(len(layouts)))
 
 
 def _operators(layer: Layer, inputs: CostInputs) -> tuple[Operator, ...]:
@@ -246,9 +239,9 @@ def _isolated_s(operators: tuple[Operator, ...], inputs: CostInputs) -> tuple[Fl
     """Return forward and backward seconds of operators on one rank with their dispatch, no communication and no sharding."""
     host, times = host_costs(inputs.scenario), operator_times(operators, inputs)
     seconds = []
-    for of_device, dispatches in (("forward_s", "forward_dispatches"), ("backward_s", "backward_dispatches")):
-        device = sum((getattr(time, of_device) for time in times), start=np.zeros(len(inputs.layouts)))
-        dispatch = host.operator_s * sum(getattr(time, dispatches) for time in times)
+    for which in ("forward", "backward"):
+        device = _total(times, f"{which}_s", inputs.layouts)
+        dispatch = host.operator_s * sum(getattr(time, f"{which}_dispatches") for time in times)
         seconds.append(device + (dispatch if host.adds else waiting_s(device, dispatch, host.overlap_norm)))
     return seconds[0], seconds[1]
 
@@ -307,13 +300,15 @@ def passes_s(
     layouts, workload = inputs.layouts, inputs.workload
     host = host_costs(inputs.scenario)
     zero = np.zeros(len(layouts))
-    forward = sum((time.forward_s for time in times), start=zero)
-    backward = sum((time.backward_s for time in times), start=zero)
+    forward, backward = _total(times, "forward_s", layouts), _total(times, "backward_s", layouts)
     has_block = layer.inner_block is not None
     recompute, repeated = recompute_s(operators, times, layouts, workload) if has_block else (zero, zero)
     recompute, repeated = layouts.recompute_fraction * recompute, layouts.recompute_fraction * repeated
     if workload.adapters is not None and workload.adapters.frozen == "nf4":
-        written_s = _dequantise_s(operators, inputs)
+        # Frozen products are written out in the compute dtype before they are used.
+        weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
+        traffic = weights * (workload.adapters.frozen_bytes + workload.compute_bytes) / layouts.tp
+        written_s = traffic / device_rates(inputs.scenario).elementwise_bytes_per_s
         forward, backward = forward + written_s, backward + written_s
     # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces.
     per_pass = (2 if has_block else 0.5) * np.where(layouts.sequence_parallel == 1, 2, 1)
@@ -341,15 +336,6 @@ def passes_s(
     )
 
 
-def _dequantise_s(operators: tuple[Operator, ...], inputs: CostInputs) -> FloatArray:
-    """Return the seconds to write a layer's frozen nf4 products out in the compute dtype, before they are used."""
-    workload = inputs.workload
-    weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
-    traffic = workload.adapters.frozen_bytes + workload.compute_bytes if workload.adapters else 0.0
-    rates = device_rates(inputs.scenario)
-    return np.asarray(weights * traffic / inputs.layouts.tp / rates.elementwise_bytes_per_s)
-
-
 def _between_nodes_s(host: HostCosts, inputs: CostInputs) -> FloatArray:
     """Return what a rank adds to a tensor-parallel collective [N] for traffic between nodes, where the engine is known for it."""
     layouts, cluster = inputs.layouts, inputs.cluster
@@ -367,27 +353,22 @@ def recompute_s(
     (runtime/recompute.py). Megatron repeats the entire layer, and selective is the core of unfused attention: scores, softmax,
     dropout and both products (arXiv:2205.05198 section 5); with fused attention ours stands in for the engines' own choices.
     """
-    timed = list(zip(operators, times, strict=True))
-    cheap = [time for op, time in timed if not _is_saved(op)]
+    # Ours saves products with weights and fused attention, not scores.
+    saved = [isinstance(op, Gemm | FusedAttention) and op.name not in ("scores", "context") for op in operators]
+    cheap = [time for time, is_saved in zip(times, saved, strict=True) if not is_saved]
     if workload.engine_facts.is_eager_like_megatron:
         full = times
         if workload.attention == "math":
-            cheap = [time for op, time in timed if op.name in CORE_ATTENTION]
+            cheap = [time for op, time in zip(operators, times, strict=True) if op.name in CORE_ATTENTION]
     else:
         last_product = max((idx for idx, op in enumerate(operators) if isinstance(op, Gemm)), default=-1)
         full = [time for idx, time in enumerate(times) if idx != last_product]
     is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
-    none = np.zeros(len(layouts))
-    seconds = [sum((time.forward_s for time in repeated), start=none) for repeated in (full, cheap)]
+    seconds = [_total(repeated, "forward_s", layouts) for repeated in (full, cheap)]
     if workload.selective == "alternate_products":
         seconds[1] = seconds[1] + alternate_products_s(operators, times, layouts)
-    dispatches = [sum((time.forward_dispatches for time in repeated), start=none) for repeated in (full, cheap)]
+    dispatches = [_total(repeated, "forward_dispatches", layouts) for repeated in (full, cheap)]
     return np.select(is_kind, seconds, 0.0), np.select(is_kind, dispatches, 0.0)
-
-
-def _is_saved(op: Operator) -> bool:
-    """Return whether our selective recompute saves the output: products with weights and fused attention, not scores."""
-    return isinstance(op, Gemm | FusedAttention) and op.name not in ("scores", "context")
 
 
 def alternate_products_s(
@@ -397,18 +378,16 @@ def alternate_products_s(
 
     Source: torchtitan, distributed/activation_checkpoint.py: its policy counts the products and saves those with an odd number.
     """
+    products = {op.name: op for op in operators if isinstance(op, Gemm)}
+    shares = dict.fromkeys(products, 0.0)
+    # Gate and up, and q, k and v, are one product here.
+    if "attention_out" in products:
+        shares["attention_out"] = 1.0
+    if (qkv := products.get("qkv")) is not None:
+        shares["qkv"] = (qkv.n - products["attention_out"].k) / 2 / qkv.n
+    if "mlp_up" in products and products["mlp_up"].n == 2 * products["mlp_down"].k:
+        shares["mlp_up"] = 0.5
     repeated = np.zeros(len(layouts))
     for op, time in zip(operators, times, strict=True):
-        repeated += _repeated_share(op, operators) * time.forward_s if isinstance(op, Gemm) else 0.0
+        repeated += shares.get(op.name, 0.0) * time.forward_s
     return repeated
-
-
-def _repeated_share(op: Gemm, operators: tuple[Operator, ...]) -> float:
-    """Return the part of a product's output that is repeated; gate and up, and q, k and v, are one product here."""
-    if op.name == "qkv":
-        q = sum(other.k for other in operators if isinstance(other, Gemm) and other.name == "attention_out")
-        return (op.n - q) / 2 / op.n
-    if op.name == "attention_out":
-        return 1.0
-    is_gated = any(isinstance(other, Gemm) and other.name == "mlp_down" and op.n == 2 * other.k for other in operators)
-    return 0.5 if op.name == "mlp_up" and is_gated else 0.0

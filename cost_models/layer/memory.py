@@ -258,35 +258,35 @@ def _saved_for_weights(layer: Layer, hidden_dim: int, recompute: Recompute) -> S
 def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     """Return what ``layer`` saves per token from its forward to its backward pass (logits are counted apart)."""
     if (traced := layer.counted) is None:
-        return saved_by_layer(layer, hidden_dim, recompute, rules)
+        return saved_by(layer, hidden_dim, recompute, rules)
     counted = {"none": traced.saved_elements, "selective": traced.selective_elements, "full": traced.full_elements}
     return SavedElements(unsharded=counted[recompute if layer.is_block else "none"] / traced.seq_len)
 
 
 @singledispatch
-def saved_by_layer(layer: Layer, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
-    """Return what a kind of layer saves per token; each kind registers its own."""
-    raise TypeError(f"no saved tensors are registered for {type(layer).__name__}")
+def saved_by(part: Layer | Attention, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
+    """Return what a kind of layer saves per token, or a kind of attention without its scores; each registers its own."""
+    raise TypeError(f"no saved tensors are registered for {type(part).__name__}")
 
 
-@saved_by_layer.register
+@saved_by.register
 def _(layer: Embedding, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     return SavedElements()
 
 
-@saved_by_layer.register
+@saved_by.register
 def _(layer: Head, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     read = SavedElements(unsharded=hidden_dim) if rules.engine is None else SavedElements(tokens=hidden_dim)
     return _norm(hidden_dim, rules) + read
 
 
-@saved_by_layer.register
+@saved_by.register
 def _(layer: MTPHead, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     within = saved_elements(layer.block, hidden_dim, recompute, rules)
     return within + SavedElements(unsharded=2 * hidden_dim, tokens=2 * hidden_dim)
 
 
-@saved_by_layer.register
+@saved_by.register
 def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     if recompute == "full":
         return SavedElements(tokens=hidden_dim)
@@ -295,7 +295,7 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
         return _every_second_product(layer, attention, hidden_dim)
     if rules.engine is not None:
         return _engine_block(layer, hidden_dim, recompute, rules, rules.engine)
-    saved = saved_by_mixer(attention, hidden_dim, recompute)
+    saved = saved_by(attention, hidden_dim, recompute, rules)
     # Gated: gate, up and silu(gate) * up; else before and after the activation. Selective does without the last one.
     saved += SavedElements(tp=_of_ffn_width(mlp, lambda dense: (2 if dense.gated else 1) + (not is_selective)))
     if isinstance(mlp, MoE):  # what the experts read and put out; selective recompute sorts the rows again
@@ -327,26 +327,20 @@ def _of_ffn_width(mlp: DenseMLP | MoE, num_tensors: Callable[[DenseMLP], float])
     return mlp.top_k * num_tensors(mlp.expert) * mlp.ffn_dim + shared
 
 
-@singledispatch
-def saved_by_mixer(mixer: Attention, hidden_dim: int, recompute: Recompute) -> SavedElements:
-    """Return what attention, or what stands in its place, saves without its scores; each kind registers its own."""
-    raise TypeError(f"no saved tensors are registered for {type(mixer).__name__}")
-
-
-@saved_by_mixer.register
-def _(mixer: SoftmaxAttention, hidden_dim: int, recompute: Recompute) -> SavedElements:
-    q, kv = mixer.q_dim, mixer.kv_dim
-    qkv_and_output = SavedElements(tp=2 * q + 2 * kv, tp_fp32=mixer.num_heads)
+@saved_by.register
+def _(attention: SoftmaxAttention, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
+    q, kv = attention.q_dim, attention.kv_dim
+    qkv_and_output = SavedElements(tp=2 * q + 2 * kv, tp_fp32=attention.num_heads)
     if recompute == "selective":
         return qkv_and_output + SavedElements(unsharded=hidden_dim)  # and the product with the output projection
-    return qkv_and_output + SavedElements(tp=q + kv if mixer.qk_norm != "none" else 0)
+    return qkv_and_output + SavedElements(tp=q + kv if attention.qk_norm != "none" else 0)
 
 
-@saved_by_mixer.register
-def _(mixer: LatentAttention, hidden_dim: int, recompute: Recompute) -> SavedElements:
+@saved_by.register
+def _(attention: LatentAttention, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     # q and k at their full width, v, output; the compressed vectors before and after their norms.
-    joined = 2 * mixer.q_dim + 2 * mixer.num_heads * mixer.v_head_dim
-    return SavedElements(tp=joined, unsharded=2 * _compressed_width(mixer), tp_fp32=mixer.num_heads)
+    joined = 2 * attention.q_dim + 2 * attention.num_heads * attention.v_head_dim
+    return SavedElements(tp=joined, unsharded=2 * _compressed_width(attention), tp_fp32=attention.num_heads)
 
 
 def _compressed_width(attention: LatentAttention) -> int:
@@ -393,7 +387,7 @@ def _engine_block(
     """
     attention, mlp, drops = layer.attention, layer.mlp, recompute == "selective"
     read, one_byte = (0.5 if rules.saves_fp8 else 1.0), 1.0 / rules.compute_bytes
-    saved = _engine_attention(attention, recompute, read, engine)
+    saved = _engine_attention(attention, recompute, read, rules, engine)
     gated = (engine.glu_tensors - 1) * (one_byte if rules.fp8_activation_input else 1.0)
     output = 0.0 if drops else read
     saved += SavedElements(tp=_of_ffn_width(mlp, lambda dense: (gated if dense.gated else 1) + output))
@@ -417,13 +411,15 @@ def _engine_block(
     return saved
 
 
-def _engine_attention(attention: Attention, recompute: Recompute, read: float, engine: MemoryFacts) -> SavedElements:
+def _engine_attention(
+    attention: Attention, recompute: Recompute, read: float, rules: SavedTensorRules, engine: MemoryFacts
+) -> SavedElements:
     if isinstance(attention, LatentAttention) and recompute == "selective":
         # Megatron's recompute module mla_up_proj saves compressed vectors, of which the rest is made again.
         output = attention.num_heads * attention.v_head_dim
         return SavedElements(tp=output, unsharded=2 * _compressed_width(attention), tp_fp32=attention.num_heads)
     if not isinstance(attention, SoftmaxAttention):
-        return saved_by_mixer(attention, 0, recompute)
+        return saved_by(attention, 0, recompute, rules)
     q, kv = attention.q_dim, attention.kv_dim
     # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
     plain = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)

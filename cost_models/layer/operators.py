@@ -7,20 +7,33 @@ Source of the FLOP counts: a matrix product [T,k] x [k,n] takes 2*T*k*n, its two
 causal attention takes 2*T*c*(dk + dv) per head for c attended tokens on average, its backward 2.5 times that
 (five products for two, FlashAttention-2, arXiv:2307.08691 section 2.2).
 
-A kind of layer is added by registering its operators with `operators_of` and what it saves with `saved.saved_by_layer`.
+A kind of layer, attention or feed-forward part registers its operators with `operators_of` and what it saves with
+`memory.saved_by`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.engine_facts import FUSED_GATED, FUSED_NORM, FUSED_ROTARY, TORCH_KERNELS, EngineKernels, KernelTraffic
-from ...schema.layers import Block, DenseMLP, Embedding, Head, LatentAttention, MoE, MTPHead, SoftmaxAttention, Traced
+from ...schema.layers import (
+    Attention,
+    Block,
+    DenseMLP,
+    Embedding,
+    FeedForward,
+    Head,
+    LatentAttention,
+    MoE,
+    MTPHead,
+    SoftmaxAttention,
+    Traced,
+)
 from ...schema.layout_table import LayoutTable
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario
@@ -167,24 +180,14 @@ forward and read backward, where the gradient is read and written as well."""
 
 def kernels_of(workload: Workload, *, on_host: bool) -> EngineKernels:
     """Return the memory-bound kernels of an engine under a workload's ``fusion``."""
-    fusion, kernels = workload.fusion, workload.engine_facts.kernels
-    if fusion == "engine":
-        return kernels._replace(norm=_NORM_ON_HOST) if on_host else kernels
-    if fusion == "compiled":
-        return _COMPILED
-    if fusion == "compiled_blocks":  # all but the loss
-        return _COMPILED._replace(loss=TORCH_KERNELS.loss)
-    kernels = TORCH_KERNELS if fusion == "eager" else kernels
-    return kernels._replace(norm=_COMPOSITE_NORM) if fusion in ("composite_norm", "eager") else kernels
-
-
-class SoftmaxKernels(NamedTuple):
-    """KernelTraffic over the score matrix between the two products of unfused attention, and the kernels that make them."""
-
-    forward_passes: float
-    backward_passes: float
-    forward_kernels: int
-    backward_kernels: int
+    kernels = workload.engine_facts.kernels
+    return {
+        "engine": kernels._replace(norm=_NORM_ON_HOST) if on_host else kernels,
+        "compiled": _COMPILED,
+        "compiled_blocks": _COMPILED._replace(loss=TORCH_KERNELS.loss),  # all but the loss
+        "composite_norm": kernels._replace(norm=_COMPOSITE_NORM),
+        "eager": TORCH_KERNELS._replace(norm=_COMPOSITE_NORM),
+    }[workload.fusion]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,14 +196,14 @@ class OperatorRules:
 
     Attributes:
         kernels: memory-bound kernels of the engine.
-        softmax: of unfused attention, which computes and stores all [heads, seq, seq] scores; None for fused attention.
+        softmax: passes over the score matrix of unfused attention, which stores all [heads, seq, seq] of it; None for fused.
         dropout: hidden states pass a dropout before both additions of a block.
     """
 
     hidden_dim: int
     seq_len: int = 1
     kernels: EngineKernels = TORCH_KERNELS
-    softmax: SoftmaxKernels | None = None
+    softmax: KernelTraffic | None = None
     dropout: bool = False
 
 
@@ -216,7 +219,7 @@ def operator_rules(hidden_dim: int, scenario: Scenario) -> OperatorRules:
     )
 
 
-def _softmax_kernels(scenario: Scenario) -> SoftmaxKernels:
+def _softmax_kernels(scenario: Scenario) -> KernelTraffic:
     """Return how unfused attention turns scores into probabilities: one kernel each for scale, mask and softmax, or one for all.
 
     Megatron's scale-mask-softmax kernel takes 16-bit inputs only (FusedScaleMaskSoftmax.is_kernel_available).
@@ -224,23 +227,21 @@ def _softmax_kernels(scenario: Scenario) -> SoftmaxKernels:
     workload, passes = scenario.workload, scenario.coefficients["attention"]
     if workload.engine_facts.is_eager_like_megatron and workload.compute_bytes == 2:
         forward, backward = passes["fused_softmax_passes"]
-        return SoftmaxKernels(forward, backward, 2, 2)
+        return KernelTraffic(forward, backward, 2, 2)
     forward, backward = passes["separate_softmax_passes"]
-    return SoftmaxKernels(forward, backward, 5, 6)
+    return KernelTraffic(forward, backward, 5, 6)
 
 
 @lru_cache(maxsize=4096)
 def layer_operators(layer: Layer, rules: OperatorRules) -> tuple[Operator, ...]:
     """Return the operators of one layer, forward order; those counted of it where it was traced from code."""
-    if not isinstance(layer, MTPHead) and layer.traced is not None:
-        return traced_operators(layer.traced)
-    return operators_of(layer, rules)
+    return operators_of(layer, rules) if layer.counted is None else traced_operators(layer.counted)
 
 
 @singledispatch
-def operators_of(layer: Layer, rules: OperatorRules) -> tuple[Operator, ...]:
-    """Return the operators of a kind of layer, forward order; each kind registers its own."""
-    raise TypeError(f"no operators are registered for {type(layer).__name__}")
+def operators_of(part: Layer | Attention | FeedForward, rules: OperatorRules) -> tuple[Operator, ...]:
+    """Return the operators of a kind of layer, of attention or of a feed-forward part, forward order; each registers its own."""
+    raise TypeError(f"no operators are registered for {type(part).__name__}")
 
 
 @operators_of.register
@@ -252,12 +253,12 @@ def _(layer: Embedding, rules: OperatorRules) -> tuple[Operator, ...]:
 def _(layer: Head, rules: OperatorRules) -> tuple[Operator, ...]:
     loss = _elementwise("cross_entropy", layer.vocab_size, rules.kernels.loss, "column", element_bytes=4)
     logits = Gemm("logits", layer.vocab_size, rules.hidden_dim, "column", quantized=False)
-    return (_norm("final_norm", rules.hidden_dim, "tokens", rules.kernels), logits, loss)
+    return (_elementwise("final_norm", rules.hidden_dim, rules.kernels.norm, "tokens"), logits, loss)
 
 
 @operators_of.register
 def _(layer: MTPHead, rules: OperatorRules) -> tuple[Operator, ...]:
-    norms = tuple(_norm(f"mtp_norm_{i}", rules.hidden_dim, "tokens", rules.kernels) for i in range(3))
+    norms = tuple(_elementwise(f"mtp_norm_{i}", rules.hidden_dim, rules.kernels.norm, "tokens") for i in range(3))
     projection = Gemm("mtp_projection", rules.hidden_dim, 2 * rules.hidden_dim, "none")
     return (*norms, projection, *layer_operators(layer.block, rules))
 
@@ -265,7 +266,7 @@ def _(layer: MTPHead, rules: OperatorRules) -> tuple[Operator, ...]:
 @operators_of.register
 def _(layer: Block, rules: OperatorRules) -> tuple[Operator, ...]:
     kernels, hidden_dim = rules.kernels, rules.hidden_dim
-    norms = tuple(_norm(f"norm_{i}", hidden_dim, "tokens", kernels) for i in range(layer.num_norms))
+    norms = tuple(_elementwise(f"norm_{i}", hidden_dim, kernels.norm, "tokens") for i in range(layer.num_norms))
     additions = kernels.residual
     if rules.dropout:
         additions = additions._replace(
@@ -273,11 +274,11 @@ def _(layer: Block, rules: OperatorRules) -> tuple[Operator, ...]:
             backward=additions.backward + _DROPOUT.backward,
             backward_kernels=additions.backward_kernels + _DROPOUT.backward_kernels,
         )
-    attention = attention_operators(layer.attention, rules)
+    attention = operators_of(layer.attention, rules)
     if rules.softmax is not None:
         attention = tuple(part for op in attention for part in _unfused(op, rules.seq_len, rules.softmax))
     residuals = _elementwise("residual_adds", hidden_dim, additions, "tokens")
-    return (*norms, *attention, *feed_forward_operators(layer.mlp, rules), residuals)
+    return (*norms, *attention, *operators_of(layer.mlp, rules), residuals)
 
 
 def traced_operators(traced: Traced) -> tuple[Operator, ...]:
@@ -315,13 +316,7 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
     return w - w * (w - 1) / (2 * seq_len)
 
 
-@singledispatch
-def attention_operators(attention: SoftmaxAttention | LatentAttention, rules: OperatorRules) -> tuple[Operator, ...]:
-    """Return the operators of attention, with its projections; each kind registers its own."""
-    raise TypeError(f"no operators are registered for {type(attention).__name__}")
-
-
-@attention_operators.register
+@operators_of.register
 def _(attention: SoftmaxAttention, rules: OperatorRules) -> tuple[Operator, ...]:
     q, kv, kernels, seq_len = attention.q_dim, attention.kv_dim, rules.kernels, rules.seq_len
     rotated = int((q + kv) * attention.rope_fraction)
@@ -330,7 +325,7 @@ def _(attention: SoftmaxAttention, rules: OperatorRules) -> tuple[Operator, ...]
         operators.append(_elementwise("qkv_bias", q + 2 * kv, kernels.bias, "column"))
     operators.append(_elementwise("qkv_copies", q + 2 * kv, kernels.qkv, "column"))
     if attention.qk_norm != "none":
-        operators.append(_norm("qk_norm", q + kv, "column", kernels))
+        operators.append(_elementwise("qk_norm", q + kv, kernels.norm, "column"))
     if rotated:
         operators.append(_elementwise("rotary", rotated, kernels.rotary, "column"))
     operators.append(
@@ -346,7 +341,7 @@ def _(attention: SoftmaxAttention, rules: OperatorRules) -> tuple[Operator, ...]
     return tuple(operators)
 
 
-@attention_operators.register
+@operators_of.register
 def _(attention: LatentAttention, rules: OperatorRules) -> tuple[Operator, ...]:
     # Rotary parts of queries and keys are joined to the rest, and values split off, by copies.
     heads, rank, hidden_dim, seq_len = attention.num_heads, attention.q_lora_rank, rules.hidden_dim, rules.seq_len
@@ -356,11 +351,15 @@ def _(attention: LatentAttention, rules: OperatorRules) -> tuple[Operator, ...]:
         query: tuple[Operator, ...] = (Gemm("q", attention.q_dim, hidden_dim, "column"),)
     else:
         down = Gemm("q_down", rank, hidden_dim, "none")
-        query = (down, _norm("q_norm", rank, "none", rules.kernels), Gemm("q_up", attention.q_dim, rank, "column"))
+        query = (
+            down,
+            _elementwise("q_norm", rank, rules.kernels.norm, "none"),
+            Gemm("q_up", attention.q_dim, rank, "column"),
+        )
     return (
         *query,
         Gemm("kv_down", attention.kv_lora_rank + attention.qk_rope_head_dim, hidden_dim, "none"),
-        _norm("kv_norm", attention.kv_lora_rank, "none", rules.kernels),
+        _elementwise("kv_norm", attention.kv_lora_rank, rules.kernels.norm, "none"),
         Gemm("kv_up", kv_up, attention.kv_lora_rank, "column"),
         _elementwise("latent_copies", joined, KernelTraffic(2, 2, 3, 3), "column"),
         _elementwise("rotary", heads * attention.qk_rope_head_dim, rules.kernels.rotary, "column"),
@@ -371,7 +370,7 @@ def _(attention: LatentAttention, rules: OperatorRules) -> tuple[Operator, ...]:
     )
 
 
-def _unfused(op: Operator, seq_len: int, softmax: SoftmaxKernels) -> tuple[Operator, ...]:
+def _unfused(op: Operator, seq_len: int, softmax: KernelTraffic) -> tuple[Operator, ...]:
     """Return attention without a fused kernel: two products of every token with all others, and passes over the score matrix.
 
     The products write and read the scores themselves. Dropout reads, writes and saves or reads a mask of one byte.
@@ -379,26 +378,19 @@ def _unfused(op: Operator, seq_len: int, softmax: SoftmaxKernels) -> tuple[Opera
     if not isinstance(op, FusedAttention):
         return (op,)
     width = op.num_heads * seq_len
-    elements = (softmax.forward_passes * width, softmax.backward_passes * width)
     return (
         Gemm("scores", width, op.qk_dim, "column", head_dim=op.qk_dim),
-        Elementwise("softmax", *elements, softmax.forward_kernels, softmax.backward_kernels, "column"),
+        _elementwise("softmax", width, softmax, "column"),
         Gemm("context", op.v_dim, width, "row", head_dim=op.v_dim),
     )
 
 
-@singledispatch
-def feed_forward_operators(mlp: DenseMLP | MoE, rules: OperatorRules) -> tuple[Operator, ...]:
-    """Return the operators of a feed-forward part; each kind registers its own."""
-    raise TypeError(f"no operators are registered for {type(mlp).__name__}")
-
-
-@feed_forward_operators.register
+@operators_of.register
 def _(mlp: DenseMLP, rules: OperatorRules) -> tuple[Operator, ...]:
     return _dense(mlp, rules, "mlp_")
 
 
-@feed_forward_operators.register
+@operators_of.register
 def _(mlp: MoE, rules: OperatorRules) -> tuple[Operator, ...]:
     # Routing copies each token's vector to its experts and back: gather and weighted scatter, read and write.
     width = 5 * mlp.top_k * rules.hidden_dim
@@ -425,10 +417,6 @@ def _dense(
         Gemm(f"{prefix}down", hidden_dim, mlp.ffn_dim, "row", rows, matrices, routed),
         *(replace(bias, routed=routed) for bias in (biases if mlp.bias else ())),
     )
-
-
-def _norm(name: str, width: int, shard: Shard, kernels: EngineKernels) -> Elementwise:
-    return _elementwise(name, width, kernels.norm, shard)
 
 
 def _elementwise(
