@@ -89,7 +89,7 @@ def comparison(name: str, load: NDArray[np.float64], *, num_gpus: int, num_slots
     start = time.perf_counter()
     theirs = eplb_placement(load.sum(axis=0), num_slots=slots, num_gpus=num_gpus)
     eplb_s = time.perf_counter() - start
-    used = utilisation(ours._instance(load), theirs, uniform_shares(theirs, num_experts)).max(axis=(0, 2))
+    used = utilisation(ours.instance(load), theirs, uniform_shares(theirs, num_experts)).max(axis=(0, 2))
     return {
         "loads": name,
         "slots": slots,
