@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 
 from ..runtime.training.options import TrainOptions, prepare_options
 from ..schema import ConfigError, TrainingPlan
+from ..schema.engine_facts import require_our_engine
 from ..schema.errors import (
     InfeasibleError,
     InterruptedRunError,
@@ -26,7 +27,6 @@ from ..schema.errors import (
     NodesNotMetError,
     RuntimeMismatchError,
 )
-from ..schema.runnable import require_our_engine
 from .options import Mode, OptionModel, ProfileOptions, command, option
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def apply(
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"no such script: {script[0]}")
     with _predicted_by(plan, profile) as (path, loaded):
-        require_our_engine(loaded.workload)
+        require_our_engine(loaded.workload.engine)
         meeting = job.rendezvous()
         work = Job(
             plan=str(path.resolve()), timeout_s=job.collective_timeout_s, hang_timeout_s=job.hang_timeout_s,

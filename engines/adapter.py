@@ -12,8 +12,8 @@ from ..schema.base import Count, Frozen, shown, write_atomically
 from ..schema.engine_facts import ENGINES
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
+from ..schema.layout_rules import broken_rules, problem_facts
 from ..schema.model import ModelSpec
-from ..schema.runnable import broken_rules, problem_facts
 from ..schema.training_plan import TrainingPlan
 
 

@@ -21,11 +21,9 @@ from ..cost_models.layer.layer import context_of_attention
 from ..cost_models.layer.operators import CostInputs
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, ConfigError
-from ..schema.engine_facts import exchange_rules, sequence_rules
 from ..schema.layout import LAYOUT_FIELDS, Layout
-from ..schema.layout_rules import ProblemFacts, Rule
+from ..schema.layout_rules import ProblemFacts, Rule, problem_facts
 from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, RECOMPUTES, LayoutTable, column_of, distinct_rows
-from ..schema.runnable import problem_facts
 from ..schema.schedules import DEFAULT, FOR_FEW_MICROBATCHES, GIVEN, SCHEDULES, by_schedule
 from ..schema.units import FloatArray, IntArray
 from .request import PlanRequest
@@ -198,7 +196,7 @@ class Enumeration:
         if "cp_ulysses" in request.fixed:
             return c, np.ones((len(c["tp"]), len(sizes)), dtype=bool)
         # A cp that the engine does not take at all is left to the rules, which say so.
-        holds = self._all_hold(c, exchange_rules(request.workload.engine))
+        holds = self._all_hold(c, request.workload.engine_facts.exchange_rules)
         group = np.unique(c["tp"] * (1 << 32) + c["cp"], return_inverse=True)[1]
         is_taken = np.bincount(group, weights=holds)[group] > 0
         c = select(c, holds | (~is_taken & (c["cp_ulysses"] == 1)))
@@ -228,7 +226,9 @@ class Enumeration:
             given = np.full_like(tp, request.fixed["sequence_parallel"])
             return select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
         split = (tp > 1) & (request.workload.seq_len % (c["cp"] * tp) == 0)
-        without = self._all_hold(c | {"sequence_parallel": np.zeros_like(tp)}, sequence_rules(request.workload.engine))
+        without = self._all_hold(
+            c | {"sequence_parallel": np.zeros_like(tp)}, request.workload.engine_facts.sequence_rules
+        )
         # Megatron overlaps products with the collectives of sequence parallelism only, and refuses to start otherwise.
         choice = np.flatnonzero(split & without & (not request.workload.tp_overlap))
         if len(choice) and costed and not request.fixed.keys() & _IN_LAYERS:

@@ -27,8 +27,7 @@ from ..schema import (
     TrainingPlan,
     Workload,
 )
-from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES
-from ..schema.runnable import broken_rules, problem_facts, require_valid
+from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, broken_rules, problem_facts, require_valid
 from ..schema.task import Precision, Task
 from .expand import expand_layout
 from .experts import with_experts_placed, with_imbalance

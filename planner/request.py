@@ -25,10 +25,9 @@ from ..schema import (
     TrainingPlan,
     Workload,
 )
-from ..schema.engine_facts import PLANNED_ENGINES
+from ..schema.engine_facts import PLANNED_ENGINES, require_our_engine
 from ..schema.layout import check_fields, format_assignments, parse_assignments
-from ..schema.layout_rules import VERSION_RULES
-from ..schema.runnable import broken_rules, problem_facts, require_our_engine, why_not_runnable
+from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts, why_not_runnable
 from ..schema.task import Task
 from ..solvers.branch_and_bound import OnProgress
 
@@ -222,7 +221,7 @@ class PlanRequest:
         if runnable is None:
             runnable = is_trained_by_apply(model, task)
         elif runnable:
-            require_our_engine(task)
+            require_our_engine(task.engine)
         return cls(model, cluster, task, fields, runnable, offload, deadline, on_progress)
 
     def provenance(self) -> PlanProvenance:

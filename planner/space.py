@@ -33,8 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema import ConfigError
-from ..schema.engine_facts import rules_of
-from ..schema.layout_rules import Rule
+from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, Rule
 from ..schema.layout_table import LayoutTable, distinct_rows
 from ..schema.units import IntArray
 from .enumeration import Columns, Enumeration, select
@@ -146,7 +145,8 @@ def build_space(request: PlanRequest) -> Space:
     if not request.workload.has_backward:  # nothing is kept that could be recomputed
         request = replace(request, fixed={"recompute": "none", **request.fixed})
     choices = Enumeration(request)
-    sieve = _Sieve(choices, rules_of(request.workload.engine, runnable=request.runnable))
+    rules = ENGINE_RULES + (request.workload.engine_facts.rules or ()) + (VERSION_RULES if request.runnable else ())
+    sieve = _Sieve(choices, rules)
     groups = _grouped(choices, sieve)
     if groups is None:
         raise _nothing_left(request, _reasons(choices, sieve.rules))

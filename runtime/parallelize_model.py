@@ -8,14 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..schema.engine_facts import require_our_engine
 from ..schema.errors import RuntimeMismatchError
-from ..schema.runnable import (
-    require_our_engine,
-    require_valid,
-    why_not_offloadable,
-    why_not_runnable,
-    why_not_trainable,
-)
+from ..schema.layout_rules import require_valid, why_not_runnable, why_not_trainable
+from ..schema.offload import why_not_offloadable
 from ..schema.training_plan import TrainingPlan
 from .adapters import apply_adapters
 from .context_parallel import apply_context_parallel
@@ -119,7 +115,7 @@ def _check(model: nn.Module | None, plan: TrainingPlan) -> None:
     is_decoder = model is None or isinstance(model, Decoder)
     if isinstance(model, Decoder) and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
-    require_our_engine(plan.workload)
+    require_our_engine(plan.workload.engine)
     lacking = why_not_runnable(plan.model, plan.workload) if is_decoder else why_not_trainable(plan.workload)
     lacking += why_not_offloadable(plan)
     if lacking:

@@ -11,17 +11,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from .errors import ConfigError
 from .layout_rules import (
     DEEPSPEED_EXCHANGE,
     DEEPSPEED_RULES,
-    ENGINE_RULES,
     EXCHANGE_RULES,
     FSDP2_RULES,
     MEGATRON_EXCHANGE,
     MEGATRON_RULES,
     MEGATRON_SEQUENCE,
     TOKENS_OF_EXPERTS,
-    VERSION_RULES,
     Rule,
 )
 from .units import MIB
@@ -123,7 +122,7 @@ class EngineFacts:
     Attributes:
         is_own_runtime: `meshwright apply` runs its plans; profiled layers are its own.
         rules: what it executes besides ENGINE_RULES; None: layouts are predicted for it and not planned.
-        exchange_rules, sequence_rules: of these those that look at tp, cp and cp_ulysses only, and those that require sequence
+        exchange_rules, sequence_rules: of both those that look at tp, cp and cp_ulysses only, and those that require sequence
             parallelism with some degrees.
         exporter: name of the exporter in engines/ that writes a plan as its configuration; empty: none.
         zero_stages: those that the search enumerates.
@@ -151,8 +150,8 @@ class EngineFacts:
     name: str
     is_own_runtime: bool = False
     rules: tuple[Rule, ...] | None = None
-    exchange_rules: tuple[Rule, ...] = ()
-    sequence_rules: tuple[Rule, ...] = ()
+    exchange_rules: tuple[Rule, ...] = EXCHANGE_RULES
+    sequence_rules: tuple[Rule, ...] = (TOKENS_OF_EXPERTS,)
     exporter: str = ""
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     keeps_parameters_closer: bool = False
@@ -214,8 +213,8 @@ _RECORDS = (
     EngineFacts(
         name="megatron",
         rules=MEGATRON_RULES,
-        exchange_rules=(MEGATRON_EXCHANGE,),
-        sequence_rules=(MEGATRON_SEQUENCE,),
+        exchange_rules=(*EXCHANGE_RULES, MEGATRON_EXCHANGE),
+        sequence_rules=(TOKENS_OF_EXPERTS, MEGATRON_SEQUENCE),
         exporter="megatron",
         zero_stages=(0, 1),
         # Transformer Engine's norms; apply_rope_fusion, bias_swiglu_fusion, bias_gelu_fusion, fused cross entropy, as its recipes
@@ -248,7 +247,7 @@ _RECORDS = (
     EngineFacts(
         name="deepspeed",
         rules=DEEPSPEED_RULES,
-        exchange_rules=(DEEPSPEED_EXCHANGE,),
+        exchange_rules=(*EXCHANGE_RULES, DEEPSPEED_EXCHANGE),
         exporter="deepspeed",
         keeps_parameters_closer=True,
         # Megatron-DeepSpeed: fused norms and bias-gelu; rotary and gated parts as torch.
@@ -317,21 +316,14 @@ else:
     Engine = Literal[tuple(ENGINES)]
 
 
-def exchange_rules(engine: str) -> tuple[Rule, ...]:
-    """Return the rules for an engine that look at tp, cp and cp_ulysses only."""
-    return EXCHANGE_RULES + ENGINES[engine].exchange_rules
+def require_our_engine(engine: str) -> None:
+    """Raise unless plans for an engine are run by our own runtime.
 
-
-def sequence_rules(engine: str) -> tuple[Rule, ...]:
-    """Return the rules for an engine that require sequence parallelism with some degrees."""
-    return (TOKENS_OF_EXPERTS, *ENGINES[engine].sequence_rules)
-
-
-def rules_of(engine: str, *, runnable: bool = False) -> tuple[Rule, ...]:
-    """Return what a layout must satisfy for an engine; of one that cannot be planned for only what any engine needs is known.
-
-    Args:
-        engine: its name.
-        runnable: for our own runtime as it is in this version.
+    Raises:
+        ConfigError: they are not.
     """
-    return ENGINE_RULES + (ENGINES[engine].rules or ()) + (VERSION_RULES if runnable else ())
+    if engine != OWN_ENGINE:
+        raise ConfigError(
+            f"the plan is for {engine}: `meshwright apply` runs plans for its own runtime ({OWN_ENGINE}) only",
+            help=f"start {engine} with the plan's layout, or plan again without --engine",
+        )

@@ -1,22 +1,28 @@
-"""Rules that every engine sets for a layout: named predicates on numbers or arrays, each with its reason.
+"""What cannot be executed: rules for layouts, each with its reason, and what our runtime lacks for a model or a workload.
 
 The search and the runtime use the same rules, so that whatever `plan` can choose, `apply` can run. A rule gets a layout, as one row
 of numbers (`LayoutRow`) or as a table of arrays (`LayoutTable`), and the numbers of the problem (`ProblemFacts`). It says which
-fields of a layout it needs, so that the enumeration asks it as soon as these are chosen. Rules of single engines are in
-layout_rules.py, checks of a layout against a model and a workload in runnable.py.
+fields of a layout it needs, so that the enumeration asks it as soon as these are chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .errors import ConfigError
+from .layers import Attention, Block, DenseMLP, LatentAttention, MoE
+from .layout import Layout
 from .layout_table import LayoutRow
 from .schedules import run_by
 from .units import Numbers
+
+if TYPE_CHECKING:
+    from .model import ModelSpec
+    from .task import Workload
 
 Rows = Any
 """A LayoutRow or a LayoutTable: what they have in common is written once for both."""
@@ -24,7 +30,7 @@ Rows = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ProblemFacts:
-    """The numbers of a model, a workload and a cluster that rules look at (runnable.problem_facts).
+    """The numbers of a model, a workload and a cluster that rules look at.
 
     Attributes:
         head_counts, kv_head_counts, ffn_dims, expert_counts, expert_ffn_dims: those that occur in some block.
@@ -51,6 +57,31 @@ class ProblemFacts:
     def num_microbatches(self, t: Rows) -> Numbers:
         """Return the micro-batches of one step on each data-parallel rank, rounded down."""
         return self.global_batch_size // (t.dp * t.micro_batch_size)
+
+
+def problem_facts(model: ModelSpec, workload: Workload, *, world_size: int, scaleup_domain: int) -> ProblemFacts:
+    """Return the numbers of a model, a workload and a cluster that rules look at."""
+    blocks = [block for block, _ in model.block_runs]
+    routed = [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
+    ffn_dims = {block.mlp.ffn_dim for block in blocks if isinstance(block.mlp, DenseMLP)}
+    return ProblemFacts(
+        world_size=world_size,
+        scaleup_domain=scaleup_domain,
+        seq_len=workload.seq_len,
+        global_batch_size=workload.global_batch_size,
+        num_blocks=model.num_blocks,
+        head_counts=tuple(sorted({block.attention.num_heads for block in blocks})),
+        kv_head_counts=tuple(sorted({block.attention.num_kv_heads for block in blocks})),
+        ffn_dims=tuple(sorted(ffn_dims | {moe.shared_ffn_dim for moe in routed if moe.shared_ffn_dim})),
+        vocab_size=model.vocab_size,
+        expert_counts=tuple(sorted({moe.num_experts for moe in routed})),
+        expert_ffn_dims=tuple(sorted({moe.ffn_dim for moe in routed})),
+        fused_attention=workload.attention == "flash",
+        has_backward=workload.has_backward,
+        has_mtp_heads=any(run.layer.kind == "mtp" for run in model.layers),
+        latent_attention=any(isinstance(block.attention, LatentAttention) for block in blocks),
+        traced_len=model.traced_len or 0,
+    )
 
 
 class Rule(NamedTuple):
@@ -306,3 +337,109 @@ micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSp
 with sequence parallelism (--ds-sequence-parallel-size). In stage 3 mics_shard_size shards everything over islands and sums over
 them when the step ends; zero_hpz_partition_size keeps a second copy of the parameters within islands for the backward pass.
 """
+
+def broken_rules(layout: Layout, problem: ProblemFacts, rules: tuple[Rule, ...] = RULES) -> tuple[str, ...]:
+    """Return ``reason [name]`` of every rule that a layout breaks; empty when it can be executed."""
+    row = LayoutRow.from_layout(layout)
+    return tuple(rule.explain(row, problem) for rule in rules if not rule.holds(row, problem))
+
+
+def require_valid(
+    model: ModelSpec,
+    workload: Workload,
+    layout: Layout,
+    *,
+    world_size: int,
+    scaleup_domain: int,
+    rules: tuple[Rule, ...] = RULES,
+) -> None:
+    """Raise unless every one of ``rules`` holds.
+
+    Raises:
+        ConfigError: names each broken rule with its numbers.
+    """
+    problem = problem_facts(model, workload, world_size=world_size, scaleup_domain=scaleup_domain)
+    broken = broken_rules(layout, problem, rules)
+    if broken:
+        raise ConfigError(f"layout {layout} cannot run {model.name} on {world_size} devices", details=broken)
+
+
+def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tuple[str, ...]:
+    """Return what the runtime of this version lacks for a model, and for a workload where given; empty when it can train it."""
+    of_workload = () if workload is None else why_not_trainable(workload)
+    if model.traced_len is not None:
+        return ("a model traced from code, which has a training loop of its own", *of_workload)
+    learned, head = model.embedding.num_positions, model.head
+    scaling = "" if model.rope is None else model.rope.scaling
+    odd_rope = scaling not in ("", "none", "linear", "llama3", "yarn")
+    lacks = [
+        (odd_rope or (scaling and learned), f"position embedding {scaling}{', and learned positions' if learned else ''}"),
+        (not scaling and not learned, "a model without positions"),
+        (any(run.layer.kind == "mtp" for run in model.layers), "multi-token-prediction heads"),
+        (
+            (head.norm == "layernorm") != head.norm_bias or head.bias,
+            "a head with a bias, or a last norm other than RMSNorm and LayerNorm with bias",
+        ),
+    ]
+    if workload is not None and 0 < learned < workload.seq_len:
+        lacks.append((True, f"a sequence length of {workload.seq_len} beyond the {learned} learned positions"))
+    for block, _ in model.block_runs:
+        lacks += _lacks_for_attention(block.attention, workload, rotated=bool(scaling)) + _lacks_for_block(block, workload)
+    return (*of_workload, *dict.fromkeys(text for is_lacking, text in lacks if is_lacking))
+
+
+def why_not_trainable(workload: Workload) -> tuple[str, ...]:
+    """Return what the runtime lacks for a workload, whatever the model."""
+    lacks = [
+        (workload.precision in ("fp8", "nvfp4"), workload.precision),
+        (workload.precision == "bf16", "bf16 without fp32 masters"),
+        (workload.optimizer == "muon", "muon"),
+    ]
+    if workload.adapters is not None:
+        frozen = workload.adapters.frozen
+        lacks.append((frozen != "16-bit", f"adapters beside a model frozen in {frozen}"))
+        lacks.append((workload.adapters.dropout, "adapters with dropout"))
+    return tuple(text for is_lacking, text in lacks if is_lacking)
+
+
+def _lacks_for_attention(attention: Attention, workload: Workload | None, *, rotated: bool) -> list[tuple[Any, str]]:
+    adapted = workload is not None and workload.adapters is not None and {"qkv", "out"} & {*workload.adapters.targets}
+    if isinstance(attention, LatentAttention):
+        return [
+            (not rotated, "latent attention without rotary positions"),
+            (rotated and attention.bias, "latent attention with biases"),
+            (adapted, "adapters beside the products of latent attention"),
+        ]
+    odd = attention.sinks or attention.logit_softcap or attention.qk_norm == "weightless"
+    lacks: list[tuple[Any, str]] = [
+        (
+            odd or (rotated and attention.rope_fraction != 1),
+            "attention sinks, soft caps, partial rotary or query/key norms without weights",
+        )
+    ]
+    if workload is not None and attention.window is not None and attention.window < workload.seq_len:
+        lacks.append((True, f"an attention window of {attention.window} below the sequence length {workload.seq_len}"))
+    return lacks
+
+
+def _lacks_for_block(block: Block, workload: Workload | None) -> list[tuple[Any, str]]:
+    mlp, lacks = block.mlp, []
+    if isinstance(mlp, MoE):
+        odd_router = mlp.router == "top_k_softmax" or mlp.router_bias or mlp.bias
+        adapted = workload is not None and workload.adapters is not None and "mlp" in workload.adapters.targets
+        lacks += [
+            (odd_router, f"a router by {mlp.router}, or experts with biases"),
+            (adapted, "adapters beside the products of experts"),
+        ]
+    known = ("silu",) if mlp.gated else ("gelu", "gelu_tanh") if isinstance(mlp, DenseMLP) else ()
+    return [
+        *lacks,
+        (
+            mlp.activation not in known,
+            f"a feed-forward part other than SwiGLU and GELU ({'gated ' * mlp.gated}{mlp.activation})",
+        ),
+        (
+            (block.norm == "layernorm") != block.norm_bias or block.num_norms != 2 or block.parallel_residual,
+            "blocks other than two norms in sequence (RMSNorm, or LayerNorm with bias)",
+        ),
+    ]

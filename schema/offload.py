@@ -14,12 +14,17 @@ p bytes of a master parameter (fp32 under mixed precision), as many of its gradi
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveInt
+from .schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from .plan import TrainingPlan
 
 LayerOffload = Literal["none", "activations", "boundary"]
 """What of a block waits for its backward pass in the host's memory: nothing; all tensors that autograd saves in its forward pass
@@ -125,3 +130,34 @@ class OffloadSchedule(Frozen):
     def off_device_layers(self) -> frozenset[int]:
         """Layers whose optimizer states are not on the device."""
         return frozenset(self.host_optimizer_layers + self.streamed_optimizer_layers + self.streamed_parameter_layers)
+
+
+def why_not_offloadable(plan: TrainingPlan) -> tuple[str, ...]:
+    """Return ``reason [name]`` of everything in a plan's offload schedule that torch or this version cannot execute."""
+    schedule, layout, optimizer = plan.offload, plan.layout, plan.workload.optimizer
+    if schedule is None:
+        return ()
+    reasons = []
+    away = schedule.host_optimizer_layers + schedule.streamed_optimizer_layers + schedule.storage_optimizer_layers
+    if optimizer != "adamw" and away:
+        reasons.append(f"states of {optimizer} away from the device, where AdamW's can be   [offload_optimizer]")
+    if schedule.storage_optimizer_layers and not hasattr(os, "posix_fallocate"):
+        reasons.append(
+            "states in a file on a system that cannot reserve its space (posix_fallocate)   [offload_storage]"
+        )
+    streamed = {*schedule.streamed_parameter_layers}
+    if streamed and layout.zero_stage not in (0, 3):
+        reasons.append(
+            f"streamed parameters under zero_stage {layout.zero_stage}, which gathers them once a step: they would never leave; "
+            "use zero_stage 3   [streamed_parameters_zero_stage]"
+        )
+    if streamed and layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward:
+        reasons.append(
+            f"streamed parameters under schedule {layout.schedule}: between a backward pass and its weight pass they must stay "
+            "gathered   [streamed_parameters_split_backward]"
+        )
+    if plan.model.tie_embeddings and len(streamed & {0, plan.model.num_layers - 1}) == 1:
+        reasons.append(
+            "the embedding or the head streamed without the other, which has the same parameter   [streamed_parameters_tied]"
+        )
+    return tuple(reasons)

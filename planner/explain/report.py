@@ -12,8 +12,7 @@ from typing import Any
 from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingPlan
 from ...schema.base import Frozen
 from ...schema.layout import check_fields
-from ...schema.layout_rules import ENGINE_RULES
-from ...schema.runnable import require_valid
+from ...schema.layout_rules import ENGINE_RULES, require_valid
 from ...schema.units import GB, format_bytes
 from ..plan import estimate, estimate_with_schedule
 from ..rank_map import place_as_planned

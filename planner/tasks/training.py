@@ -26,8 +26,8 @@ from ...schema import (
     TrainingPlan,
 )
 from ...schema.layout import Recompute
+from ...schema.layout_rules import why_not_runnable
 from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
-from ...schema.runnable import why_not_runnable
 from ...schema.schedules import OVER_A_V, SCHEDULES
 from ...schema.units import format_bytes
 from ..expand import Candidate, expand_fitting

@@ -16,9 +16,8 @@ from meshwright.planner.expand import expand
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.layout_rules import FSDP2_RULES
+from meshwright.schema.layout_rules import FSDP2_RULES, broken_rules, problem_facts
 from meshwright.schema.layout_table import LayoutTable
-from meshwright.schema.runnable import broken_rules, problem_facts
 
 LLAMA, MIXTRAL = ModelSpec.named("llama-3.1-8b"), ModelSpec.named("mixtral-8x7b")
 BLOCK = LLAMA.block_runs[0][0]

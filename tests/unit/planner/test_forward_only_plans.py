@@ -9,7 +9,7 @@ from meshwright.planner import expand, plan, search
 from meshwright.planner.request import OffloadRequest, PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ConfigError, Layout, Workload
-from meshwright.schema.runnable import require_valid
+from meshwright.schema.layout_rules import require_valid
 from meshwright.schema.task import parse_training
 from plans import cpu_cluster, tiny_model
 

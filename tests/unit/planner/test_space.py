@@ -13,9 +13,9 @@ from meshwright.planner import plan
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
-from meshwright.schema.engine_facts import PLANNED_ENGINES, rules_of
+from meshwright.schema.engine_facts import ENGINES, PLANNED_ENGINES, require_our_engine
+from meshwright.schema.layout_rules import ENGINE_RULES, broken_rules, problem_facts
 from meshwright.schema.layout_table import MIXED, RECOMPUTES, LayoutTable, distinct_rows
-from meshwright.schema.runnable import broken_rules, problem_facts, require_our_engine
 from meshwright.schema.schedules import OVER_A_V, SCHEDULE_NAMES, SCHEDULES
 from meshwright.schema.task import LowRank
 
@@ -44,7 +44,7 @@ def test_every_layout_of_a_space_is_a_valid_one_and_occurs_once(spec: ModelSpec,
     layouts = [batch.layout(idx) for idx in range(0, len(batch), max(len(batch) // 150, 1))]
     for layout in layouts:
         problem = problem_facts(spec, wanted, world_size=16, scaleup_domain=NODES.scaleup_domain)
-        assert broken_rules(layout, problem, rules_of(engine)) == ()
+        assert broken_rules(layout, problem, ENGINE_RULES + ENGINES[engine].rules) == ()
     columns = np.stack([np.asarray(column, dtype=np.float64) for column in batch.columns.values()])
     assert len(np.unique(columns, axis=1).T) == len(batch)
 
@@ -151,7 +151,7 @@ def test_split_backward_is_enumerated_without_recomputation_only() -> None:
 def test_rules_count_what_they_exclude() -> None:
     excluded = build_space(PlanRequest(LLAMA, NODES, workload("deepspeed"))).excluded
     assert excluded["deepspeed_zero_under_pipeline"] > 0
-    assert excluded.keys() == {rule.name for rule in rules_of("deepspeed")}
+    assert excluded.keys() == {rule.name for rule in ENGINE_RULES + ENGINES["deepspeed"].rules}
 
 
 def test_given_offloading_is_in_every_layout() -> None:
@@ -168,9 +168,9 @@ def test_engines_without_known_rules_cannot_be_planned_for() -> None:
 
 
 def test_plans_of_other_engines_are_not_ours() -> None:
-    require_our_engine(workload("fsdp2"))
+    require_our_engine("fsdp2")
     with pytest.raises(ConfigError, match="for megatron"):
-        require_our_engine(workload("megatron"))
+        require_our_engine("megatron")
 
 
 def test_distinct_rows_finds_each_combination_once() -> None:

@@ -14,8 +14,7 @@ from meshwright.runtime.parallelize_model import parallelize
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints
 from meshwright.runtime.training.train import TrainingRun
 from meshwright.schema import Layout, MeshwrightError, OffloadSchedule, RuntimeMismatchError, TrainingPlan
-from meshwright.schema.offload import LayerOffload
-from meshwright.schema.runnable import why_not_offloadable
+from meshwright.schema.offload import LayerOffload, why_not_offloadable
 from meshwright.schema.task import LowRank
 from plans import with_offload
 from small_jobs import losses, small_plan, train_here

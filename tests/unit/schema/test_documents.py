@@ -22,10 +22,18 @@ from meshwright.schema import (
 )
 from meshwright.schema.base import read_json, write_atomically
 from meshwright.schema.layout import check_fields
-from meshwright.schema.layout_rules import DEEPSPEED_RULES, MEGATRON_RULES, RULES, Rule
+from meshwright.schema.layout_rules import (
+    DEEPSPEED_RULES,
+    MEGATRON_RULES,
+    RULES,
+    Rule,
+    broken_rules,
+    problem_facts,
+    require_valid,
+    why_not_runnable,
+)
 from meshwright.schema.layout_table import LayoutRow, LayoutTable
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint
-from meshwright.schema.runnable import broken_rules, problem_facts, require_valid, why_not_runnable
 from meshwright.schema.units import format_bytes, format_count, format_seconds
 
 degrees = st.sampled_from([1, 2, 3, 4, 8])
