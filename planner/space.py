@@ -1,6 +1,6 @@
 """The search space: every combination of degrees and choices that the rules allow, as arrays, by groups of degrees.
 
-What an engine executes is in schema/runnable.py. Of that, some combinations are never enumerated unless they are asked for:
+What an engine executes is in schema/layout_rules.py. Of that, some combinations are never enumerated unless they are asked for:
 
     tp             beyond the domain of the fastest link: its collectives are on the critical path of every layer, and slower there
     1f1b           gpipe takes as long and holds no less; our runtime needs it for batches that do not fill the pipeline
@@ -132,7 +132,7 @@ class Space:
 
 
 def build_space(request: PlanRequest) -> Space:
-    """Enumerate, then select what satisfies the fixed fields and every rule of schema/runnable.py for the workload's engine.
+    """Enumerate, then select what satisfies the fixed fields and every rule of schema/layout_rules.py for the workload's engine.
 
     Rules are asked as soon as the fields that they look at are chosen, and count combinations of what is chosen by then.
 

@@ -1,6 +1,6 @@
 """From a row to what we say about it: model, cluster, workload and layout, or why not; and the estimates of many rows.
 
-Other engines' runs need not satisfy schema/runnable.py, which is about what our runtime executes. Where a row does not
+Other engines' runs need not satisfy schema/layout_rules.py, which is about what our runtime executes. Where a row does not
 state a choice, a default of its framework is assumed (data/frameworks.toml, each with its source). Where the cost model
 lacks a feature, the nearest layout it has stands in and the row names the approximation (APPROXIMATIONS), or the row is
 skipped (SKIPS). Rows that share model, cluster and workload are estimated as one batch of layouts.
