@@ -52,11 +52,8 @@ _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp
 class AttentionRates(NamedTuple):
     """Fused attention on one device.
 
-    Attributes:
-        kernel: whose coefficients (learned/attention.py).
-        device: rates and processors.
-        arithmetic_ratio: seconds of this generation's arithmetic over the kernel's.
-        reference: what the learned residual takes the device for (`_reference`); no calibration in it.
+    ``kernel`` says whose coefficients, ``arithmetic_ratio`` how much longer than the kernel's this generation's arithmetic takes,
+    ``reference`` what the learned residual takes the device for (`_reference`); no calibration in it.
     """
 
     kernel: str
@@ -117,17 +114,19 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     """Return the rates of the weakest device of the scenario's cluster under its workload."""
     workload, cluster, c = scenario.workload, scenario.cluster, scenario.coefficients
     device, ratio = cluster.weakest_device, cluster.calibration
-    # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     is_host, is_fp8 = device.backend.is_host, workload.precision == "fp8"
+    measured = measured_rates(scenario)
     points = cluster.profile.matmuls if cluster.profile is not None else ()
     gemm = None if is_host else gemm_rates(device, workload.precision, ratio.products, points, c)
     on_host = device.gemm or GemmFit(**{name: c["gemm"][name] for name in GemmFit.model_fields})
     fit = on_host if gemm is None else gemm.coefficients
     slowed = ratio.products if gemm is None else gemm.sustained_ratio
-    elementwise = measured_rates(scenario).elementwise_bytes_per_s
-    if elementwise is None:
-        in_sheet = 1.0 if is_host else c["elementwise"]["memory_efficiency"]
-        elementwise = device.memory_bandwidth_bytes_per_s * in_sheet
+    # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
+    line = device.memory_bandwidth_bytes_per_s
+    elementwise = measured.elementwise_bytes_per_s or line * (1.0 if is_host else c["elementwise"]["memory_efficiency"])
+    update = line * (1.0 if is_host else c["optimizer"]["memory_efficiency"])
+    if is_host and measured.host_update_bytes_per_s is not None:
+        update = measured.host_update_bytes_per_s / cluster.largest_node
     # Products outside the matrix units accumulate in fp32 whatever the operands.
     in_fp32 = None if is_host else device.peak_flops_per_s.fp32
     vector_flops_per_s = float("inf") if in_fp32 is None else in_fp32 * c["attention"]["misaligned_efficiency"]
@@ -143,11 +142,11 @@ def device_rates(scenario: Scenario) -> DeviceRates:
         expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
         grouped=grouped,
         attention=None if is_host else _attention_rates(scenario),
-        gemm_bytes_per_s=device.memory_bandwidth_bytes_per_s * fit.memory_efficiency,
+        gemm_bytes_per_s=line * fit.memory_efficiency,
         elementwise_bytes_per_s=elementwise * ratio.elementwise,
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_host else c["elementwise"]["kernel_s"],
-        update_bytes_per_s=_update_bytes_per_s(scenario),
+        update_bytes_per_s=float(update),
         vector_flops_per_s=vector_flops_per_s * slowed,
         compute_bytes=workload.compute_bytes,
     )
@@ -168,14 +167,6 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
         f"{device.name} has no {precision} rate",
         help=f"use --precision {' or '.join(available)}" if available else None,
     )
-
-
-def _update_bytes_per_s(scenario: Scenario) -> float:
-    device, cluster = scenario.cluster.weakest_device, scenario.cluster
-    if not device.backend.is_host:
-        return float(device.memory_bandwidth_bytes_per_s * scenario.coefficients["optimizer"]["memory_efficiency"])
-    of_node = measured_rates(scenario).host_update_bytes_per_s
-    return device.memory_bandwidth_bytes_per_s if of_node is None else of_node / cluster.largest_node
 
 
 def gemm_rates(
@@ -297,8 +288,7 @@ class HostCosts(NamedTuple):
     """Seconds the host needs, by the workload's engine.
 
     Attributes:
-        operator_s: dispatch of one operator.
-        collective_s: one tensor-parallel collective.
+        operator_s, collective_s: dispatch of one operator, and of one tensor-parallel collective.
         fsdp_unit_s: one fully sharded layer, forward plus backward.
         routing_s: what a mixture of experts adds to a block, forward plus backward: routing, permutation, counts read back.
         overlap_norm: p of (device^p + host^p)^(1/p), the seconds of a pass.
@@ -313,8 +303,8 @@ class HostCosts(NamedTuple):
     routing_s: float
     overlap_norm: float
     adds: bool
-    pipelined_collective_s: float = 0.0
-    spanning_collective_s: float = 0.0
+    pipelined_collective_s: float
+    spanning_collective_s: float
 
 
 def host_costs(scenario: Scenario) -> HostCosts:
@@ -324,16 +314,9 @@ def host_costs(scenario: Scenario) -> HostCosts:
     rates = [group.host_link_bytes_per_s or 0.0 for group in scenario.cluster.groups]
     if max(rates) > scenario.coefficients["offload"]["own_host_bytes_per_s"]:
         speed = speed / shared["own_processor_ratio"]  # no other processor's link is as fast as Grace's
-    return HostCosts(
-        c["operator_s"] / speed,
-        c["collective_s"] / speed,
-        c["fsdp_unit_s"] / speed,
-        c["routing_s"] / speed,
-        shared["overlap_norm"],
-        adds=scenario.cluster.weakest_device.backend.is_host,
-        pipelined_collective_s=c.get("pipelined_collective_s", 0.0) / speed,
-        spanning_collective_s=c.get("spanning_collective_s", 0.0) / speed,
-    )
+    seconds = {name: c.get(name, 0.0) / speed for name in HostCosts._fields if name.endswith("_s")}
+    is_host = scenario.cluster.weakest_device.backend.is_host
+    return HostCosts(**seconds, overlap_norm=shared["overlap_norm"], adds=is_host)
 
 
 def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArray:
@@ -371,9 +354,8 @@ def host_update_s_per_param(scenario: Scenario, to_storage: Array, update_bytes:
     """Return the seconds per parameter of a rank's shard to update it on the host."""
     workload, ranks = scenario.workload, scenario.cluster.largest_node
     # Gradients go down in the compute dtype where the engine reduces them so (DeepSpeed), else as they were accumulated.
-    gradient_bytes = (
-        workload.compute_bytes if workload.engine_facts.offloads_compute_gradients else workload.master_bytes
-    )
+    in_compute_dtype = workload.engine_facts.offloads_compute_gradients
+    gradient_bytes = workload.compute_bytes if in_compute_dtype else workload.master_bytes
     link = host_link_bytes_per_s(np.zeros_like(to_storage), scenario)
     moved = (gradient_bytes + workload.compute_bytes) / link
     update = update_bytes * ranks / host_update_bytes_per_s(scenario)
@@ -384,7 +366,7 @@ def host_update_s_per_param(scenario: Scenario, to_storage: Array, update_bytes:
 def host_update_bytes_per_s(scenario: Scenario) -> float:
     """Return the traffic of one node's processors that update parameters."""
     of_node = measured_rates(scenario).host_update_bytes_per_s
-    return float(scenario.coefficients["offload"]["host_update_bytes_per_s"]) if of_node is None else of_node
+    return of_node or float(scenario.coefficients["offload"]["host_update_bytes_per_s"])
 
 
 def storage_bytes_per_s(scenario: Scenario) -> float:
