@@ -25,15 +25,12 @@ from .rendezvous import Rendezvous, meet
 from .watch import FOLDER_VARIABLE, STOPPED_FILE, Watch
 from .worker import Job
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
 
 def launch(plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None) -> None:
     """Run a job on this node's devices to its end; return when every rank has ended well.
 
-    Call it from the main thread: signals to this process end the ranks. Log lines of the built-in training's ranks are stored
-        for the
-    error message; a user's script writes to this process's own streams.
+    Call it from the main thread: signals to this process end the ranks. Log lines of the built-in training's ranks are stored for
+    the error message; a user's script writes to this process's own streams.
 
     Raises:
         RuntimeMismatchError: this machine is not what the plan is for.
@@ -69,7 +66,7 @@ def launch(plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None
 
 def _variables(job: Job, group: NodeGroup) -> dict[str, str]:
     threads = str(max(1, num_cores() // group.devices_per_node))
-    chosen = {name: os.environ.get(name, threads) for name in _THREAD_VARIABLES}
+    chosen = {name: os.environ.get(name, threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     memory = cpu_rank_environment() if group.device.backend.is_host else {}
     return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
 

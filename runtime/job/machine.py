@@ -24,11 +24,7 @@ _VARIANTS = ("pcie", "nvl")
 
 
 def local_group(plan: TrainingPlan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
-    """Return the plan's description of this node.
-
-    Args:
-        node_rank: position of this node in the cluster; needed only where the nodes differ.
-    """
+    """Return the plan's description of this node, by its position in the cluster where the nodes differ."""
     cluster = plan.cluster
     if nnodes != cluster.num_nodes:
         raise RuntimeMismatchError(
@@ -50,7 +46,14 @@ def local_group(plan: TrainingPlan, *, nnodes: int, node_rank: int | None) -> No
 def check_machine(plan: TrainingPlan, group: NodeGroup) -> None:
     """Refuse a plan whose devices this machine does not have; looks at kind and number, without touching a GPU."""
     planned = f"{group.devices_per_node} x {group.device.name}"
-    _check_host_memory(plan)
+    offloaded, available = 0 if plan.offload is None else plan.offload.host_bytes, available_memory()
+    if offloaded > available:
+        raise RuntimeMismatchError(
+            f"the plan's offload schedule needs {format_bytes(offloaded)} of each node's host memory; "
+            f"{format_bytes(offloaded - available)} are missing",
+            details=(f"{format_bytes(available)} are available on this machine",),
+            help="free host memory, or plan again with --host-memory-gib",
+        )
     if group.device.backend.is_host:
         _check_host(plan, group)
         return
@@ -62,9 +65,10 @@ def check_machine(plan: TrainingPlan, group: NodeGroup) -> None:
             help="run it on a machine with these GPUs, or plan for this one with --cluster local",
         )
     if num_gpus < group.devices_per_node:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise RuntimeMismatchError(
             f"the plan is for {planned} in each node; this machine has {num_gpus} GPUs",
-            details=_visible_devices(),
+            details=() if visible is None else (f"CUDA_VISIBLE_DEVICES={visible}",),
             help="run it on larger nodes, or plan again with --cluster local",
         )
 
@@ -109,19 +113,6 @@ def _words(name: str) -> list[str]:
     return [word for word in words if word and not re.fullmatch(r"\d+gb", word)]
 
 
-def _check_host_memory(plan: TrainingPlan) -> None:
-    """Refuse where what the offload schedule puts on the host is not free there, besides what the ranks themselves take."""
-    needed = 0 if plan.offload is None else plan.offload.host_bytes
-    available = available_memory()
-    if needed > available:
-        raise RuntimeMismatchError(
-            f"the plan's offload schedule needs {format_bytes(needed)} of each node's host memory; "
-            f"{format_bytes(needed - available)} are missing",
-            details=(f"{format_bytes(available)} are available on this machine",),
-            help="free host memory, or plan again with --host-memory-gib",
-        )
-
-
 def _check_host(plan: TrainingPlan, group: NodeGroup) -> None:
     ranks, cores, profile = group.devices_per_node, num_cores(), plan.cluster.profile
     measured = 0 if profile is None else profile.machine.num_devices // profile.machine.num_nodes
@@ -141,16 +132,6 @@ def _check_host(plan: TrainingPlan, group: NodeGroup) -> None:
         )
 
 
-def _visible_devices() -> tuple[str, ...]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return () if visible is None else (f"CUDA_VISIBLE_DEVICES={visible}",)
-
-
-OUT_OF_MEMORY_HELP = (
-    "plan again with a smaller memory budget, or with recompute=full or a smaller micro_batch_size fixed"
-)
-
-
 @contextlib.contextmanager
 def explain_out_of_memory(plan: TrainingPlan, device: torch.device) -> Iterator[None]:
     """Turn what torch and Python raise for want of memory into one message that names the rank."""
@@ -159,22 +140,15 @@ def explain_out_of_memory(plan: TrainingPlan, device: torch.device) -> Iterator[
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(f"{type(error).__name__}: {error}"):
             raise
-        raise _out_of_memory(plan, device, str(error).splitlines()[:1]) from None
-
-
-def _out_of_memory(plan: TrainingPlan, device: torch.device, said: list[str]) -> MeshwrightError:
-    rank = plan.rank_map.index(dist.get_rank())
-    return MeshwrightError(
-        f"rank {rank} of {plan.layout.world_size} is out of memory on {device}",
-        details=(*said, memory_line(plan, device), *_process_limit()),
-        help=OUT_OF_MEMORY_HELP,
-    )
-
-
-def _process_limit() -> tuple[str, ...]:
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    finite = [limit for limit in limits if limit != resource.RLIM_INFINITY]
-    return (f"the process may take {format_bytes(min(finite))} (ulimit)",) if finite else ()
+        details = [*str(error).splitlines()[:1], memory_line(plan, device)]
+        limits = {resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)}
+        if finite := limits - {resource.RLIM_INFINITY}:
+            details.append(f"the process may take {format_bytes(min(finite))} (ulimit)")
+        raise MeshwrightError(
+            f"rank {plan.rank_map.index(dist.get_rank())} of {plan.layout.world_size} is out of memory on {device}",
+            details=tuple(details),
+            help="plan again with a smaller memory budget, or with recompute=full or a smaller micro_batch_size fixed",
+        ) from None
 
 
 def memory_line(plan: TrainingPlan, device: torch.device) -> str:

@@ -28,7 +28,6 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range); two jobs on a node have different numbers."""
 
 _GIVE_PLACE = "say where the nodes meet: --nnodes N --node-rank I --rdzv-endpoint HOST:PORT"
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _TRY_S, _POLL_S = 2.0, 0.1
 _LEAVE_S = 300.0
 """How long the node with the store waits for nodes whose ranks are not done when its own are."""
@@ -66,12 +65,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The nodes of a job, all present.
-
-    Attributes:
-        node_rank: of this node.
-        variables: by which the ranks of this node find the others.
-    """
+    """The nodes of a job, all present: which one this is, and the variables by which its ranks find the others."""
 
     node_rank: int
     variables: Mapping[str, str]
@@ -95,10 +89,19 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
             raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
         _wait_for(shared, "arrived", rendezvous.nnodes, rendezvous.timeout_s)
     except dist.DistError as error:
-        raise _not_met(rendezvous, error) from None
+        lines = str(error).strip().splitlines() or [""]
+        raise NodesNotMetError(
+            f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint}",
+            details=(f"{type(error).__name__}: {lines[0]}",),
+            help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
+        ) from None
     try:
         node_rank = number - 1 if rendezvous.node_rank is None else rendezvous.node_rank
-        yield Meeting(node_rank, {**_variables(host, int(port)), **_interface(rendezvous.endpoint)})
+        variables, address = _variables(host, int(port)), local_address(rendezvous.endpoint)
+        interface = interface_of(address) if address and "GLOO_SOCKET_IFNAME" not in os.environ else None
+        if interface:  # by itself gloo takes that of the machine's name, which may be the loopback
+            variables["GLOO_SOCKET_IFNAME"] = interface
+        yield Meeting(node_rank, variables)
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
             shared.add("done", 1)
             if is_host:
@@ -118,9 +121,8 @@ def _open_store(rendezvous: Rendezvous, host: str, port: int) -> tuple[dist.TCPS
     is_host = is_endpoint_local(rendezvous.endpoint or "")
     if is_host is None and rendezvous.node_rank is not None:
         is_host = rendezvous.node_rank == 0
-    end = time.monotonic() + rendezvous.timeout_s
+    end, wait = time.monotonic() + rendezvous.timeout_s, timedelta(seconds=min(_TRY_S, rendezvous.timeout_s))
     while True:
-        wait = timedelta(seconds=min(_TRY_S, rendezvous.timeout_s))
         if is_host is not False:
             try:
                 return dist.TCPStore(host, port, is_master=True, wait_for_workers=False), True
@@ -144,23 +146,7 @@ def _wait_for(store: dist.Store, key: str, count: int, timeout_s: float) -> None
         time.sleep(_POLL_S)
 
 
-def _not_met(rendezvous: Rendezvous, error: Exception) -> NodesNotMetError:
-    lines = str(error).strip().splitlines() or [""]
-    return NodesNotMetError(
-        f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint}",
-        details=(f"{type(error).__name__}: {lines[0]}",),
-        help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
-    )
-
-
 # --- the network -----------------------------------------------------------------------------------------------------
-
-
-def _interface(endpoint: str) -> dict[str, str]:
-    """Name the interface for gloo's connections: by itself it takes that of the machine's name, which may be the loopback."""
-    address = local_address(endpoint)
-    interface = interface_of(address) if address else None
-    return {_GLOO_INTERFACE: interface} if interface and _GLOO_INTERFACE not in os.environ else {}
 
 
 def local_address(endpoint: str) -> str | None:
@@ -184,18 +170,18 @@ def is_endpoint_local(endpoint: str) -> bool | None:
 
     In the last case several launchers may run on the machine, of which the first one to come takes the port.
     """
+
+    def addresses(host: str) -> set[str]:
+        with suppress(OSError):
+            return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+        return set()
+
     address = local_address(endpoint)
     if address is None:
         return None
-    if address not in _addresses(endpoint.rpartition(":")[0].strip("[]")):
+    if address not in addresses(endpoint.rpartition(":")[0].strip("[]")):
         return False
-    return None if address in _addresses(socket.gethostname()) else True
-
-
-def _addresses(host: str) -> set[str]:
-    with suppress(OSError):
-        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    return set()
+    return None if address in addresses(socket.gethostname()) else True
 
 
 def interface_of(address: str) -> str | None:
@@ -210,18 +196,12 @@ def interface_of(address: str) -> str | None:
 
 
 def slurm_rendezvous(variables: Mapping[str, str]) -> Rendezvous | None:
-    """Return the meeting place of the nodes of a Slurm step; None outside `srun` and on one node.
+    """Return the meeting place of the nodes of a Slurm step, from its environment; None outside `srun` and on one node.
 
-    `meshwright apply` starts the ranks of a node itself, so `srun --ntasks-per-node=1 meshwright apply plan.json` starts one
-    task on each node.
-
-    Args:
-        variables: the environment.
+    Source: man srun, "Output environment variables" (Slurm 20.02 and later have these names).
 
     Raises:
         ConfigError: the step has several tasks on a node, or a variable of it is missing or no number.
-
-    Source: man srun, "Output environment variables" (Slurm 20.02 and later have these names).
     """
     if "SLURM_STEP_NUM_NODES" not in variables or "SLURM_STEP_ID" not in variables:
         return None

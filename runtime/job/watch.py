@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import psutil
 
@@ -38,18 +38,13 @@ STACK_SIGNAL = signal.SIGUSR1
 SUSPENDED_S = 5.0
 """How long a rank may be suspended (SIGSTOP) before the job is ended; its peers would wait for the collectives' timeout."""
 
-HANG_S = 10.0
-"""No rank is taken for hung before this time without a step."""
-
-HANG_STEPS = 10.0
-"""Nor before so many times the longest step so far."""
+HANG_S, HANG_STEPS = 10.0, 10.0
+"""No rank is taken for hung before this time without a step, nor before so many times the longest step so far."""
 
 LOOK_S = 1.0
 """Between two looks at the ranks."""
 
-_ANSWER_S = 2.0
-_BETWEEN_S = 1.0
-_WAITING_FRAMES = 3
+_ANSWER_S, _BETWEEN_S, _WAITING_FRAMES = 2.0, 1.0, 3
 _WAITING = re.compile(
     r'File "[^"]*torch/(distributed/(distributed_c10d|_functional_collectives|fsdp/_fully_shard/_fsdp_collectives)\.py"'
     r"|autograd/graph\.py)"
@@ -62,12 +57,9 @@ _RECORD = struct.Struct("<qdd")
 
 
 class Heartbeat(NamedTuple):
-    """The progress that a rank wrote last.
+    """The progress that a rank wrote last: steps of this process, and the longest time between two so far.
 
-    Attributes:
-        steps: done by this process.
-        time_s: when, by the monotonic clock of the machine; 0 where nobody should wait for it.
-        longest_s: the longest time between two beats so far.
+    ``time_s`` is by the monotonic clock of the machine; 0 where nobody should wait for it.
     """
 
     steps: int
@@ -80,7 +72,6 @@ class ProgressFile:
 
     def __init__(self) -> None:
         self._map: mmap.mmap | None = None
-        self._stacks: TextIO | None = None
         self._beat = Heartbeat(0, 0.0, 0.0)
         folder = os.environ.get(FOLDER_VARIABLE)
         if folder is None:
@@ -120,9 +111,7 @@ class Watch:
     """
 
     def __init__(self, folder: Path, hang_s: float = HANG_S) -> None:
-        self.folder = folder
-        self._hang_s = hang_s
-        self._next_look_s = 0.0
+        self.folder, self._hang_s, self._next_look_s = folder, hang_s, 0.0
         self._suspended_since: dict[int, float] = {}
         self._killed_suspended: set[int] = set()
         self._hung: dict[int, tuple[str, ...]] = {}
@@ -141,8 +130,15 @@ class Watch:
                 self._killed_suspended.add(rank)
                 _send(pids[rank], signal.SIGKILL)
         beats = [read_heartbeat(self.folder, rank) for rank in pids]
-        if self._hang_s and not self._suspended_since and not self._hung and is_stalled(beats, now, self._hang_s):
-            self._end_hung(pids)
+        if self._suspended_since or self._hung or not self._hang_s or not is_stalled(beats, now, self._hang_s):
+            return
+        stacks = self._stacks(pids)
+        time.sleep(_BETWEEN_S)
+        later = self._stacks(pids)
+        for rank, pid in pids.items():
+            if stacks[rank] == later[rank] and not is_waiting(stacks[rank]):
+                self._hung[rank] = stacks[rank]
+                _send(pid, signal.SIGKILL)
 
     def completed(self, death: RankDeath, local_rank: int) -> RankDeath:
         """Return a death with what this watch knows of it."""
@@ -152,15 +148,6 @@ class Watch:
             was_hung=local_rank in self._hung,
             trace=self._hung.get(local_rank, death.trace),
         )
-
-    def _end_hung(self, pids: Mapping[int, int]) -> None:
-        stacks = self._stacks(pids)
-        time.sleep(_BETWEEN_S)
-        later = self._stacks(pids)
-        for rank, pid in pids.items():
-            if stacks[rank] == later[rank] and not is_waiting(stacks[rank]):
-                self._hung[rank] = stacks[rank]
-                _send(pid, signal.SIGKILL)
 
     def _stacks(self, pids: Mapping[int, int]) -> dict[int, tuple[str, ...]]:
         """Return the main thread's stack of every rank, innermost call first; empty where it did not answer."""

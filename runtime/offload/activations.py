@@ -29,10 +29,9 @@ from ..models.decoder import Decoder
 from ..models.layers import local_tensor
 from .copies import Copies, HostBuffer
 
-SMALLEST_BYTES = {"cpu": 1 << 10}
-"""Storages below stay on the device; elsewhere `_SMALLEST_BYTES`, below which a copy takes longer to start (10 us) than to do."""
-
-_SMALLEST_BYTES = 1 << 18
+_SMALLEST_BYTES = {"cpu": 1 << 10}
+_SMALLEST_ELSEWHERE = 1 << 18
+"""Storages below stay on the device: a copy takes longer to start (10 us) than to do."""
 
 _LAYERS_IN_FLIGHT = 1
 """Blocks whose tensors may still be on their way down while the next one is computed; before another one starts, they are gone."""
@@ -47,9 +46,8 @@ class ActivationOffload:
     """
 
     def __init__(self, copies: Copies, *, prefetch_layers: int = 1, smallest_bytes: int | None = None) -> None:
-        self.copies = copies
-        self.prefetch_layers = prefetch_layers
-        default = SMALLEST_BYTES.get(copies.device.type, _SMALLEST_BYTES)
+        self.copies, self.prefetch_layers = copies, prefetch_layers
+        default = _SMALLEST_BYTES.get(copies.device.type, _SMALLEST_ELSEWHERE)
         self.smallest_bytes = default if smallest_bytes is None else smallest_bytes
         self._leaving: deque[_LayerPass] = deque()
 
@@ -89,13 +87,12 @@ class _Run:
     """One stage's forward passes of one micro-batch: the blocks one after another, and the storages they saved."""
 
     def __init__(self) -> None:
-        self.last: _LayerPass | None = None
-        self.known: weakref.WeakValueDictionary[tuple[int, int], _Saved] = weakref.WeakValueDictionary()
+        self.begin()
 
     def begin(self) -> None:
         """Begin the next micro-batch, whose storages are others."""
-        self.last = None
-        self.known = weakref.WeakValueDictionary()
+        self.last: _LayerPass | None = None
+        self.known: weakref.WeakValueDictionary[tuple[int, int], _Saved] = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
@@ -104,15 +101,11 @@ class _LayerPass:
 
     offloads: bool
     previous: _LayerPass | None
-    _saved: list[weakref.ref[_Saved]] = field(default_factory=list)
-
-    def add(self, saved: _Saved) -> None:
-        """Note another storage that this pass was the first to save."""
-        self._saved.append(weakref.ref(saved))
+    first_saved: list[weakref.ref[_Saved]] = field(default_factory=list)
 
     def alive(self) -> Iterator[_Saved]:
-        """Iterate over those whose backward pass is not over, in the order in which they were saved."""
-        return (saved for saved in (ref() for ref in self._saved) if saved is not None)
+        """Iterate over storages that it was the first to save and whose backward pass is not over, in order."""
+        return (saved for saved in (ref() for ref in self.first_saved) if saved is not None)
 
 
 class _BlockForward:
@@ -121,12 +114,8 @@ class _BlockForward:
     def __init__(
         self, offload: ActivationOffload, run: _Run, block: nn.Module, *, is_first: bool, offloads: bool
     ) -> None:
-        self._offload = offload
-        self._run = run
-        self._block = block
-        self._forward = block.forward
-        self._is_first = is_first
-        self._offloads = offloads
+        self._offload, self._run, self._block, self._forward = offload, run, block, block.forward
+        self._is_first, self._offloads = is_first, offloads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -142,30 +131,11 @@ class _BlockForward:
             self._offload.leave(layer)
         else:
             output = self._forward(*args, **kwargs)
+        offload = self._offload
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(_Fetch(self._offload, layer))
+                tensor.register_hook(lambda _: offload.fetch(layer))  # the gradient is there: the backward pass begins
         return output
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """Called with the gradient of a block's output: its backward pass begins."""
-
-    offload: ActivationOffload
-    layer: _LayerPass
-
-    def __call__(self, _: Tensor) -> None:
-        self.offload.fetch(self.layer)
-
-
-def _resident(block: nn.Module) -> frozenset[int]:
-    """Return the storages that live on whatever is saved: parameters as they are now (gathered, under FSDP) and buffers."""
-    return frozenset(_key(local_tensor(tensor)) for tensor in (*block.parameters(), *block.buffers()))
-
-
-def _rotaries(block: nn.Module) -> tuple[Rotary, ...]:
-    return tuple(value for module in block.modules() for value in vars(module).values() if isinstance(value, Rotary))
 
 
 def _key(tensor: Tensor) -> int:
@@ -176,11 +146,11 @@ class _Packer:
     """The pack hook of one block's forward pass."""
 
     def __init__(self, offload: ActivationOffload, run: _Run, layer: _LayerPass, block: nn.Module) -> None:
-        self._offload = offload
-        self._run = run
-        self._layer = layer
-        self._resident = _resident(block)
-        self._rotaries = _rotaries(block)
+        self._offload, self._run, self._layer = offload, run, layer
+        # What lives on whatever is saved: parameters as they are now (gathered, under FSDP), buffers and tables.
+        self._resident = {_key(local_tensor(tensor)) for tensor in (*block.parameters(), *block.buffers())}
+        values = (value for module in block.modules() for value in vars(module).values())
+        self._rotaries = [value for value in values if isinstance(value, Rotary)]
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -198,12 +168,11 @@ class _Packer:
         expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if expanded or tensor.untyped_storage().nbytes() < max(self._offload.smallest_bytes, 1):
             return False
-        return not (tensor.is_leaf and tensor.requires_grad) and not self._lives_on(_key(tensor))
-
-    def _lives_on(self, key: int) -> bool:
+        if tensor.is_leaf and tensor.requires_grad:
+            return False
         # The first pass makes the tables, so they are read here and not once before.
-        tables = (table for rotary in self._rotaries for table in rotary.made_tables)
-        return key in self._resident or any(key == _key(table) for table in tables)
+        tables = {_key(table) for rotary in self._rotaries for table in rotary.made_tables}
+        return _key(tensor) not in self._resident and _key(tensor) not in tables
 
     def _saved(self, tensor: Tensor) -> _Saved:
         # A storage that was changed in place since it was copied is another one.
@@ -212,7 +181,7 @@ class _Packer:
         if saved is None:
             saved = _Saved(self._offload.copies, tensor)
             self._run.known[key] = saved
-            self._layer.add(saved)
+            self._layer.first_saved.append(weakref.ref(saved))
         return saved
 
 
@@ -233,9 +202,7 @@ class _View:
         with torch.no_grad():
             empty = torch.empty(0, dtype=self.dtype, device=storage.device)
             local = empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
-        if self.spec is None:
-            return local
-        return DTensor(local, self.spec, requires_grad=False)
+        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
 
 def _unpack(packed: Tensor | _View) -> Tensor:
@@ -247,12 +214,15 @@ class _Saved:
 
     def __init__(self, copies: Copies, tensor: Tensor) -> None:
         self._copies = copies
-        # Keeps the storage's address from being given to another one while this is known by it.
-        self._identity = StorageWeakRef(tensor.untyped_storage())
-        self._bytes: Tensor | None = _as_bytes(tensor)
-        self._num_bytes = self._bytes.numel()
+        storage = tensor.untyped_storage()
+        self._identity = StorageWeakRef(storage)  # keeps its address from another one's while this is known by it
+        with torch.no_grad():
+            empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            full: Tensor = empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+        self._bytes: Tensor | None = full
+        self._num_bytes = full.numel()
         self._buffer: HostBuffer = copies.pool.take(self._num_bytes)
-        self._down = copies.to_host(self._bytes, self._buffer.data[: self._num_bytes], after=self._buffer.read)
+        self._down = copies.to_host(full, self._buffer.data[: self._num_bytes], after=self._buffer.read)
         self._up: torch.cuda.Event | None = None
         weakref.finalize(self, copies.pool.give_back, self._buffer).atexit = False
 
@@ -274,10 +244,3 @@ class _Saved:
         assert self._bytes is not None
         self._copies.wait(self._up)
         return self._bytes
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    storage = tensor.untyped_storage()
-    with torch.no_grad():
-        full = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return full.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]

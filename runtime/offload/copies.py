@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -53,9 +53,7 @@ class Traffic:
 
     def take(self) -> Traffic:
         """Return the counts so far; those of copies start again."""
-        taken = Traffic(
-            self.to_host_bytes, self.to_device_bytes, self.stored_bytes, self.read_bytes, self.unpinned_bytes
-        )
+        taken = replace(self)
         self.to_host_bytes = self.to_device_bytes = self.stored_bytes = self.read_bytes = 0
         return taken
 
@@ -90,8 +88,7 @@ class HostPool:
     """
 
     def __init__(self, traffic: Traffic, pin: Pin | None = None) -> None:
-        self._traffic = traffic
-        self._pin = pin
+        self._traffic, self._pin, self._refused = traffic, pin, False
         self._free: dict[int, list[HostBuffer]] = {}
         self._lock = threading.Lock()
         self.total_bytes = 0
@@ -129,31 +126,23 @@ class HostPool:
             return torch.empty(0, dtype=torch.uint8), False
         pages = _Pages(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
-        is_pinned = self._pin is not None and self._pin(buffer)
+        is_pinned = self._pin is not None and not self._refused and self._pin(buffer)
         if is_pinned:
             pages.pinned_address = buffer.data_ptr()
         elif self._pin is not None:
-            self._pin = _refuse
+            self._refused = True
             self._traffic.unpinned_bytes += num_bytes
         return buffer[:num_bytes], is_pinned
 
 
 class _Pages(mmap.mmap):
-    """Pages of their own, as tensors see them; unlocked before they are gone.
-
-    Attributes:
-        pinned_address: their address where they are locked.
-    """
+    """Pages of their own, as tensors see them; where they are locked, they are unlocked before they are gone."""
 
     pinned_address = 0
 
     def __del__(self) -> None:
         if self.pinned_address and torch.cuda.is_available():
             torch.cuda.cudart().cudaHostUnregister(self.pinned_address)  # type: ignore[no-untyped-call]
-
-
-def _refuse(_: Tensor) -> bool:
-    return False
 
 
 def _size_class(num_bytes: int) -> int:
@@ -176,11 +165,8 @@ class Copies:
 
     def __post_init__(self) -> None:
         is_cuda = self.device.type == "cuda"
-        if is_cuda and self.pin is None:
-            self.pin = pin_memory
-        self.pool = HostPool(self.traffic, self.pin)
-        self.down = torch.cuda.Stream(self.device) if is_cuda else None
-        self.up = torch.cuda.Stream(self.device) if is_cuda else None
+        self.pool = HostPool(self.traffic, self.pin or (pin_memory if is_cuda else None))
+        self.down, self.up = (torch.cuda.Stream(self.device) if is_cuda else None for _ in range(2))
 
     def to_host(
         self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None
@@ -193,12 +179,10 @@ class Copies:
         self.traffic.to_host_bytes += source.nbytes
         return self._copy(self.down, source, target, after)
 
-    def to_device(
-        self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None
-    ) -> torch.cuda.Event | None:
+    def to_device(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
         """Copy a host tensor up during compute; return the event (CUDA) after which ``target`` may be read."""
         self.traffic.to_device_bytes += source.nbytes
-        return self._copy(self.up, source, target, after)
+        return self._copy(self.up, source, target, None)
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Let the compute stream wait for a copy."""
@@ -220,10 +204,6 @@ class Copies:
             event = torch.cuda.Event()
             event.record(stream)
         return event
-
-
-_THREADS = 2
-"""One reads ahead while the other writes behind."""
 
 
 class StateFile:
@@ -249,56 +229,47 @@ class StateFile:
             os.posix_fallocate(number, 0, max(num_bytes, mmap.PAGESIZE))
         except OSError as error:
             self._file.close()
-            raise self._too_large(num_bytes, error) from None
+            free = shutil.disk_usage(self._folder).free
+            raise ConfigError(
+                f"optimizer states of {format_bytes(num_bytes)} do not fit in {self._folder}: {error.strerror}",
+                details=(
+                    f"{format_bytes(free)} are free, {format_bytes(max(0, num_bytes - free))} are missing for this rank",
+                ),
+                help="give --nvme a larger drive, or plan with fewer states on storage",
+            ) from None
         finally:
             Path(path).unlink()
         self._view = torch.frombuffer(mmap.mmap(number, max(num_bytes, mmap.PAGESIZE)), dtype=torch.uint8)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="states")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="states")  # one reads ahead, one writes behind
 
     def view(self, start: int, num_bytes: int) -> Tensor:
         """Return the bytes as a tensor over the file, for what reads or fills them outside a step: checkpoints."""
         return self._view[start : start + num_bytes]
 
     def read(self, start: int, target: Tensor) -> Future[None]:
-        """Begin to read ``target.nbytes`` bytes from there."""
+        """Begin to read ``target.nbytes`` bytes from there; the future raises a MeshwrightError where that fails."""
         self._traffic.read_bytes += target.nbytes
-        return self._threads.submit(
-            self._all, lambda part, offset: os.preadv(self._file.fileno(), [part], offset), start, target
-        )
+        number = self._file.fileno()
+        return self._threads.submit(self._all, lambda part, offset: os.preadv(number, [part], offset), start, target)
 
     def write(self, start: int, source: Tensor) -> Future[None]:
         """Begin to write the bytes; they must not change until it is over."""
         self._traffic.stored_bytes += source.nbytes
-        return self._threads.submit(
-            self._all, lambda part, offset: os.pwrite(self._file.fileno(), part, offset), start, source
-        )
+        number = self._file.fileno()
+        return self._threads.submit(self._all, lambda part, offset: os.pwrite(number, part, offset), start, source)
 
-    def finish(self, transfer: Future[None]) -> None:
-        """Wait for a read or write."""
+    def _all(self, move: Callable[[memoryview, int], int], start: int, tensor: Tensor) -> None:
+        """Move all bytes: one call moves at most 2 GiB, and fewer where a drive or a limit says so."""
+        view, done = memoryview(tensor.numpy()).cast("B"), 0
         try:
-            transfer.result()
+            while done < len(view):
+                moved = move(view[done:], start + done)
+                if not moved:
+                    raise OSError(0, "the file has ended")
+                done += moved
         except OSError as error:
             raise MeshwrightError(
                 f"optimizer states in {self._folder} cannot be read or written any more: {error.strerror}",
                 details=("the update of this step was not finished; checkpoints written before it are whole",),
                 help="free the drive, or give another --nvme PATH, and go on with --resume",
             ) from None
-
-    @staticmethod
-    def _all(move: Callable[[memoryview, int], int], start: int, tensor: Tensor) -> None:
-        """Move all bytes: one call moves at most 2 GiB, and fewer where a drive or a limit says so."""
-        view, done = memoryview(tensor.numpy()).cast("B"), 0
-        while done < len(view):
-            moved = move(view[done:], start + done)
-            if not moved:
-                raise OSError(0, "the file has ended")
-            done += moved
-
-    def _too_large(self, num_bytes: int, error: OSError) -> ConfigError:
-        free = shutil.disk_usage(self._folder).free
-        lacking = max(0, num_bytes - free)
-        return ConfigError(
-            f"optimizer states of {format_bytes(num_bytes)} do not fit in {self._folder}: {error.strerror}",
-            details=(f"{format_bytes(free)} are free, {format_bytes(lacking)} are missing for this rank",),
-            help="give --nvme a larger drive, or plan with fewer states on storage",
-        )

@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from ..models.layers import local_tensor
 from .copies import Copies, HostBuffer, StateFile
 
 Place = Literal["own", "host", "streamed"]
+T = TypeVar("T")
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _AS_ADAMW = {
@@ -73,12 +75,10 @@ class _States:
 
     @property
     def local(self) -> Tensor:
-        """Return the part of the parameter that this rank has."""
         return local_tensor(self.parameter)
 
     @property
     def gradient(self) -> Tensor:
-        """Return the part of the gradient that this rank has."""
         assert self.parameter.grad is not None
         return local_tensor(self.parameter.grad)
 
@@ -109,12 +109,12 @@ class _Gradient:
 
 
 _Work = Sequence[tuple[dict[str, Any], _States]]
+_OnDevice = tuple[_Moments, Tensor, torch.cuda.Event | None]
+"""Moments, their copy on the device, and the event (CUDA) when it is there, or down again."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """AdamW over the parameters of one rank.
-
-    Its states have the names and shapes of `torch.optim.AdamW`: a checkpoint of either loads into the other.
+    """AdamW over the parameters of one rank, with the states of `torch.optim.AdamW`: a checkpoint of either loads into the other.
 
     Args:
         placements: of the parameters; those that are not named have their states with them.
@@ -142,11 +142,14 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._writing: list[tuple[Future[None], HostBuffer]] = []
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         placed = {parameter: placements[parameter] for parameter in parameters if parameter in placements}
-        *starts, end = _starts([parameter for parameter, placement in placed.items() if placement.is_stored])
-        self._file = None if folder is None or not starts else StateFile(folder, end, copies.traffic)
-        starts_of_stored = iter(starts)
+        stored = [parameter for parameter, placement in placed.items() if placement.is_stored]
+        # Where the moments of each begin in the file, at a page of its own, and where the file ends.
+        pages = (-(-2 * local_tensor(parameter).nbytes // mmap.PAGESIZE) for parameter in stored)
+        *starts, end = accumulate(pages, lambda start, size: start + size * mmap.PAGESIZE, initial=0)
+        self._file = None if folder is None or not stored else StateFile(folder, end, copies.traffic)
+        start_of = dict(zip(stored, starts, strict=True))
         self._away = {
-            parameter: self._states(parameter, placement, next(starts_of_stored) if placement.is_stored else None)
+            parameter: self._states(parameter, placement, start_of.get(parameter))
             for parameter, placement in placed.items()
             if placement != Placement()
         }
@@ -171,7 +174,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._update_streamed([(group, states) for group, states in away if states.place == "streamed"])
         self._update_on_host(on_host, gradients)
         for transfer, buffer in self._writing:
-            self._finish(transfer)
+            transfer.result()
             self._copies.pool.give_back(buffer)
         self._writing.clear()
 
@@ -201,10 +204,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
         """Make zero states under torch's names; fresh pages and fresh files are zero."""
         away, local = self._away.get(parameter), local_tensor(parameter)
         moments = local.new_zeros((2, *local.shape)) if away is None else away.moments
-        self.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=moments.device),
-            **{name: _sharded_as(parameter, part) for name, part in zip(_MOMENTS, moments, strict=True)},
-        }
+        if isinstance(parameter, DTensor):
+            # By the constructor: `DTensor.from_local` would move states to the device.
+            parts = [DTensor(part, parameter._spec, requires_grad=False) for part in moments]
+        else:
+            parts = list(moments)
+        step = torch.zeros((), dtype=torch.float32, device=moments.device)
+        self.state[parameter] = {"step": step, **dict(zip(_MOMENTS, parts, strict=True))}
 
     def _update_on_device(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
         if parameters:
@@ -216,46 +222,34 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _update_streamed(self, work: _Work) -> None:
         """Update each on the device, while the states of the next one come and those of the one before go."""
-        leaving: deque[tuple[_Moments, Tensor, torch.cuda.Event | None]] = deque()
-        for moments, on_device, arrived in self._arriving(work):
-            self._copies.wait(arrived)
-            step = self.state[moments.states.parameter]["step"]
-            device_step = step.to(on_device.device, copy=True)
-            first, second = on_device
-            _update(
-                moments.group, [moments.states.local], [moments.states.gradient], [[first], [second]], [device_step]
-            )
-            step += 1
-            leaving.append((moments, on_device, self._copies.to_host(on_device, moments.host)))
-            if len(leaving) > 1:
-                self._release(*leaving.popleft())
-        while leaving:
-            self._release(*leaving.popleft())
+        for leaving in _one_ahead(self._updated(work)):
+            moments, self._leaving = leaving[0], leaving[2]
+            self._copies.wait(self._leaving)
+            del leaving  # the device's copy may go now that it is down; with a file it goes on from there
+            if moments.buffer is not None:
+                self._settle()
+                self._write(moments)
 
-    def _arriving(self, work: _Work) -> Iterator[tuple[_Moments, Tensor, torch.cuda.Event | None]]:
-        """Yield moments on the device and the event when they are; the next ones have been sent for."""
-        coming: deque[tuple[_Moments, Tensor, torch.cuda.Event | None]] = deque()
+    def _updated(self, work: _Work) -> Iterator[_OnDevice]:
+        for moments, on_device, arrived in _one_ahead(self._arriving(work)):
+            self._copies.wait(arrived)
+            states, (first, second) = moments.states, on_device
+            step = self.state[states.parameter]["step"]
+            device_step = step.to(on_device.device, copy=True)
+            _update(moments.group, [states.local], [states.gradient], [[first], [second]], [device_step])
+            step += 1
+            yield moments, on_device, self._copies.to_host(on_device, moments.host)
+
+    def _arriving(self, work: _Work) -> Iterator[_OnDevice]:
         for moments in self._on_host(work):
             on_device = torch.empty_like(moments.host, device=moments.states.local.device)
-            coming.append((moments, on_device, self._copies.to_device(moments.host, on_device)))
-            if len(coming) > 1:
-                yield coming.popleft()
-        yield from coming
-
-    def _release(self, moments: _Moments, _: Tensor, down: torch.cuda.Event | None) -> None:
-        """Let the device's copy go when it is down; with a file it goes on from there."""
-        self._copies.wait(down)
-        self._leaving = down
-        if moments.buffer is not None:
-            self._settle()
-            self._write(moments)
+            yield moments, on_device, self._copies.to_device(moments.host, on_device)
 
     def _update_on_host(self, work: _Work, gradients: Sequence[_Gradient]) -> None:
         for moments, gradient in zip(self._on_host(work), gradients, strict=True):
-            states = moments.states
+            states, (first, second) = moments.states, moments.host
             if gradient.down is not None:
                 gradient.down.synchronize()
-            first, second = moments.host
             step = self.state[states.parameter]["step"]
             target = states.local if states.copy is None else states.copy
             _update(moments.group, [target], [gradient.host], [[first], [second]], [step])
@@ -279,13 +273,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _on_host(self, work: _Work) -> Iterator[_Moments]:
         """Yield moments in the host's memory; of stored ones the next are being read."""
-        reading: deque[_Moments] = deque()
-        for group, states in work:
-            reading.append(self._read(group, states))
-            if len(reading) > 1:
-                yield self._read_to_end(reading.popleft())
-        while reading:
-            yield self._read_to_end(reading.popleft())
+        for moments in _one_ahead(self._read(group, states) for group, states in work):
+            if moments.reading is not None:
+                moments.reading.result()
+            yield moments
 
     def _read(self, group: dict[str, Any], states: _States) -> _Moments:
         if states.start is None:
@@ -298,11 +289,6 @@ class OffloadedAdamW(torch.optim.Optimizer):
         host = data.view(states.moments.dtype).view(states.moments.shape)
         return _Moments(group, states, host, buffer, self._file.read(states.start, data))
 
-    def _read_to_end(self, moments: _Moments) -> _Moments:
-        if moments.reading is not None:
-            self._finish(moments.reading)
-        return moments
-
     def _write(self, moments: _Moments) -> None:
         if moments.buffer is not None:
             assert self._file is not None
@@ -310,14 +296,21 @@ class OffloadedAdamW(torch.optim.Optimizer):
             data = moments.buffer.data[: moments.host.nbytes]
             self._writing.append((self._file.write(moments.states.start, data), moments.buffer))
 
-    def _finish(self, transfer: Future[None]) -> None:
-        assert self._file is not None
-        self._file.finish(transfer)
-
     def _settle(self) -> None:
         """Wait for what is on its way down, before anything but a later update reads the host's states."""
         if self._leaving is not None:
             self._leaving.synchronize()
+
+
+def _one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield each item when the next one, whose transfer has begun with it, has been made."""
+    made: deque[T] = deque()
+    for item in items:
+        made.append(item)
+        del item  # or it would live a turn longer
+        if len(made) > 1:
+            yield made.popleft()
+    yield from made
 
 
 def _update(
@@ -328,31 +321,8 @@ def _update(
     steps: list[Tensor],
 ) -> None:
     beta1, beta2 = group["betas"]
+    options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
     adamw(
-        parameters,
-        gradients,
-        *moments,
-        [],
-        steps,
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
-
-
-def _sharded_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a state sharded as the parameter is; by the constructor, because `DTensor.from_local` would move it to the device."""
-    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
-
-
-def _starts(parameters: Sequence[Tensor]) -> list[int]:
-    """Return where the moments of each begin in the file, and where the file ends; each at a page of its own."""
-    starts = [0]
-    for parameter in parameters:
-        starts.append(starts[-1] + -(-2 * local_tensor(parameter).nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-    return starts
+        parameters, gradients, *moments, [], steps,
+        fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, **options,
+    )  # fmt: skip

@@ -22,12 +22,7 @@ _BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class HostOffload:
-    """One rank's traffic with its host.
-
-    Attributes:
-        schedule: what the plan says.
-        copies: streams, buffers and counts of everything here.
-    """
+    """One rank's traffic with its host: what the plan says, and the streams, buffers and counts of all copies."""
 
     def __init__(
         self, plan: TrainingPlan, device: torch.device, *, pin: Pin | None = None, smallest_bytes: int | None = None
@@ -35,8 +30,7 @@ class HostOffload:
         assert plan.offload is not None
         self.schedule: OffloadSchedule = plan.offload
         self.copies = Copies(device, pin=pin)
-        self._model: ModelSpec = plan.model
-        self._num_microbatches = plan.num_microbatches
+        self._model, self._num_microbatches = plan.model, plan.num_microbatches
         self._activations = ActivationOffload(
             self.copies, prefetch_layers=self.schedule.prefetch_layers, smallest_bytes=smallest_bytes
         )
@@ -49,9 +43,8 @@ class HostOffload:
         """Return where optimizer states of this rank lie that do not lie with their parameter in memory."""
         schedule = self.schedule
         place_of_layer: dict[int, Place] = {
-            **dict.fromkeys(
-                schedule.storage_optimizer_layers, "own"
-            ),  # of streamed parameters, which the host has anyway
+            # Only the states: streamed parameters are on the host anyway.
+            **dict.fromkeys(schedule.storage_optimizer_layers, "own"),
             **dict.fromkeys(schedule.host_optimizer_layers, "host"),
             **dict.fromkeys(schedule.streamed_optimizer_layers, "streamed"),
         }
@@ -80,6 +73,12 @@ class HostOffload:
     def report(self, module: Decoder) -> OffloadRecord:
         """Return what moved since the last report, next to the plan's figures, which are of the rank that moves most."""
         traffic, schedule = self.take_traffic(module), self.schedule
+        warnings = []
+        if traffic.unpinned_bytes:
+            warnings.append(
+                f"{format_bytes(traffic.unpinned_bytes)} of host buffers could not be pinned: their copies do not run beside "
+                "compute; raise the limit of locked memory (ulimit -l), or offload less"
+            )
         return OffloadRecord(
             to_host_bytes=traffic.to_host_bytes,
             to_device_bytes=traffic.to_device_bytes,
@@ -88,18 +87,8 @@ class HostOffload:
             planned_to_host_bytes=schedule.to_host_bytes,
             planned_to_device_bytes=schedule.to_device_bytes,
             host_bytes=self.copies.pool.total_bytes,
-            warnings=_warnings(traffic),
+            warnings=warnings,
         )
-
-
-def _warnings(traffic: Traffic) -> list[str]:
-    if not traffic.unpinned_bytes:
-        return []
-    size = format_bytes(traffic.unpinned_bytes)
-    return [
-        f"{size} of host buffers could not be pinned: their copies do not run beside compute; raise the limit of locked memory "
-        "(ulimit -l), or offload less"
-    ]
 
 
 def layer_of(name: str, model: ModelSpec) -> int:
