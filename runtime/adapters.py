@@ -8,9 +8,8 @@ and A is unsharded; where it is cut by columns, so is A and B is unsharded. Quer
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,8 @@ from .models.decoder import ADAPTER_DOWN as DOWN
 from .models.decoder import ADAPTER_UP as UP
 from .models.decoder import Decoder
 from .models.layers import full_tensor, local_part, local_tensor
+from .parallel_model import ParallelModel
 from .weights.save import write_safetensors
-
-if TYPE_CHECKING:
-    from .parallel_model import ParallelModel
 
 _PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -102,10 +99,7 @@ def _products(stage: Decoder, plan: TrainingPlan) -> Iterator[nn.Linear]:
     names = [name for target in plan.workload.adapters.targets for name in _PRODUCTS[target]]
     for block in stage.model.layers.values():
         modules = dict(block.named_modules())
-        for name in names:
-            module = modules.get(name)
-            if isinstance(module, nn.Linear):
-                yield module
+        yield from (modules[name] for name in names if isinstance(modules.get(name), nn.Linear))
 
 
 def _add(linear: nn.Linear, rank: int) -> None:
@@ -119,12 +113,9 @@ def _add(linear: nn.Linear, rank: int) -> None:
             placements = [placement if placement.is_shard(dim) else Replicate() for placement in weight.placements]
             sharded = distribute_tensor(full, weight.device_mesh, placements, src_data_rank=None)
         linear.register_parameter(name, nn.Parameter(sharded))
-    linear.forward = _forward(linear)  # type: ignore[method-assign]
 
-
-def _forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         adapted = F.linear(F.linear(x, getattr(linear, DOWN)), getattr(linear, UP))
         return F.linear(x, linear.weight, linear.bias) + adapted
 
-    return forward
+    linear.forward = forward  # type: ignore[method-assign]

@@ -1,9 +1,7 @@
 """Data parallelism by FSDP2's `fully_shard`, for every zero_stage and for mixed precision.
 
-One mechanism for all of it, because it composes with tensor and pipeline parallelism and keeps parameter names. Only where
-ranks hold unsharded fp32 replicas and nothing else it is torch's composable DDP: `fully_shard` over replicas copies every
-parameter in and out of its buffers for each pass and each gradient for its reduction; with DDP gradients are views of the
-buckets that are all-reduced while the backward pass goes on.
+One mechanism for all of it, because it composes with tensor and pipeline parallelism and keeps parameter names. Only where ranks
+hold unsharded fp32 replicas and nothing else it is torch's composable DDP, which spares the copies in and out of buffers.
 
 | layout                               | what happens                                                                          |
 |--------------------------------------|---------------------------------------------------------------------------------------|
@@ -60,8 +58,14 @@ def compute_dtype(plan: TrainingPlan) -> torch.dtype:
 
 def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> "ReductionTimer | None":
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
-    if is_replicated(mesh, plan):
-        return apply_ddp(stage, mesh) if plan.workload.has_backward else None
+    if _is_replicated(mesh, plan):
+        if not plan.workload.has_backward:
+            return None
+        reduction = ReductionTimer(mesh.fsdp["dp_replicate"].get_group())
+        module = replicate(stage, process_group=reduction.group, gradient_as_bucket_view=True, init_sync=False)
+        assert isinstance(module, DDP)
+        module.register_comm_hook(reduction, _reduce)
+        return reduction
     shard_units(
         stage,
         mesh,
@@ -85,9 +89,8 @@ def shard_units(
     placement: Callable[[nn.Parameter], Any] | None = None,
 ) -> None:
     """Apply `fully_shard` to blocks (with their layer's index), to groups of modules around them, and to the stage, in place."""
-    dtype = compute_dtype(plan)
+    dtype, streamed = compute_dtype(plan), _streamed(plan)
     has_copies = mesh.expert_mesh is not None and plan.layout.expert_copies > 1
-    streamed = _streamed(plan)
     if mesh.data_degree == 1 and dtype == torch.float32 and not has_copies and not streamed:
         return
     if mesh.tp is not None:
@@ -96,36 +99,25 @@ def shard_units(
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     reshard = plan.layout.zero_stage == 3
+
+    def shard(unit: nn.Module | list[nn.Module], *, streams: bool, reshards: bool, placed: Any = None) -> None:
+        offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if streams else OffloadPolicy()
+        fully_shard(
+            unit, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshards, shard_placement_fn=placed,
+            offload_policy=offload,
+        )  # fmt: skip
+
     for layer_idx, block in blocks:
         streams = layer_idx in streamed
-        fully_shard(
-            block,
-            mesh=mesh.fsdp,
-            mp_policy=policy,
-            reshard_after_forward=reshard or streams,
-            shard_placement_fn=placement,
-            offload_policy=_offload_policy(streams=streams),
-        )
+        shard(block, streams=streams, reshards=reshard or streams, placed=placement)
     for modules in outer:
         # The head's backward pass follows its forward pass at once: dropping its parameters between would gain nothing.
         keep = head is not None and head in modules
         streams = (plan.model.num_layers - 1 if keep else 0) in streamed
-        fully_shard(
-            modules,
-            mesh=mesh.fsdp,
-            mp_policy=policy,
-            reshard_after_forward=(reshard or streams) and not keep,
-            offload_policy=_offload_policy(streams=streams),
-        )
+        shard(modules, streams=streams, reshards=(reshard or streams) and not keep)
     # The root owns what is left (all of embedding, norm and head when tied: two units may not share a parameter), and a
     # pipeline stage must be called through a sharded module.
-    fully_shard(
-        stage,
-        mesh=mesh.fsdp,
-        mp_policy=policy,
-        reshard_after_forward=reshard,
-        offload_policy=_offload_policy(streams=0 in streamed and not outer),
-    )
+    shard(stage, streams=0 in streamed and not outer, reshards=reshard)
 
 
 def materialise(stage: Decoder, plan: TrainingPlan, device: torch.device) -> None:
@@ -139,22 +131,13 @@ def _streamed(plan: TrainingPlan) -> frozenset[int]:
     return frozenset() if plan.offload is None else frozenset(plan.offload.streamed_parameter_layers)
 
 
-def _offload_policy(*, streams: bool) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if streams else OffloadPolicy()
-
-
 def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
     """Return the modules that are gathered together besides blocks."""
-    embedding, norm, head = stage.model.embed_tokens, stage.model.norm, stage.lm_head
-    if stage.spec.tie_embeddings and embedding is not None and head is not None:
+    model, head = stage.model, stage.lm_head
+    if stage.spec.tie_embeddings and model.embed_tokens is not None and head is not None:
         return []
-    units: list[list[nn.Module]] = []
-    if embedding is not None:
-        positions = stage.model.embed_positions
-        units.append([embedding] if positions is None else [embedding, positions])
-    if norm is not None and head is not None:
-        units.append([norm, head])
-    return units
+    groups = ((model.embed_tokens, model.embed_positions), (model.norm, head))
+    return [unit for group in groups if (unit := [module for module in group if module is not None])]
 
 
 def before_micro_batch(stage: nn.Module, plan: TrainingPlan, *, is_last: bool) -> None:
@@ -172,17 +155,7 @@ def before_micro_batch(stage: nn.Module, plan: TrainingPlan, *, is_last: bool) -
                 block.set_reshard_after_backward(True)
 
 
-def reshard_all(module: torch.nn.Module) -> None:
-    """Reshard every unit: parameters that stay gathered after a forward pass would hide that their shards have moved."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
-
-
-# --- unsharded replicas ----------------------------------------------------------------------------------------------
-
-
-def is_replicated(mesh: ParallelMesh, plan: TrainingPlan) -> bool:
+def _is_replicated(mesh: ParallelMesh, plan: TrainingPlan) -> bool:
     """Tell whether ranks hold unsharded fp32 replicas of one stage and do nothing else: the case of DDP.
 
     Not under cp, whose backward pass waits for collectives of its own between DDP's: on gloo that was seen to hang.
@@ -194,12 +167,7 @@ def is_replicated(mesh: ParallelMesh, plan: TrainingPlan) -> bool:
 
 
 class ReductionTimer:
-    """The moment when a module's last bucket of gradients was full, to tell waiting for it from computing. Final.
-
-    Attributes:
-        group: ranks that hold replicas.
-        filled_s: when the last bucket was full, by time.perf_counter; 0 where none was since `settle`.
-    """
+    """When the last bucket of gradients over ``group`` was full, to tell waiting for it from computing; 0: none since `settle`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -215,13 +183,3 @@ class ReductionTimer:
 def _reduce(state: ReductionTimer, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     state.filled_s = time.perf_counter()
     return allreduce_hook(state.group, bucket)
-
-
-def apply_ddp(stage: nn.Module, mesh: ParallelMesh) -> ReductionTimer:
-    """Apply DDP in place; parameter names stay."""
-    group = mesh.fsdp["dp_replicate"].get_group()
-    reduction = ReductionTimer(group)
-    module = replicate(stage, process_group=group, gradient_as_bucket_view=True, init_sync=False)
-    assert isinstance(module, DDP)
-    module.register_comm_hook(reduction, _reduce)
-    return reduction

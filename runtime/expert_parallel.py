@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from ..schema.errors import RuntimeMismatchError
@@ -26,21 +25,42 @@ from ..schema.layers import Block, MoE
 from ..schema.layout import Layout
 from ..schema.training_plan import TrainingPlan
 from .mesh import ParallelMesh
-from .models.decoder import Decoder, DecoderBlock
-from .models.experts import ExpertRanks, Experts, ExpertSlots, MixtureOfExperts
+from .models.decoder import Decoder
+from .models.experts import ExpertRanks, ExpertSlots, MixtureOfExperts
 
 
 def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> None:
     """Distribute the experts of a stage, in place; nothing to do without experts or with all of them on one rank."""
-    ranks = _ranks(mesh, plan)
-    if ranks is None:
+    if mesh.expert_mesh is not None:
+        axes = mesh.expert_mesh.mesh_dim_names or ()
+        exchange = mesh.expert_mesh["ep"].get_group() if "ep" in axes else None
+        ranks = ExpertRanks(exchange, mesh.expert_mesh["etp"] if "etp" in axes else None, Shard(0))
+        weights = mesh.expert_mesh[tuple(axis for axis in ("ep", "etp") if axis in axes)]
+    elif mesh.tp is not None:
+        ranks = ExpertRanks(None, mesh.tp, Shard(0) if plan.layout.sequence_parallel else Replicate())
+        weights = mesh.tp
+    else:
         return
-    weights = mesh.tp if mesh.expert_mesh is None else _weight_mesh(mesh.expert_mesh)
-    assert weights is not None
-    for experts in _experts_of(stage, ranks):
-        _distribute(experts, weights)
-        experts.gradient_ratio = gradient_ratio(plan.layout)
-    _place(stage, plan)
+    for mixture in _mixtures(stage).values():
+        mixture.ranks, mixture.experts.gradient_ratio = ranks, gradient_ratio(plan.layout)
+        # The rows of the stack are sharded over ep, and of each expert the width F over etp (or tp).
+        for name, width in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
+            placements: list[Placement] = [Shard(0 if axis == "ep" else width) for axis in weights.mesh_dim_names or ()]
+            full = getattr(mixture.experts, name).data
+            sharded = distribute_tensor(full, weights, placements, src_data_rank=None)
+            setattr(mixture.experts, name, nn.Parameter(sharded))
+    if plan.expert_slots:
+        # Blocks are counted as in the entire model.
+        blocks = [layer for layer in plan.model.iter_layers() if isinstance(layer, Block)]
+        with_experts = [str(idx) for idx, block in enumerate(blocks) if isinstance(block.mlp, MoE)]
+        slots_of_block = dict(zip(with_experts, plan.expert_slots, strict=True))
+        for name, mixture in _mixtures(stage).items():
+            slots = slots_of_block[name]
+            mixture.place(ExpertSlots(slots.experts, slots.shares, mixture.num_experts))
+
+
+def _mixtures(stage: Decoder) -> dict[str, MixtureOfExperts]:
+    return {name: block.mlp for name, block in stage.model.layers.items() if isinstance(block.mlp, MixtureOfExperts)}
 
 
 def gradient_ratio(layout: Layout) -> float:
@@ -68,54 +88,5 @@ def expert_placement(stage: Decoder, mesh: ParallelMesh) -> Callable[[nn.Paramet
     ranks = mesh.expert_fsdp
     info = FSDPMeshInfo(ranks, 0) if ranks.ndim == 1 else HSDPMeshInfo(ranks, shard_mesh_dim=1, replicate_mesh_dim=0)
     placed = ShardPlacementResult(None, info)
-    mixtures = [block.mlp for block in stage.model.layers.values() if isinstance(block.mlp, MixtureOfExperts)]
-    of_experts = {id(parameter) for mixture in mixtures for parameter in mixture.experts.parameters()}
+    of_experts = {id(parameter) for mixture in _mixtures(stage).values() for parameter in mixture.experts.parameters()}
     return lambda parameter: placed if id(parameter) in of_experts else None
-
-
-def _ranks(mesh: ParallelMesh, plan: TrainingPlan) -> ExpertRanks | None:
-    if mesh.expert_mesh is not None:
-        axes = mesh.expert_mesh.mesh_dim_names or ()
-        exchange = mesh.expert_mesh["ep"].get_group() if "ep" in axes else None
-        return ExpertRanks(exchange, mesh.expert_mesh["etp"] if "etp" in axes else None, Shard(0))
-    if mesh.tp is None:
-        return None
-    return ExpertRanks(None, mesh.tp, Shard(0) if plan.layout.sequence_parallel else Replicate())
-
-
-def _place(stage: Decoder, plan: TrainingPlan) -> None:
-    """Put experts into the slots of the plan, blocks counted as in the entire model."""
-    if not plan.expert_slots:
-        return
-    blocks = [layer for layer in plan.model.iter_layers() if isinstance(layer, Block)]
-    with_experts = [idx for idx, block in enumerate(blocks) if isinstance(block.mlp, MoE)]
-    slots_of_block = dict(zip(map(str, with_experts), plan.expert_slots, strict=True))
-    for name, block in stage.model.layers.items():
-        if name in slots_of_block:
-            assert isinstance(block.mlp, MixtureOfExperts)
-            slots = slots_of_block[name]
-            block.mlp.place(ExpertSlots(slots.experts, slots.shares, block.mlp.num_experts))
-
-
-def _weight_mesh(expert_mesh: DeviceMesh) -> DeviceMesh:
-    used = tuple(axis for axis in ("ep", "etp") if axis in (expert_mesh.mesh_dim_names or ()))
-    return expert_mesh[used]
-
-
-def _experts_of(stage: Decoder, ranks: ExpertRanks) -> list[Experts]:
-    stacks = []
-    for block in stage.model.layers.values():
-        assert isinstance(block, DecoderBlock)
-        if isinstance(block.mlp, MixtureOfExperts):
-            block.mlp.ranks = ranks
-            stacks.append(block.mlp.experts)
-    return stacks
-
-
-def _distribute(experts: Experts, mesh: DeviceMesh) -> None:
-    """Shard the rows of the stack over ep, and of each expert the width F over etp (or tp)."""
-    names = mesh.mesh_dim_names or ()
-    for name, width in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
-        placements: list[Placement] = [Shard(0) if axis == "ep" else Shard(width) for axis in names]
-        full = getattr(experts, name).data
-        setattr(experts, name, nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None)))

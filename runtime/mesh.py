@@ -66,24 +66,14 @@ class ParallelMesh:
         return result
 
     @property
-    def pp_rank(self) -> int:
-        """Return the position along the pipeline."""
-        return self.coordinates["pp"]
-
-    @property
     def tp_rank(self) -> int:
         """Return the position among the ranks that share each layer."""
         return self.coordinates["tp"]
 
     @property
     def dp_rank(self) -> int:
-        """Return which share of the global batch this process reads, of ``dp_degree``."""
+        """Return which share of the global batch this process reads, of ``layout.dp``."""
         return self.coordinates["dp_replicate"] * int(self.layout.dp_shard) + self.coordinates["dp_shard"]
-
-    @property
-    def dp_degree(self) -> int:
-        """Return the number of shares of the global batch."""
-        return int(self.layout.dp)
 
     @property
     def data_degree(self) -> int:
@@ -103,16 +93,13 @@ class ParallelMesh:
     @cached_property
     def fsdp(self) -> DeviceMesh:
         """Return the mesh of `fully_shard`: (dp_shard), or with replicas (dp_replicate, dp_shard)."""
-        if "dp_replicate" in (self.device_mesh.mesh_dim_names or ()):
-            return self.device_mesh["dp_replicate", "dp_shard"]
-        return self.device_mesh["dp_shard"]
+        return _with_replicas(self.device_mesh, "dp_replicate", "dp_shard")
 
     @cached_property
     def expert_fsdp(self) -> DeviceMesh:
         """Return the ranks that hold the same part of the same experts: (expert_shard), or (expert_replicate, expert_shard)."""
         assert self.expert_mesh is not None
-        replicated = "expert_replicate" in (self.expert_mesh.mesh_dim_names or ())
-        return self.expert_mesh["expert_replicate", "expert_shard"] if replicated else self.expert_mesh["expert_shard"]
+        return _with_replicas(self.expert_mesh, "expert_replicate", "expert_shard")
 
     @cached_property
     def tp(self) -> DeviceMesh | None:
@@ -124,12 +111,9 @@ class ParallelMesh:
         """Return the ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by position."""
         return self.device_mesh["pp"] if self.layout.pp > 1 else None
 
-    @property
-    def loss_group(self) -> dist.ProcessGroup:
-        """Return all ranks: every one learns the loss of the global batch."""
-        group = dist.group.WORLD
-        assert group is not None
-        return group
+
+def _with_replicas(mesh: DeviceMesh, replicas: str, shards: str) -> DeviceMesh:
+    return mesh[replicas, shards] if replicas in (mesh.mesh_dim_names or ()) else mesh[shards]
 
 
 def build_mesh(plan: TrainingPlan, device_type: str) -> ParallelMesh:
@@ -149,21 +133,10 @@ def build_mesh(plan: TrainingPlan, device_type: str) -> ParallelMesh:
         columns = devices.flatten(1)
         tied_group = _local_group([[int(columns[first, i]), int(columns[last, i])] for i in range(columns.shape[1])])
     rank = plan.rank_map.index(dist.get_rank())
-    pp_rank = rank // layout.stage_ranks
-    stage_idxs = tuple(idx for idx, holder in enumerate(holders) if holder == pp_rank)
+    stage_idxs = tuple(idx for idx, holder in enumerate(holders) if holder == rank // layout.stage_ranks)
     expert_mesh = _expert_mesh(layout, devices, device_type)
     exchange, ring = _context_groups(layout, devices)
-    return ParallelMesh(
-        device_mesh,
-        layout,
-        rank,
-        stage_idxs,
-        len(holders),
-        exchange,
-        ring,
-        expert_mesh=expert_mesh,
-        tied_group=tied_group,
-    )
+    return ParallelMesh(device_mesh, layout, rank, stage_idxs, len(holders), exchange, ring, expert_mesh, tied_group)
 
 
 def _mesh_degrees(layout: Layout) -> dict[str, int]:
@@ -193,7 +166,6 @@ def _expert_degrees(layout: Layout) -> dict[str, int]:
 
 
 def _expert_mesh(layout: Layout, devices: torch.Tensor, device_type: str) -> DeviceMesh | None:
-    """Return all ranks by pp and EXPERT_AXES, where experts have axes of their own."""
     degrees = _expert_degrees(layout)
     if not degrees:
         return None
@@ -209,7 +181,7 @@ def _expert_mesh(layout: Layout, devices: torch.Tensor, device_type: str) -> Dev
 
 
 def _by_axis(layout: Layout, rank_map: tuple[int, ...]) -> torch.Tensor:
-    """Return [pp, dp_replicate, dp_shard, cp, tp]: rank in the default group."""
+    """Return ranks in the default group by AXES."""
     return torch.tensor(rank_map).reshape([getattr(layout, axis) for axis in AXES])
 
 
@@ -231,9 +203,5 @@ def require_ascending(layout: Layout, rank_map: tuple[int, ...]) -> None:
 
 def _local_group(ranks: list[list[int]]) -> dist.ProcessGroup | None:
     """Return the group of ``ranks`` that this process is in; every process creates all of them, as torch requires."""
-    local = None
-    for members in ranks:
-        group = dist.new_group(members)
-        if dist.get_rank() in members:
-            local = group
-    return local
+    groups = [(members, dist.new_group(members)) for members in ranks]
+    return next((group for members, group in groups if dist.get_rank() in members), None)

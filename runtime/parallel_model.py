@@ -7,23 +7,24 @@ different tokens; gradients are reduced by the axes themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..cost_models.pipeline.orders import Action
 from ..schema.errors import RuntimeMismatchError
 from ..schema.training_plan import TrainingPlan
 from .context_parallel import local_positions
-from .data_parallel import ReductionTimer, before_micro_batch, reshard_all
+from .data_parallel import ReductionTimer, before_micro_batch
 from .mesh import EXPERT_AXES, ParallelMesh
 from .models.layers import local_tensor
 from .offload.schedule import HostOffload
-from .pipeline_parallel import Schedule, reduce_tied_gradients, run_schedule, set_clock
+from .pipeline_parallel import Schedule, build_schedule, reduce_tied_gradients, run_schedule
 from .training.step_clock import StepClock
 
 INITIAL_SCALE = 2.0**16
@@ -83,6 +84,11 @@ class ParallelModel:
         clock: measures where the seconds of a step go.
         loss_scale: factor on the loss for the backward pass; whoever updates the parameters updates it as well.
         offload: its traffic with the host; None where the plan has no offload schedule.
+
+    Args:
+        parts: the stages of a pipeline that this rank runs.
+        ends: the embedding and the head of this rank, where the model ties them.
+        is_sequence_unsharded: hidden states between stages are of entire sequences, also with sequence parallelism.
     """
 
     def __init__(
@@ -91,26 +97,23 @@ class ParallelModel:
         mesh: ParallelMesh,
         module: nn.Module,
         device: torch.device,
-        loss_scale: LossScale,
-        schedule: Schedule | None = None,
-        offload: HostOffload | None = None,
         *,
+        parts: Sequence[nn.Module] = (),
+        offload: HostOffload | None = None,
         reduction: ReductionTimer | None = None,
         ends: tuple[nn.Module | None, nn.Module | None] | None = None,
         loss_fn: Callable[[nn.Module, Tensor, Tensor], Tensor] = _decoder_loss,
+        is_sequence_unsharded: bool = False,
     ) -> None:
-        self.plan = plan
-        self.mesh = mesh
-        self.module = module
-        self.device = device
-        self.loss_scale = loss_scale
-        self.offload = offload
-        self._schedule = schedule
-        self.clock = StepClock(device, is_pipeline=schedule is not None)
-        if schedule is not None:
-            set_clock(schedule, self.clock)
-        self._ends, self._reduction = ends, reduction
-        self._loss_fn = loss_fn
+        self.plan, self.mesh, self.module, self.device = plan, mesh, module, device
+        self.offload, self._reduction, self._ends, self._loss_fn = offload, reduction, ends, loss_fn
+        self.clock = StepClock(device, is_pipeline=mesh.pp is not None)
+        scale = self.loss_scale = LossScale.from_plan(plan)
+        self._schedule: Schedule | None = None
+        if mesh.pp is not None:
+            self._schedule = build_schedule(
+                parts, mesh, plan, self.clock, lambda: scale.value, is_sequence_unsharded=is_sequence_unsharded
+            )
         self._positions = local_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -151,10 +154,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return what this rank adds to the mean loss over the global batch, [] on the device, without gradients.
-
-        Not of a pipeline.
-        """
+        """Return what this rank adds to the mean loss over the global batch, [] on the device, without gradients or a pipeline."""
         assert self._schedule is None
         inputs, targets = self._inputs_and_targets(tokens)
         count = self.plan.num_microbatches
@@ -162,13 +162,15 @@ class ParallelModel:
         for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
             with self.clock.part("forward", Action(0, "F", i)):
                 total += self._loss_fn(self.module, x, y).sum() / count
-        reshard_all(self.module)
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # parameters that stay gathered would hide that their shards have moved
         return self._share_of_mean(total)
 
     def add_over_ranks(self, values: Tensor) -> None:
         """Sum over all ranks, in place."""
         if self.plan.layout.world_size > 1:
-            dist.all_reduce(values, group=self.mesh.loss_group)
+            dist.all_reduce(values)
 
     def is_first_copy(self, name: str, tensor: Tensor | None) -> bool:
         """Tell whether this rank counts its part of a parameter (or of its gradient) among the ranks that have a copy."""
@@ -224,11 +226,9 @@ class ParallelModel:
             gradient = parameter.grad
             # DTensor leaves gradients as its operators made them: those of norms under sequence parallelism are parts of a sum,
             # others may be unsharded where the parameter is split.
-            if (
-                isinstance(gradient, DTensor)
-                and isinstance(parameter, DTensor)
-                and gradient.placements != parameter.placements
-            ):
+            if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if gradient.placements != parameter.placements:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         if self.loss_scale.value != 1:
             gradients = [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]

@@ -21,8 +21,7 @@ from .mesh import build_mesh
 from .models.decoder import Decoder, init_weights
 from .models.experts import MixtureOfExperts
 from .offload.schedule import HostOffload
-from .parallel_model import LossScale, ParallelModel
-from .pipeline_parallel import build_schedule
+from .parallel_model import ParallelModel
 from .recompute import apply_recompute
 from .tensor_parallel import apply_tensor_parallel
 from .training.options import require_compilable
@@ -66,7 +65,9 @@ def parallelize(
     if model is not None and not isinstance(model, Decoder):
         return parallelize_user_module(model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn)
     mesh = build_mesh(plan, device.type)
-    module, stages = _take_over(model, plan), [plan.stages[idx] for idx in mesh.stage_idxs]
+    stages = [plan.stages[idx] for idx in mesh.stage_idxs]
+    with torch.device("meta"):
+        module = Decoder(plan.model, attention=plan.workload.attention) if model is None else model
     module.keep({idx for stage in stages for idx in stage.layer_idxs})
     if model is not None:
         module.to(device, torch.float32)
@@ -89,17 +90,8 @@ def parallelize(
     if weights is not None:
         load_weights(module, plan.model, weights)
     init_weights(module, seed, device, adapters_only=weights is not None or model is not None)
-    loss_scale = LossScale.from_plan(plan)
-    schedule = build_schedule(parts, mesh, plan, device, lambda: loss_scale.value) if mesh.pp is not None else None
     ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
-    return ParallelModel(plan, mesh, module, device, loss_scale, schedule, offload, ends=ends, reduction=reduction)
-
-
-def _take_over(model: nn.Module | None, plan: TrainingPlan) -> Decoder:
-    if isinstance(model, Decoder):
-        return model
-    with torch.device("meta"):
-        return Decoder(plan.model, attention=plan.workload.attention)
+    return ParallelModel(plan, mesh, module, device, parts=parts, offload=offload, ends=ends, reduction=reduction)
 
 
 def _default_device(plan: TrainingPlan) -> torch.device:

@@ -42,16 +42,32 @@ def build_schedule(
     parts: Sequence[nn.Module],
     mesh: ParallelMesh,
     plan: TrainingPlan,
-    device: torch.device,
+    clock: StepClock,
     loss_scale: Callable[[], float],
     *,
-    is_sequence_unsharded: bool = False,
+    is_sequence_unsharded: bool,
 ) -> Schedule:
     """Build the schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
+    assert mesh.pp is not None
+    layout, last = plan.layout, len(plan.stages) - 1
+    local_tokens = plan.workload.seq_len // layout.cp
+    hidden_tokens = local_tokens // (layout.tp if layout.sequence_parallel and not is_sequence_unsharded else 1)
+    # Known shapes spare the trial run by which the stages would otherwise tell each other.
+    tokens = torch.empty(layout.micro_batch_size, local_tokens, dtype=torch.long, device="meta")
+    hidden_shape = (layout.micro_batch_size, hidden_tokens, plan.model.hidden_dim)
+    hidden = torch.empty(hidden_shape, dtype=compute_dtype(plan), device="meta", requires_grad=True)
+    loss = torch.empty(1, device="meta", requires_grad=True)
     stages = [
-        _stage(part, idx, mesh, plan, device, is_sequence_unsharded)
+        _Stage(
+            part, idx, last + 1, clock.device, input_args=hidden if idx else tokens,
+            output_args=loss if idx == last else hidden, group=mesh.pp.get_group(),
+        )
         for part, idx in zip(parts, mesh.stage_idxs, strict=True)
-    ]
+    ]  # fmt: skip
+    for stage in stages:
+        stage.clock = clock
+    # Ranks within the pipeline's process group, by position along pp: the group counts by rank.
+    group_ranks = [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pp.mesh.tolist()]
     # scale_grads would divide after the reduction; dividing the loss keeps the arithmetic of the other layouts.
     count = plan.num_microbatches
 
@@ -60,21 +76,14 @@ def build_schedule(
 
     torch_class = SCHEDULES[plan.layout.schedule].torch_class
     if torch_class and len(stages) == 1:
-        stages[0].stage_index_to_group_rank = dict(enumerate(_group_ranks(mesh)))
+        stages[0].stage_index_to_group_rank = dict(enumerate(group_ranks))
         single: PipelineScheduleSingle = getattr(pipelining, torch_class)(
             stages[0], count, loss_fn=loss_fn, scale_grads=False
         )
         return single
     runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
-    _load_order(runtime, plan, _group_ranks(mesh))
+    _load_order(runtime, plan, group_ranks)
     return runtime
-
-
-def set_clock(schedule: Schedule, clock: StepClock) -> None:
-    """Let a clock measure the passes of a rank's stages."""
-    stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
-    for stage in stages:
-        stage.clock = clock  # type: ignore[union-attr]
 
 
 def run_schedule(schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -91,24 +100,16 @@ def run_schedule(schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: T
 
 def reduce_tied_gradients(embedding: nn.Module | None, head: nn.Module | None, mesh: ParallelMesh) -> None:
     """Add the gradients of the two copies of a tied embedding, on the first and on the last stage."""
-    if mesh.pp is None:
+    weights = [end.weight for end in (embedding, head) if end is not None]
+    if mesh.pp is None or not any(weight.requires_grad for weight in weights):
         return
-    if not any(owner.weight.requires_grad for owner in (embedding, head) if owner is not None):
-        return  # frozen
-    if embedding is not None and head is not None:  # the ends of a V lie on one rank
-        total = local_tensor(_gradient(embedding)).add_(local_tensor(_gradient(head)))
-        local_tensor(_gradient(head)).copy_(total)
+    gradients = [local_tensor(weight.grad) for weight in weights]
+    if len(gradients) == 2:  # the ends of a V lie on one rank
+        gradients[1].copy_(gradients[0].add_(gradients[1]))
         return
-    for owner in (embedding, head):
-        if owner is not None:
-            assert mesh.tied_group is not None
-            dist.all_reduce(local_tensor(_gradient(owner)), group=mesh.tied_group)
-
-
-def _gradient(module: torch.nn.Module) -> Tensor:
-    gradient = module.weight.grad
-    assert isinstance(gradient, Tensor)
-    return gradient
+    for gradient in gradients:
+        assert mesh.tied_group is not None
+        dist.all_reduce(gradient, group=mesh.tied_group)
 
 
 class _Stage(PipelineStage):
@@ -147,35 +148,6 @@ def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for group in filter(None, groups):
             yield from group.fsdp_params
-
-
-def _stage(
-    part: nn.Module, idx: int, mesh: ParallelMesh, plan: TrainingPlan, device: torch.device, is_sequence_unsharded: bool
-) -> PipelineStage:
-    assert mesh.pp is not None
-    layout, batch, last = plan.layout, plan.layout.micro_batch_size, len(plan.stages) - 1
-    local_tokens = plan.workload.seq_len // layout.cp
-    seq_len = local_tokens // (layout.tp if layout.sequence_parallel and not is_sequence_unsharded else 1)
-    tokens = torch.empty(batch, local_tokens, dtype=torch.long, device="meta")
-    hidden = torch.empty(
-        batch, seq_len, plan.model.hidden_dim, dtype=compute_dtype(plan), device="meta", requires_grad=True
-    )
-    # Known shapes spare the trial run by which the stages would otherwise tell each other.
-    return _Stage(
-        part,
-        idx,
-        last + 1,
-        device,
-        input_args=hidden if idx else tokens,
-        output_args=torch.empty(1, device="meta", requires_grad=True) if idx == last else hidden,
-        group=mesh.pp.get_group(),
-    )
-
-
-def _group_ranks(mesh: ParallelMesh) -> list[int]:
-    """Return ranks within the pipeline's process group, by position along pp: the group counts by rank."""
-    assert mesh.pp is not None
-    return [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pp.mesh.tolist()]
 
 
 def _load_order(runtime: _PipelineScheduleRuntime, plan: TrainingPlan, group_ranks: Sequence[int]) -> None:

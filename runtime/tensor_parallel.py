@@ -75,23 +75,18 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         _replicate_norm(norm, tp, hidden)
     if isinstance(block.self_attn, LatentSelfAttention):
-        _split_latent(block.self_attn, tp, hidden)
+        # Compressed vectors are on every rank, unsharded and with full gradients; the heads are split.
+        block.self_attn.tp, block.self_attn.hidden = tp, hidden
+        for module in block.self_attn.children():
+            if isinstance(module, ReplicatedLinear | RMSNorm):
+                _replicate(module, tp, Replicate())
         return
-    for head_norm in (block.self_attn.q_norm, block.self_attn.k_norm):
-        if head_norm is None:
-            continue
+    for head_norm in filter(None, (block.self_attn.q_norm, block.self_attn.k_norm)):
         if block.self_attn.norm_each_head:
             _replicate_norm(head_norm, tp, Shard(2))  # each rank sees its own heads
-        else:
-            _split_norm(head_norm, tp)
-
-
-def _split_latent(attention: LatentSelfAttention, tp: DeviceMesh, hidden: Placement) -> None:
-    """Keep compressed vectors on every rank, unsharded and with full gradients; split the heads."""
-    attention.tp, attention.hidden = tp, hidden
-    for module in attention.children():
-        if isinstance(module, ReplicatedLinear | RMSNorm):
-            _replicate(module, tp, Replicate())
+        else:  # over a dimension of which each rank has a part, with that part of the weight
+            shard_parameters(head_norm, tp, lambda _: [Shard(0)])
+            head_norm.tp = tp
 
 
 def _split_feed_forward(parent: nn.Module, name: str, tp: DeviceMesh, hidden: Placement) -> None:
@@ -141,12 +136,6 @@ def _apply(module: nn.Module, tp: DeviceMesh, plan: ParallelStyle | dict[str, Pa
 def _replicate_norm(norm: RMSNorm | LayerNorm | PositionEmbedding, tp: DeviceMesh, activations: Placement) -> None:
     """Keep a weight unsharded on every rank; its gradient is a sum over ranks where each sees a part of the activations."""
     _replicate(norm, tp, Partial() if activations.is_shard() else Replicate())
-
-
-def _split_norm(norm: RMSNorm, tp: DeviceMesh) -> None:
-    """Split a norm over a dimension of which each rank has a part, with that part of the weight."""
-    shard_parameters(norm, tp, lambda _: [Shard(0)])
-    norm.tp = tp
 
 
 def _replicate(

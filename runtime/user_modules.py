@@ -24,8 +24,7 @@ from .data_parallel import shard_units
 from .loss import cross_entropy
 from .mesh import ParallelMesh, build_mesh
 from .models.decoder import init_weights, shell
-from .parallel_model import LossScale, ParallelModel
-from .pipeline_parallel import build_schedule
+from .parallel_model import ParallelModel
 from .recompute import checkpoint_block
 from .user_tensor_parallel import split_plain, split_transformers
 from .weights.load import Piece, find_weights, read_pieces
@@ -58,8 +57,7 @@ class Structure:
 
     def blocks_of(self, module: nn.Module) -> list[nn.Module]:
         """Return the blocks; none where the module has no ModuleList."""
-        blocks = module.get_submodule(self.blocks) if self.blocks else ()
-        return list(blocks)  # type: ignore[call-overload]
+        return list(module.get_submodule(self.blocks).children()) if self.blocks else []
 
 
 def find_structure(module: nn.Module) -> Structure:
@@ -231,12 +229,10 @@ def parallelize_user_module(
         _load(joined, aliases, weights)
     elif is_meta:
         init_weights(joined, seed, aliases=aliases)
-    loss_scale = LossScale.from_plan(plan)
-    schedule = None
-    if mesh.pp is not None:
-        schedule = build_schedule(parts, mesh, plan, device, lambda: loss_scale.value, is_sequence_unsharded=True)
     ends, loss_fn = _tied_ends(joined, structure), loss_fn or next_token_loss
-    return ParallelModel(plan, mesh, joined, device, loss_scale, schedule, ends=ends, loss_fn=loss_fn)
+    return ParallelModel(
+        plan, mesh, joined, device, parts=parts, ends=ends, loss_fn=loss_fn, is_sequence_unsharded=True
+    )
 
 
 def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
@@ -350,7 +346,7 @@ def _materialise(part: nn.Module, device: torch.device) -> None:
 
 def _load(module: nn.Module, aliases: Mapping[str, str], folder: str | Path) -> None:
     """Load weights by the module's own names, or what they start as, each rank its part."""
-    stored, pieces = find_weights(folder), []
+    stored, pieces = find_weights(folder), list[tuple[str, Piece, Tensor]]()
     for name, parameter in module.named_parameters():
         piece = Piece(aliases.get(name, name), tuple(parameter.shape))
         stored_name = stored.name(piece)

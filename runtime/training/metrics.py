@@ -179,10 +179,9 @@ def _measured_parts_s(medians: Sequence[dict[StepPart, float]]) -> dict[str, flo
     if not all(medians):
         return {}
     busiest = max(medians, key=lambda parts: parts["forward"] + parts["backward"])
-    passes = ("forward", "backward")
-    return {"compute": sum(busiest[name] for name in passes)} | {
-        name: seconds for name, seconds in busiest.items() if name not in passes
-    }
+    passes: tuple[StepPart, ...] = ("forward", "backward")
+    rest = {name: seconds for name, seconds in busiest.items() if name not in passes}
+    return {"compute": sum(busiest[name] for name in passes), **rest}
 
 
 def _parts_of_steps(parts_s: Sequence[dict[StepPart, float]], num_counted: int) -> FloatArray:

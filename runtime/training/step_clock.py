@@ -67,7 +67,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, *, is_pipeline: bool = False) -> None:
-        self._on_gpu = device.type == "cuda"
+        self.device, self._on_gpu = device, device.type == "cuda"
         self._outside: StepPart = "pipeline_wait" if is_pipeline else "communication"
         self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
         self._marks: list[tuple[StepPart, Any, Any, Action | None]] = []

@@ -255,7 +255,7 @@ def train(
         model = parallelize(
             None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks
         )
-        local_batch = plan.workload.global_batch_size // model.mesh.dp_degree
+        local_batch = plan.workload.global_batch_size // plan.layout.dp
         batches, data = open_batches(
             plan, options.data, seed=options.seed, local_batch=local_batch, dp_rank=model.mesh.dp_rank
         )
@@ -302,7 +302,7 @@ def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tenso
 def _join(plan: TrainingPlan, timeout_s: float) -> torch.device:
     """Enter the job's process group; return this rank's device."""
     cluster, timeout = plan.cluster, timedelta(seconds=timeout_s)
-    backend = cluster.weakest_device.backend.collectives
+    backend: str = cluster.weakest_device.backend.collectives
     if backend == "gloo":
         dist.init_process_group(backend, timeout=timeout)
         return torch.device("cpu")

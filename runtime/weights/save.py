@@ -148,7 +148,7 @@ def _files(spec: ModelSpec, dtype: torch.dtype, max_bytes: int) -> _Files:
             end = 0
         groups[-1][name] = shape
         end += size
-    places, headers, sizes = {}, {}, {}
+    places, headers, sizes = dict[str, _Place](), dict[str, bytes](), dict[str, int]()
     for idx, group in enumerate(groups):
         single = len(groups) == 1
         file = SINGLE_FILE if single else f"model-{idx + 1:05d}-of-{len(groups):05d}.safetensors"

@@ -184,7 +184,7 @@ def train(case: Case, folder: Path) -> Outcome:
     if case.exports:
         save_weights(model, folder / case.name, max_file_bytes=case.exports)
     optimizer = build_optimizer(model, learning_rate=LEARNING_RATE)
-    outcome = Outcome(stage=model.mesh.pp_rank)
+    outcome = Outcome(stage=model.mesh.coordinates["pp"])
     done = load_checkpoint(folder / case.resumes / "step-00000001", model, optimizer).step if case.resumes else 0
     for step in range(done, case.num_steps):
         optimizer.zero_grad()

@@ -72,7 +72,7 @@ def test_coordinates_count_tp_fastest() -> None:
     layout = Layout(pp=2, dp_replicate=3, dp_shard=2, tp=2)
     mesh = ParallelMesh(None, layout, rank=2 * 3 * 2 + 2 * 2 * 2 + 1 * 2 + 1)  # type: ignore[arg-type]
     assert mesh.coordinates == {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 0, "tp": 1}
-    assert (mesh.dp_rank, mesh.dp_degree, mesh.is_last_stage) == (5, 6, True)
+    assert (mesh.dp_rank, mesh.layout.dp, mesh.is_last_stage) == (5, 6, True)
 
 
 @pytest.mark.parametrize(
