@@ -248,7 +248,7 @@ def _split_bound_s(costs: CostTable, idx: int, slowest_s: float, fits: Fits) -> 
     pipeline_s = float(lower_bound_s(pipeline_work(one, np.array([slowest_s]), 2 * one.transfer_s))[0])
     exposed = np.array([seconds[idx] for seconds in costs.dp_exposed_by_kind])[costs.kind_of_layer]
     update = costs.once_per_layer_s(idx) - exposed
-    slowest = (splits.min_slowest_s(splits.StageSplitInstance(once, fits)) for once in (exposed, update))
+    slowest = (splits.fastest_split(splits.StageSplitInstance(once, fits))[0] for once in (exposed, update))
     return pipeline_s + float(costs.dp_edges_s[idx]) + sum(slowest)
 
 

@@ -27,7 +27,7 @@ from ..schema.cluster import with_parts_in_order
 from ..schema.layout_table import LayoutTable
 from ..schema.units import FloatArray, IntArray
 from ..solvers import rank_mapping
-from ..solvers.stages.splits import StageSplitInstance, min_slowest_s, solve_stages
+from ..solvers.stages.splits import StageSplitInstance, fastest_split, solve_stages
 
 MAX_POOLS_IN_EVERY_ORDER = 4
 """Of more pools only the order as listed, its reverse, and both by memory are tried."""
@@ -222,7 +222,7 @@ def _splits(
         return [], np.inf
     once = solve_stages(StageSplitInstance(busy + (exposed + update) / m, fits, transfer, m - 1.0))
     replayed_s, balanced = _replay_bound(costs, idx, instance)
-    slowest = (min_slowest_s(StageSplitInstance(values, fits)) for values in (exposed, update))
+    slowest = (fastest_split(StageSplitInstance(values, fits))[0] for values in (exposed, update))
     bound_s = replayed_s + edges_s(costs, idx, pool_of_stage) + sum(slowest)
     return [split for split in dict.fromkeys((even.choice, once.choice, *balanced)) if split], bound_s
 
@@ -234,7 +234,7 @@ def _replay_bound(costs: CostTable, idx: int, instance: StageSplitInstance) -> t
         return solve_stages(instance).objective, []
     times, rounds = (2.0, (m - pp - 1) / 2) if m > pp else (1.0, (m - 1) / 2)
     balanced = solve_stages(replace(instance, rounds=rounds))
-    bound_s = max(times * balanced.objective, m * min_slowest_s(instance))
+    bound_s = max(times * balanced.objective, m * fastest_split(instance)[0])
     if m == pp:
         bound_s = max(bound_s, 2 * pp / (pp + 1) * solve_stages(replace(instance, rounds=0.0)).objective)
     return bound_s, [balanced.choice or ()]

@@ -41,9 +41,8 @@ from ..solvers.stages import splits
 from ..solvers.stages.stage_program import (
     StageFilling,
     StageProgramInstance,
-    dense_table,
-    forward_recursion,
     lower_bound_s,
+    min_slowest_s,
     solve,
 )
 
@@ -149,7 +148,7 @@ class Layers:
         """(O) of the best split with one option for all; infinite where none fits."""
         seconds, (slowest, total) = [], self.weights
         for option, fits in enumerate(self.fits):
-            ends = splits.fastest_split(splits.StageSplitInstance(self.busy_s[option], fits))
+            _, ends = splits.fastest_split(splits.StageSplitInstance(self.busy_s[option], fits))
             if ends:
                 of_layers = (self.busy_s[option], self.exposed_s[option], self.update_s)
                 busy, exposed, update = (np.diff(_prefix(values)[list(ends)]) for values in of_layers)
@@ -310,7 +309,7 @@ def _min_blocks(layers: Layers, max_blocks: int) -> int:
     while low < high:
         middle = (low + high) // 2
         instance = first_blocks_program(layers, FULL, middle * layers.chunks).instance
-        fits = np.isfinite(forward_recursion(dense_table(instance, instance.fixed_s), np.maximum)[-1, -1])
+        fits = np.isfinite(min_slowest_s(instance, instance.fixed_s))
         low, high = (low, middle) if fits else (middle + 1, high)
     return low * layers.chunks
 

@@ -39,12 +39,9 @@ from ..coefficients import Scenario
 from ..hardware.machine import is_measured, peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, layer_operators
 from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
-from . import contents as memory
-from . import memory as memory_module
-from .contents import contents_between, pipeline_shape
+from . import memory
+from .contents import contents_between, pipeline_shape, rank_memory_terms, stage_memory_terms
 from .table import CostTable
-
-Side = Literal["low", "high"]
 
 TAIL = 1.645
 """Standard deviations of a normal distribution beyond which 5 % lie on one side."""
@@ -93,23 +90,25 @@ def estimate_step(
     if pool_of_stage is None:
         contents = contents_between(costs, idx, first, last)
         if in_chunks:
-            contents, terms = memory.rank_memory_terms(costs, idx, contents)
+            contents, terms = rank_memory_terms(costs, idx, contents)
         else:
-            terms = memory.stage_memory_terms(costs, idx, contents, ranks)
+            terms = stage_memory_terms(costs, idx, contents, ranks)
         of_ranks = _split(terms, num_ranks)
         transfer_s = np.full(num_ranks, 2 * costs.transfer_s[idx])
         update_s = float(np.max(costs.update_s(contents.trained, contents.expert_params, idx)))
         scenarios = [costs.scenario] * num_ranks
-        fullest = int(np.argmax([memory_module.total_bytes(terms) for terms in of_ranks]))
+        fullest = int(np.argmax([memory.total_bytes(terms) for terms in of_ranks]))
     else:
         pools = [costs.device_pools[g] for g in pool_of_stage]
         scenarios, of_ranks, update_s = [pool.scenario for pool in pools], [], 0.0
         transfer_s = transfer_of_stages(costs, idx, pool_of_stage)
         for s, pool in enumerate(pools):
             contents = contents_between(pool, idx, first[s : s + 1], last[s : s + 1])
-            of_ranks += _split(memory.stage_memory_terms(pool, idx, contents, np.array([s])), 1)
+            of_ranks += _split(stage_memory_terms(pool, idx, contents, np.array([s])), 1)
             update_s = max(update_s, float(np.max(pool.update_s(contents.trained, contents.expert_params, idx))))
-        fullest = int(np.argmax([_share_of_budget(*pair) for pair in zip(of_ranks, scenarios, strict=True)]))
+        required = [memory.required_by_terms(*pair) for pair in zip(of_ranks, scenarios, strict=True)]
+        budgets = [scenario.cluster.memory_budget_bytes for scenario in scenarios]
+        fullest = int(np.argmax([float(of_rank) / cap for of_rank, cap in zip(required, budgets, strict=True)]))
     once_s = (edges_s(costs, idx, pool_of_stage), update_s)
     breakdown_s = _time_breakdown(replace(shape, pp=num_ranks), passes, ranks, transfer_s, once_s)
     breakdown_s = _with_vocabulary_s(costs, idx, breakdown_s)
@@ -121,7 +120,7 @@ def estimate_step(
         StageEstimate(
             forward_s=float(forward_s[s]),
             backward_s=float(backward_s[s]),
-            memory_bytes=memory_module.breakdown(of_ranks[s]),
+            memory_bytes=memory.breakdown(of_ranks[s]),
             device="" if pool_of_stage is None else part_label(costs.cluster.parts, int(pool_of_stage[s])),
         )
         for s in range(num_ranks)
@@ -129,15 +128,10 @@ def estimate_step(
     return estimate_from_terms(costs, breakdown_s, stages, fullest, scenarios[fullest])
 
 
-def _split(terms: dict[str, FloatArray], num_ranks: int) -> list[dict[str, FloatArray]]:
+def _split(terms: memory.MemoryTerms, num_ranks: int) -> list[memory.MemoryTerms]:
     """Return the memory terms of each rank, given arrays over the ranks."""
     full = {name: np.broadcast_to(values, num_ranks) for name, values in terms.items()}
     return [{name: values[s] for name, values in full.items()} for s in range(num_ranks)]
-
-
-def _share_of_budget(terms: dict[str, FloatArray], scenario: Scenario) -> float:
-    required = memory_module.required_bytes(memory_module.total_bytes(terms), terms["parameters"], scenario)
-    return float(required) / scenario.cluster.memory_budget_bytes
 
 
 def values_of_stages(
@@ -209,11 +203,13 @@ def _time_breakdown(
     slowest = int(np.argmax(busy))
     terms = {name: m * float(on_ranks(seconds)[slowest]) for name, seconds in passes.time_terms.items()}
     copied, exposed = copies_and_collectives(on_ranks(passes.copied), on_ranks(passes.exposed))
+    step_s, busy_s = pipeline_s(shape, passes, transfer_s), m * float(busy[slowest])
+    is_rounding = math.isclose(step_s, busy_s, rel_tol=1e-12)
     return TimeBreakdown(
         **{**terms, "compute": terms["compute"] + copied},
         dp=exposed + once_s[0],
         pp=m * float(transfer_s[slowest]),
-        bubble=bubble_s(pipeline_s(shape, passes, transfer_s), m * float(busy[slowest])),
+        bubble=0.0 if is_rounding else max(0.0, step_s - busy_s),
         optimizer=once_s[1],
     )
 
@@ -222,11 +218,6 @@ def copies_and_collectives(copied: FloatArray, exposed: FloatArray) -> tuple[flo
     """Return copies, which are part of compute, and collectives over data, of the rank that has most of both."""
     rank = int(np.argmax(exposed))
     return float(copied[rank]), float(exposed[rank] - copied[rank])
-
-
-def bubble_s(step_s: float, busy_s: float) -> float:
-    """Return what a step has beyond the work of its slowest rank; zero where only rounding is between them."""
-    return 0.0 if math.isclose(step_s, busy_s, rel_tol=1e-12) else max(0.0, step_s - busy_s)
 
 
 def pipeline_s(shape: PipelineShape, passes: StagePasses, transfer_s: FloatArray) -> float:
@@ -310,13 +301,13 @@ def with_memory(estimate: TrainingEstimate, terms: MemoryBreakdown, scenario: Sc
 def _peaks(terms: MemoryBreakdown, scenario: Scenario) -> dict[str, Any]:
     """Return the fields of an Estimate that follow from the terms of the allocated peak."""
     allocated = terms.total
-    reserved = float(memory_module.reserved_bytes(allocated, terms.parameters, scenario))
-    required = int(memory_module.required_bytes(allocated, terms.parameters, scenario))
-    low, high = memory_module.interval_factors(scenario)
+    reserved = float(memory.reserved_bytes(allocated, terms.parameters, scenario))
+    required = int(memory.required_bytes(allocated, terms.parameters, scenario))
+    low, high = memory.interval_factors(scenario)
     return {
         "peak_allocated_bytes": allocated,
         "peak_reserved_bytes": int(reserved),
-        "peak_device_bytes": int(reserved + memory_module.context_bytes(scenario)),
+        "peak_device_bytes": int(reserved + memory.context_bytes(scenario)),
         "memory_interval_bytes": Interval(low=low * allocated, high=high * allocated),
         "required_bytes": required,
         "fits": required <= scenario.cluster.memory_budget_bytes,
@@ -351,15 +342,9 @@ def model_flops_per_token(
 
 def time_shares(terms: TimeBreakdown) -> dict[str, float]:
     """Return the shares of a step time, summing to one; keys as in coefficients.toml."""
-    total = terms.total
     kernels = terms.compute + terms.recompute + terms.optimizer + terms.offload
-    return {
-        "kernels": kernels / total,
-        "tp": terms.tp / total,
-        "dp": terms.dp / total,
-        "pp": terms.pp / total,
-        "bubble": terms.bubble / total,
-    }
+    seconds = {"kernels": kernels, "tp": terms.tp, "dp": terms.dp, "pp": terms.pp, "bubble": terms.bubble}
+    return {name: value / terms.total for name, value in seconds.items()}
 
 
 def time_interval(terms: TimeBreakdown, scenario: Scenario) -> Interval:
@@ -368,7 +353,7 @@ def time_interval(terms: TimeBreakdown, scenario: Scenario) -> Interval:
     return Interval(low=terms.total * math.exp(-low), high=terms.total * math.exp(high))
 
 
-def _log_width(terms: TimeBreakdown, scenario: Scenario, side: Side) -> float:
+def _log_width(terms: TimeBreakdown, scenario: Scenario, side: Literal["low", "high"]) -> float:
     device, calibration = scenario.cluster.weakest_device, scenario.cluster.calibration
     c, engine = scenario.coefficients["interval"], scenario.workload.engine
     if device.backend.is_host:

@@ -134,23 +134,23 @@ class CostTable:
 
     def compacted(self) -> CostTable:
         """Return the table with no other cases than its layouts have: sums over cases are quick where layouts are few."""
-        pools = tuple(pool.compacted() for pool in self.device_pools)
-        num_cases = self.cases_by_option if self.layouts.is_mixed else len(self.by_case[0].forward_s)
+        num_cases = self.cases_by_option
         cases, case_idx = np.unique(self.case_idx % num_cases, return_inverse=True)
-        case_idx = case_idx.reshape(-1) + self.case_idx // num_cases * len(cases)
-        num_options = len(RECOMPUTES) + 1 if self.layouts.is_mixed else 1
-        rows = (np.arange(num_options)[:, None] * num_cases + cases).reshape(-1)
-        by_case = tuple(cost.take(rows) for cost in self.by_case)
-        return replace(self, by_case=by_case, case_idx=case_idx, device_pools=pools)
+        rows = (np.arange(self._num_options)[:, None] * num_cases + cases).reshape(-1)
+        return replace(
+            self,
+            by_case=tuple(cost.take(rows) for cost in self.by_case),
+            case_idx=case_idx.reshape(-1) + self.case_idx // num_cases * len(cases),
+            device_pools=tuple(pool.compacted() for pool in self.device_pools),
+        )
 
     def with_budget(self, budget_bytes: int) -> CostTable:
         """Return the table where a plan may use only so much of each device, all as the weakest.
 
         Nothing but what fits differs, so that costs by kind are handed on.
         """
-        by_option = (
-            tuple(option.with_budget(budget_bytes) for option in self.by_option) if self.layouts.is_mixed else ()
-        )
+        options = self.by_option if self.layouts.is_mixed else ()
+        by_option = tuple(option.with_budget(budget_bytes) for option in options)
         known = KnownCosts(self.by_kind, self.dp_exposed_by_kind, by_option)
         scenario = replace(self.scenario, cluster=self.cluster.with_budget(budget_bytes))
         return replace(self, scenario=scenario, device_pools=(), known=known)
@@ -171,8 +171,12 @@ class CostTable:
 
     @property
     def cases_by_option(self) -> int:
-        """Cases under one recompute option where layouts are mixed: ``by_case`` has them for each option and for the minimum."""
-        return len(self.by_case[0].forward_s) // (len(RECOMPUTES) + 1)
+        """Cases under one recompute option: where layouts are mixed, ``by_case`` has them for each option and for the minimum."""
+        return len(self.by_case[0].forward_s) // self._num_options
+
+    @property
+    def _num_options(self) -> int:
+        return len(RECOMPUTES) + 1 if self.layouts.is_mixed else 1
 
     # Layers
 
@@ -238,9 +242,8 @@ class CostTable:
     @cached_property
     def root_params(self) -> FloatArray:
         """Parameters of the largest unit outside the blocks per tensor-parallel rank [N]."""
-        roots = zip(self.kinds, self.by_case, strict=True)
-        params = [cost.num_params for kind, cost in roots if not kind.is_block]
-        return np.asarray(np.max(params, axis=0)[self.case_idx])
+        roots = [c.num_params for kind, c in zip(self.kinds, self.by_case, strict=True) if not kind.is_block]
+        return np.asarray(np.max(roots, axis=0)[self.case_idx])
 
     @cached_property
     def working_bytes(self) -> FloatArray:
@@ -284,10 +287,6 @@ class CostTable:
         return np.asarray(self._num_passes * exposed_collectives_s(cost, self._overlap, self._inputs, is_head=is_head))
 
     @cached_property
-    def _exposed_by_kind(self) -> tuple[FloatArray, ...]:
-        return tuple(self._exposed_s(kind, cost) for kind, cost in zip(self.kinds, self.by_kind, strict=True))
-
-    @cached_property
     def _copied_s_per_param(self) -> FloatArray:
         """Seconds per parameter of the copies and sums that all micro-batches make of it [N].
 
@@ -302,10 +301,9 @@ class CostTable:
         """Exposed gathering and reduction of one layer over the entire step and the copies that serve them, by kind [K] of [N]."""
         if self.known is not None:
             return self.known.dp_exposed_by_kind
-        exposed = zip(self._exposed_by_kind, self.by_kind, strict=True)
         return tuple(
-            np.asarray(seconds + cost.levels_s + self._copied_s_per_param * cost.num_trained)
-            for seconds, cost in exposed
+            np.asarray(self._exposed_s(kind, cost) + cost.levels_s + self._copied_s_per_param * cost.num_trained)
+            for kind, cost in zip(self.kinds, self.by_kind, strict=True)
         )
 
     def copied_s(self, idx: int) -> FloatArray:
@@ -315,8 +313,8 @@ class CostTable:
     @cached_property
     def dp_edges_s(self) -> FloatArray:
         """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients."""
-        first_kind = int(self.kind_of_layer[0])
-        first, exposed = self.by_kind[first_kind], self._exposed_by_kind[first_kind]
+        first = self.by_kind[self.kind_of_layer[0]]
+        exposed = self._exposed_s(self.kinds[self.kind_of_layer[0]], first)
         edges = np.maximum(self._overlap * self._num_passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
         if not self.model.tie_embeddings or self.workload.adapters is not None:  # frozen copies have no gradients
             return np.asarray(edges)

@@ -19,7 +19,19 @@ Constraints
     (C2) chunks: those of one rank differ by one block at most
     (C3) memory: FITS[r, before[r], before[r+1]]
 
-A chain enters the row of passes of rank r, follows it, and leaves it. In time, with four ranks and one chunk a rank:
+Every pass waits for the one before it on its rank and for its input, so a step takes as long as its longest chain of passes, and
+any chain is a lower bound. Those here enter the row of rank r with the first micro-batch, at its forward or its backward pass
+through one of the rank's stages s, follow the row, and leave it with the last micro-batch:
+
+    before   F(0) .. F(s-1)                      to its forward pass
+             F(0) .. F(S-1), B(S-1) .. B(s+1)    to its backward pass
+    row      the passes of the rank from the one to the other, both included
+    behind   B(s-1) .. B(0)                      from its backward pass
+             F(s+1) .. F(S-1), B(S-1) .. B(0)    from its forward pass
+             F(s+1) .. F(S-1), B(S-1) .. B(s'+1) and the row from B(s') on, back on the same rank
+             nothing                             from the last pass of the row
+
+In time, with four ranks and one chunk a rank:
 
     rank 0  F............................................B
     rank 1    F........................................B
@@ -30,8 +42,9 @@ A chain enters the row of passes of rank r, follows it, and leaves it. In time, 
 
     chain[p,r] = sum over five ways w of  FIXED of the stages on w + PASS_w(blocks on w)  +  row_p . (FIXED + SECONDS of rank r)
 
-It depends on the split through y[r] (the row), through the work on ranks before r (ways counted from the front of the model) and
-on ranks behind it (ways counted from its end). With one chunk these are prefix and suffix sums over blocks, exact:
+With equal stages one of these chains is the longest of all under 1f1b in any number of chunks. A chain depends on the split
+through y[r] (the row), through the work on ranks before r (ways counted from the front of the model) and on ranks behind it (ways
+counted from its end). With one chunk these are prefix and suffix sums over blocks, exact:
 
     blocks       0 ... before[r] | before[r] ... before[r] + y[r] | ... N
                  prefix sums     | the row: a window of y[r]      | suffix sums
@@ -54,11 +67,78 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ...cost_models.pipeline.replay import PipelineShape, Row, rows_of
+from ...cost_models.pipeline.orders import Row
+from ...cost_models.pipeline.replay import PipelineShape, rows_of
 from ...schema.units import BoolArray, FloatArray, IntArray
 
 MAX_PATHS = 48
 """Chains of a rank that are evaluated, the longest ones with equal stages: any of them bound the step, and time grows with them."""
+
+MAX_CHUNKS = 8
+"""Chunks at which chains enter, leave and return, the first or the last ones: there are the long chains."""
+
+_WAYS = ((0, True), (1, False), (0, False), (1, True), (1, False))
+"""Ways of a chain through other ranks: forward to the row (0), backward to it (1), forward from it (0), backward from it (1), and
+backward again to it (1); and whether a way counts from the front of the model."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Chains past one rank [P].
+
+    Attributes:
+        ends: the stage at which each of `_WAYS` ends, if it counts from the front, or from which on it goes [5, P].
+        row: forward, input and weight passes of each chunk in the row [P, 3, V].
+    """
+
+    ends: IntArray
+    row: IntArray
+
+
+@lru_cache(maxsize=256)
+def paths_past(shape: PipelineShape) -> tuple[Paths, ...]:
+    """Return the chains past each rank.
+
+    Of many micro-batches those in the middle add entire rounds to the row: the order repeats there.
+
+    Raises:
+        ConfigError: the schedule is not defined for these numbers.
+    """
+    few = shape.fewer_microbatches
+    rows = rows_of(shape.with_microbatches(few))
+    return tuple(_past(shape, rank, row, few) for rank, row in enumerate(rows))
+
+
+def _past(shape: PipelineShape, rank: int, row: Row, few: int) -> Paths:
+    last, stages = shape.num_stages, np.flatnonzero(np.array(shape.rank_of_stage) == rank)
+    of_kind = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 1, 1]])[row[0]]  # F, B, W, BW
+    each = of_kind[:, :, None] * (row[1][:, None] == stages)[:, None, :]
+    counts = np.concatenate(
+        [np.zeros_like(each[:1]), np.cumsum(each, axis=0)]
+    )  # passes before each position [n + 1, 3, V]
+    more = shape.num_microbatches - few
+    ends = np.flatnonzero((row[0] != 2) & ((row[2] == 0) | (row[2] == few - 1)))
+    position = {(min(kind, 1), s, i): n for n, (kind, s, i) in zip(ends.tolist(), row[:, ends].T.tolist(), strict=True)}
+    low, high = stages[:MAX_CHUNKS].tolist(), stages[-MAX_CHUNKS:].tolist()
+    entries = [(s, last, position[0, s, 0]) for s in low] + [(last, s + 1, position[1, s, 0]) for s in high]
+    ways_out: list[tuple[int, int, int, int, int | None]] = [
+        (position[1, s, few - 1], last, s, last, None) for s in low
+    ]
+    ways_out += [(position[0, s, few - 1], s + 1, last, last, None) for s in high]
+    ways_out.append((row.shape[1] - 1, last, 0, last, None))
+    ways_out += [
+        (position[0, s, few - 1], s + 1, 0, t + 1, position[1, t, few - 1])
+        for s, t in itertools.product(high, high)
+        if position[1, t, few - 1] > position[0, s, few - 1]
+    ]
+    chains, passes_of_chain = [], []
+    for (forward_to, backward_from, enters), way_out in itertools.product(entries, ways_out):
+        leaves, forward_from, backward_to, again_from, returns = way_out
+        if enters <= leaves:
+            passes = counts[leaves + 1] - counts[enters] + more
+            passes_of_chain.append(passes if returns is None else passes + counts[-1] - counts[returns])
+            chains.append((forward_to, backward_from, forward_from, backward_to, again_from))
+    return Paths(np.array(chains, dtype=np.int64).T, np.array(passes_of_chain, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -83,36 +163,26 @@ class SplitBoundInstance:
     @cached_property
     def stages_of_rank(self) -> IntArray:
         """Stages of each rank, one a chunk [R, V]."""
-        return np.array(
-            [np.flatnonzero(np.array(self.shape.rank_of_stage) == r) for r in range(self.shape.pp)], dtype=np.int64
-        )
+        ranks = np.array(self.shape.rank_of_stage)
+        return np.array([np.flatnonzero(ranks == r) for r in range(self.shape.pp)], dtype=np.int64)
 
     @cached_property
     def kinds_before(self) -> IntArray:
         """Blocks of each kind before each one [N+1, K]."""
-        is_kind = self.kind_of_block[:, None] == np.arange(int(self.kind_of_block.max()) + 1)
+        is_kind = self.kind_of_block[:, None] == np.unique(self.kind_of_block)
         return np.concatenate([np.zeros_like(is_kind[:1], dtype=np.int64), np.cumsum(is_kind, axis=0)])
 
     @cached_property
     def kind_s(self) -> FloatArray:
         """Forward, input and weight pass of a block of each kind [3, K], behind it what it adds once [3 + Q, K]."""
-        first = np.array([int(np.argmax(self.kind_of_block == k)) for k in range(int(self.kind_of_block.max()) + 1)])
+        first = np.unique(self.kind_of_block, return_index=True)[1]
         return np.concatenate([self.seconds, self.once_s])[:, first]
 
     @cached_property
-    def prefix_s(self) -> FloatArray:
-        """Forward passes and backward chains of the first blocks [2, N+1]."""
-        return _prefix(self.chained_s)
-
-    @cached_property
-    def suffix_s(self) -> FloatArray:
-        """Forward passes and backward chains of the last blocks [2, N+1]."""
-        return _prefix(self.chained_s[:, ::-1])
-
-    @property
-    def chained_s(self) -> FloatArray:
-        """Seconds of a micro-batch's way down and back in each block [2, N]."""
-        return _chained(self.shape, self.seconds)
+    def sums_s(self) -> tuple[FloatArray, FloatArray]:
+        """Forward passes and backward chains of the last blocks [2, N+1], and of the first ones."""
+        chained = _chained(self.shape, self.seconds)
+        return _prefix(chained[:, ::-1]), _prefix(chained)
 
     @cached_property
     def fixed_prefix_s(self) -> FloatArray:
@@ -139,7 +209,7 @@ def _prefix(values: FloatArray) -> FloatArray:
 
 def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound:
     """Return what no split has a lower (O) than, and the split it comes from; ``below_s`` where none is faster."""
-    sizes = sizes_worth_trying(instance, below_s)
+    sizes = _promising_sizes(instance, below_s)
     if not len(sizes):
         return SplitBound(below_s, ())
     n, pp = instance.num_blocks, instance.shape.pp
@@ -158,18 +228,14 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
         choices.append(choice)
     if not best[-1] < below_s:
         return SplitBound(below_s, ())
-    return SplitBound(float(best[-1]), _backtrack(choices, n))
-
-
-def _backtrack(choices: list[IntArray], num_blocks: int) -> tuple[int, ...]:
-    sizes, remaining = [], num_blocks
+    chosen, remaining = list[int](), n
     for choice in reversed(choices):
-        sizes.append(int(choice[remaining]))
-        remaining -= sizes[-1]
-    return tuple(reversed(sizes))
+        chosen.insert(0, int(choice[remaining]))
+        remaining -= chosen[0]
+    return SplitBound(float(best[-1]), tuple(chosen))
 
 
-def sizes_worth_trying(instance: SplitBoundInstance, below_s: float) -> IntArray:
+def _promising_sizes(instance: SplitBoundInstance, below_s: float) -> IntArray:
     """Return the numbers of blocks y that a rank may have in a split that is faster than ``below_s``.
 
     m * (seconds of the y lightest blocks) + sum_q ONCE_MIN[q] <= BELOW, and the other ranks can have the rest.
@@ -189,26 +255,14 @@ class _RankSplits:
     Attributes:
         before, sizes: blocks on the ranks before [B, 1] and on the rank [Y].
         can_be: whether the other ranks can have the rest [B, Y].
-        ways: for each of `_WAYS` blocks [D, B, Y] in each distinct range of stages, and which of these each chain has [P].
-        ranges: first and last stage of each of these [D, 2].
+        ways: for each of `_WAYS` blocks [D, B, Y] in each distinct range of stages, which of these each chain has [P], and the
+            first and last stage of each [D, 2].
     """
 
     before: IntArray
     sizes: IntArray
     can_be: BoolArray
-    ways: tuple[tuple[IntArray, IntArray], ...]
-    ranges: tuple[IntArray, ...]
-
-
-_WAYS = (
-    ("forward_to", 0, True),
-    ("backward_from", 1, False),
-    ("forward_from", 0, False),
-    ("backward_to", 1, True),
-    ("backward_again_from", 1, False),
-)
-"""Ways of a chain through other ranks: the field of `Paths` with the stage where it ends or begins, forward (0) or backward (1),
-whether it counts from the front of the model."""
+    ways: tuple[tuple[IntArray, IntArray, IntArray], ...]
 
 
 @lru_cache(maxsize=4096)
@@ -232,13 +286,13 @@ def _rank_splits(shape: PipelineShape, n: int, min_size: int, max_size: int, ran
         on_later = min_blocks[upper // later if later else 0][later][np.minimum(behind, n)]
         return np.asarray(np.minimum(on_earlier + local + on_later, n))
 
-    ways, ranges = [], []
-    for name, _, from_front in _WAYS:
-        ends, inverse = np.unique(getattr(paths_past(shape)[rank], name), return_inverse=True)
-        stages = np.stack([0 * ends, ends] if from_front else [ends, 0 * ends + shape.num_stages], axis=1)
-        ways.append((np.array([blocks(i, j) for i, j in stages]), inverse))
-        ranges.append(stages)
-    return _RankSplits(before, sizes, can_be, tuple(ways), tuple(ranges))
+    ways = []
+    for (_, from_front), ends in zip(_WAYS, paths_past(shape)[rank].ends, strict=True):
+        distinct, inverse = np.unique(ends, return_inverse=True)
+        zero = np.zeros_like(distinct)
+        ranges = np.stack([zero, distinct] if from_front else [distinct, zero + shape.num_stages], axis=1)
+        ways.append((np.array([blocks(i, j) for i, j in ranges]), inverse, ranges))
+    return _RankSplits(before, sizes, can_be, tuple(ways))
 
 
 def _rank_cost_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
@@ -248,26 +302,25 @@ def _rank_cost_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -
         after = np.minimum(splits.before + splits.sizes, instance.num_blocks)
         can_be = can_be & instance.fits[rank, splits.before, after]
     chains = _longest_chains(instance, rank)
-    paths = paths_past(instance.shape)[rank].select(chains)
+    row = paths_past(instance.shape)[rank].row[chains]
     ways_s = np.zeros((1, 1, 1))
-    for (_, direction, from_front), (blocks, inverse), ranges in zip(_WAYS, splits.ways, splits.ranges, strict=True):
-        sums = (instance.prefix_s if from_front else instance.suffix_s)[direction][blocks]
+    for (direction, from_front), (blocks, inverse, ranges) in zip(_WAYS, splits.ways, strict=True):
+        sums = instance.sums_s[from_front][direction][blocks]
         fixed = instance.fixed_prefix_s[direction]
         sums = sums + (fixed[ranges[:, 1]] - fixed[ranges[:, 0]])[:, None, None]
         ways_s = ways_s + sums[inverse[chains]]
-    cost_s = np.max(_passes_on_rank_s(instance, rank, splits, paths) + ways_s, axis=0)
+    cost_s = np.max(_passes_on_rank_s(instance, rank, splits, row) + ways_s, axis=0)
     cost_s = cost_s + _step_once_s(instance, rank, splits)
     if instance.choices and instance.shape.num_model_chunks == 1:
-        cost_s = np.maximum(cost_s, np.max(_with_choices_s(instance, rank, splits, paths) + ways_s, axis=0))
+        cost_s = np.maximum(cost_s, np.max(_with_choices_s(instance, rank, splits, row[:, :, 0]) + ways_s, axis=0))
     return np.where(can_be, cost_s, np.inf)
 
 
-def _with_choices_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits, paths: Paths) -> FloatArray:
+def _with_choices_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits, row: IntArray) -> FloatArray:
     """Return row . SECONDS + once [P, B, Y] with each block under the option with the lowest of this sum.
 
     min_o (row_p . SECONDS_o[i] + sum_q ONCE_o[q,i]) summed over the rank's blocks: no less than the sum of separate minima.
     """
-    row = paths.row[:, :, 0]
     block_s = np.min([row @ seconds + once.sum(axis=0) for seconds, once in instance.choices], axis=0)
     fixed = row @ instance.fixed_s[:, rank] + instance.once_fixed_s[:, rank].sum()
     return np.asarray(_sums_over_blocks(block_s, splits) + fixed[:, None, None])
@@ -280,19 +333,19 @@ def _longest_chains(instance: SplitBoundInstance, rank: int) -> IntArray:
     mean = instance.fixed_prefix_s + _chained(shape, stage_s)[:, None] * np.arange(shape.num_stages + 1)
     local = stage_s[:, None] + instance.fixed_s[:, instance.stages_of_rank[rank]]
     length = paths.row.reshape(len(paths.row), -1) @ local.reshape(-1)
-    for name, direction, from_front in _WAYS:
-        reached = mean[direction][getattr(paths, name)]
+    for (direction, from_front), ends in zip(_WAYS, paths.ends, strict=True):
+        reached = mean[direction][ends]
         length = length + (reached if from_front else mean[direction, -1] - reached)
     return np.argsort(-length, kind="stable")[:MAX_PATHS]
 
 
-def _passes_on_rank_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits, paths: Paths) -> FloatArray:
+def _passes_on_rank_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits, row: IntArray) -> FloatArray:
     """Return the seconds of the row [P, B or 1, Y]: sum over passes a and chunks c of row_p[a,c] (FIXED + SECONDS)[a,c]."""
     stages = instance.stages_of_rank[rank]
-    fixed = (paths.row.reshape(len(paths.row), -1) @ instance.fixed_s[:, stages].reshape(-1))[:, None, None]
+    fixed = (row.reshape(len(row), -1) @ instance.fixed_s[:, stages].reshape(-1))[:, None, None]
     if instance.shape.num_model_chunks == 1:
-        return np.asarray(fixed + _sums_over_blocks(paths.row[:, :, 0] @ instance.seconds, splits))
-    weights = np.swapaxes(paths.row, 1, 2) @ instance.kind_s[:3]
+        return np.asarray(fixed + _sums_over_blocks(row[:, :, 0] @ instance.seconds, splits))
+    weights = np.swapaxes(row, 1, 2) @ instance.kind_s[:3]
     return np.asarray(fixed + _lightest_chunks(instance, rank, splits.sizes, weights)[:, None, :])
 
 
@@ -356,88 +409,3 @@ def _min_blocks(shape: PipelineShape, num_blocks: int, min_size: int, max_size: 
             following[size:] = np.minimum(following[size:], min_blocks[-1][: num_blocks + 1 - size] + added)
         min_blocks.append(following)
     return np.array(min_blocks)
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Chains past one rank [P].
-
-    Attributes:
-        forward_to: F of all stages before this one; ``backward_to`` the same for B (0: none).
-        backward_from: B of this stage and all behind it before the row; ``forward_from`` and ``backward_again_from`` behind the
-            row (S: none).
-        row: forward, input and weight passes of each chunk in the row [P, 3, v].
-    """
-
-    forward_to: IntArray
-    backward_from: IntArray
-    row: IntArray
-    forward_from: IntArray
-    backward_to: IntArray
-    backward_again_from: IntArray
-
-    def select(self, rows: IntArray) -> Paths:
-        """Return a subset of the chains."""
-        return Paths(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
-
-
-@lru_cache(maxsize=256)
-def paths_past(shape: PipelineShape) -> tuple[Paths, ...]:
-    """Return the chains past each rank.
-
-    Of many micro-batches those in the middle add entire rounds to the row: the order repeats there.
-
-    Raises:
-        ConfigError: the schedule is not defined for these numbers.
-    """
-    few = shape.fewer_microbatches
-    rows = rows_of(shape.with_microbatches(few))
-    return tuple(_past(shape, rank, row, few) for rank, row in enumerate(rows))
-
-
-def _past(shape: PipelineShape, rank: int, row: Row, few: int) -> Paths:
-    last = shape.num_stages
-    stages = [s for s, holder in enumerate(shape.rank_of_stage) if holder == rank]
-    counts = _counted(row, stages)
-    more = shape.num_microbatches - few
-    ends = np.flatnonzero((row[0] != 2) & ((row[2] == 0) | (row[2] == few - 1)))
-    position = {(min(kind, 1), s, i): n for n, (kind, s, i) in zip(ends.tolist(), row[:, ends].T.tolist(), strict=True)}
-    low, high = stages[:MAX_CHUNKS], stages[-MAX_CHUNKS:]
-    entries = [(s, last, position[0, s, 0]) for s in low] + [(last, s + 1, position[1, s, 0]) for s in high]
-    ways_out: list[tuple[int, int, int, int, int | None]] = [
-        (position[1, s, few - 1], last, s, last, None) for s in low
-    ]
-    ways_out += [(position[0, s, few - 1], s + 1, last, last, None) for s in high]
-    ways_out.append((row.shape[1] - 1, last, 0, last, None))
-    ways_out += [
-        (position[0, s, few - 1], s + 1, 0, t + 1, position[1, t, few - 1])
-        for s, t in itertools.product(high, high)
-        if position[1, t, few - 1] > position[0, s, few - 1]
-    ]
-    chains = []
-    for (forward_to, backward_from, enters), way in itertools.product(entries, ways_out):
-        leaves, forward_from, backward_to, again_from, returns = way
-        if enters > leaves:
-            continue
-        passes = counts[leaves + 1] - counts[enters] + more
-        if returns is not None:
-            passes = passes + counts[-1] - counts[returns]
-        chains.append((forward_to, backward_from, passes, forward_from, backward_to, again_from))
-    columns = list(zip(*chains, strict=True))
-    return Paths(*(np.array(column, dtype=np.int64) for column in columns))
-
-
-def _counted(row: Row, stages: list[int]) -> IntArray:
-    """Return the passes before each position of a row [n + 1, 3, v]: forward, input and weight passes of the rank's stages."""
-    kind, stage = row[0], row[1]
-    chunk = np.searchsorted(np.array(stages), stage)
-    each = np.zeros((len(kind) + 1, 3, len(stages)), dtype=np.int64)
-    n = np.arange(1, len(kind) + 1)
-    each[n, np.minimum(kind, 2) * (kind < 3) + (kind == 3), chunk] = 1
-    both = np.flatnonzero(kind == 3)
-    each[both + 1, 2, chunk[both]] = 1
-    return np.asarray(np.cumsum(each, axis=0))
-
-
-MAX_CHUNKS = 8
-"""Chunks at which chains enter, leave and return."""

@@ -39,6 +39,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -74,29 +75,50 @@ class StageSplitInstance:
         """True where (O') counts."""
         return self.busy_s.ndim == 2
 
-    @property
+    @cached_property
     def span_s(self) -> FloatArray:
-        """Seconds of layers i..j-1 [L+1, L+1], or of each stage with them [S, L+1, L+1]."""
+        """Seconds of each stage with layers i..j-1 [S, L+1, L+1]; infinite where it cannot hold them."""
         prefix = np.concatenate([np.zeros((*self.busy_s.shape[:-1], 1)), np.cumsum(self.busy_s, axis=-1)], axis=-1)
         span = prefix[..., None, :] - prefix[..., :, None]
-        return np.asarray(span if self.base_s is None else span + self.base_s[:, None, None])
+        span = span if self.base_s is None else span + self.base_s[:, None, None]
+        return np.where(self.fits & np.triu(np.ones(span.shape[-2:], dtype=bool), k=1), span, np.inf)
+
+
+def dynamic_program(span: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
+    """Return the lowest combined value of stages that hold all layers, and their boundaries; infinite and () without any.
+
+    Args:
+        span: values of each stage with layers i..j-1 [S, L+1, L+1], infinite where it cannot hold them.
+        combine: of the stages before and one more, `np.maximum` or `np.add`.
+    """
+    best, choices = np.full(span.shape[-1], np.inf), []
+    best[0] = 0.0
+    for values in span:
+        reached = combine(best[:, None], values)
+        choices.append(np.argmin(reached, axis=0))
+        best = np.min(reached, axis=0)
+    if not np.isfinite(best[-1]):
+        return math.inf, ()
+    boundaries = [span.shape[-1] - 1]
+    for choice in reversed(choices):
+        boundaries.append(int(choice[boundaries[-1]]))
+    return float(best[-1]), tuple(reversed(boundaries))
+
+
+def fastest_split(instance: StageSplitInstance) -> tuple[float, Boundaries]:
+    """Return the lowest (O) and boundaries that have it, even or not; infinite and () where there are none."""
+    return dynamic_program(instance.span_s, np.maximum)
 
 
 def solve_stages(instance: StageSplitInstance) -> Solution[Boundaries]:
     """Return the split with the lowest (O), the most even one of these; where stages differ the one with the lowest (O')."""
-    start = time.perf_counter()
-    span = instance.span_s
-    if instance.stages_differ:
-        return _stage_solution(*_min_weighted(instance, span), start)
-    slowest, _ = _dynamic_program(instance.fits, span, np.maximum)
-    if not np.isfinite(slowest):
-        return _stage_solution((), slowest, start)
-    within = instance.fits & (span <= slowest * (1 + ROUNDING))[None]
-    _, boundaries = _dynamic_program(within, span**2, np.add)
-    return _stage_solution(boundaries, float(slowest), start)
-
-
-def _stage_solution(boundaries: Boundaries, objective: float, start: float) -> Solution[Boundaries]:
+    start, span = time.perf_counter(), instance.span_s
+    objective, boundaries = fastest_split(instance)
+    if boundaries and instance.stages_differ:
+        objective, boundaries = _min_weighted(instance, objective, boundaries)
+    elif boundaries:
+        within = np.where(span <= objective * (1 + ROUNDING), span**2, np.inf)
+        boundaries = dynamic_program(within, np.add)[1]
     return Solution(
         status=Status.OPTIMAL if boundaries else Status.INFEASIBLE,
         choice=boundaries or None,
@@ -107,62 +129,29 @@ def _stage_solution(boundaries: Boundaries, objective: float, start: float) -> S
     )
 
 
-def fastest_split(instance: StageSplitInstance) -> Boundaries:
-    """Return boundaries with the lowest (O), even or not; empty where there are none."""
-    slowest, boundaries = _dynamic_program(instance.fits, instance.span_s, np.maximum)
-    return boundaries if np.isfinite(slowest) else ()
+def _min_weighted(instance: StageSplitInstance, slowest: float, boundaries: Boundaries) -> tuple[float, Boundaries]:
+    """Return the lowest (O') and boundaries, by ever lower caps on the slowest stage; start from the lowest (O)."""
+    span, stages, rounds = instance.span_s, np.arange(instance.num_stages), instance.rounds
 
+    def seconds(split: Boundaries) -> FloatArray:
+        return np.asarray(span[stages, split[:-1], split[1:]])
 
-def min_slowest_s(instance: StageSplitInstance) -> float:
-    """Return the lowest (O) without a split; infinite where there is none."""
-    return _dynamic_program(instance.fits, instance.span_s, np.maximum)[0]
-
-
-def _min_weighted(instance: StageSplitInstance, span: FloatArray) -> tuple[Boundaries, float]:
-    """Return boundaries with the lowest (O'), by ever lower caps on the slowest stage."""
-    slowest, boundaries = _dynamic_program(instance.fits, span, np.maximum)
-    if not np.isfinite(slowest):
-        return (), float("inf")
-    stages = np.arange(instance.num_stages)
-    min_sum, _ = _dynamic_program(instance.fits, span, np.add)
-    best = instance.rounds * slowest + float(span[stages, boundaries[:-1], boundaries[1:]].sum())
-    cap = (best - min_sum) / instance.rounds if instance.rounds > 0 else np.inf
+    min_sum, _ = dynamic_program(span, np.add)
+    best = rounds * slowest + float(seconds(boundaries).sum())
+    cap = (best - min_sum) / rounds if rounds > 0 else np.inf
     while cap >= slowest * (1 - ROUNDING):
-        within = instance.fits & (span <= cap * (1 + ROUNDING))
-        total, split = _dynamic_program(within, span, np.add)
-        if instance.rounds * slowest + total >= best or not np.isfinite(total):
+        total, split = dynamic_program(np.where(span <= cap * (1 + ROUNDING), span, np.inf), np.add)
+        if rounds * slowest + total >= best or not split:
             break
-        longest = float(span[stages, split[:-1], split[1:]].max())
-        if instance.rounds * longest + total < best:
-            boundaries, best = split, instance.rounds * longest + total
+        longest = float(seconds(split).max())
+        if rounds * longest + total < best:
+            boundaries, best = split, rounds * longest + total
         cap = longest * (1 - 4 * ROUNDING)  # below the longest stage of this split, whatever ROUNDING let through
-    return _evenest(instance, span, boundaries, best), float(best)
-
-
-def _evenest(instance: StageSplitInstance, span: FloatArray, boundaries: Boundaries, best: float) -> Boundaries:
-    stages = np.arange(instance.num_stages)
-    longest = float(span[stages, boundaries[:-1], boundaries[1:]].max())
-    within = instance.fits & (span <= longest * (1 + ROUNDING))
-    _, split = _dynamic_program(within, span + EVENNESS * span**2 / longest, np.add)
-    seconds = span[stages, split[:-1], split[1:]]
-    as_good = instance.rounds * seconds.max() + seconds.sum() <= best * (1 + ROUNDING)
-    return split if as_good else boundaries
-
-
-def _dynamic_program(allowed: BoolArray, cost: FloatArray, combine: np.ufunc) -> tuple[float, Boundaries]:
-    num_stages, size = len(allowed), cost.shape[-1]
-    non_empty = np.triu(np.ones((size, size), dtype=bool), k=1)
-    best = np.full(size, np.inf)
-    best[0] = 0.0
-    choices = []
-    for s in range(num_stages):
-        reached = np.where(allowed[s] & non_empty, combine(best[:, None], cost if cost.ndim == 2 else cost[s]), np.inf)
-        choices.append(np.argmin(reached, axis=0))
-        best = np.min(reached, axis=0)
-    boundaries = [size - 1]
-    for s in reversed(range(num_stages)):
-        boundaries.append(int(choices[s][boundaries[-1]]))
-    return float(best[size - 1]), tuple(reversed(boundaries))
+    longest = float(seconds(boundaries).max())
+    within = np.where(span <= longest * (1 + ROUNDING), span + EVENNESS * span**2 / longest, np.inf)
+    _, even = dynamic_program(within, np.add)
+    as_good = rounds * seconds(even).max() + seconds(even).sum() <= best * (1 + ROUNDING)
+    return float(best), even if as_good else boundaries
 
 
 def check_stages(instance: StageSplitInstance, boundaries: Boundaries) -> float:
@@ -212,12 +201,12 @@ class ChunkSplitInstance:
     required_bytes: Required
     cap_bytes: float = math.inf
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """R."""
         return max(self.rank_of_stage) + 1
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """v."""
         return len(self.rank_of_stage) // self.num_ranks

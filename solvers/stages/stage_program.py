@@ -51,6 +51,7 @@ import numpy as np
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..backend import Solution, Status
 from ..tolerances import ROUNDING
+from .splits import dynamic_program
 
 _EVENNESS = 1e-6
 """Weight of the squares of stages' seconds, over the slowest stage's, next to their sum: the most even of equally long splits."""
@@ -187,11 +188,11 @@ def solve(instance: StageProgramInstance, *, once_weight: float = 0.0) -> Soluti
     fronts = OptionFronts(instance, once_weight)
     values = instance.min_s if once_weight == 0 else min_values(instance, once_weight, fronts)
     table = dense_table(instance, values)
-    slowest = float(forward_recursion(table, np.maximum)[-1, -1])
-    if not np.isfinite(slowest):
+    slowest, boundaries = dynamic_program(table, np.maximum)
+    if not boundaries:
         return Solution(status=Status.INFEASIBLE, choice=None, solve_s=time.perf_counter() - start)
     within = np.where(table <= slowest * (1 + ROUNDING), table * (1 + _EVENNESS * table / slowest), np.inf)
-    boundaries = _backtrack(within, forward_recursion(within, np.add))
+    boundaries = dynamic_program(within, np.add)[1]
     counts = np.stack([_filling(instance, fronts, s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))])
     choice = StageFilling(boundaries, counts)
     return Solution(
@@ -210,19 +211,21 @@ def lower_bound_s(instance: StageProgramInstance, weights: Sequence[tuple[float,
         weights: of the slowest stage and of the sum, in place of (M, V); the largest of these bounds.
     """
     table = dense_table(instance, instance.min_s)
-    slowest, total = (float(forward_recursion(table, combine)[-1, -1]) for combine in (np.maximum, np.add))
-    once = sum(
-        float(forward_recursion(dense_table(instance, each), np.maximum)[-1, -1]) for each in instance.min_once_s
-    )
+    slowest, total = (dynamic_program(table, combine)[0] for combine in (np.maximum, np.add))
+    once = sum(min_slowest_s(instance, each) for each in instance.min_once_s)
     bounds = []
     for m, v in weights or ((instance.slowest_weight, instance.sum_weight),):
         # An infinite minimum stands for no answer; times 0 it would be nothing.
         rest = v * total if v else 0.0
         bounds.append((m * slowest if m else 0.0) + rest + once)
         if m:  # the stage with the most of both together has no more than the most of each
-            together = dense_table(instance, min_values(instance, 1 / m))
-            bounds.append(m * float(forward_recursion(together, np.maximum)[-1, -1]) + rest)
+            bounds.append(m * min_slowest_s(instance, min_values(instance, 1 / m)) + rest)
     return max(bounds)
+
+
+def min_slowest_s(instance: StageProgramInstance, values: FloatArray) -> float:
+    """Return the slowest stage that any answer has at least, given the values of spans [P]; infinite where there is none."""
+    return dynamic_program(dense_table(instance, values), np.maximum)[0]
 
 
 def dense_table(instance: StageProgramInstance, values: FloatArray) -> FloatArray:
@@ -231,22 +234,6 @@ def dense_table(instance: StageProgramInstance, values: FloatArray) -> FloatArra
     table = np.full((instance.num_stages, size, size), np.inf)
     table[instance.stage, instance.first, instance.last] = values
     return table
-
-
-def forward_recursion(table: FloatArray, combine: np.ufunc) -> FloatArray:
-    """Return the lowest combined value [S+1, L+1] of the first s stages that hold the layers before each boundary."""
-    best = np.full((len(table) + 1, table.shape[1]), np.inf)
-    best[0, 0] = 0.0
-    for s, values in enumerate(table):
-        best[s + 1] = np.min(combine(best[s][:, None], values), axis=0)
-    return best
-
-
-def _backtrack(table: FloatArray, best: FloatArray) -> tuple[int, ...]:
-    boundaries = [table.shape[1] - 1]
-    for s in reversed(range(len(table))):
-        boundaries.append(int(np.argmin(best[s] + table[s][:, boundaries[-1]])))
-    return tuple(reversed(boundaries))
 
 
 def _filling(instance: StageProgramInstance, fronts: OptionFronts, stage: int, first: int, last: int) -> IntArray:
