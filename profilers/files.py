@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,8 +16,10 @@ from .machine import identify
 from .measure.compute import peak_flops
 from .measure.links import bus_factor
 
-_COMPARED = {"device": "device", "backend": "backend", "torch": "torch", "python": "python", "driver": "driver"}
-"""Fields of Machine that must agree, and what messages call them; how many ranks and nodes it was is the profile's own affair."""
+_COMPARED = ("device", "backend", "torch", "python", "driver")
+"""Fields of Machine that must agree; how many ranks and nodes it was is the profile's own affair."""
+
+_MEASURED = {"time_s", "spread"}
 
 
 def load_profile(path: str | Path, *, allow_foreign: bool = False) -> tuple[Profile, tuple[str, ...]]:
@@ -47,8 +52,8 @@ def machine_differences(measured: Machine) -> tuple[str, ...]:
         here = identify(max(1, measured.num_devices // measured.num_nodes))
     except ConfigError as error:
         return (f"this machine cannot be what was measured: {error.message}",)
-    pairs = [(title, str(getattr(measured, name)), str(getattr(here, name))) for name, title in _COMPARED.items()]
-    return tuple(f"{title}: measured on {theirs}, here is {ours}" for title, theirs, ours in pairs if theirs != ours)
+    pairs = ((name, getattr(measured, name), getattr(here, name)) for name in _COMPARED)
+    return tuple(f"{name}: measured on {theirs}, here is {ours}" for name, theirs, ours in pairs if theirs != ours)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -57,12 +62,8 @@ def machine_differences(measured: Machine) -> tuple[str, ...]:
 def summary(profile: Profile) -> dict[str, float]:
     """Return named rates: FLOP/s, bytes/s or seconds, as the name says."""
     rates_by_name: dict[str, float] = {"memory_bandwidth_bytes_per_s": profile.memory_bandwidth_bytes_per_s}
-    try:
-        peaks = peak_flops(profile.matmuls)
-    except ProfileError:  # a profile of links only
-        peaks = None
-    if peaks is not None:
-        rates = peaks.model_dump(exclude_none=True)
+    with suppress(ProfileError):  # a profile of links only
+        rates = peak_flops(profile.matmuls).model_dump(exclude_none=True)
         rates_by_name |= {f"{dtype}_flops_per_s": rate for dtype, rate in rates.items()}
     for op in dict.fromkeys(point.op for point in profile.collectives):
         same_op = [point for point in profile.collectives if point.op == op]
@@ -86,25 +87,18 @@ def compare(first: Profile, second: Profile) -> dict[str, Any]:
     return {
         "machine": {name: [a, machines[1][name]] for name, a in machines[0].items() if a != machines[1][name]},
         "rates": {name: [rates[0].get(name), rates[1].get(name)] for name in {**rates[0], **rates[1]}},
-        "points": {name: _points(lists[0].get(name, ()), lists[1].get(name, ())) for name in {**lists[0], **lists[1]}},
+        "points": {name: _points(*(known.get(name, ()) for known in lists)) for name in {**lists[0], **lists[1]}},
     }
 
 
-def _points(first: tuple[Any, ...], second: tuple[Any, ...]) -> dict[str, Any]:
-    a, b = ({point_identity(point): point.time_s for point in points} for points in (first, second))
+def _points(first: tuple[Timed, ...], second: tuple[Timed, ...]) -> dict[str, Any]:
+    a, b = ({_identity(point): point.time_s for point in points} for points in (first, second))
     both = [b[key] / a[key] for key in a if key in b]
-    return {
-        "both": len(both),
-        "first": len(a) - len(both),
-        "second": len(b) - len(both),
-        "ratio": median(both) if both else None,
-    }
+    counts = {"both": len(both), "first": len(a) - len(both), "second": len(b) - len(both)}
+    return {**counts, "ratio": median(both) if both else None}
 
 
 # --- several as one ---------------------------------------------------------------------------------------------------
-
-
-_MEASURED = ("time_s", "spread")
 
 
 def point_lists(profile: Profile) -> dict[str, tuple[Any, ...]]:
@@ -116,9 +110,9 @@ def point_lists(profile: Profile) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def point_identity(point: Timed) -> str:
+def _identity(point: Timed) -> str:
     """Return what a point is a measurement of: everything but the result."""
-    return point.model_dump_json(exclude=set(_MEASURED))
+    return point.model_dump_json(exclude=_MEASURED)
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
@@ -131,7 +125,11 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
         if profile.is_altered:
             raise ProfileError(f"the profile of {profile.created} was changed after it was measured: the hash differs")
         if profile.machine != newest.machine:
-            raise ProfileError("the profiles are of different machines", details=_unlike(profile, newest))
+            values = {
+                name: (getattr(profile.machine, name), getattr(newest.machine, name)) for name in Machine.model_fields
+            }
+            unlike = tuple(f"{name}: {a} and {b}" for name, (a, b) in values.items() if a != b)
+            raise ProfileError("the profiles are of different machines", details=unlike)
     fields: dict[str, Any] = {}
     for name in dict.fromkeys(name for profile in ordered for name in point_lists(profile)):
         fields[name] = _merge_timed([getattr(profile, name) for profile in ordered])
@@ -143,17 +141,10 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
 
 def _merge_timed(lists: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
     """Return the points of all lists, each once, with the median of its times and the largest of its spreads."""
-    by_identity: dict[str, list[Timed]] = {}
-    for points in lists:
-        for point in points:
-            by_identity.setdefault(point_identity(point), []).append(point)
+    by_identity: dict[str, list[Timed]] = defaultdict(list)
+    for point in chain.from_iterable(lists):
+        by_identity[_identity(point)].append(point)
     return tuple(
         same[-1].replace(time_s=median(p.time_s for p in same), spread=max(p.spread for p in same))
         for same in by_identity.values()
     )
-
-
-def _unlike(first: Profile, second: Profile) -> tuple[str, ...]:
-    names = type(first.machine).model_fields
-    pairs = [(name, getattr(first.machine, name), getattr(second.machine, name)) for name in names]
-    return tuple(f"{name}: {a} and {b}" for name, a, b in pairs if a != b)

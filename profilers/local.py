@@ -32,11 +32,9 @@ MAX_BUSY_FRACTION = 0.2
 
 Say = Callable[[str], None]
 
-_LOG = logging.getLogger(__name__)
-
 
 def measure_local(
-    num_ranks: int | None = None, *, refresh: bool = False, on_progress: Callable[[str], None] | None = None
+    num_ranks: int | None = None, *, refresh: bool = False, on_progress: Say | None = None
 ) -> ClusterSpec:
     """Return the machine at hand as a cluster of ``num_ranks`` devices.
 
@@ -52,7 +50,9 @@ def measure_local(
         ConfigError: the machine cannot carry that many ranks.
         ProfileError: the measurement failed.
     """
-    say = on_progress or _LOG.warning  # unless it is configured otherwise, that is a line on stderr
+    say = (
+        on_progress or logging.getLogger(__name__).warning
+    )  # unless it is configured otherwise, that is a line on stderr
     machine = identify(num_ranks)
     path = _cache_file(machine)
     cached = None if refresh else _cached(path, machine, say)
@@ -62,19 +62,19 @@ def measure_local(
         if has_waited and not refresh and (cached := _cached(path, machine, say)) is not None:
             return cached
         profile = measure_profile(machine, say)
-        if profile.foreign_load_fraction <= MAX_BUSY_FRACTION:
-            _store(path, profile, say)
+        if path is not None and profile.foreign_load_fraction <= MAX_BUSY_FRACTION:
+            try:
+                profile.save(path)
+            except ConfigError as error:
+                say(f"the measurement is not cached: {error.message}")
     return cluster_from_profile(profile)
-
-
-# --- measuring ----------------------------------------------------------------------------------------------------
 
 
 def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
     """Measure this machine now.
 
     Args:
-        effort: fields of ``task.Task`` other than their defaults, to spend less or more time.
+        effort: fields of ProfileTask other than their defaults, to spend less or more time.
 
     Raises:
         ConfigError: too little memory is free.
@@ -119,14 +119,6 @@ def _cached(path: Path | None, machine: Machine, say: Say) -> ClusterSpec | None
     except (ConfigError, ProfileError) as error:
         say(f"cached measurement cannot be used; measuring again ({error.message})")
     return None
-
-
-def _store(path: Path | None, profile: Profile, say: Say) -> None:
-    try:
-        if path is not None:
-            profile.save(path)
-    except ConfigError as error:
-        say(f"the measurement is not cached: {error.message}")
 
 
 @contextmanager

@@ -29,9 +29,6 @@ MIN_ADDRESSES_PER_RANK = 3 * GIB // 2
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROCESS_CGROUPS = Path("/proc/self/cgroup")
-_CPU_INFO = Path("/proc/cpuinfo")
-_UPTIME = Path("/proc/uptime")
-_PROCESS_STATE = Path("/proc/self/stat")
 
 
 def identify(num_ranks: int | None = None) -> Machine:
@@ -67,8 +64,8 @@ def identify(num_ranks: int | None = None) -> Machine:
 
 def check_memory(memory_bytes: int, num_ranks: int) -> None:
     """Refuse more ranks than the memory carries."""
-    if memory_bytes // num_ranks < MIN_MEMORY_PER_RANK:
-        max_ranks = memory_bytes // MIN_MEMORY_PER_RANK
+    max_ranks = memory_bytes // MIN_MEMORY_PER_RANK
+    if num_ranks > max_ranks:
         needed = format_bytes(MIN_MEMORY_PER_RANK)
         raise ConfigError(
             f"{num_ranks} ranks share {format_bytes(memory_bytes)} of host memory; each needs {needed}",
@@ -77,12 +74,7 @@ def check_memory(memory_bytes: int, num_ranks: int) -> None:
 
 
 def require_free_memory(memory_bytes: int, num_ranks: int | None, *, of_process_bytes: int = sys.maxsize) -> None:
-    """Refuse to begin while memory is nearly full; a condition of the moment, unlike `check_memory` of what the machine has.
-
-    Args:
-        memory_bytes: of the host that are free.
-        of_process_bytes: address space that each process may still take.
-    """
+    """Refuse to begin while memory is nearly full; a condition of the moment, unlike `check_memory` of what the machine has."""
     ranks = num_ranks or 1
     if memory_bytes // ranks < MIN_MEMORY_PER_RANK:
         raise MeshwrightError(
@@ -122,10 +114,7 @@ def visible_gpus() -> tuple[tuple[str, ...], str]:
 
 
 def gpu_state() -> dict[str, float]:
-    """Return clocks and power limit of the first GPU as it runs now, as fields of a ProfileProvenance.
-
-    Nothing without nvidia-smi.
-    """
+    """Return clocks and power limit of the first GPU as it runs now: fields of a ProfileProvenance, none without nvidia-smi."""
     query = {"clock_mhz": "clocks.sm", "memory_clock_mhz": "clocks.mem", "power_limit_w": "power.limit"}
     rows = _nvidia_smi(tuple(query.values()), units=False)
     numbers = zip(query, rows[0], strict=True) if rows else ()
@@ -147,36 +136,36 @@ def _nvidia_smi(fields: Sequence[str] = ("uuid", "name", "driver_version"), *, u
 
 
 def _visible_indices(visible: str | None, uuids: list[str]) -> list[int]:
-    """Return the visible GPUs by CUDA's rule.
-
-    Entries are indices or beginnings of UUIDs, and the first wrong entry ends the list.
-    """
+    """Return the visible GPUs by CUDA's rule: indices or beginnings of UUIDs, of which the first wrong one ends the list."""
     if visible is None:
         return list(range(len(uuids)))
-    visible_gpus: list[int] = []
+    indices: list[int] = []
     for entry in (part.strip() for part in visible.split(",")):
         by_uuid = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
-        index = int(entry) if re.fullmatch(r"[0-9]{1,6}", entry) else by_uuid[0] if by_uuid else -1
-        if not 0 <= index < len(uuids) or index in visible_gpus:
+        index = int(entry) if re.fullmatch(r"[0-9]{1,6}", entry) else next(iter(by_uuid), -1)
+        if not 0 <= index < len(uuids) or index in indices:
             break
-        visible_gpus.append(index)
-    return visible_gpus
+        indices.append(index)
+    return indices
 
 
 def cpu_name() -> str:
     """Return the model name of the processor."""
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:  # not Linux
-        match = None
+    match = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine() or "cpu"
 
 
 def num_cores() -> int:
     """Return the cores this process may use: its affinity, and entire cores of the cgroup's quota."""
     cores: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [_quota(folder) for folder in _cgroup_folders("cpu")]
-    return max(1, int(min([cores, *(quota for quota in quotas if quota)])))
+    quotas: list[float] = [cores]
+    for folder in _cgroup_folders("cpu"):
+        version_2 = re.match(r"(\d+) (\d+)", _text(folder / "cpu.max"))
+        quota, period = map(int, version_2.groups()) if version_2 else (
+            _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us"),
+        )  # fmt: skip
+        quotas += [quota / period] if quota and period else []
+    return max(1, int(min(quotas)))
 
 
 def total_memory() -> int:
@@ -190,10 +179,7 @@ def available_memory() -> int:
 
 
 def memory_left_to_process() -> int:
-    """Return the bytes of address space that this process may still take before its own limit (``ulimit -v``).
-
-    2^63 - 1 without one.
-    """
+    """Return the bytes of address space that this process may still take before its own limit (``ulimit -v``)."""
     try:
         import resource
 
@@ -205,7 +191,7 @@ def memory_left_to_process() -> int:
 
 def process_age_s() -> float:
     """Return the seconds since this process was started, imports included; 0 where the system does not say."""
-    uptime, fields = _text(_UPTIME).split(), _text(_PROCESS_STATE).rpartition(")")[2].split()
+    uptime, fields = _text(Path("/proc/uptime")).split(), _text(Path("/proc/self/stat")).rpartition(")")[2].split()
     if not uptime or len(fields) < 20:
         return 0.0
     return max(0.0, float(uptime[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
@@ -226,15 +212,6 @@ def _memory_limits() -> list[tuple[int, int]]:
         if limit:
             limits.append((limit, max(0, used - (int(cache[1]) if cache else 0))))
     return limits
-
-
-def _quota(folder: Path) -> float | None:
-    """Return the cores of a cgroup's quota; None without one."""
-    words = _text(folder / "cpu.max").split()
-    if len(words) == 2 and words[0].isdigit():
-        return int(words[0]) / int(words[1])
-    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-    return quota / period if quota and period else None
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
@@ -258,7 +235,7 @@ def _number(path: Path) -> int | None:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:  # no such controller here
+    except OSError:  # no such controller here, or not Linux
         return ""
 
 

@@ -19,13 +19,24 @@ from ..schema.cluster import (
     NodeGroup,
 )
 from ..schema.errors import ConfigError, ProfileError
-from ..schema.profile import CollectivePoint, HostCopyPoint, Profile
+from ..schema.profile import CollectivePoint, Profile
 from ..schema.units import GIB
 from .measure.compute import fit_gemm, peak_flops
 from .measure.links import OPS, bus_factor, fit_line, fit_link, unused_link
 
 _LARGE = 2**24
 """Bytes from which a copy between host and device shows its bandwidth."""
+
+
+_CATALOGUE_NAMES = {
+    "H100-80GB-HBM3": "H100-SXM-80GB",
+    "GH200-480GB": "GH200-96GB",  # torch names the memory of the Grace processor
+    "RTX-PRO-6000-Blackwell-Server-Edition": "RTX-PRO-6000-Server-96GB",
+}
+"""Names of torch.cuda.get_device_name that are not the catalogue's after their prefix is removed."""
+
+CPU_RESERVED_BYTES = GIB // 2
+"""Of a rank on a CPU: the interpreter and torch take about 0.3 GiB, gloo's buffers and the allocator some of the rest."""
 
 
 def profiled_cluster(profile: Profile) -> ClusterSpec:
@@ -91,9 +102,7 @@ def _with_points(level: LinkLevel, points: tuple[CollectivePoint, ...]) -> LinkL
 def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
     """Return the link between nodes, for each device: in rings over all ranks every node's devices carry their part of its traffic.
 
-    The points are of entire hierarchies and no curve of this link by itself: its rates and latencies follow from them, they do
-        not stand
-    in for it.
+    The points are of entire hierarchies and no curve of this link by itself: rates follow from them, they do not stand in for it.
     """
     link = fit_link(_widest(points), profile.machine.backend, f"measured {profile.created[:10]}").replace(measured=())
     ranks_per_node = profile.machine.num_devices // profile.machine.num_nodes
@@ -110,16 +119,12 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
 
 
 def _concurrent_lines(points: Sequence[CollectivePoint], ranks_per_node: int) -> dict[str, tuple[float, float]]:
-    """Return latency and rate of one device between counterparts of all nodes, while its node's others send, too.
-
-    Of the operations that have two sizes at least.
-    """
-    concurrent = [
-        p
-        for p in points
+    """Return latency and rate of one device between counterparts of all nodes, while its node's others send, too."""
+    concurrent = _widest([
+        p for p in points
         if p.num_nodes > 1 and p.stride == ranks_per_node and p.concurrent_groups == ranks_per_node > 1
-    ]
-    by_op = {op: [point for point in _widest(concurrent) if point.op == op] for op in OPS}
+    ])  # fmt: skip
+    by_op = {op: [point for point in concurrent if point.op == op] for op in OPS}
     return {op: _line(same_op) for op, same_op in by_op.items() if len({point.size_bytes for point in same_op}) > 1}
 
 
@@ -130,32 +135,20 @@ def _line(points: Sequence[CollectivePoint]) -> tuple[float, float]:
 
 def _host_link(profile: Profile) -> dict[str, Any]:
     """Return the rate of large pinned copies of one device, the slower direction; nothing where none was measured."""
-    rates = [_rates(profile.host_copies, direction) for direction in ("to_device", "to_host")]
-    if not all(rates):
-        return {}
-    return {"host_link_bytes_per_s": min(median(rate) for rate in rates)}
+    rates: dict[str, list[float]] = {"to_device": [], "to_host": []}
+    for point in profile.host_copies:
+        is_plain = point.host_memory == "pinned" and point.devices_at_once == 1 and point.size_bytes >= _LARGE
+        if is_plain and point.direction in rates:
+            rates[point.direction].append(point.size_bytes / point.time_s)
+    return {"host_link_bytes_per_s": min(map(median, rates.values()))} if all(rates.values()) else {}
 
 
 def _storage_rate(profile: Profile) -> dict[str, Any]:
-    """Return the rate of one node's storage with all its ranks at once, the slower of reading and writing.
-
-    Nothing if not measured.
-    """
+    """Return the rate of one node's storage with all its ranks at once, the slower of reading and writing, if measured."""
     rates: dict[str, float] = {}
     for point in sorted(profile.storage, key=lambda point: point.size_bytes):  # the largest file counts
         rates[point.operation] = point.ranks_at_once * point.size_bytes / point.time_s
     return {"storage_bytes_per_s": min(rates.values())} if len(rates) > 1 else {}
-
-
-def _rates(points: Sequence[HostCopyPoint], direction: str) -> list[float]:
-    return [
-        point.size_bytes / point.time_s
-        for point in points
-        if point.direction == direction
-        and point.host_memory == "pinned"
-        and point.devices_at_once == 1
-        and point.size_bytes >= _LARGE
-    ]
 
 
 def cluster_from_profile(profile: Profile) -> ClusterSpec:
@@ -165,11 +158,9 @@ def cluster_from_profile(profile: Profile) -> ClusterSpec:
         ProfileError: the profile lacks a measurement that the description needs.
     """
     machine, ranks = profile.machine, profile.machine.num_devices
-    on_gpu = machine.backend == "nccl"
+    on_gpu, backend = machine.backend == "nccl", machine.backend
     bandwidth, source = profile.memory_bandwidth_bytes_per_s, f"measured {profile.created[:10]} on {machine.device}"
-    architecture, name = "", f"{machine.device} / {ranks}"
-    if on_gpu:
-        name, architecture = _catalogue_name(machine.device)
+    name, architecture = _catalogue_name(machine.device) if on_gpu else (f"{machine.device} / {ranks}", "")
     device = Device(
         name=name,
         vendor="cpu" if not on_gpu else "amd" if machine.driver.startswith("rocm") else "nvidia",
@@ -180,8 +171,7 @@ def cluster_from_profile(profile: Profile) -> ClusterSpec:
         gemm=fit_gemm(profile.matmuls, bandwidth, source),
         source=f"{source}, {machine.driver}",
     )
-    backend, measured = machine.backend, profile.collectives
-    link = unused_link(backend, bandwidth) if ranks == 1 else fit_link(measured, backend, source)
+    link = unused_link(backend, bandwidth) if ranks == 1 else fit_link(profile.collectives, backend, source)
     host_memory = machine.host_memory_bytes if on_gpu else None
     return ClusterSpec(
         name="local",
@@ -200,14 +190,3 @@ def _catalogue_name(torch_name: str) -> tuple[str, str]:
     except ConfigError:  # a GPU the catalogue does not have is fully described by its measurement
         return torch_name, ""
     return name, entry.get("architecture", "")
-
-
-_CATALOGUE_NAMES = {
-    "H100-80GB-HBM3": "H100-SXM-80GB",
-    "GH200-480GB": "GH200-96GB",  # torch names the memory of the Grace processor
-    "RTX-PRO-6000-Blackwell-Server-Edition": "RTX-PRO-6000-Server-96GB",
-}
-"""Names of torch.cuda.get_device_name that are not the catalogue's after their prefix is removed."""
-
-CPU_RESERVED_BYTES = GIB // 2
-"""Of a rank on a CPU: the interpreter and torch take about 0.3 GiB, gloo's buffers and the allocator some of the rest."""

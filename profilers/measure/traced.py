@@ -8,10 +8,10 @@ the flash kernels of GPUs save the same.
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,36 +46,26 @@ class LiveBytes(TorchDispatchMode):
         """Count tensors that were made before."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                self._track(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                key, size = id(storage), storage.nbytes()
+                reference, known = self._alive.get(key) or (weakref.ref(storage, partial(self._free, key)), 0)
+                self._alive[key] = reference, size
+                self.current += size - known
+                self.peak = max(self.peak, self.current)
 
     def reset_peak(self) -> None:
         """Look for the peak from here on."""
         self.peak = self.current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = _unknown_to_torch(func, args, kwargs)
+        result = _unknown_to_torch(func, args, kwargs or {})
         if result is None:
-            result = func(*args, **kwargs)
+            result = func(*args, **(kwargs or {}))
         self.track(tree_leaves(result))
         return result
 
-    def _track(self, storage: Any) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key in self._alive:
-            reference, known = self._alive[key]
-            self._alive[key] = reference, size
-            self._grow(size - known)
-            return
-        self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size
-        self._grow(size)
-
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, _: Any) -> None:
         self.current -= self._alive.pop(key)[1]
-
-    def _grow(self, size: int) -> None:
-        self.current += size
-        self.peak = max(self.peak, self.current)
 
 
 def _unknown_to_torch(func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -128,18 +118,14 @@ def trace_layer(build: Callable[[], tuple[nn.Module, Callable[[], tuple[Tensor, 
 
 
 class StepTrace(NamedTuple):
-    """Bytes and FLOPs of one training step, or differences of them."""
+    """Bytes and FLOPs of one training step: fields of a StepMemory."""
 
-    parameters: float
-    optimizer: float
-    forward_peak: float
-    backward_peak: float
-    optimizer_peak: float
+    parameter_bytes: float
+    optimizer_bytes: float
+    forward_peak_bytes: float
+    backward_peak_bytes: float
+    optimizer_peak_bytes: float
     flops: float
-
-    def plus(self, other: StepTrace, times: float) -> StepTrace:
-        """Add ``times`` the other's figures to this one's."""
-        return StepTrace(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 def trace_step(
@@ -156,22 +142,15 @@ def trace_step(
         build: makes a model of other depths; called on fake tensors.
     """
     low, high = TRACED_DEPTHS
-    trace = functools.partial(_trace, build, shape=(micro_batch_size, seq_len), dtype=dtype)
+    trace = partial(_trace, build, shape=(micro_batch_size, seq_len), dtype=dtype)
     num_kinds = len(model.block_runs)
     shallow = [low] * num_kinds
     base = total = trace(_with_counts(model, shallow))
     for i, (_, count) in enumerate(model.block_runs):
         deeper = trace(_with_counts(model, [*shallow[:i], high, *shallow[i + 1 :]]))
-        total = total.plus(deeper.plus(base, -1.0), float(count - low))
-    return {
-        "parameter_bytes": round(total.parameters),
-        "optimizer_bytes": round(total.optimizer),
-        "forward_peak_bytes": round(total.forward_peak),
-        "backward_peak_bytes": round(total.backward_peak),
-        "optimizer_peak_bytes": round(total.optimizer_peak),
-        "flops": round(total.flops),
-        "layers_traced": TRACED_DEPTHS,
-    }
+        pairs = zip(total, deeper, base, strict=True)
+        total = StepTrace(*(sum_ + (count - low) * (more - less) for sum_, more, less in pairs))
+    return {**{name: round(value) for name, value in total._asdict().items()}, "layers_traced": TRACED_DEPTHS}
 
 
 def _with_counts(model: ModelSpec, counts: list[int]) -> ModelSpec:

@@ -1,8 +1,7 @@
 """The deaths of ranks: what a rank records of its own, and which of several is the cause of a failed job.
 
-When a rank dies its peers soon fail too, in the middle of a collective, and the launcher ends those that remain: of all these
-    deaths
-one is the cause. They are looked at in this order: a rank killed by a signal that the launcher did not send; a rank with an
+When a rank dies its peers soon fail too, in the middle of a collective, and the launcher ends those that remain: one of these
+deaths is the cause. They are looked at in this order: a rank killed by a signal that the launcher did not send; a rank with an
 exception of its own; a rank that aborted; a rank that had to be killed because it no longer answered, where the others report
 only that they waited for it; a rank that lost a connection. Within a kind the earliest.
 """
@@ -18,7 +17,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ...schema import MeshwrightError
@@ -58,6 +56,13 @@ class DeathKind(IntEnum):
     LOST_PEER = 4
 
 
+FOLLOWING = {
+    DeathKind.WAITED: "waited in vain for another rank",
+    DeathKind.LOST_PEER: "lost the connection to another rank",
+}
+"""Kinds that follow from another rank's death."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankDeath:
     """How one rank ended.
@@ -88,10 +93,10 @@ class RankDeath:
         """Classify this death by itself."""
         name = self.error.partition(":")[0].rpartition(".")[2]
         text = self.error if self.error else "\n".join(self.trace)
-        if not self.error or name in _COMMUNICATION_ERRORS:
-            if self.exit_code != -signal.SIGKILL and _WAITED.search(text):
+        if self.exit_code != -signal.SIGKILL and (not self.error or name in _COMMUNICATION_ERRORS):
+            if _WAITED.search(text):
                 return DeathKind.WAITED
-            if self.exit_code != -signal.SIGKILL and _LOST_PEER.search(text):
+            if _LOST_PEER.search(text):
                 return DeathKind.LOST_PEER
         if self.exit_code == -signal.SIGABRT:
             return DeathKind.ABORTED
@@ -124,48 +129,42 @@ def explain_failure(
     """
     deaths = tuple(deaths)
     cause = cause_of(deaths)
+    is_follower = cause.kind in FOLLOWING
     silent = [death for death in deaths if death.ended_by_launcher and death.exit_code == -signal.SIGKILL]
-    if cause.kind in (DeathKind.WAITED, DeathKind.LOST_PEER) and silent:
-        return _explain_silent(silent[0], cause, world_size)
+    if is_follower and silent:
+        return MeshwrightError(
+            f"rank {silent[0].rank} of {world_size} stopped answering and was killed",
+            details=(f"rank {cause.rank} waited for it: {cause.error}",),
+            help="look for a process that is suspended, swapping or stuck in a device call on that rank",
+        )
     if cause.payload is not None:
-        return _error_from_payload(cause.payload)
+        kind = getattr(our_errors, cause.payload["kind"], MeshwrightError)
+        error: MeshwrightError = kind(
+            cause.payload["message"], details=tuple(cause.payload["details"]), help=cause.payload["help"]
+        )
+        return error
     title = f"rank {cause.rank} of {world_size} {_ending(cause)}"
-    if cause.kind in (DeathKind.WAITED, DeathKind.LOST_PEER):
+    if is_follower:
         early = (f"rank {_listed(ended_well)} had already ended, without an error",) if ended_well else ()
         return MeshwrightError(
             title, details=early, help="the cause is on another rank or node: see the messages there"
         )
-    details = tuple(cause.trace[:_TRACE_LINES] if cause.was_hung else cause.trace[-_TRACE_LINES:])
-    followers = [
-        death.rank
-        for death in deaths
-        if not death.ended_by_launcher and death.kind in (DeathKind.WAITED, DeathKind.LOST_PEER)
-    ]
-    if followers:
-        details = (*details, f"rank {_listed(followers)} then lost the connection to it")
+    details = list(cause.trace[:_TRACE_LINES] if cause.was_hung else cause.trace[-_TRACE_LINES:])
+    if followers := [death.rank for death in deaths if not death.ended_by_launcher and death.kind in FOLLOWING]:
+        details.append(f"rank {_listed(followers)} then lost the connection to it")
     if memory and cause.exit_code == -signal.SIGKILL and not (cause.was_suspended or cause.was_hung):
-        details = (*details, memory)
-    return MeshwrightError(title, details=details, help=_advice(cause))
+        details.append(memory)
+    return MeshwrightError(title, details=tuple(details), help=_advice(cause))
 
 
 def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(str(rank) for rank in sorted(ranks))
 
 
-def _explain_silent(silent: RankDeath, witness: RankDeath, world_size: int) -> MeshwrightError:
-    return MeshwrightError(
-        f"rank {silent.rank} of {world_size} stopped answering and was killed",
-        details=(f"rank {witness.rank} waited for it: {witness.error}",),
-        help="look for a process that is suspended, swapping or stuck in a device call on that rank",
-    )
-
-
 def _ending(death: RankDeath) -> str:
     reported = f": {death.error[:_TITLE_CHARACTERS]}" if death.error else ""
-    if death.kind is DeathKind.WAITED:
-        return f"waited in vain for another rank{reported}"
-    if death.kind is DeathKind.LOST_PEER:
-        return f"lost the connection to another rank{reported}"
+    if death.kind in FOLLOWING:
+        return f"{FOLLOWING[death.kind]}{reported}"
     if death.was_suspended:
         return "was suspended (a stop signal?) and was killed"
     if death.was_hung:
@@ -173,12 +172,9 @@ def _ending(death: RankDeath) -> str:
             "stopped making steps while the others waited for it, and was killed; it was here (innermost call first):"
         )
     if death.exit_code < 0:
-        return f"was killed by signal {-death.exit_code} ({_signal_name(-death.exit_code)})"
+        known = {int(number): number.name for number in signal.Signals}
+        return f"was killed by signal {-death.exit_code} ({known.get(-death.exit_code, 'unknown')})"
     return f"failed{reported}" if reported else f"ended with exit code {death.exit_code}"
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in {int(known) for known in signal.Signals} else "unknown"
 
 
 def _advice(death: RankDeath) -> str | None:
@@ -201,7 +197,10 @@ def record_error(path: Path, error: BaseException, *, hidden_files: Collection[s
         hidden_files: source files whose frames at the start of the traceback are left out.
     """
     lines = str(error).strip().splitlines() or [""]
-    trace = traceback.format_exception(type(error), error, _below(error.__traceback__, hidden_files))
+    first = error.__traceback__
+    while first is not None and first.tb_frame.f_code.co_filename in hidden_files:
+        first = first.tb_next
+    trace = traceback.format_exception(type(error), error, first or error.__traceback__)
     record: dict[str, Any] = {
         "error": f"{type(error).__name__}: {lines[0]}",
         "trace": "".join(trace).rstrip().splitlines(),
@@ -216,33 +215,14 @@ def record_error(path: Path, error: BaseException, *, hidden_files: Collection[s
 def read_death(rank: int, exit_code: int, *, ended_by_launcher: bool, record: Path, log: Path) -> RankDeath:
     """Return the death of a rank from what it recorded, or else from the end of its log; either file may be absent."""
     recorded = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    trace = recorded.get("trace") or _log_tail(log)
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")]
     return RankDeath(
         rank=rank,
         exit_code=exit_code,
         ended_by_launcher=ended_by_launcher,
         time_s=recorded.get("time_s", 0.0),
         error=recorded.get("error", ""),
-        trace=tuple(trace[-_LOG_TAIL_LINES:]),
+        trace=tuple((recorded.get("trace") or lines)[-_LOG_TAIL_LINES:]),
         payload=recorded.get("payload"),
     )
-
-
-def _below(trace: TracebackType | None, hidden_files: Collection[str]) -> TracebackType | None:
-    """Return the part of a traceback that begins in other files; all of it where there is none."""
-    first = trace
-    while first is not None and first.tb_frame.f_code.co_filename in hidden_files:
-        first = first.tb_next
-    return first if first is not None else trace
-
-
-def _log_tail(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")]
-    return lines[-_LOG_TAIL_LINES:]
-
-
-def _error_from_payload(payload: Mapping[str, Any]) -> MeshwrightError:
-    kind = getattr(our_errors, payload["kind"], MeshwrightError)
-    error: MeshwrightError = kind(payload["message"], details=tuple(payload["details"]), help=payload["help"])
-    return error

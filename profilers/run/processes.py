@@ -117,25 +117,24 @@ def run_ranks(job: NodeJob, on_poll: Callable[[Mapping[int, int]], None] | None 
         try:
             for local_rank in range(job.num_ranks):
                 processes.append(_start(job, local_rank))  # noqa: PERF401 - if one cannot start the others are ended
-            _wait(job, processes, received, on_poll or _ignore)
+            _wait(job, processes, received, on_poll or (lambda _: None))
             codes = [process.poll() for process in processes]
         finally:
             _end(processes, at_once=time.time() > job.ends_at)
-    ranks = [(job.first_rank + i, process, codes[i]) for i, process in enumerate(processes)]
     deaths = tuple(
         read_death(
-            rank,
+            job.first_rank + i,
             process.returncode,
-            ended_by_launcher=code is None,
-            record=job.error_file(rank - job.first_rank),
-            log=job.log_file(rank - job.first_rank),
+            ended_by_launcher=codes[i] is None,
+            record=job.error_file(i),
+            log=job.log_file(i),
         )
-        for rank, process, code in ranks
+        for i, process in enumerate(processes)
         if process.returncode
     )
     return JobEnd(
         deaths=deaths,
-        ended_well=tuple(rank for rank, _, code in ranks if code == 0),
+        ended_well=tuple(job.first_rank + i for i, code in enumerate(codes) if code == 0),
         received=received[0] if received else None,
         is_late=None in codes and time.time() > job.ends_at,
     )
@@ -210,10 +209,6 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _ignore(_: Mapping[int, int]) -> None:
-    """Nobody wants to know."""
-
-
 # --- the rank's side -------------------------------------------------------------------------------------------------
 
 
@@ -240,13 +235,13 @@ def _end_with_launcher() -> None:
         if launcher and os.getppid() != launcher:  # it was gone before the kernel knew
             os._exit(1)
     elif launcher:
-        threading.Thread(target=_exit_without, args=(launcher,), daemon=True).start()
 
+        def exit_without() -> None:
+            while os.getppid() == launcher:
+                time.sleep(0.2)
+            os._exit(1)
 
-def _exit_without(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(0.2)
-    os._exit(1)
+        threading.Thread(target=exit_without, daemon=True).start()
 
 
 def exit_well() -> NoReturn:

@@ -184,7 +184,7 @@ class Budget:
         self._values = tuple(values)
 
     def remaining_s(self) -> float:
-        """Return the seconds until the end, not negative."""
+        """Return the seconds until the end."""
         return max(0.0, self._end_s - self._clock())
 
     def share_s(self, idx: int) -> float:
@@ -214,9 +214,12 @@ class _Session:
             host_memory_bytes=min(node.host_memory_bytes for node in nodes),
         )
         self._old = self._profile_to_resume()
-        self._old_points = _points_of(self._old)
+        # The points of the parts that a resumed profile retains.
+        names = {name for part in (self._old.parts if self._old else ()) for name in FIELDS_OF_PART[part.name]}
+        fields = self._old.model_dump(mode="json", include=names) if self._old else {}
+        self._old_points = {name: p if isinstance(p, list) else [p] for name, p in fields.items() if p}
         self._points: Points = {}
-        self._by_rank: list[Points] = [{} for _ in range(place.world_size)]
+        self._by_rank: list[Points] = []
         self._sections: list[ProfileSection] = list(self._old.parts) if self._old else []
         is_compared = bench.device.type == "cpu" and place.world_size > 1  # a GPU has no other rank's work
         self._comparison = Comparison(bench, place.local_rank, place.ranks_per_node) if is_compared else None
@@ -360,15 +363,6 @@ def _rank_facts(device: torch.device, place: RankPlace) -> dict[str, Any]:
         "machine": identity.model_dump(mode="json"),
         "software": {"meshwright": version("meshwright"), "nccl": nccl, "cuda": str(torch.version.cuda or "")},
     }
-
-
-def _points_of(profile: Profile | None) -> Points:
-    """Return the points of the parts that a resumed profile retains."""
-    if profile is None:
-        return {}
-    names = [name for part in profile.parts for name in FIELDS_OF_PART[part.name]]
-    fields = profile.model_dump(mode="json", include=set(names))
-    return {name: points if isinstance(points, list) else [points] for name, points in fields.items() if points}
 
 
 if __name__ == "__main__":

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from ...schema.units import MIB
-from ..measure.compute import CPU_LAYERS, GPU_LAYERS, measure_matmuls, measure_shapes
+from ..measure.compute import CPU_LAYERS, GPU_LAYERS, best_rate, measure_matmuls, measure_shapes
 from ..measure.host import measure_copies, measure_cpu_adam, measure_overlap, measure_storage
 from ..measure.kernels import (
     CPU_ATTENTION,
@@ -49,22 +49,8 @@ _GROUP_S = 0.1
 _ELEMENTS = (2**22, 2**24, 2**20, 2**26)
 
 
-class ChooseShapes(Protocol):
-    """Chooses the products (m, n, k) that are worth measuring on a device."""
-
-    def __call__(
-        self,
-        *,
-        flops_per_s: float,
-        memory_bandwidth_bytes_per_s: float,
-        num_processors: int,
-        cache_bytes: float,
-        element_bytes: float,
-        count: int,
-        max_s: float,
-        max_bytes: float,
-    ) -> Sequence[tuple[int, int, int]]:
-        """Return up to ``count`` shapes, best first, each of at most ``max_s`` seconds and ``max_bytes`` bytes."""
+ChooseShapes = Callable[..., Sequence[tuple[int, int, int]]]
+"""Chooses the products (m, n, k) that are worth measuring on a device, best first: `cost_models.learned.calibration`."""
 
 
 def brief_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[MeasurementStep]:
@@ -104,33 +90,34 @@ def thorough_steps(
     no_storage = "" if task.storage_path else "no --nvme PATH"
     nodes, local = (place.num_nodes, place.ranks_per_node), (place.local_rank, place.ranks_per_node)
     streams, products, collectives = brief_steps(task, place, on_gpu)
-    if build_model is None:
-        of_model = [
-            MeasurementStep("memory", "layers on fake tensors", 6, lambda *_: {}, "no --model"),
-            MeasurementStep("layers", "layers of the model", 16, lambda *_: {}, "no --model"),
-        ]
-    else:
+    unmeasured = (("memory", "layers on fake tensors", 6), ("layers", "layers of the model", 16))
+    of_model = [MeasurementStep(*step, lambda *_: {}, "no --model") for step in unmeasured]
+    if build_model is not None:
         from ..model_steps import model_steps  # with all that a model needs of torch: seconds
 
         of_model = model_steps(build_model, task, place, dtype)
 
+    def rate(bench: Bench, points: Points) -> float:
+        return bench.agree_min(best_rate(points["matmuls"], dtype) or 1e9)
+
     def elementwise(bench: Bench, points: Points) -> Points:
-        bandwidth = stream_bandwidth(points["elementwise"])
-        return {"elementwise": measure_elementwise(bench, dtype, _ELEMENTS, bandwidth)}
+        return {"elementwise": measure_elementwise(bench, dtype, _ELEMENTS, stream_bandwidth(points["elementwise"]))}
 
     def attention(bench: Bench, points: Points) -> Points:
         shapes = GPU_ATTENTION if on_gpu else CPU_ATTENTION
-        return {"attention": measure_attention(bench, dtype, shapes, rate_of(bench, points, dtype))}
+        return {"attention": measure_attention(bench, dtype, shapes, rate(bench, points))}
 
     def grouped(bench: Bench, points: Points) -> Points:
         shapes = GPU_GROUPED if on_gpu else CPU_GROUPED
-        return {"grouped_matmuls": measure_grouped(bench, dtype, shapes, rate_of(bench, points, dtype))}
+        return {"grouped_matmuls": measure_grouped(bench, dtype, shapes, rate(bench, points))}
 
     def informative(bench: Bench, points: Points) -> Points:
-        rate = rate_of(bench, points, dtype)
-        bandwidth = bench.agree_min(stream_bandwidth(points["elementwise"]))
-        shapes = _informative_shapes(bench, choose_shapes, rate, bandwidth, 2.0 if on_gpu else 4.0)
-        return {"matmuls": measure_shapes(bench, shapes, dtype, rate)}
+        rates = {
+            "flops_per_s": rate(bench, points),
+            "memory_bandwidth_bytes_per_s": bench.agree_min(stream_bandwidth(points["elementwise"])),
+        }
+        shapes = _informative_shapes(bench, choose_shapes, element_bytes=2.0 if on_gpu else 4.0, **rates)
+        return {"matmuls": measure_shapes(bench, shapes, dtype, rates["flops_per_s"])}
 
     return [
         streams._replace(value=1),
@@ -157,15 +144,7 @@ def thorough_steps(
     ]  # fmt: skip
 
 
-def rate_of(bench: Bench, points: Points, dtype: str) -> float:
-    """Return the best rate of the products measured so far in a format, FLOP/s, of the slowest rank."""
-    rates = [2.0 * p["m"] * p["n"] * p["k"] / p["time_s"] for p in points["matmuls"] if p["dtype"] == dtype]
-    return bench.agree_min(max(rates, default=1e9))
-
-
-def _informative_shapes(
-    bench: Bench, choose_shapes: ChooseShapes, flops_per_s: float, bandwidth_bytes_per_s: float, element_bytes: float
-) -> list[tuple[int, int, int]]:
+def _informative_shapes(bench: Bench, choose_shapes: ChooseShapes, **rates: float) -> list[tuple[int, int, int]]:
     """Return the first rank's choice of products (m, n, k), for all ranks."""
     import torch
     import torch.distributed as dist
@@ -181,11 +160,9 @@ def _informative_shapes(
             properties = torch.cuda.get_device_properties(bench.device)
             num_processors, cache_bytes = properties.multi_processor_count, float(properties.L2_cache_size)
         chosen = choose_shapes(
-            flops_per_s=flops_per_s,
-            memory_bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+            **rates,
             num_processors=num_processors,
             cache_bytes=cache_bytes,
-            element_bytes=element_bytes,
             count=count,
             max_s=max(1e-4, work_s * _SHAPE_FRACTION / _CALLS),
             max_bytes=bench.free_bytes() / 16,
@@ -217,11 +194,11 @@ def _groups(place: RankPlace, bench: Bench, _: Points) -> Points:
     points: list[dict[str, Any]] = []
     axes = axes_of(place.num_nodes, place.ranks_per_node)
     groups = groups_of(axes, place.num_nodes, place.ranks_per_node)
-    for i in range(len(axes)):
-        if not bench.has_time(_GROUP_S, f"groups of {axes[i].size} ranks at a distance of {axes[i].stride}"):
+    for i, axis in enumerate(axes):
+        if not bench.has_time(_GROUP_S, f"groups of {axis.size} ranks at a distance of {axis.stride}"):
             bench.leave_out("", len(axes) - i - 1)
             break
-        group = next(groups)
+        group = next(groups)  # which makes it
         with bench.part_of_budget(1 / (len(axes) - i)):
             points += measure_collectives(bench, group, SIZES)
     return {"collectives": points}
