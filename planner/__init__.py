@@ -1,10 +1,10 @@
 """Model + cluster + workload -> Plan."""
 
+from .cheapest import cheapest
 from .explain.report import explain
 from .explain.why_not import compare
 from .pareto import pareto
 from .plan import default_precision, estimate, not_executed, plan
-from .sizes import cheapest
 
 __all__ = [
     "cheapest",

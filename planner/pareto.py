@@ -25,9 +25,9 @@ makes anything faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, TypeVar, Unpack
 
 import numpy as np
 
@@ -48,7 +48,6 @@ from ..schema import (
 from ..schema.units import FloatArray, IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .expand import Candidate, expand_fitting
-from .objectives import pareto_front
 from .request import Deadline, PlanRequest, RequestOptions
 from .search import BLOCK, REL_GAP, WINDOW, bounding_costs
 from .space import build_space
@@ -63,6 +62,20 @@ SCHEDULE_STEP_FRACTION = 0.05
 
 _MIN_BOUND_S = 1e-12
 """Of a bound where time was over before there was any: it has to be positive."""
+
+
+Item = TypeVar("Item")
+
+
+def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Compare the values of two answers under two objectives: no worse in both, and better in one."""
+    return one[0] <= other[0] and one[1] <= other[1] and one != other
+
+
+def pareto_front(items: Iterable[Item], values: Callable[[Item], tuple[float, float]]) -> list[Item]:
+    """Return the items that no other one beats, in their order."""
+    listed = [(item, values(item)) for item in items]
+    return [item for item, value in listed if not any(beats(other, value) for _, other in listed)]
 
 
 def pareto(
@@ -96,8 +109,10 @@ def pareto(
     while cap > 0 and not request.deadline.is_over and (fastest := layouts.fastest_under(cap)) is not None:
         if not points and "schedule" not in request.fixed:
             fastest = layouts.with_synthesised_order(fastest)
-        points.append(layouts.point(fastest, cap))
-        cap = fastest.candidate.estimate.required_bytes - step
+        split = fastest.candidate
+        layers = tuple(int(n) for n in np.diff(split.boundaries))
+        points.append(_point(split.layout(layouts.costs.layouts), split.estimate, fastest.bound_s, cap, layers))
+        cap = split.estimate.required_bytes - step
     front = pareto_front(points, _time_and_memory)
     if request.offload is None:
         return tuple(front)
@@ -197,12 +212,6 @@ class _CappedLayouts:
         if not ordered:
             return fastest
         return _Fastest(ordered[-1], min(fastest.bound_s, ordered[-1].estimate.step_time_s))
-
-    def point(self, fastest: _Fastest, cap_bytes: int) -> ParetoPoint:
-        """Return the point of a cap."""
-        candidate = fastest.candidate
-        layers = tuple(int(n) for n in np.diff(candidate.boundaries))
-        return _point(candidate.layout(self.costs.layouts), candidate.estimate, fastest.bound_s, cap_bytes, layers)
 
 
 def _bounds(costs: CostTable, deadline: Deadline) -> tuple[IntArray, FloatArray, FloatArray]:

@@ -221,7 +221,7 @@ class TrainingPlan(Plan):
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
         offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
-        cost: money, where the plan is the cheapest of several sizes (planner/sizes.py).
+        cost: money, where the plan is the cheapest of several sizes (planner/cheapest.py).
         pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
     """
 

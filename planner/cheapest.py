@@ -10,7 +10,7 @@ Data
 Variable
     k            the size that is rented
 Objective
-    (O)  min  PRICE[k] T[k] / TOKENS          USD per token
+    (O)  min  PRICE[k] T[k] / TOKENS          USD per token, or another of OBJECTIVES
 Constraints
     (C1) floor: TOKENS / T[k] >= FLOOR
     (C2) memory: some layout of the size fits
@@ -24,16 +24,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 from ..cost_models.hardware.machine import peak_flops_per_s
 from ..cost_models.stage.step import step_flops_per_token
-from ..schema import ConfigError, InfeasibleError, ModelSpec, Offer, SolverLimitError, TrainingPlan, Workload
+from ..schema import (
+    ClusterSpec,
+    ConfigError,
+    InfeasibleError,
+    ModelSpec,
+    Offer,
+    SolverLimitError,
+    TrainingPlan,
+    Workload,
+)
 from ..schema.offers import CostSummary, Outcome, SizeTried
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
-from .objectives import HOUR_S, MONEY, STEP_TIME, Objective, beats, price_per_hour
+from .pareto import beats
 from .plan import plan_training
 from .request import Deadline, PlanRequest, RequestOptions
 from .search import REL_GAP, Frontier, Pool, SearchResult, search
@@ -41,11 +50,37 @@ from .space import build_space
 from .tasks.offload import OffloadResult, OffloadSpace, plan_schedule, require_schedulable, search_offload
 from .tasks.training import WORTH_MOVING, add_synthesised_orders, plan_layout
 
+HOUR_S = 3600.0
+
 SHARE_OF_BOUNDS = 0.5
 """Part of a time limit after which no further size is bounded, so that those that are can be searched."""
 
+TIME_OVER = "the time limit came first"
+
 FLOOR_ROUNDING = 1e-9
 """Of a floor that is a rate some plan has: its step time comes back with another last digit."""
+
+
+Objective = Callable[[float, ClusterSpec], float]
+"""What a step of so many seconds is worth on a cluster, the lower the better; proportional to the seconds, so that a lower bound on
+these is one on the objective."""
+
+OBJECTIVES: dict[str, Objective] = {
+    "throughput": lambda step_s, cluster: step_s,
+    "cost": lambda step_s, cluster: price_per_hour(cluster) / HOUR_S * step_s,
+}
+"""Seconds, and USD. A new objective is one entry."""
+
+
+def price_per_hour(cluster: ClusterSpec) -> float:
+    """Return the USD that a cluster costs in an hour.
+
+    Raises:
+        ConfigError: it has no price.
+    """
+    if cluster.price_per_hour is None:
+        raise ConfigError(f"offer {cluster.name} has no price", help="state price_per_device_hour (USD)")
+    return cluster.price_per_hour
 
 
 @dataclass
@@ -88,15 +123,11 @@ class Size:
         """A layout was found that is fast enough."""
         return self.step_time_s is not None and self.step_time_s <= self.slowest_s
 
-    def value(self, objective: Objective, step_time_s: float) -> float:
-        """Return the objective of a step of so many seconds on this size."""
-        return objective.value(step_time_s, self.request.cluster)
+    def value(self, step_time_s: float, objective: Objective = OBJECTIVES["cost"]) -> float:
+        """Return the objective, or the USD, of a step of so many seconds on this size."""
+        return objective(step_time_s, self.request.cluster)
 
-    def usd(self, step_time_s: float) -> float:
-        """Return the USD of a step of so many seconds."""
-        return self.value(MONEY, step_time_s)
-
-    def close(self, outcome: Outcome, reason: str) -> None:
+    def close(self, outcome: Outcome, reason: str = "") -> None:
         """Say what became of it."""
         self.outcome, self.reason = outcome, reason
 
@@ -109,6 +140,7 @@ def cheapest(
     min_tokens_per_s: float = 0.0,
     tokens: float | None = None,
     deadline_s: float | None = None,
+    objective: str = "cost",
     front: bool = False,
     top: int = 4,
     **options: Unpack[RequestOptions],
@@ -120,6 +152,7 @@ def cheapest(
         min_tokens_per_s: floor (C1).
         tokens: length of the run; with a deadline, it raises the floor to tokens / deadline.
         deadline_s: seconds within which the run must end.
+        objective: what is minimised, one of OBJECTIVES.
         front: also find every size that no other one beats in both time and money.
         top, options: as for `planner.plan`; time is limited for all sizes together, and sizes with nodes of several kinds have no
             offload schedules.
@@ -130,6 +163,8 @@ def cheapest(
         SolverLimitError: the time limit came before any size was searched.
     """
     start = time.perf_counter()
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"unknown objective {objective!r}", help=f"use one of {', '.join(OBJECTIVES)}")
     if deadline_s is not None and tokens is None:
         raise ConfigError("a deadline needs the number of tokens to train", help="add --tokens, e.g. --tokens 1e12")
     floor = max(min_tokens_per_s, tokens / deadline_s if tokens and deadline_s else 0.0)
@@ -138,15 +173,21 @@ def cheapest(
     if request.offload is not None:
         require_schedulable(request)
     sizes = enumerate_sizes(offers, request, slowest_s)
-    bound_sizes(sizes)
+    for size in sizes:
+        if size.peak_s > slowest_s:
+            size.close("too slow", "even at the peak rate of every device")
+        elif request.deadline.remaining_s <= (1 - SHARE_OF_BOUNDS) * request.deadline.limit_s:
+            size.reason = TIME_OVER
+        else:
+            bound_size(size)
     bounded = [size for size in sizes if size.bound_s is not None and size.outcome == "not examined"]
-    best = _search_sizes(bounded, MONEY, rel_gap=REL_GAP)
+    best = _search_sizes(bounded, OBJECTIVES[objective], rel_gap=REL_GAP)
     if best is None:
         raise _none_reaches(sizes, floor)
     if front:
         mark_front(sizes)
-    best.close("chosen", "")
-    plan = _plan_of_size(best, sizes, top)
+    best.close("chosen")
+    plan = _plan_of_size(best, sizes, OBJECTIVES[objective], top)
     cost = summarise_cost(plan, best, sizes, floor=floor, tokens=tokens)
     return plan.replace(cost=cost.replace(search_s=time.perf_counter() - start))
 
@@ -160,24 +201,10 @@ def enumerate_sizes(offers: Sequence[Offer], request: PlanRequest, slowest_s: fl
         for num_nodes in offer.sizes:
             cluster = offer.with_size(num_nodes)
             price_per_hour(cluster)  # every size needs one
-            rate = sum(
-                group.num_devices * peak_flops_per_s(group.device, workload.precision) for group in cluster.groups
-            )
+            rate = sum(g.num_devices * peak_flops_per_s(g.device, workload.precision) for g in cluster.groups)
             on_size = replace(request, cluster=cluster)
             sizes.append(Size(len(sizes), offer.name, on_size, slowest_s, peak_s=flops / rate))
     return sizes
-
-
-def bound_sizes(sizes: Sequence[Size]) -> None:
-    """Work out a bound on the fastest step of each size that the floor does not rule out at peak rates."""
-    for size in sizes:
-        deadline = size.request.deadline
-        if size.peak_s > size.slowest_s:
-            size.close("too slow", "even at the peak rate of every device")
-        elif deadline.remaining_s <= (1 - SHARE_OF_BOUNDS) * deadline.limit_s:
-            size.reason = "the time limit came first"
-        else:
-            bound_size(size)
 
 
 def bound_size(size: Size) -> None:
@@ -194,7 +221,7 @@ def bound_size(size: Size) -> None:
         size.close("no layout", (error.details or (error.message,))[0])
         return
     except SolverLimitError:
-        size.reason = "the time limit came first"
+        size.reason = TIME_OVER
         return
     if math.isinf(bound_s):
         size.close("does not fit", "in no layout")
@@ -229,37 +256,28 @@ class _SizeProblem:
         return Step([self._node(size) for size in self._sizes])
 
     def _node(self, size: Size) -> Node[Size]:
-        return Node(size.value(self._objective, size.min_s), size, size.idx)
+        return Node(size.value(size.min_s, self._objective), size, size.idx)
 
     def expand(self, node: Node[Size], incumbent: float) -> Step[Size, Size]:
         size = node.state
         if size.bound_s is None:
             bound_size(size)
             return Step([self._node(size)] if size.bound_s is not None else [])
-        limit_s = min(size.slowest_s, incumbent / size.value(self._objective, 1.0))
+        limit_s = min(size.slowest_s, incumbent / size.value(1.0, self._objective))
         if not search_size(size, limit_s) or size.step_time_s is None:
             return Step()
-        value = size.value(self._objective, size.step_time_s)
-        if not size.reaches_floor:
-            self._lose(size)
-            return Step()
-        if value >= incumbent:
-            self._lose(size)
-        else:
-            if self._best is not None:
-                self._lose(self._best)
-            self._best = size
-            size.outcome = "chosen"
-        return Step((), [Leaf(value, size)])
-
-    @staticmethod
-    def _lose(size: Size) -> None:
-        size.close("dearer" if size.reaches_floor else "too slow", "")
-        size.result = None
+        value = size.value(size.step_time_s, self._objective)
+        is_best = size.reaches_floor and value < incumbent
+        if loser := self._best if is_best else size:
+            loser.close("dearer" if loser.reaches_floor else "too slow")
+            loser.result = None
+        if is_best:
+            self._best, size.outcome = size, "chosen"
+        return Step((), [Leaf(value, size)] if size.reaches_floor else [])
 
 
 def _search_sizes(sizes: Sequence[Size], objective: Objective, *, rel_gap: float) -> Size | None:
-    """Minimise an objective, (O) unless it is the step, over sizes; None where none reaches the floor."""
+    """Minimise (O), or another objective, over sizes; None where none reaches the floor."""
     tree = Search(_SizeProblem(sizes, objective))
     answer = tree.run(Stop(rel_gap=rel_gap))
     for node in tree.open_nodes:
@@ -269,10 +287,8 @@ def _search_sizes(sizes: Sequence[Size], objective: Objective, *, rel_gap: float
 
 def search_size(size: Size, limit_s: float) -> bool:
     """Find the fastest layout of a size that fits (C2) and beats ``limit_s``; False, and why, where there is none."""
-    is_found = _search_plain(size, limit_s)
-    if not size.has_schedules:
-        return is_found
-    return _search_schedules(size, limit_s, plain_s=size.step_time_s if is_found else None)
+    fits = _search_plain(size, limit_s)
+    return _search_schedules(size, limit_s, size.step_time_s if fits else None) if size.has_schedules else fits
 
 
 def _search_plain(size: Size, limit_s: float) -> bool:
@@ -281,7 +297,7 @@ def _search_plain(size: Size, limit_s: float) -> bool:
     try:
         result = search(size.request, build_space(size.request), worse_than_s=just_above)
     except SolverLimitError:
-        size.reason = "the time limit came first"
+        size.reason = TIME_OVER
         return False
     size.bound_s = max(size.min_s, min(result.bound_s, just_above))
     size.is_stopped = result.stopped_early
@@ -289,7 +305,7 @@ def _search_plain(size: Size, limit_s: float) -> bool:
         size.step_time_s, size.result = result.feasible[0].estimate.step_time_s, result
         return True
     if result.stopped_early:
-        size.reason = "the time limit came first"
+        size.reason = TIME_OVER
     elif math.isinf(result.bound_s):
         size.close("does not fit", "in no layout")
     else:
@@ -297,7 +313,7 @@ def _search_plain(size: Size, limit_s: float) -> bool:
     return False
 
 
-def _search_schedules(size: Size, limit_s: float, *, plain_s: float | None) -> bool:
+def _search_schedules(size: Size, limit_s: float, plain_s: float | None) -> bool:
     """Do it among offload schedules, for what is faster than the ``plain_s`` that the size takes without one."""
     bound_s, known_s = size.min_s, limit_s * (1 + 2 * REL_GAP) if plain_s is None else plain_s
     try:
@@ -324,8 +340,10 @@ def mark_front(sizes: Sequence[Size]) -> None:
     """Search every size that may be neither slower nor dearer than each other one, and mark those that are not."""
 
     def is_beaten(size: Size, step_time_s: float) -> bool:
-        values = (step_time_s, size.usd(step_time_s))
-        known = [(other.step_time_s, other.usd(other.step_time_s)) for other in sizes if other.step_time_s is not None]
+        values = (step_time_s, size.value(step_time_s))
+        known = [
+            (other.step_time_s, other.value(other.step_time_s)) for other in sizes if other.step_time_s is not None
+        ]
         return any(beats(other, values) for other in known)
 
     for size in sorted(sizes, key=lambda size: (size.min_s, size.idx)):
@@ -335,14 +353,12 @@ def mark_front(sizes: Sequence[Size]) -> None:
             size.result = None
     for size in sizes:
         if size.step_time_s is not None and size.reaches_floor:
-            if is_beaten(size, size.step_time_s):
-                size.close("dearer", "and slower than another")
-            else:
-                size.close("on the front", "")
+            beaten = is_beaten(size, size.step_time_s)
+            size.close(*(("dearer", "and slower than another") if beaten else ("on the front", "")))
 
 
-def _plan_of_size(best: Size, sizes: Sequence[Size], top: int) -> TrainingPlan:
-    """Build the plan of the size that was chosen, with its runner-ups."""
+def _plan_of_size(best: Size, sizes: Sequence[Size], objective: Objective, top: int) -> TrainingPlan:
+    """Build the plan of the size that was chosen, with its runner-ups; no simpler layout is worth more than the next size."""
     request, result = best.request, best.result
     if result is not None:
         result.add_runner_ups(top, request.deadline)
@@ -351,13 +367,10 @@ def _plan_of_size(best: Size, sizes: Sequence[Size], top: int) -> TrainingPlan:
     assert result is not None
     if "schedule" not in request.fixed:
         add_synthesised_orders(result, request.deadline)
-    return plan_layout(request, result, top=top, slowest_s=min(best.slowest_s, _next_dearer_s(best, sizes)))
-
-
-def _next_dearer_s(best: Size, sizes: Iterable[Size]) -> float:
-    """Return the step time beyond which the cheapest size is dearer than the next one: no simpler layout is worth that."""
     others = (size for size in sizes if size is not best and size.outcome in ("dearer", "on the front"))
-    return min((s.usd(s.step_time_s) for s in others if s.step_time_s), default=math.inf) / best.usd(1.0)
+    next_best = min((o.value(o.step_time_s, objective) for o in others if o.step_time_s), default=math.inf)
+    slowest_s = min(best.slowest_s, next_best / best.value(1.0, objective))
+    return plan_layout(request, result, top=top, slowest_s=slowest_s)
 
 
 def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
@@ -369,7 +382,7 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
     too_slow = [size for size in sizes if size.outcome == "too slow"]
     for size in too_slow:
         size.slowest_s = math.inf
-    fastest = _search_sizes(too_slow, STEP_TIME, rel_gap=0.0)
+    fastest = _search_sizes(too_slow, OBJECTIVES["throughput"], rel_gap=0.0)
     if fastest is None or fastest.step_time_s is None:
         requests = (size.request for size in sizes)
         largest = max(requests, key=lambda request: request.cluster.num_devices * request.cluster.memory_budget_bytes)
@@ -378,8 +391,7 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
         except (ConfigError, InfeasibleError, SolverLimitError) as error:
             return error
         raise AssertionError("a size fits that no search found")
-    rate = fastest.request.workload.tokens_per_step / fastest.step_time_s
-    cluster = fastest.request.cluster
+    rate, cluster = fastest.request.workload.tokens_per_step / fastest.step_time_s, fastest.request.cluster
     devices = f"{cluster.num_nodes} nodes of {fastest.offer} ({cluster.num_devices} devices)"
     less = f"{math.floor(rate):,} tokens/s or less (a deadline {floor / rate:.3g} times as long)"
     return InfeasibleError(
@@ -393,9 +405,9 @@ def summarise_cost(
     plan: TrainingPlan, best: Size, sizes: Sequence[Size], *, floor: float, tokens: float | None
 ) -> CostSummary:
     """Return the certificate: the price of the plan, and the least that any size that reaches the floor may cost."""
-    per_step, tokens_per_step = best.usd(plan.estimate.step_time_s), plan.workload.tokens_per_step
-    reach = [size for size in sizes if size.outcome in ("chosen", "on the front", "dearer", "not examined")]
-    bound = min([per_step, *(size.usd(size.min_s) for size in reach)])
+    per_step, tokens_per_step = best.value(plan.estimate.step_time_s), plan.workload.tokens_per_step
+    reach = (size for size in sizes if size.outcome in ("chosen", "on the front", "dearer", "not examined"))
+    bound = min([per_step, *(size.value(size.min_s) for size in reach)])
     hours = None if tokens is None else tokens / tokens_per_step * plan.estimate.step_time_s / HOUR_S
     is_complete = not any(size.is_stopped or size.outcome == "not examined" for size in sizes)
     price = price_per_hour(best.request.cluster)
@@ -419,7 +431,6 @@ def summarise_cost(
 
 
 def _size_tried(size: Size, tokens_per_step: int) -> SizeTried:
-    """Return what became of a size, for the plan."""
     known_s, cluster = size.step_time_s or size.bound_s, size.request.cluster
     return SizeTried(
         offer=size.offer,
@@ -431,7 +442,7 @@ def _size_tried(size: Size, tokens_per_step: int) -> SizeTried:
         layouts=size.layouts,
         bound_s=size.bound_s,
         step_time_s=size.step_time_s,
-        usd_per_million_tokens=known_s and 1e6 * size.usd(known_s) / tokens_per_step,
+        usd_per_million_tokens=known_s and 1e6 * size.value(known_s) / tokens_per_step,
         is_bound=size.step_time_s is None and size.bound_s is not None,
         host_bytes=0 if size.offloaded is None else size.offloaded.schedule.host_bytes,
     )
