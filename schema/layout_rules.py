@@ -76,7 +76,7 @@ def problem_facts(model: ModelSpec, workload: Workload, *, world_size: int, scal
         vocab_size=model.vocab_size,
         expert_counts=tuple(sorted({moe.num_experts for moe in routed})),
         expert_ffn_dims=tuple(sorted({moe.ffn_dim for moe in routed})),
-        fused_attention=workload.attention == "flash",
+        fused_attention=workload.attention == "flash" and all(block.attention.is_attention for block in blocks),
         has_backward=workload.has_backward,
         has_mtp_heads=any(run.layer.kind == "mtp" for run in model.layers),
         latent_attention=any(isinstance(block.attention, LatentAttention) for block in blocks),
@@ -410,6 +410,8 @@ def _lacks_for_attention(attention: Attention, workload: Workload | None, *, rot
             (rotated and attention.bias, "latent attention with biases"),
             (adapted, "adapters beside the products of latent attention"),
         ]
+    if not attention.is_attention:
+        return []
     odd = attention.sinks or attention.logit_softcap or attention.qk_norm == "weightless"
     lacks: list[tuple[Any, str]] = [
         (

@@ -1,6 +1,6 @@
-"""What it takes to add an axis, schedule, objective, task or engine: a patch of few files, applied to a copy of the tree and run.
+"""What it takes to add an axis, schedule, objective, task, engine or block: a patch of few files, run on a copy of the tree.
 
-The toys change no number. Where a change of the tree moves the lines that a patch is for, write the patch again.
+The toys change no number of ours. Where a change of the tree moves the lines that a patch is for, write the patch again.
 """
 
 from __future__ import annotations
@@ -88,6 +88,45 @@ assert refused.exit_code == 2 and "--optimizer with --evaluate" in refused.stder
 refused = CliRunner().invoke(app, ["apply", "evaluation.json"])
 assert refused.exit_code == 2 and "a plan for evaluation; one for training is needed" in refused.stderr
 """
+BLOCK = """
+import torch
+from meshwright.runtime.models.decoder import Decoder, DecoderTrunk
+from meshwright.schema.layers import LayerRun, Recurrence
+def hybrid(model):
+    # The first half of the blocks has the recurrence in place of attention.
+    first, blocks, *rest = model.layers
+    heads, half = blocks.layer.attention, blocks.count // 2
+    mixer = Recurrence(num_heads=heads.num_heads, head_dim=heads.head_dim)
+    runs = (LayerRun(layer=blocks.layer.replace(attention=mixer), count=half), blocks.replace(count=blocks.count - half))
+    return model.replace(name="hybrid", layers=(first, *runs, *rest))
+mixed = hybrid(model)
+attention, mixer = (spec.block_runs[0][0].attention for spec in (model, mixed))
+fewer = attention.num_params(model.hidden_dim) - mixer.num_params(model.hidden_dim)
+assert model.num_params - mixed.num_params == model.num_blocks // 2 * fewer != 0
+long = workload.replace(seq_len=32768)
+made = plan(mixed, cluster, long)
+assert TrainingPlan.model_validate_json(made.model_dump_json()) == made and made.model == mixed
+usual, ours = (estimate(spec, cluster, long, Layout(dp_shard=8)) for spec in (model, mixed))
+assert ours.step_time_s < 0.8 * usual.step_time_s, (ours.step_time_s, usual.step_time_s)
+width, tokens = mixer.num_heads * mixer.head_dim, long.seq_len
+saved = [2 * attention.q_dim + 2 * attention.kv_dim + 2 * attention.num_heads, 4 * width]  # two bytes each, statistics in fp32
+less = usual.memory_bytes.activations - ours.memory_bytes.activations
+assert abs(less / (2 * tokens * model.num_blocks // 2 * (saved[0] - saved[1])) - 1) < 1e-6, less
+try:
+    estimate(mixed, cluster, long, Layout(cp=8))
+except ConfigError as error:
+    assert "[attention_per_cp]" in str(error), error
+else:
+    raise AssertionError("a recurrence has no keys and values to pass round")
+embedding, blocks, head = model.layers
+heads = blocks.layer.attention.replace(num_heads=4, num_kv_heads=2, head_dim=8)
+block = blocks.layer.replace(attention=heads, mlp=blocks.layer.mlp.replace(ffn_dim=64))
+ends = [run.replace(layer=run.layer.replace(vocab_size=64)) for run in (embedding, head)]
+small = hybrid(model.replace(hidden_dim=32, layers=(ends[0], LayerRun(layer=block, count=4), ends[1])))
+assert sum(parameter.numel() for parameter in Decoder(small).parameters()) == small.num_params
+hidden = DecoderTrunk(small, "math")(torch.zeros(2, 8, dtype=torch.long))
+assert hidden.shape == (2, 8, 32) and torch.isfinite(hidden).all()
+"""
 ENGINE = """
 import json
 from pathlib import Path
@@ -124,6 +163,7 @@ else:
         ("objective", 1, OBJECTIVE),
         ("task", 4, TASK),
         ("engine", 3, ENGINE),
+        ("block", 4, BLOCK),
     ],
 )
 def test_toy_is_a_patch_of_few_files(name: str, max_files: int, script: str, tmp_path: Path) -> None:
