@@ -9,7 +9,8 @@ import os
 import reprlib
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
@@ -105,6 +106,16 @@ class Document(Frozen):
             return cls.class_of(data)(**data)
         except ConfigError as error:
             raise ConfigError(f"{path} is not a valid {kind} file", details=(error.message, *error.details)) from None
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Put the place where it was met before the message of a ConfigError; an empty one is none."""
+    try:
+        yield
+    except ConfigError as error:
+        message = f"{place}: {error.message}" if place else error.message
+        raise ConfigError(message, details=error.details, help=error.help) from None
 
 
 def read_text(path: str | Path) -> str:

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from .base import Count, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .base import Count, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, located
 from .catalogue import find_device
 from .cluster_files import MAX_DEVICES, device_fields, link_fields, read_cluster
-from .errors import ConfigError, located
+from .errors import ConfigError
 from .profile import Calibration, CollectivePoint, Profile
 from .units import GIB
 

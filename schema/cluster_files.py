@@ -22,9 +22,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .base import read_toml, shown
+from .base import located, read_toml, shown
 from .catalogue import device_entries, find_device, find_link
-from .errors import ConfigError, located
+from .errors import ConfigError
 from .units import GIB
 
 ENTRY_POINTS = "meshwright.clusters"
@@ -185,7 +185,7 @@ def _require_catalogue(where: str, group: Table, entry: Table | None) -> tuple[T
     return group, entry
 
 
-def _num_devices(group: Table) -> int:
+def _num_devices(group: Mapping[str, Any]) -> int:
     return int(group["num_nodes"] * group["devices_per_node"])
 
 

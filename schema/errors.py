@@ -13,8 +13,6 @@ MeshwrightError
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class MeshwrightError(Exception):
@@ -28,7 +26,7 @@ class MeshwrightError(Exception):
 
     exit_code = 1
 
-    def __init__(self, message: str, *, details: tuple[str, ...] = (), help: str | None = None) -> None:  # noqa: A002
+    def __init__(self, message: str, details: tuple[str, ...] = (), help: str | None = None) -> None:  # noqa: A002
         super().__init__(message, details, help)
         self.message = message
         self.details = tuple(details)
@@ -40,33 +38,11 @@ class MeshwrightError(Exception):
             lines.append(f"  help: {self.help}")
         return "\n".join(lines)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Keep the keyword-only parts when an error crosses a process boundary."""
-        return _rebuild, (type(self), self.message, self.details, self.help)
-
-
-def _rebuild(kind: type[MeshwrightError], message: str, details: tuple[str, ...], help_: str | None) -> MeshwrightError:
-    return kind(message, details=details, help=help_)
-
-
-def _rebuild_interrupted(received: int, checkpoint_step: int | None) -> InterruptedRunError:
-    return InterruptedRunError(received, checkpoint_step=checkpoint_step)
-
 
 class ConfigError(MeshwrightError):
     """Bad input: a name, number, string or file that cannot mean anything."""
 
     exit_code = 2
-
-
-@contextmanager
-def located(place: str) -> Iterator[None]:
-    """Put the place where it was met before the message of a ConfigError; an empty one is none."""
-    try:
-        yield
-    except ConfigError as error:
-        message = f"{place}: {error.message}" if place else error.message
-        raise ConfigError(message, details=error.details, help=error.help) from None
 
 
 class ProfileError(MeshwrightError):
@@ -94,7 +70,7 @@ class NodesNotMetError(MeshwrightError):
 class InterruptedRunError(MeshwrightError):
     """A signal to the launcher ended the job."""
 
-    def __init__(self, received: int, *, checkpoint_step: int | None = None) -> None:
+    def __init__(self, received: int, checkpoint_step: int | None = None) -> None:
         number = signal.Signals(received)
         super().__init__(
             f"interrupted by {number.name}; every rank of this node was stopped",
@@ -102,7 +78,4 @@ class InterruptedRunError(MeshwrightError):
             help=None if checkpoint_step is None else "go on from it with --resume",
         )
         self.exit_code = 128 + number
-        self._checkpoint_step = checkpoint_step
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_interrupted, (self.exit_code - 128, self._checkpoint_step)
+        self.args = (received, checkpoint_step)  # what pickle makes it from

@@ -26,9 +26,9 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Frozen, read_json, shown
+from .base import Frozen, located, read_json, shown
 from .catalogue import family_entries
-from .errors import ConfigError, located
+from .errors import ConfigError
 from .layers import (
     MAX_LAYERS,
     Block,
@@ -265,19 +265,15 @@ class Family(Frozen):
                 raise ConfigError(f"{name} = {shown(content[name])}: {why}")
         optional = (name for name in (*COMMON, *self.defaults, *self.reads) if name in content)
         fields = self.defaults | {name: content[name] for name in optional}
-        for size in (*self.base_sizes, *self.sizes):
-            name = next((name for name in size.split("|") if name in content), None)
-            if name is None:
-                raise ConfigError(f"field `{size.split('|')[0]}` is missing")
-            fields[name] = content[name]
+        for names in (size.split("|") for size in (*self.base_sizes, *self.sizes)):
+            present = next((name for name in names if name in content), None)
+            if present is None:
+                raise ConfigError(f"field `{names[0]}` is missing")
+            fields[present] = content[present]
         return PublishedConfig(**fields)
 
     def spec_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of ModelSpec, but name, architecture and source, that a config.json says.
-
-        Raises:
-            ConfigError: a size is missing, a value is wrong or not supported.
-        """
+        """Return the fields of ModelSpec, but name, architecture and source, that the content of a config.json says."""
         config = self.read(content)
         block = cache(lambda *key: self._block(config, *key))
         idxs = range(config.num_hidden_layers)
@@ -370,10 +366,9 @@ def fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | None =
     Raises:
         ConfigError: the file cannot be read, lacks a field, or is of an architecture that is not supported.
     """
-    content, path, where = config, None, "config"
-    if not isinstance(config, Mapping):
-        path = _config_path(Path(config))
-        content, where = read_json(path), str(path)
+    path = None if isinstance(config, Mapping) else _config_path(Path(config))
+    content: Any = config if path is None else read_json(path)
+    where = "config" if path is None else str(path)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where} is not a model's config.json: it holds a {type(content).__name__}, not an object")
     stored = content.get("_name_or_path")
@@ -410,10 +405,11 @@ def _family(content: Mapping[str, Any]) -> Family:
     if not listed and model_type is None:
         raise ConfigError("neither `architectures` nor `model_type` is there", help="is this a model's config.json?")
     by_architecture = {family.architecture: known for known, family in families().items()}
-    known = by_architecture.get(listed[0]) if listed else model_type
+    first = listed[0] if listed else None
+    known = model_type if first is None else by_architecture.get(first)
     if known not in families():
-        what = f"architecture {shown(listed[0])}" if listed else f"model_type {shown(model_type)}"
+        what = f"model_type {shown(model_type)}" if first is None else f"architecture {shown(first)}"
         raise ConfigError(f"{what} is not supported", help=f"supported are {', '.join(sorted(by_architecture))}")
     if model_type not in (None, known):
-        raise ConfigError(f"architecture {listed[0]} is of model_type {known}, but model_type = {shown(model_type)}")
+        raise ConfigError(f"architecture {first} is of model_type {known}, but model_type = {shown(model_type)}")
     return families()[known]

@@ -24,7 +24,7 @@ from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveInt
 from .schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from .plan import TrainingPlan
+    from .training_plan import TrainingPlan
 
 LayerOffload = Literal["none", "activations", "boundary"]
 """What of a block waits for its backward pass in the host's memory: nothing; all tensors that autograd saves in its forward pass

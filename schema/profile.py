@@ -11,6 +11,11 @@ from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFl
 from .layers import Block, Embedding, Head
 from .layout import Recompute
 
+PointDtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
+Direction = Literal["forward", "backward"]
+ProfileSectionName = Literal["compute", "memory", "layers", "links", "host", "storage", "overlap"]
+
 Ratio = Field(default=1.0, gt=0.05, lt=20.0)
 
 
@@ -55,18 +60,6 @@ class Calibration(Frozen):
         return f"{text}; on runs left out in turn {100 * self.error_before:.1f} % -> {100 * self.error_after:.1f} %"
 
 
-PointDtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
-
-
-CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
-
-
-Direction = Literal["forward", "backward"]
-
-
-MeasuredStream = Literal["compute", "collective", "to_device", "to_host"]
-
-
 class Timed(Frozen):
     """Abstract base: a median over repetitions, and over the ranks that measured it.
 
@@ -96,11 +89,7 @@ class MatmulPoint(Timed):
 
 
 class GroupedMatmulPoint(Timed):
-    """``num_groups`` products [rows_g, k] x [k, n] in one call, as experts are computed; rows are spread evenly.
-
-    Attributes:
-        rows: of all groups together.
-    """
+    """``num_groups`` products [rows / num_groups, k] x [k, n] in one call, as experts are computed."""
 
     dtype: PointDtype
     num_groups: PositiveInt
@@ -124,11 +113,7 @@ class AttentionPoint(Timed):
 
 
 class ElementwisePoint(Timed):
-    """A kernel bound by memory.
-
-    Attributes:
-        traffic_bytes: read and written if each operand crosses memory once.
-    """
+    """A kernel bound by memory; ``traffic_bytes`` are read and written if each operand crosses memory once."""
 
     op: Literal["add", "scale", "copy", "rms_norm", "silu_mul", "softmax"]
     dtype: PointDtype
@@ -136,13 +121,13 @@ class ElementwisePoint(Timed):
     traffic_bytes: PositiveInt
 
 
-class LayerPoint(Timed):
-    """A real layer of a model, forward or backward, on one device: measured once for each distinct kind of layer.
+class _LayerCase(Frozen):
+    """Abstract base: a real layer of a model on one device, measured once for each distinct kind of layer.
 
     Attributes:
-        layer: the layer as the model has it, whole; ``hidden_dim``: of the model.
+        layer: the layer as the model has it, unsharded; ``hidden_dim``: of the model.
         tp: this is the shard of one of so many tensor-parallel ranks, without their communication.
-        dtype: of the products; parameters are kept in it.
+        dtype: of the products; parameters are stored in it.
         recompute: the backward pass includes what it recomputes.
     """
 
@@ -153,26 +138,23 @@ class LayerPoint(Timed):
     tp: PositiveInt = 1
     dtype: PointDtype
     recompute: Recompute = "none"
+
+
+class LayerPoint(_LayerCase, Timed):
+    """One layer, forward or backward."""
+
     direction: Direction
 
 
-class LayerMemory(Frozen):
+class LayerMemory(_LayerCase):
     """Logical bytes of one layer and one micro-batch.
 
     Attributes:
-        parameter_bytes: of its parameters, in ``dtype``.
         saved_bytes: kept from the forward pass for the backward pass.
         transient_bytes: most that forward and backward hold at once beyond parameters, their gradients and ``saved_bytes``.
         source: counted on fake tensors, or by the device's allocator.
     """
 
-    layer: Embedding | Block | Head = Field(discriminator="kind")
-    hidden_dim: PositiveInt
-    micro_batch_size: PositiveInt
-    seq_len: PositiveInt
-    tp: PositiveInt = 1
-    dtype: PointDtype
-    recompute: Recompute = "none"
     parameter_bytes: NonNegativeInt
     saved_bytes: NonNegativeInt
     transient_bytes: NonNegativeInt
@@ -203,12 +185,7 @@ class StepMemory(Frozen):
 
 
 class AllocatorMemory(Frozen):
-    """Bytes of a device's memory besides tensors.
-
-    Attributes:
-        context_bytes: taken before the first tensor: driver, libraries, communicators.
-        allocated_bytes, reserved_bytes: peaks of the caching allocator over the measured layers; the second is 0 without one.
-    """
+    """Bytes taken before the first tensor (driver, libraries, communicators), and peaks of the caching allocator, 0 without one."""
 
     context_bytes: NonNegativeInt
     allocated_bytes: NonNegativeInt = 0
@@ -242,11 +219,7 @@ class PairPoint(Timed):
 
 
 class HostCopyPoint(Timed):
-    """A copy between host and device; ``both`` are two copies of ``size_bytes`` each, in opposite directions at once.
-
-    Attributes:
-        devices_at_once: devices of the host that copied at the same time.
-    """
+    """A copy between host and device while ``devices_at_once`` of the host copied; both: ``size_bytes`` each way at once."""
 
     direction: Literal["to_device", "to_host", "both"]
     host_memory: Literal["pinned", "pageable"]
@@ -280,7 +253,7 @@ class OverlapPoint(Frozen):
         matmul: m, n, k of the product that is repeated as the compute stream; ``dtype``: its.
     """
 
-    streams: tuple[MeasuredStream, ...] = Field(min_length=2)
+    streams: tuple[Literal["compute", "collective", "to_device", "to_host"], ...] = Field(min_length=2)
     alone_s: tuple[PositiveFloat, ...]
     together_s: PositiveFloat
     matmul: tuple[PositiveInt, PositiveInt, PositiveInt]
@@ -289,9 +262,6 @@ class OverlapPoint(Frozen):
     collective_bytes: NonNegativeInt = 0
     group_size: PositiveInt = 1
     copy_bytes: NonNegativeInt = 0
-
-
-ProfileSectionName = Literal["compute", "memory", "layers", "links", "host", "storage", "overlap"]
 
 
 class Machine(Frozen):

@@ -8,33 +8,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MB = 10**6
-
-
-GB = 10**9
-
-
-KIB = 2**10
-
-
-MIB = 2**20
-
-
-GIB = 2**30
-
-
+MB, GB = 10**6, 10**9
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 TFLOP = 10**12
 
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool]
 
-_BINARY = (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+Numbers = Any
+"""A number, or an array with one number for each layout: formulas that are written once for both."""
 
-
-_SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+Array = Numbers
+"""The same, where arrays are usual; all arguments of one call broadcast together."""
 
 
 def format_bytes(num_bytes: float) -> str:
     """Format bytes for the screen, binary units: ``format_bytes(3 * 2**30) == '3.0 GiB'``."""
-    for unit, size in _BINARY:
+    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.1f} {unit}"
     return f"{num_bytes:.0f} B"
@@ -44,7 +35,7 @@ def format_seconds(seconds: float) -> str:
     """Format seconds for the screen with three significant digits: ``'12.3 ms'``, ``'4.56 s'``, ``'2 h 03 min'``."""
     if abs(seconds) >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-    for unit, size in _SECONDS:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}" if abs(seconds) < 1000 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds / 1e-6:.2g} us"
@@ -56,23 +47,6 @@ def format_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f}"
-
-
-IntArray = NDArray[np.int64]
-
-
-FloatArray = NDArray[np.float64]
-
-
-BoolArray = NDArray[np.bool]
-
-
-Numbers = Any
-"""A number, or an array with one number for each layout: formulas that are written once for both."""
-
-
-Array = Numbers
-"""The same, where arrays are usual; all arguments of one call broadcast together."""
 
 
 def where(condition: Numbers, one: Numbers, other: Numbers) -> Numbers:
