@@ -24,7 +24,20 @@ from functools import lru_cache
 import numpy as np
 
 from ...schema.units import BoolArray, FloatArray, IntArray
+from ..tolerances import SUMMED
 from .instance import ExpertInstance
+
+NO_EXPERT = -1
+"""In a grid: no slot."""
+
+_SPLIT_SLOTS = 4
+"""Slots of a GPU up to which a pair is split anew: C(8, 4) / 2 = 35 splits; with more single exchanges are enough and quicker."""
+
+_POWER = 32
+"""Of a GPU's loads under several workloads, as squares of squares: 2 % more load count 1.9 times as much."""
+
+_PACKING_POWER = 8
+"""The same while packing, where loads are not final yet: 2 % more count 1.2 times as much."""
 
 
 def greedy_counts(weight: FloatArray, num_slots: int, limit: int) -> IntArray:
@@ -55,7 +68,6 @@ def counts_up_to_level(weight: FloatArray, level: FloatArray, num_slots: int, li
 
     Small shares next to large ones fill GPUs better than many of middle size where GPUs have few slots or differ in speed.
     """
-    num_experts = weight.shape[1]
     target = np.clip(np.ceil(weight / level[:, None]), 1, limit).astype(np.int64)
     counts = np.minimum(target, greedy_counts(weight, num_slots, limit))
     order = np.argsort(weight, axis=1)
@@ -71,7 +83,7 @@ def counts_up_to_level(weight: FloatArray, level: FloatArray, num_slots: int, li
             expert = int(np.argmax(np.where(counts[layer] < limit, share, -np.inf)))
             counts[layer, expert] += 1
             share[expert] = weight[layer, expert] / counts[layer, expert]
-    return np.asarray(counts[:, :num_experts])
+    return counts
 
 
 def move_replicas_at_random(counts: IntArray, moves: IntArray, limit: int, rng: np.random.Generator) -> IntArray:
@@ -86,9 +98,6 @@ def move_replicas_at_random(counts: IntArray, moves: IntArray, limit: int, rng: 
         counts[rows[possible], giver[possible]] -= 1
         counts[rows[possible], taker[possible]] += 1
     return counts
-
-
-NO_EXPERT = -1
 
 
 def largest_first(instance: ExpertInstance, counts: IntArray, *, order_noise: FloatArray | None = None) -> IntArray:
@@ -157,7 +166,8 @@ def spread_replicas(slots: IntArray, counts: IntArray, size: FloatArray) -> IntA
     for gpu in np.flatnonzero(free):
         while free[gpu]:
             is_on_gpu = np.isin(np.arange(len(counts)), grid[gpu])
-            expert = int(np.argmax(np.where(is_on_gpu, -np.inf, share / np.maximum(placed, 1e-9))))
+            # An expert without any slot comes before all others.
+            expert = int(np.argmax(np.where(is_on_gpu, -np.inf, share / np.maximum(placed, SUMMED))))
             grid[gpu, slots[gpu] - free[gpu]] = expert
             placed[expert] += 1
             free[gpu] -= 1
@@ -176,21 +186,6 @@ def grid_from_slots(placed: IntArray, slots: IntArray) -> IntArray:
     grid = np.full((len(placed), *used.shape), NO_EXPERT)
     grid[:, used] = placed
     return grid
-
-
-_SPLIT_SLOTS = 4
-"""Slots of a GPU up to which a pair is split anew: C(8, 4) / 2 = 35 splits; with more single exchanges are enough and quicker."""
-
-
-_POWER = 32
-"""Of a GPU's loads under several workloads, as squares of squares: 2 % more load count 1.9 times as much."""
-
-_PACKING_POWER = 8
-"""The same while packing, where loads are not final yet: 2 % more count 1.2 times as much."""
-
-
-_MIN_GAIN = 1e-9
-"""Relative: an exchange that lowers a load by less is rounding, and could be made for ever."""
 
 
 @dataclass(frozen=True)
@@ -238,23 +233,17 @@ def improve_grid(
     if instance.num_gpus == 1:
         return state.expert
     split = state.even and grid.shape[2] <= _SPLIT_SLOTS
-    for turn in range(effort.rounds):
-        active = state.fullest() > bound * effort.done_ratio
-        if not active.any():
-            return state.expert
-        subset = state.take(active)
-        first, second = _pair_gpus(subset, turn)
-        (_split_pairs if split else _swap_pairs)(subset, first, second)
-        state.put(active, subset)
-    for _ in range(effort.last):
+    bound = bound.copy()
+    for turn in range(effort.rounds + effort.last):
         active = state.fullest() > bound * effort.done_ratio
         if not active.any():
             break
         subset = state.take(active)
-        changed = relieve_fullest(subset)
+        if turn < effort.rounds:
+            (_split_pairs if split else _swap_pairs)(subset, *_pair_gpus(subset, turn))
+        else:
+            bound[np.flatnonzero(active)[~relieve_fullest(subset)]] = np.inf
         state.put(active, subset)
-        bound = bound.copy()
-        bound[np.flatnonzero(active)[~changed]] = np.inf
     return state.expert
 
 
@@ -266,41 +255,32 @@ def _pair_gpus(state: SlotGrid, turn: int) -> tuple[IntArray, IntArray]:
     return order[:, :half], np.roll(order[:, ::-1][:, :half], turn, axis=1)
 
 
-def _measure(load: FloatArray, speed: FloatArray) -> FloatArray:
-    """Return how bad a GPU's loads [..., D] are: the utilisation, or the sum of its power over workloads."""
-    if load.shape[-1] == 1:
-        return np.asarray(load[..., 0] / speed)
-    squared = load / speed[..., None]
+def _pair_measure(one: FloatArray, other: FloatArray, speed_one: FloatArray, speed_other: FloatArray) -> FloatArray:
+    """Return how bad two GPUs with loads [..., D] are: the larger utilisation, or over workloads the sum of their powers."""
+    if one.shape[-1] == 1:
+        return np.maximum(one[..., 0] / speed_one, other[..., 0] / speed_other)
+    used, used_other = one / speed_one[..., None], other / speed_other[..., None]
     for _ in range(_POWER.bit_length() - 1):
-        squared = squared * squared
-    return np.asarray(squared.sum(axis=-1))
+        used, used_other = used * used, used_other * used_other
+    return np.asarray(used.sum(axis=-1) + used_other.sum(axis=-1))
 
 
-def _pair_measure(first: FloatArray, second: FloatArray, num_workloads: int) -> FloatArray:
-    return np.maximum(first, second) if num_workloads == 1 else first + second
-
-
-def _after_swap(state: SlotGrid, first: IntArray, second: IntArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _after_swap(state: SlotGrid, first: IntArray, second: IntArray) -> tuple[FloatArray, FloatArray]:
     """Return each pair's measure now [B, P] and after each exchange of one slot against one [B, P, K, K], infinite where that is
-    not allowed; and the size that moves [B, P, K, K, D].
+    not allowed.
     """
     rows = np.arange(len(first))[:, None]
     one, other = state.expert[rows, first], state.expert[rows, second]
     moved = state.size[rows, first][:, :, :, None] - state.size[rows, second][:, :, None]
-    load_one, load_other = state.load[rows, first], state.load[rows, second]
-    speed_one, speed_other = state.speed[first], state.speed[second]
-    num = moved.shape[-1]
-    now = _pair_measure(_measure(load_one, speed_one), _measure(load_other, speed_other), num)
-    after = _pair_measure(
-        _measure(load_one[:, :, None, None] - moved, speed_one[:, :, None, None]),
-        _measure(load_other[:, :, None, None] + moved, speed_other[:, :, None, None]),
-        num,
-    )
+    loads, speeds = (state.load[rows, first], state.load[rows, second]), (state.speed[first], state.speed[second])
+    now = _pair_measure(*loads, *speeds)
+    load_one, load_other = (load[:, :, None, None] for load in loads)
+    after = _pair_measure(load_one - moved, load_other + moved, *(speed[:, :, None, None] for speed in speeds))
     same = one[:, :, :, None] == other[:, :, None]
     if same.any() or not state.even:
         after[same.any(axis=3)[:, :, :, None] | same.any(axis=2)[:, :, None]] = np.inf
         after[(one == NO_EXPERT)[:, :, :, None] | (other == NO_EXPERT)[:, :, None]] = np.inf
-    return now, after, moved
+    return now, after
 
 
 def _exchange(state: SlotGrid, rows: IntArray, first: IntArray, i: IntArray, second: IntArray, j: IntArray) -> None:
@@ -312,11 +292,11 @@ def _exchange(state: SlotGrid, rows: IntArray, first: IntArray, i: IntArray, sec
 
 
 def _swap_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
-    now, after, _ = _after_swap(state, first, second)
+    now, after = _after_swap(state, first, second)
     num_slots = after.shape[2]
     choices = after.reshape(*now.shape, -1)
     best = np.argmin(choices, axis=2)
-    gains = np.take_along_axis(choices, best[:, :, None], axis=2)[:, :, 0] < now * (1 - _MIN_GAIN)
+    gains = np.take_along_axis(choices, best[:, :, None], axis=2)[:, :, 0] < now * (1 - SUMMED)
     rows, pair = np.nonzero(gains)
     chosen = best[rows, pair]
     _exchange(state, rows, first[rows, pair], chosen // num_slots, second[rows, pair], chosen % num_slots)
@@ -328,12 +308,12 @@ def relieve_fullest(state: SlotGrid, *, num_others: int | None = None) -> BoolAr
     order = np.argsort(used, axis=1)
     fullest, others = order[:, -1], order[:, : num_others or order.shape[1] - 1]
     others = others[:, : order.shape[1] - 1]
-    now, after, _ = _after_swap(state, np.broadcast_to(fullest[:, None], others.shape), others)
+    now, after = _after_swap(state, np.broadcast_to(fullest[:, None], others.shape), others)
     num_slots, rows = after.shape[2], np.arange(len(now))
     value = after if state.load.shape[2] == 1 else after - now[:, :, None, None]
     best = np.argmin(value.reshape(len(now), -1), axis=1)
     pair, chosen = best // num_slots**2, best % num_slots**2
-    changed = after.reshape(len(now), -1)[rows, best] < now[rows, pair] * (1 - _MIN_GAIN)
+    changed = after.reshape(len(now), -1)[rows, best] < now[rows, pair] * (1 - SUMMED)
     rows, pair, chosen = rows[changed], pair[changed], chosen[changed]
     _exchange(state, rows, fullest[changed], chosen // num_slots, others[rows, pair], chosen % num_slots)
     return np.asarray(changed)
@@ -348,25 +328,18 @@ def _splits(num_slots: int) -> tuple[BoolArray, FloatArray]:
 
 
 def _split_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
-    rows = np.arange(len(first))[:, None]
+    rows, num_slots = np.arange(len(first))[:, None], state.expert.shape[2]
     expert = np.concatenate([state.expert[rows, first], state.expert[rows, second]], axis=2)
     size = np.concatenate([state.size[rows, first], state.size[rows, second]], axis=2)
-    num_slots = state.expert.shape[2]
     is_first, numbers = _splits(num_slots)
-    total = state.load[rows, first] + state.load[rows, second]
-    load = np.matmul(np.swapaxes(size, 2, 3), numbers)
-    load = np.swapaxes(load, 2, 3)
-    speed_one, speed_other = state.speed[first], state.speed[second]
-    num = load.shape[-1]
-    after = _pair_measure(
-        _measure(load, speed_one[:, :, None]), _measure(total[:, :, None] - load, speed_other[:, :, None]), num
-    )
+    loads, speeds = (state.load[rows, first], state.load[rows, second]), (state.speed[first], state.speed[second])
+    load = np.swapaxes(np.matmul(np.swapaxes(size, 2, 3), numbers), 2, 3)
+    others = (loads[0] + loads[1])[:, :, None] - load
+    after = _pair_measure(load, others, *(speed[:, :, None] for speed in speeds))
     _forbid_duplicates(after, expert, is_first)
-    now = _pair_measure(
-        _measure(state.load[rows, first], speed_one), _measure(state.load[rows, second], speed_other), num
-    )
+    now = _pair_measure(*loads, *speeds)
     best = np.argmin(after, axis=2)
-    gains = np.take_along_axis(after, best[:, :, None], axis=2)[:, :, 0] < now * (1 - _MIN_GAIN)
+    gains = np.take_along_axis(after, best[:, :, None], axis=2)[:, :, 0] < now * (1 - SUMMED)
     row, pair = np.nonzero(gains)
     # Stable sort: the slots of the first GPU before those of the second.
     order = np.argsort(~is_first[best[row, pair]], axis=1, kind="stable")
