@@ -68,8 +68,7 @@ def place(
     routing: RoutingOptions, options: PlacementOptions, loads: LoadsArgument = None, json: JsonOption = False
 ) -> None:
     """Place the experts of every layer; balance, bound and gap of each."""
-    from ..planner.expert_files import read_loads, read_trace
-    from ..planner.experts import read_placement, write_placement
+    from ..planner.expert_files import read_loads, read_placement, read_trace, write_placement
     from ..solvers.experts.placement import place_experts
     from .show.experts import placement_json, placement_table, require_svg, save_heat_map
 
@@ -111,9 +110,8 @@ def evaluate(
     json: JsonOption = False,
 ) -> None:
     """Say what other loads or tokens make of a placement, with uniform shares and with the shares that suit them best."""
-    from ..planner.expert_files import counts_of, read_loads, read_trace
-    from ..planner.experts import read_placement
-    from ..solvers.experts.instance import validate_loads
+    from ..planner.expert_files import read_loads, read_placement, read_trace
+    from ..solvers.experts.instance import trace_loads, validate_loads
     from ..solvers.experts.traffic import validate_trace
     from .show.experts import evaluation_json, evaluation_table
 
@@ -123,7 +121,7 @@ def evaluate(
     trace = None
     if routing.trace is not None:
         trace = validate_trace(read_trace(routing.trace), len(placed.physical_to_logical), placed.num_experts)
-    counted = validate_loads(counts_of(trace, placed.num_experts)) if trace is not None else None
+    counted = validate_loads(trace_loads(trace, placed.num_experts)) if trace is not None else None
     result = placed.evaluate(read_loads(loads, routing.key) if loads else counted)
     visits = None if trace is None else placed.evaluate_trace(trace)
     if json:
@@ -147,7 +145,7 @@ def convert(
     ] = 0,
 ) -> None:
     """Write a placement in the format of a serving engine, or one of theirs in ours."""
-    from ..planner.experts import read_placement, write_placement
+    from ..planner.expert_files import read_placement, write_placement
 
     placed = read_placement(placement, num_gpus=num_gpus, num_nodes=num_nodes)
     write_placement(placed, out, to, first_layer_idx=first_layer_idx)

@@ -25,8 +25,7 @@ from meshwright.cost_models.pipeline.orders import from_torch_csv, to_torch_csv
 from meshwright.cost_models.pipeline.simulation import pipeline_order
 from meshwright.engines import ENGINES, export, read_configuration
 from meshwright.planner import estimate, plan
-from meshwright.planner.expert_files import read_loads, read_trace
-from meshwright.planner.experts import read_placement
+from meshwright.planner.expert_files import read_loads, read_placement, read_trace
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.timeline import timeline
 from meshwright.profilers.files import compare, merge_profiles, summary

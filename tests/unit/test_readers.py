@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from meshwright.planner.experts import read_placement
+from meshwright.planner.expert_files import read_placement
 from meshwright.schema import ConfigError, MeshwrightError
 from meshwright.schema.base import read_text, shown
 from meshwright.validation.layouts import listed_fractions

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
-from meshwright.planner.expert_files import read_loads, read_trace
-from meshwright.planner.experts import read_placement
+from meshwright.planner.expert_files import read_loads, read_placement, read_trace
 from typer.testing import CliRunner
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data" / "experts"
