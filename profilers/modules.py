@@ -219,8 +219,8 @@ class _Tracer:
         self._counted: dict[Any, Traced] = {}
         self._element_bytes = next((t.element_size() for t in model.parameters()), 4)
         with self._mode:
-            fakes = {t: _fake(t).requires_grad_(t.dtype.is_floating_point) for t in model.parameters()}
-            fakes |= {t: _fake(t) for t in model.buffers()}
+            fakes = {t: _fake(t) for t in model.buffers()}
+            fakes |= {t: _fake(t).requires_grad_(t.dtype.is_floating_point) for t in model.parameters()}
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._state = {name: fakes[tensor] for name, tensor in tensors}
 
@@ -256,8 +256,8 @@ class _Tracer:
                 output = self._call(self._model, args, kwargs)
             # What several blocks are called with, as a table of angles, is the model's.
             read_by = Counter(key for call in self._calls.values() for key in {_storage(t) for t in _tensors(call)})
-            for key, (storage, block) in saved.items():
-                self._saved_bytes[None if read_by[key] > 1 else block] += storage.nbytes()
+            for key, (storage, keeper) in saved.items():
+                self._saved_bytes[None if read_by[key] > 1 else keeper] += storage.nbytes()
             del output  # until here autograd holds all that it keeps
         if len(self._calls) < len(self.blocks):
             raise ConfigError(f"{len(self.blocks) - len(self._calls)} of {len(self.blocks)} blocks are not called")

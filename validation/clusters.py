@@ -97,7 +97,8 @@ def network_link(text: str, *, devices_per_node: int, default: str) -> Link:
     Parts that name a management or storage network, and no compute network, are not read. The rate is what one device gets:
     "4x HDR = 800 Gb/s per node" of eight devices is 100 Gb/s each.
     """
-    compute = ", ".join(part for part in re.split(r"[,;+](?!\d)", text) if _is_compute(part))
+    parts = re.split(r"[,;+](?!\d)", text)
+    compute = ", ".join(part for part in parts if "compute" in part.lower() or not _SIDE_NETWORK.search(part))
     compute = _RATES_OF_ONE_PORT.sub(r"\1", compute)
     line = first_match("networks", compute.lower())
     gbit = _gbit_per_device(compute, devices_per_node)
@@ -106,10 +107,6 @@ def network_link(text: str, *, devices_per_node: int, default: str) -> Link:
     if gbit is None or link.shared_by != "device" or link.name in _NOMINAL_ONLY:
         return link
     return link.replace(bandwidth_bytes_per_s=gbit * GB / 8)
-
-
-def _is_compute(part: str) -> bool:
-    return "compute" in part.lower() or not _SIDE_NETWORK.search(part)
 
 
 def _closest_link(members: list[str], text: str, default: str, gbit_per_device: float | None) -> str:

@@ -181,6 +181,9 @@ def layout_of(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Lay
     dp = row.dp or max((row.n_gpus or 1) // (tp * pp * cp), 1)
     zero_stage = _zero_stage(row, defaults)
     group = _sharding_group(row, dp, cp) if zero_stage else 1
+    sequence_parallel = row.seq_parallel == "yes"
+    if tp > 1 and row.seq_parallel not in ("yes", "no"):
+        sequence_parallel = bool(defaults.assume("sequence_parallel"))
     offload = offload_of(row)
     # Parameters that are not sharded are not offloaded.
     cannot_offload_parameters = group > 1 and zero_stage in (1, 2)
@@ -195,7 +198,7 @@ def layout_of(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Lay
         num_model_chunks=num_chunks(row) if pp > 1 else 1,
         micro_batch_size=row.micro_batch or 1,
         zero_stage=cast("Any", zero_stage if group * cp > 1 else 0),
-        sequence_parallel=tp > 1 and _sequence_parallel(row, defaults),
+        sequence_parallel=tp > 1 and sequence_parallel,
         **_recompute_fields(row, model, defaults),
         offload="optimizer" if offload.offload == "parameters" and cannot_offload_parameters else offload.offload,
         offload_fraction=offload.fraction,
@@ -232,12 +235,6 @@ def _expert_tp(row: RunRow, stage_ranks: int, defaults: FrameworkDefaults) -> in
     if row.etp is not None or ep == 1 or tp == 1:
         return row.etp or 1
     return tp if defaults.assume("experts_follow_tp") and stage_ranks % (ep * tp) == 0 else 1
-
-
-def _sequence_parallel(row: RunRow, defaults: FrameworkDefaults) -> bool:
-    if row.seq_parallel in ("yes", "no"):
-        return row.seq_parallel == "yes"
-    return bool(defaults.assume("sequence_parallel"))
 
 
 def _recompute_fields(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> dict[str, Any]:
@@ -329,14 +326,7 @@ def offload_of(row: RunRow) -> OffloadChoice:
 def workload_of(
     row: RunRow, model: ModelSpec, layout: Layout, defaults: FrameworkDefaults, *, has_bf16: bool
 ) -> Workload:
-    """Return the workload of a row.
-
-    Args:
-        row: the measured run.
-        model: tells whether its time had fused attention.
-        layout: says how many sequences one pass takes, where the row states no batch.
-        defaults: the framework's choices; records those that the row does not state.
-        has_bf16: the device has bf16 units.
+    """Return the workload of a row; ``defaults`` records what it does not state.
 
     Raises:
         ConfigError: sizes contradict one another.
@@ -408,10 +398,7 @@ def keeps_scores(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> 
 
 
 def _fusion(row: RunRow, defaults: FrameworkDefaults) -> Fusion:
-    """Return whether the run was compiled: as its notes say; torchtitan's quantised linears are cast by compiled kernels.
-
-    torchtitan's pages on quantised training compile every run of their tables, those in bf16 too (components/quantization).
-    """
+    # torchtitan's pages on quantised training compile every run of their tables, those in bf16 too (components/quantization).
     is_quantised = row.precision_class in ("fp8", "mxfp8", "nvfp4") or "components/quantization" in row.source
     is_compiled = stated("compiled", row.notes) == "yes" or (row.framework.startswith("torchtitan") and is_quantised)
     return cast("Fusion", defaults.value("compiled", f": {row.source}") if is_compiled else defaults.value("fusion"))

@@ -134,7 +134,7 @@ class Prediction:
 def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | None = None) -> list[Prediction]:
     """Return one prediction per row, in order; ``calibrations`` by name of the device apply to its rows."""
     inputs = [run_inputs(row) for row in rows]
-    known = with_calibrations([run for run in inputs if not isinstance(run, str)], calibrations or {})
+    known = with_calibrations([run for run in inputs if not isinstance(run, str)], (calibrations or {}).get)
     estimated = iter(zip(known, estimate_runs(known), strict=True))
     predictions = []
     for run_or_reason in inputs:
@@ -144,11 +144,13 @@ def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | No
     return predictions
 
 
-def with_calibrations(runs: Sequence[RunInputs], calibrations: Mapping[str, Calibration]) -> list[RunInputs]:
-    """Return runs on clusters that carry their device's calibration; equal clusters stay one object."""
+def with_calibrations(
+    runs: Sequence[RunInputs], calibration_of: Callable[[str], Calibration | None]
+) -> list[RunInputs]:
+    """Return runs on clusters that carry the calibration of their device's name; equal clusters stay one object."""
     clusters: dict[int, ClusterSpec] = {}
     for cluster in {id(run.cluster): run.cluster for run in runs}.values():
-        calibration = calibrations.get(cluster.weakest_device.name)
+        calibration = calibration_of(cluster.weakest_device.name)
         clusters[id(cluster)] = cluster if calibration is None else cluster.replace(calibration=calibration)
     return [replace(run, cluster=clusters[id(run.cluster)]) for run in runs]
 
@@ -179,13 +181,9 @@ def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> TrainingEstimate
     if not cuts or cuts[-1] != len(costs.kind_of_layer):
         cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
     estimate = estimate_step(costs, idx, cuts)
-    return _with_stage_layouts(costs, estimate, inputs, cuts) if inputs.stage_layouts else estimate
-
-
-def _with_stage_layouts(
-    costs: CostTable, estimate: TrainingEstimate, inputs: RunInputs, cuts: tuple[int, ...]
-) -> TrainingEstimate:
-    """Replace the memory by that of the fullest stage, each under its layout."""
+    if not inputs.stage_layouts:
+        return estimate
+    # Memory is that of the fullest stage, each under its layout.
     layouts = LayoutTable.from_layouts(list(inputs.stage_layouts), inputs.workload.global_batch_size)
     stage_costs = costs.evaluate(layouts)
     stages = [estimate_step(stage_costs, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]

@@ -42,14 +42,7 @@ _FOLDER = Path(__file__).parent / "data"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """One measured run; None or "" where the table does not say. Names are the table's, `line` is the line of the file.
-
-    Attributes:
-        vpp: as printed, because some schedules are named instead of counted.
-        ffn: width of one expert for a mixture of experts.
-        source: where the run was published.
-        quality, flag: A and B without a flag are scored.
-    """
+    """One measured run; None or "" where the table does not say. Names are the table's, `line` is the line of the file."""
 
     line: int
     id: str
@@ -72,7 +65,7 @@ class RunRow:
     hidden: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
-    ffn: int | None = None
+    ffn: int | None = None  # of one expert for a mixture of experts
     vocab: int | None = None
     experts: int | None = None
     topk: int | None = None
@@ -84,7 +77,7 @@ class RunRow:
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
-    vpp: str = ""
+    vpp: str = ""  # as printed: some schedules are named instead of counted
     cp: int | None = None
     ep: int | None = None
     etp: int | None = None

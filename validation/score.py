@@ -6,14 +6,13 @@ Ratios are predicted over measured, so a bias above zero means we are too slow o
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import spearmanr
 
-from ..schema import TrainingEstimate
 from ..schema.units import GIB, FloatArray
 from .predict import Prediction
 from .rows import RunRow, stated
@@ -23,13 +22,9 @@ Pair = tuple[RunRow, Prediction]
 
 @dataclass(frozen=True)
 class TimeScore:
-    """Step times of ``count`` rows.
+    """Step times of ``count`` rows: `relative_error`, median of predicted over measured, `log_bias`, `rank_correlation`.
 
     Attributes:
-        mape: mean of |predicted / measured - 1|.
-        median_ratio: of predicted over measured.
-        bias: exp(mean log ratio) - 1.
-        spearman: rank correlation; None for fewer than three rows or where one side is constant.
         coverage: part of the measurements inside the nominal 90 % interval.
     """
 
@@ -149,15 +144,10 @@ def memory_ratio(row: RunRow, prediction: Prediction) -> tuple[float, float, flo
     if estimate is None or row.peak_mem_gib is None or row.status != "ok":
         return None
     interval, allocated = estimate.memory_interval_bytes, estimate.peak_allocated_bytes
-    measured = row.peak_mem_gib * GIB / _predicted_bytes(estimate, memory_kind(row.mem_kind))
+    # A framework's peak is torch's max_memory_allocated unless it says otherwise.
+    predicted = {"allocated": allocated, "peak": allocated, "nvidia-smi": estimate.peak_device_bytes}
+    measured = row.peak_mem_gib * GIB / predicted.get(memory_kind(row.mem_kind), estimate.peak_reserved_bytes)
     return measured, interval.low / allocated, interval.high / allocated
-
-
-def _predicted_bytes(estimate: TrainingEstimate, kind: str) -> int:
-    """Return our figure for a kind of measurement; a framework's peak is torch's max_memory_allocated unless it says otherwise."""
-    if kind in ("allocated", "peak"):
-        return estimate.peak_allocated_bytes
-    return estimate.peak_device_bytes if kind == "nvidia-smi" else estimate.peak_reserved_bytes
 
 
 def score_sources(
@@ -197,20 +187,25 @@ def _score_source(source: str, pairs: list[Pair], groups: Mapping[str, GroupScor
     usable = [(row, p) for row, p in pairs if row.is_scored]
     inputs = [p.inputs for _, p in usable if p.inputs is not None and p.estimate is not None]
     regrets = [g.regret for g in groups.values() if g.source_set == source and g.regret is not None]
+    score = (
+        RegretScore(len(regrets), float(np.mean(regrets)), float(np.median(regrets)), max(regrets)) if regrets else None
+    )
     return SourceScore(
         rows=len(pairs),
         scored=len(inputs),
         unscored=len(pairs) - len(usable),
-        skipped=dict(Counter(p.skipped for _, p in usable if p.skipped).most_common()),
-        approximated=dict(Counter(name for i in inputs for name in i.approximated).most_common()),
-        assumed=dict(Counter(name for i in inputs for name in i.assumed).most_common()),
+        skipped=_counts(p.skipped for _, p in usable if p.skipped),
+        approximated=_counts(name for i in inputs for name in i.approximated),
+        assumed=_counts(name for i in inputs for name in i.assumed),
         time=_score_time(usable),
         memory=_score_memory(usable),
         fit=_score_fit(usable),
-        regret=RegretScore(len(regrets), float(np.mean(regrets)), float(np.median(regrets)), max(regrets))
-        if regrets
-        else None,
+        regret=score,
     )
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(names).most_common())
 
 
 def _score_time(pairs: list[Pair]) -> TimeScore | None:
@@ -245,13 +240,11 @@ def _score_memory(pairs: list[Pair]) -> dict[str, MemoryScore]:
 
 
 def _score_fit(pairs: list[Pair]) -> FitScore:
-    failed = [not p.estimate.fits for row, p in pairs if p.estimate is not None and row.is_oom]
-    ran = [not p.estimate.fits for row, p in pairs if p.estimate is not None and row.status == "ok"]
-    return FitScore(len(failed), _mean(failed), len(ran), _mean(ran))
-
-
-def _mean(values: list[bool]) -> float | None:
-    return float(np.mean(values)) if values else None
+    known = [(row, not p.estimate.fits) for row, p in pairs if p.estimate is not None]
+    failed = [is_refused for row, is_refused in known if row.is_oom]
+    ran = [is_refused for row, is_refused in known if row.status == "ok"]
+    recall, false_alarms = (float(np.mean(part)) if part else None for part in (failed, ran))
+    return FitScore(len(failed), recall, len(ran), false_alarms)
 
 
 def _ratio(predicted: ArrayLike, measured: ArrayLike) -> FloatArray:

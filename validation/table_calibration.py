@@ -19,14 +19,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate
 from ..schema.units import GIB, BoolArray, FloatArray, IntArray
-from .predict import RunInputs, estimate_runs, run_inputs
+from .predict import RunInputs, estimate_runs, run_inputs, with_calibrations
 from .rows import RunRow, read_runs
 from .score import memory_kind
 
@@ -65,7 +65,7 @@ class MeasuredRun:
 
     @property
     def device(self) -> str:
-        """Name of the slowest device."""
+        """Return the name of the slowest device."""
         return self.inputs.cluster.weakest_device.name
 
 
@@ -174,15 +174,11 @@ class _Shares:
 
 def estimates_with(runs: Sequence[MeasuredRun], calibration: Calibration) -> list[TrainingEstimate | str]:
     """Return an estimate of each run on its cluster with ``calibration``, or why there is none."""
-    clusters = {id(run.inputs.cluster): run.inputs.cluster for run in runs}
-    calibrated = {key: cluster.replace(calibration=calibration) for key, cluster in clusters.items()}
-    return estimate_runs([replace(run.inputs, cluster=calibrated[id(run.inputs.cluster)]) for run in runs])
+    return estimate_runs(with_calibrations([run.inputs for run in runs], lambda _: calibration))
 
 
 def _seconds(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray:
-    return np.array(
-        [e.step_time_s if isinstance(e, TrainingEstimate) else np.nan for e in estimates_with(runs, calibration)]
-    )
+    return np.array([np.nan if isinstance(e, str) else e.step_time_s for e in estimates_with(runs, calibration)])
 
 
 def _solve(shares: _Shares, target: FloatArray) -> FloatArray:
@@ -230,18 +226,12 @@ def memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     if not pairs:
         return {}
     allocated = np.array([float(e.peak_allocated_bytes) for _, e in pairs])
-    slack = np.array(
-        [1.0 if run.allocated_bytes else e.peak_reserved_bytes / e.peak_allocated_bytes for run, e in pairs]
-    )
-    measured = np.array([run.allocated_bytes or run.reserved_bytes for run, _ in pairs]) / slack
+    reserved = np.array([e.peak_allocated_bytes if run.allocated_bytes else e.peak_reserved_bytes for run, e in pairs])
+    measured = np.array([run.allocated_bytes or run.reserved_bytes for run, _ in pairs]) / (reserved / allocated)
     activations = np.array([float(e.memory_bytes.activations) for _, e in pairs])
     noise = MEMORY_NOISE * measured
-    rows = np.concatenate(
-        [
-            np.stack([activations, np.ones(len(pairs))], axis=1) / noise[:, None],
-            np.diag([1 / ACTIVATIONS_PRIOR, 1 / OVERHEAD_PRIOR_BYTES]),
-        ]
-    )
+    priors = np.diag([1 / ACTIVATIONS_PRIOR, 1 / OVERHEAD_PRIOR_BYTES])
+    rows = np.concatenate([np.stack([activations, np.ones(len(pairs))], axis=1) / noise[:, None], priors])
     target = np.concatenate([(measured - allocated) / noise, np.zeros(2)])
     ratio, overhead = np.linalg.lstsq(rows, target, rcond=None)[0]
     if overhead < 0:  # a device never holds less than what is counted: only the activations are corrected
