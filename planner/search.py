@@ -31,7 +31,6 @@ from ..cost_models.stage.bounds import budget_bytes, memory_bounds, quick_time_b
 from ..cost_models.stage.table import CostTable
 from ..schema import Certificate
 from ..schema.layout_table import MIXED, LayoutTable
-from ..schema.schedules import GIVEN
 from ..schema.units import IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .expand import Candidate, expand_fitting, expand_row, replayed_bound
@@ -63,10 +62,6 @@ RUNNER_UP_TRIES_A_BLOCK = 5
 NUM_NEAREST_MISSES = 3
 """Layouts that are named because they lack the least memory, of each of two kinds."""
 
-ANY_ORDER = GIVEN.idx
-"""The schedule whose bound holds under any order of passes."""
-
-
 LayoutStep = Step[None, Candidate]
 
 
@@ -78,32 +73,25 @@ class Pool:
 
     def __init__(self, request: PlanRequest, space: Space) -> None:
         """Bound the groups and take in the most promising ones, or every layout where there are no groups."""
+        by_groups = space.groups is not None and not request.cluster.parts
+        table = space.groups.relaxed() if space.groups is not None and by_groups else space.batch
 
-        def costs_of(table: LayoutTable) -> tuple[CostTable, CostTable]:
-            costs = CostTable.from_layouts(
-                request.model,
-                request.workload,
-                request.cluster,
-                table,
-                checkpoint=lambda: request.deadline.require(f"costing {len(space)} layouts"),
-            )
-            return costs, bounding_costs(costs)
+        def checkpoint() -> None:
+            request.deadline.require(f"costing {len(space)} layouts")
 
-        self._space = space
-        self.bound_s = np.inf
-        if space.groups is None or request.cluster.parts:
-            self.costs, self.bounding = costs_of(space.batch)
-            self.positions: IntArray = np.arange(len(self.costs.layouts))
+        costs = CostTable.from_layouts(request.model, request.workload, request.cluster, table, checkpoint=checkpoint)
+        self._space, self.bound_s = space, np.inf
+        self.costs, self.bounding = costs, bounding_costs(costs)
+        self.positions: IntArray = np.arange(len(table))
+        if not by_groups:
             return
-        recomputes = np.unique(space.groups.options["recompute"])
-        recompute = int(recomputes[0]) if len(recomputes) == 1 else MIXED
-        self._of_groups = costs_of(space.groups.relaxed(schedule=ANY_ORDER, recompute=recompute))
-        bound_s = quick_time_bounds(self._of_groups[1])
+        self._of_groups = self.costs, self.bounding
+        bound_s = quick_time_bounds(self.bounding)
         self._order = np.argsort(bound_s, kind="stable")
         self._waiting_s = bound_s[self._order]
         self._next = 0
-        self.costs, self.bounding = (costs.select(np.zeros(0, dtype=np.int64)) for costs in self._of_groups)
         self.positions = np.zeros(0, dtype=np.int64)
+        self.costs, self.bounding = (costs.select(self.positions) for costs in self._of_groups)
         self.grow()
 
     def __len__(self) -> int:
@@ -122,9 +110,9 @@ class Pool:
         selected = np.flatnonzero(self._space.keeps(positions))
         batch, of_group = batch.select(selected), of_group[selected]
         self.positions = np.concatenate([self.positions, positions[selected]])
-        same = self.costs is self.bounding
-        self.costs = _append(self.costs, self._of_groups[0], batch, of_group)
-        self.bounding = self.costs if same else _append(self.bounding, self._of_groups[1], batch, of_group)
+        costs, bounding = self._of_groups
+        self.costs = _append(self.costs, costs, batch, of_group)
+        self.bounding = self.costs if costs is bounding else _append(self.bounding, bounding, batch, of_group)
 
 
 def bounding_costs(costs: CostTable) -> CostTable:
@@ -145,18 +133,19 @@ def _append(costs: CostTable, of_groups: CostTable, batch: LayoutTable, of_group
 
 
 class Frontier:
-    """Layouts that may fit, by increasing bound on their time; ``bound_bytes`` [N] is infinite where not evaluated."""
+    """Layouts that may fit, by increasing bound on their time.
+
+    Attributes:
+        rows: of the pool, those that are bounded.
+        bound_bytes: of each layout [N], infinite where not evaluated.
+    """
 
     def __init__(self, pool: Pool) -> None:
         """Order the pool by its quick bounds."""
         self._pool = pool
-        self._quick_s = np.zeros(0)
-        self._order = np.zeros(0, dtype=np.int64)
+        self._quick_s, self._bound_s, self.bound_bytes, self._budget_bytes = np.zeros((4, 0))
+        self.rows = self._order = np.zeros(0, dtype=np.int64)
         self._next = 0
-        self._rows = np.zeros(0, dtype=np.int64)
-        self._bound_s = np.zeros(0)
-        self.bound_bytes = np.zeros(0)
-        self._budget_bytes = np.zeros(0)
         self._order_new()
 
     def _order_new(self) -> None:
@@ -172,38 +161,25 @@ class Frontier:
     @property
     def bound_s(self) -> float:
         """Seconds that no layout that waits can beat; infinite without any."""
-        return min(self._first_s, self._next_quick_s)
+        return min(self._first_s, self._pool.bound_s, self._next_in_pool_s)
 
     @property
     def is_ready(self) -> bool:
-        """``first`` is known: its full bound is no larger than any quick bound that waits."""
-        return np.isfinite(self._first_s) and self._first_s <= self._next_quick_s
+        """The first row is known: its full bound is no larger than any quick bound that waits."""
+        return np.isfinite(self._first_s) and self._first_s == self.bound_s
 
     @property
     def _first_s(self) -> float:
-        return float(self._bound_s[0]) if len(self._rows) else float("inf")
-
-    @property
-    def _next_quick_s(self) -> float:
-        return min(self._pool.bound_s, self._next_in_pool_s)
+        return float(self._bound_s[0]) if len(self.rows) else float("inf")
 
     @property
     def _next_in_pool_s(self) -> float:
         return float(self._quick_s[self._order[self._next]]) if self._next < len(self._order) else float("inf")
 
-    @property
-    def first(self) -> int:
-        """Row of the layout with the lowest bound, once the frontier ``is_ready``."""
-        return int(self._rows[0])
-
-    def upcoming(self, count: int) -> IntArray:
-        """Return the first few layouts that are bounded already."""
-        return self._rows[:count]
-
     def pop(self) -> int:
         """Take the first one off."""
-        row = self.first
-        self._rows, self._bound_s = self._rows[1:], self._bound_s[1:]
+        row = int(self.rows[0])
+        self.rows, self._bound_s = self.rows[1:], self._bound_s[1:]
         return row
 
     def raise_first(self, bound_s: float) -> bool:
@@ -212,14 +188,13 @@ class Frontier:
             return False
         row = self.pop()
         idx = int(np.searchsorted(self._bound_s, bound_s, side="right"))
-        self._rows, self._bound_s = np.insert(self._rows, idx, row), np.insert(self._bound_s, idx, bound_s)
+        self.rows, self._bound_s = np.insert(self.rows, idx, row), np.insert(self._bound_s, idx, bound_s)
         return True
 
     def nearest_misses(self, incumbent_s: float, count: int) -> list[int]:
         """Return, of the layouts that would be faster and that memory excluded by its bound, those that lack the least."""
-        faster = np.flatnonzero(
-            np.isfinite(self.bound_bytes) & ~self._may_fit(slice(None)) & (self._quick_s < incumbent_s)
-        )
+        is_excluded = np.isfinite(self.bound_bytes) & ~self._may_fit(slice(None))
+        faster = np.flatnonzero(is_excluded & (self._quick_s < incumbent_s))
         nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * count]
         is_faster = time_bounds(self._pool.bounding.select(nearest).compacted()) < incumbent_s
         return [int(row) for row in nearest[is_faster][:count]]
@@ -238,14 +213,12 @@ class Frontier:
             return
         rows = rows[fits]
         bound_s = np.concatenate([self._bound_s, time_bounds(costs.select(np.flatnonzero(fits)))])
-        rows = np.concatenate([self._rows, rows])
+        rows = np.concatenate([self.rows, rows])
         order = np.lexsort((rows, bound_s))
-        self._rows, self._bound_s = rows[order], bound_s[order]
+        self.rows, self._bound_s = rows[order], bound_s[order]
 
     def _may_fit(self, rows: IntArray | slice) -> NDArray[np.bool_]:
-        """Compare the least that layouts require with their budget."""
-        costs = self._pool.bounding
-        required = memory.lower_bound_required_bytes(self.bound_bytes[rows], costs.scenario)
+        required = memory.lower_bound_required_bytes(self.bound_bytes[rows], self._pool.bounding.scenario)
         return np.asarray(required <= self._budget_bytes[rows])
 
 
@@ -281,31 +254,28 @@ class LayoutProblem:
         if not self.frontier.is_ready:
             self.frontier.bound_block()
             return self._rest()
-        if self._raise_first(min(incumbent, self._worse_than_s)):
-            return self._rest()
-        return self._expand_first(node)
+        return self._rest() if self._raise_first(min(incumbent, self._worse_than_s)) else self._expand_first(node)
 
     def expand_runner_up(self, node: Node[None], incumbent: float) -> LayoutStep:
         """Bound a block, or cut the first layout into stages unless its combination of degrees was expanded already."""
         if not self.frontier.is_ready:
             self.frontier.bound_block()
             return self._rest(effort=RUNNER_UP_TRIES_A_BLOCK)
-        row = self.frontier.first
-        if self._degrees(row) in self._feasible_degrees or self._memory_degrees(row) in self._rejected_degrees:
+        degrees, memory_degrees = self._degrees(int(self.frontier.rows[0]))
+        if degrees in self._feasible_degrees or memory_degrees in self._rejected_degrees:
             self.frontier.pop()
             return self._rest()
         return self._expand_first(node)
 
-    def _degrees(self, row: int) -> tuple[int, ...]:
-        return self.pool.costs.layouts.degrees(row)
-
-    def _memory_degrees(self, row: int) -> tuple[int, ...]:
-        """Without sequence parallelism the same degrees may not fit, and are bounded first."""
-        return (*self._degrees(row), int(self.pool.costs.layouts.sequence_parallel[row]))
+    def _degrees(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the degrees of a layout, also with sequence parallelism: without it they may not fit, and are bounded first."""
+        layouts = self.pool.costs.layouts
+        degrees = layouts.degrees(row)
+        return degrees, (*degrees, int(layouts.sequence_parallel[row]))
 
     def _raise_first(self, below_s: float) -> bool:
         """Raise the bound of the first layout, once for each: by a replay, up to ``below_s``."""
-        row = self.frontier.first
+        row = int(self.frontier.rows[0])
         if row in self.any_order_s:
             return False
         self.any_order_s[row] = self.frontier.bound_s
@@ -315,14 +285,14 @@ class LayoutProblem:
         return self.frontier.raise_first(replayed_bound(window, idx, below_s=below_s).bound_s)
 
     def _expand_first(self, node: Node[None]) -> LayoutStep:
-        window, idx = self._costed(self.frontier.first)
+        window, idx = self._costed(int(self.frontier.rows[0]))
         row = self.frontier.pop()
-        candidate = expand_fitting(window, idx, bound_s=node.bound)
+        candidate, (degrees, memory_degrees) = expand_fitting(window, idx, bound_s=node.bound), self._degrees(row)
         if candidate is None:
             self.rejected.append(row)
-            self._rejected_degrees.add(self._memory_degrees(row))
+            self._rejected_degrees.add(memory_degrees)
             return self._rest(evaluated=1, effort=1)
-        self._feasible_degrees.add(self._degrees(row))
+        self._feasible_degrees.add(degrees)
         candidate = replace(candidate, idx=row, any_order_s=self.any_order_s.get(row, node.bound))
         leaf = Leaf(candidate.estimate.step_time_s, candidate, candidate.bound_s, row)
         return self._rest([leaf], evaluated=1, effort=1)
@@ -330,7 +300,7 @@ class LayoutProblem:
     def _costed(self, row: int) -> tuple[CostTable, int]:
         """Return costs that hold the first layout of the frontier, and its index there; the next few are costed with it."""
         if row not in self._idx_in_window:
-            rows = self.frontier.upcoming(WINDOW)
+            rows = self.frontier.rows[:WINDOW]
             self._window = self.pool.costs.select(rows).compacted()
             self._idx_in_window = {int(row): idx for idx, row in enumerate(rows)}
         return self._window, self._idx_in_window[row]
@@ -384,9 +354,9 @@ class SearchResult:
 
     def certificate(self) -> Certificate:
         """Return how far from the best of the space the fastest layout may be."""
-        num_layouts, objective_s = self.problem.num_layouts, self.feasible[0].estimate.step_time_s
+        num_layouts = self.problem.num_layouts
         return Certificate.proved(
-            objective=objective_s,
+            objective=self.feasible[0].estimate.step_time_s,
             bound=self.bound_s,
             finished=not self.stopped_early,
             evaluated=self.evaluated,

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from ..schema import ConfigError
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, Rule
-from ..schema.layout_table import LayoutTable, distinct_rows
+from ..schema.layout_table import MIXED, LayoutTable, distinct_rows
+from ..schema.schedules import GIVEN
 from ..schema.units import IntArray
 from .enumeration import Columns, Enumeration, select
 from .request import PlanRequest
@@ -74,15 +75,15 @@ class DegreeGroups:
         columns |= {name: column[self.first[of_group] + within] for name, column in self.options.items()}
         return self._table(columns), of_group, self.start[of_group] + within
 
-    def relaxed(self, *, schedule: int, recompute: int) -> LayoutTable:
-        """Return a layout of each group [G] with this schedule and recompute, nothing sharded: its degrees are right."""
-        ones = np.ones(len(self), dtype=np.int64)
+    def relaxed(self) -> LayoutTable:
+        """Return a layout of each group [G], nothing sharded, whose bound holds under any order of passes and every recompute."""
+        ones, recomputes = np.ones(len(self), dtype=np.int64), np.unique(self.options["recompute"])
         chosen = {
             "dp_replicate": self.options["dp_replicate"][self.first] * self.options["dp_shard"][self.first],
             **dict.fromkeys(("dp_shard", "gradient_shard", "optimizer_shard"), ones),
             "zero_stage": 0 * ones,
-            "schedule": schedule * ones,
-            "recompute": recompute * ones,
+            "schedule": GIVEN.idx * ones,
+            "recompute": (recomputes[0] if len(recomputes) == 1 else MIXED) * ones,
         }
         return self._table(self.degrees | chosen)
 
