@@ -20,35 +20,27 @@ def build_parser() -> ArgumentParser:
     """Return the command line; the default ``report`` of each fit is its module and function ``(options) -> str``."""
     parser = ArgumentParser(prog="python -m meshwright.fitting", description=__doc__)
     fits = parser.add_subparsers(required=True, metavar="FIT")
-    for name, module, function, text in (
-        ("gemm", "gemm", "report", "gemm.npz: matrix products"),
-        ("attention", "attention", "report", "attention.npz: fused attention"),
-        ("grouped_gemm", "gemm", "report_grouped", "[grouped_gemm] of coefficients.toml: products of experts"),
+    for name, module, function, argument, text in (
+        ("gemm", "gemm", "report", "data", "gemm.npz: matrix products"),
+        ("attention", "attention", "report", "data", "attention.npz: fused attention"),
+        ("grouped_gemm", "gemm", "report_grouped", "data", "[grouped_gemm] of coefficients.toml: products of experts"),
+        ("correction", "gemm", "report_correction", "data", "the kernel of learned/calibration.py"),
+        ("collectives", "collectives", "report", "data", "collective_curves.json"),
+        ("overlap", "overlap", "report", "table", "[interference] and [overlap], from overlap_interference.csv"),
+        ("coefficients", "steps", "report_coefficients", "runs", "coefficients of entire steps, from measured runs"),
+        ("intervals", "steps", "report_intervals", "runs", "[interval] of coefficients.toml, from measured runs"),
     ):
-        operator = fits.add_parser(name, help=text)
-        operator.add_argument("data", type=Path, metavar="DATA")
-        operator.add_argument("--out", type=Path, default=ARTEFACTS, help="where artefacts are written")
-        operator.add_argument("--score", action="store_true", help="also score on rows, sizes and devices left out")
-        operator.set_defaults(report=(module, function))
-    correction = fits.add_parser("correction", help="the kernel of learned/correction.py")
-    correction.set_defaults(report=("gemm", "report_correction"))
-    correction.add_argument("data", type=Path, metavar="DATA")
-    collectives = fits.add_parser("collectives", help="collective_curves.json")
-    collectives.set_defaults(report=("collectives", "report"))
-    collectives.add_argument("data", type=Path, metavar="DATA")
-    collectives.add_argument("--score", action="store_true", help="errors on sizes and devices left out")
-    collectives.add_argument("--write", action="store_true", help="replace collective_curves.json")
-    overlap = fits.add_parser("overlap", help="[interference] and [overlap] of coefficients.toml")
-    overlap.set_defaults(report=("overlap", "report"))
-    overlap.add_argument("table", type=Path, help="overlap_interference.csv")
-    coefficients = fits.add_parser("coefficients", help="coefficients of entire steps, from measured runs")
-    coefficients.set_defaults(report=("steps", "report_coefficients"))
-    coefficients.add_argument("runs", type=Path, help="table of measured runs")
+        fit = fits.add_parser(name, help=text)
+        fit.add_argument(argument, type=Path, metavar=argument.upper())
+        fit.set_defaults(report=(module, function))
+        if name in ("gemm", "attention", "grouped_gemm", "collectives"):
+            fit.add_argument("--score", action="store_true", help="errors on rows, sizes and devices left out")
+        if name in ("gemm", "attention"):
+            fit.add_argument("--out", type=Path, default=ARTEFACTS, help="where the artefact is written")
+    fits.choices["collectives"].add_argument("--write", action="store_true", help="replace collective_curves.json")
+    coefficients = fits.choices["coefficients"]
     coefficients.add_argument("--names", default="", metavar="A,B", help="coefficients to search (default: all)")
     coefficients.add_argument("--cap", type=int, default=40, metavar="N", help="highest number of runs of one source")
-    intervals = fits.add_parser("intervals", help="[interval] of coefficients.toml, from measured runs")
-    intervals.set_defaults(report=("steps", "report_intervals"))
-    intervals.add_argument("runs", type=Path, help="table of measured runs")
     return parser
 
 

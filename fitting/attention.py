@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
-from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
@@ -26,7 +25,14 @@ from ..cost_models.learned.kernels import (
     term_columns,
 )
 from ..schema.units import FloatArray
-from .estimator import RooflineRegressor, least_relative_squares, write_artefact
+from .estimator import (
+    RooflineRegressor,
+    fit_residual,
+    key_values,
+    least_relative_squares,
+    percent_error,
+    write_artefact,
+)
 from .gemm import SYSTEMS, data_sheet, family_of
 
 PUBLISHED_SEQUENCES = (512, 1024, 2048, 4096, 8192, 16384)
@@ -67,7 +73,7 @@ def report(options: Namespace) -> str:
     }
     sample = table.sample(min(len(table), 40_000), random_state=0)
     provenance = {"rows": len(table), "sources": SOURCES, "terms": TERMS, "kernels": kernels}
-    model = _fit_residual(sample, forward).to_model(_matrix(table.head(1), forward)[0], provenance)
+    model = _fit_residual(sample, forward).to_model(list(_features(table.head(1), forward)[0]), provenance)
     return write_artefact(model, options.out, "attention", _scores(table) if options.score else {})
 
 
@@ -105,7 +111,7 @@ def device_of(table: pd.DataFrame) -> AttentionDevice:
 
 
 def fit_terms(table: pd.DataFrame, prior: FloatArray | None = None) -> FloatArray:
-    """Return the five terms [5] of a table's forward kernels."""
+    """Return the coefficients [5] of a table's forward kernels."""
     columns = term_columns(shape_of(table), device_of(table), backward=False)
     return least_relative_squares(columns, table.seconds.to_numpy(), prior)
 
@@ -163,43 +169,38 @@ def _ratio(terms: FloatArray, forward: Passes, backward: Passes) -> FloatArray:
 _SIMUMAX = {"ampere": ("a100_pcie", "A100-SXM-80GB"), "blackwell": ("b200", "B200-SXM-180GB")}
 """Family -> start of a system's name in SimuMax's table, data sheet."""
 
-_SIMUMAX_KEYS = ("batch", "seq_len", "head_num", "kv_head_num", "qk_head_dim", "v_head_dim")
-
 
 def _simumax(table: pd.DataFrame, family: str, op: str) -> Passes:
     """Return the passes of SimuMax's table, whose FLOPs count no mask."""
     system, sheet = _SIMUMAX[family]
     rows = table[table.sys.str.startswith(system) & (table.op == op)]
-    value = {key: rows.key.str.extract(rf"(?:^|\W){key}=(\d+)")[0].to_numpy(dtype=float) for key in _SIMUMAX_KEYS}
-    n, width = value["seq_len"], (value["qk_head_dim"] + value["v_head_dim"]) / 2
-    heads, is_backward = value["batch"] * value["head_num"], op == "sdp_bwd"
-    group = value["head_num"] / value["kv_head_num"]
-    shape = AttentionShape(heads, group, n, (n + 1) / 2, n, width, np.full(len(n), 2.0))
+    names = ("batch", "seq_len", "head_num", "kv_head_num", "qk_head_dim", "v_head_dim")
+    batch, n, num_heads, num_kv_heads, qk_dim, v_dim = key_values(rows.key, names)
+    heads, width, is_backward = batch * num_heads, (qk_dim + v_dim) / 2, op == "sdp_bwd"
+    shape = AttentionShape(heads, num_heads / num_kv_heads, n, (n + 1) / 2, n, width, np.full(len(n), 2.0))
     device = AttentionDevice(*data_sheet(sheet), PROCESSORS[family])
     flops = 4 * heads * n * n * width * (2.5 if is_backward else 1.0)
     seconds = flops / (rows.eff.to_numpy() * rows.tflops.to_numpy() * 1e12)
     return Passes(term_columns(shape, device, backward=is_backward), seconds)
 
 
-def _matrix(table: pd.DataFrame, forward: dict[str, FloatArray]) -> tuple[list[str], FloatArray, FloatArray]:
-    """Return feature names, features [n, d] and rooflines [n]."""
+def _features(table: pd.DataFrame, forward: dict[str, FloatArray]) -> tuple[dict[str, FloatArray], FloatArray]:
+    """Return named features [n] and rooflines [n]."""
     shape, device = shape_of(table), device_of(table)
     terms = np.stack([forward[name] for name in table.family])
     columns = term_columns(shape, device, backward=False)
-    features = residual_features(shape, device, columns, terms)
-    return list(features), np.stack(list(features.values()), axis=1), (columns * terms).sum(axis=1)
+    return residual_features(shape, device, columns, terms), (columns * terms).sum(axis=1)
 
 
 def _fit_residual(table: pd.DataFrame, forward: dict[str, FloatArray]) -> RooflineRegressor:
-    _, features, roofline = _matrix(table, forward)
-    trees = HistGradientBoostingRegressor(max_iter=300, max_leaf_nodes=24, min_samples_leaf=40, random_state=0)
-    regressor = RooflineRegressor(roofline_column=0, residual=trees)
-    return regressor.fit(np.column_stack([roofline, features]), table.seconds.to_numpy())
+    features, roofline = _features(table, forward)
+    x = np.stack(list(features.values()), axis=1)
+    return fit_residual(x, roofline, table.seconds.to_numpy(), max_iter=300, max_leaf_nodes=24)
 
 
 def _predict(regressor: RooflineRegressor, table: pd.DataFrame, forward: dict[str, FloatArray]) -> FloatArray:
-    _, features, roofline = _matrix(table, forward)
-    return np.asarray(regressor.predict(np.column_stack([roofline, features])))
+    features, roofline = _features(table, forward)
+    return regressor.predict(np.column_stack([roofline, *features.values()]))
 
 
 def _scores(table: pd.DataFrame) -> dict[str, Any]:
@@ -207,15 +208,13 @@ def _scores(table: pd.DataFrame) -> dict[str, Any]:
     work = table.isl.astype(float) ** 2 * table.batch_size * table.num_heads * table.head_dim
     largest = work > work.groupby(table.system).transform(lambda part: part.quantile(0.8))
     random = np.random.default_rng(0).random(len(table)) < 0.2
+    parts = {"a random fifth of the rows": random, "the largest fifth of the sizes": largest.to_numpy()}
     scores = {}
-    for name, left_out in (
-        ("a random fifth of the rows", random),
-        ("the largest fifth of the sizes", largest.to_numpy()),
-    ):
-        train = table[~left_out]
+    for name, left_out in parts.items():
+        train, rest = table[~left_out], table[left_out]
         forward = {family: fit_terms(part) for family, part in train.groupby("family")}
         regressor = _fit_residual(train.sample(min(len(train), 30_000), random_state=0), forward)
-        scores[name] = _percent(_predict(regressor, table[left_out], forward), table[left_out])
+        scores[name] = round(percent_error(_predict(regressor, rest, forward), rest.seconds), 2)
     for family in sorted(set(table.family)):
         for points in (0, 10, 100):
             scores[f"{family} left out, {points} points"] = _family_score(table, family, points)
@@ -236,7 +235,7 @@ def _family_score(table: pd.DataFrame, family: str, points: int) -> float:
         predicted = _predict(regressor, rest, terms)
         if points >= 50:
             predicted = predicted * np.exp(_local_residual(seen, _predict(regressor, seen, terms), rest))
-        errors.append(_percent(predicted, rest))
+        errors.append(percent_error(predicted, rest.seconds))
     return round(float(np.mean(errors)), 2)
 
 
@@ -244,15 +243,9 @@ def _local_residual(seen: pd.DataFrame, predicted: FloatArray, rest: pd.DataFram
     """Return a smooth correction in the logarithms of the sizes, from the few rows of the new device."""
 
     def logs(part: pd.DataFrame) -> FloatArray:
-        heads = part.batch_size * part.num_heads
-        group = part.num_heads / part.num_key_value_heads
-        sizes = np.column_stack([part.isl, heads, part.head_dim**2, group**0.5])
-        return np.asarray(np.log2(sizes.astype(float)))
+        shape = shape_of(part)
+        return np.log2(np.column_stack([shape.seq_len, shape.rows, shape.width**2, shape.group**0.5]))
 
     smooth = ConstantKernel(0.02, "fixed") * RBF([3.0, 3.0, 2.0, 2.0], "fixed") + WhiteKernel(0.003, "fixed")
     process = GaussianProcessRegressor(smooth).fit(logs(seen), np.log(seen.seconds.to_numpy() / predicted))
     return np.asarray(process.predict(logs(rest)))
-
-
-def _percent(predicted: FloatArray, table: pd.DataFrame) -> float:
-    return round(float(100 * np.mean(np.abs(predicted / table.seconds.to_numpy() - 1))), 2)

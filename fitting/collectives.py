@@ -20,6 +20,7 @@ from scipy.optimize import least_squares
 
 from ..cost_models.hardware.collectives import KNOT_STEP, CurveParameters, Op, curve_s, knots, shape_s, tabulated
 from ..schema.units import FloatArray
+from .estimator import percent_error
 
 
 class System(NamedTuple):
@@ -63,7 +64,7 @@ class Points(NamedTuple):
 
     def every_second(self, start: int) -> Points:
         """Return every second size, from ``start``."""
-        return Points(self.x[start::2], self.seconds[start::2], self.size[start::2])
+        return Points(*(column[start::2] for column in self))
 
 
 def read_points(data: Path) -> dict[Curve, Points]:
@@ -88,7 +89,7 @@ def fit_shape(points: Points) -> CurveParameters:
 
     starts = [np.log([points.seconds[0], 0.8, ramp]) for ramp in (1e-6, 2e-5, 3e-4)]
     fits = [least_squares(misfit, start, loss="soft_l1", f_scale=0.1) for start in starts]
-    return _parameters(min(fits, key=lambda fit: float(fit.cost)).x)
+    return CurveParameters(*np.exp(min(fits, key=lambda fit: float(fit.cost)).x).tolist())
 
 
 def fit_curve(points: Points) -> CurveParameters:
@@ -106,12 +107,7 @@ def fit_curve(points: Points) -> CurveParameters:
 
 def mean_curve(curves: Sequence[CurveParameters]) -> CurveParameters:
     """Return geometric means of the shapes; the residuals, which sit at each type's own protocol switches, are dropped."""
-    return _parameters(np.log([curve[:3] for curve in curves]).mean(axis=0))
-
-
-def _parameters(logs: FloatArray) -> CurveParameters:
-    latency_s, efficiency, ramp_s = np.exp(logs).tolist()
-    return CurveParameters(latency_s, efficiency, ramp_s)
+    return CurveParameters(*np.exp(np.log([curve[:3] for curve in curves]).mean(axis=0)).tolist())
 
 
 def predicted_s(parameters: CurveParameters, group: int, x: FloatArray) -> FloatArray:
@@ -138,7 +134,7 @@ def _size_score(points: Mapping[Curve, Points]) -> list[str]:
     errors: dict[str, list[float]] = {}
     for (link, op, group), all_points in points.items():
         train, test = all_points.every_second(0), all_points.every_second(1)
-        error = _percent_error(predicted_s(fit_curve(train), group, test.x), test.seconds)
+        error = percent_error(predicted_s(fit_curve(train), group, test.x), test.seconds)
         errors.setdefault(link, []).append(error)
         lines.append(f"  {link:14s} {op:15s} {group} {error:6.1f}")
     lines += [f"  mean {link:14s} {np.mean(values):6.1f}" for link, values in errors.items()]
@@ -159,20 +155,14 @@ def _family_score(points: Mapping[Curve, Points]) -> list[str]:
         predicted = shape_s(curve.x, mean)
         with_latency = shape_s(curve.x, mean._replace(latency_s=float(curve.seconds[0])))
         bands = [curve.size < 1e6, (curve.size >= 1e6) & (curve.size < 16e6), curve.size >= 16e6]
-        row = [_percent_error(predicted, curve.seconds), _percent_error(with_latency, curve.seconds)]
-        row += [_percent_error(predicted[band], curve.seconds[band]) for band in bands]
+        row = [percent_error(predicted, curve.seconds), percent_error(with_latency, curve.seconds)]
+        row += [percent_error(predicted[band], curve.seconds[band]) for band in bands]
         errors.setdefault(link, []).append(row)
-    return [
-        "held-out family, MAPE %: all sizes, the same with its own latency, and by size (below 1 MB, to 16 MB, above)",
-        *(
-            f"  {link:14s} " + " ".join(f"{value:6.1f}" for value in np.mean(rows, axis=0))
-            for link, rows in errors.items()
-        ),
-    ]
-
-
-def _percent_error(predicted: FloatArray, measured: FloatArray) -> float:
-    return float(np.mean(np.abs(predicted / measured - 1))) * 100
+    title = (
+        "held-out family, MAPE %: all sizes, the same with its own latency, and by size (below 1 MB, to 16 MB, above)"
+    )
+    means = {link: np.mean(rows, axis=0) for link, rows in errors.items()}
+    return [title, *(f"  {link:14s} " + " ".join(f"{value:6.1f}" for value in row) for link, row in means.items())]
 
 
 def document(points: Mapping[Curve, Points]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import sklearn
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
@@ -134,6 +135,23 @@ def save_model(model: ResidualModel, path: Path) -> None:
     )
 
 
+def fit_residual(features: FloatArray, roofline: FloatArray, seconds: FloatArray, **settings: Any) -> RooflineRegressor:
+    """Fit trees of these settings on features [n, d], rooflines [n] and seconds [n]; column 0 of the regressor is the roofline."""
+    trees = HistGradientBoostingRegressor(min_samples_leaf=40, random_state=0, **settings)
+    regressor = RooflineRegressor(roofline_column=0, residual=trees)
+    return regressor.fit(np.column_stack([roofline, features]), seconds)
+
+
+def percent_error(predicted: FloatArray, measured: ArrayLike) -> float:
+    """Return the mean absolute error in percent of the measured times."""
+    return float(100 * np.mean(np.abs(predicted / np.asarray(measured) - 1)))
+
+
+def key_values(keys: pd.Series, names: Iterable[str]) -> list[FloatArray]:
+    """Return the numbers of each name in texts such as ``m=128, n=256``."""
+    return [keys.str.extract(rf"\b{name}=(\d+)")[0].to_numpy(dtype=float) for name in names]
+
+
 def least_relative_squares(
     columns: FloatArray, seconds: FloatArray, prior: FloatArray | None = None, weight: float = 0.05
 ) -> FloatArray:
@@ -146,7 +164,7 @@ def least_relative_squares(
 
 
 def write_artefact(model: ResidualModel, folder: Path, name: str, scores: Mapping[str, Any]) -> str:
-    """Save ``NAME.npz`` with date, command, versions and scores in its provenance; return lines of a report."""
+    """Save ``NAME.npz`` with date, command, versions and scores in its provenance; return the lines of a report."""
     stamp = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": f"python -m meshwright.fitting {name} DATA --score",
@@ -160,5 +178,5 @@ def write_artefact(model: ResidualModel, folder: Path, name: str, scores: Mappin
 
 
 def score_lines(name: str, scores: Mapping[str, Any]) -> str:
-    """Return a line for each thing that was left out: mean absolute percentage error and the like."""
+    """Return a line for each thing that was left out."""
     return "".join(f"{name:16s} {left_out:44s} {score}\n" for left_out, score in scores.items())

@@ -22,7 +22,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from sklearn.ensemble import HistGradientBoostingRegressor
 
 from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.hardware.machine import gemm_device
@@ -33,7 +32,7 @@ from ..schema.catalogue import find_device
 from ..schema.cluster import Device
 from ..schema.task import Precision
 from ..schema.units import FloatArray
-from .estimator import RooflineRegressor, least_relative_squares, score_lines, write_artefact
+from .estimator import fit_residual, key_values, least_relative_squares, percent_error, score_lines, write_artefact
 
 SOFTWARE = {"sglang": 0.0, "trtllm": 1.0, "vllm": 2.0, "trtllm-fp8": 3.0}
 """Software build -> column. The first two run large products with random operands at sustained clocks; large bf16 products of the
@@ -51,7 +50,7 @@ FAMILIES = ("ampere", "hopper", "blackwell", "ada")
 _CLASSES = {"A100-80GB": "A100-SXM-80GB", "H100-80GB": "H100-SXM-80GB", "B200": "B200-SXM-180GB"}
 _START = GemmCoefficients(3.5e-6, 0.75, 0.8, 2.6, 0.1)
 _LOOSE = np.array([1.0, 0.2, 0.2, 0.5, 1.0])
-_NUM_TREES = 320
+_TREES = {"max_iter": 320, "max_leaf_nodes": 31, "learning_rate": 0.1}
 _MAX_ROOFLINE_ROWS = 3000
 _MAX_FP8_ROWS = 6000
 """Of a device and build, so that fp8 does not outweigh bf16."""
@@ -147,23 +146,16 @@ def _fit_rooflines(rows: pd.DataFrame) -> dict[Build, GemmCoefficients]:
 def design(rows: pd.DataFrame, rooflines: Rooflines) -> tuple[list[str], FloatArray, FloatArray]:
     """Return names and matrix [N, d] of the features, and roofline seconds [N]."""
     names: list[str] = []
-    x, roofline = None, np.zeros(len(rows))
+    features, rooflines_s, order = [], [], []
     for build, idx in rows.groupby(["device", "software"]).indices.items():
         sizes, rates = sizes_of(rows.iloc[idx]), device_rates(*build)._replace(coefficients=rooflines[build])
         columns = kernels.features(*sizes, rates)
         names = list(columns)
-        x = np.zeros((len(rows), len(names))) if x is None else x
-        x[idx] = np.stack(list(columns.values()), axis=1)
-        roofline[idx] = kernels.roofline_s(*sizes, rates)
-    assert x is not None
-    return names, x, roofline
-
-
-def _fit_residual(x: FloatArray, roofline: FloatArray, seconds: FloatArray) -> RooflineRegressor:
-    trees = HistGradientBoostingRegressor(
-        max_iter=_NUM_TREES, max_leaf_nodes=31, learning_rate=0.1, min_samples_leaf=40, random_state=0
-    )
-    return RooflineRegressor(roofline_column=x.shape[1], residual=trees).fit(np.column_stack([x, roofline]), seconds)
+        features.append(np.stack(list(columns.values()), axis=1))
+        rooflines_s.append(kernels.roofline_s(*sizes, rates))
+        order.append(idx)
+    back = np.argsort(np.concatenate(order))
+    return names, np.concatenate(features)[back], np.concatenate(rooflines_s)[back]
 
 
 def report(options: Namespace) -> str:
@@ -171,7 +163,7 @@ def report(options: Namespace) -> str:
     rows = read_rows(options.data)
     rooflines = _fit_rooflines(rows)
     names, x, roofline = design(rows, rooflines)
-    regressor = _fit_residual(x, roofline, rows.seconds.to_numpy())
+    regressor = fit_residual(x, roofline, rows.seconds.to_numpy(), **_TREES)
     scores: dict[str, Any] = {}
     errors = {"devices": 0.08, "architectures": 0.12, "unknown": 0.25}
     if options.score:
@@ -212,8 +204,7 @@ def weight_gradient_ratio(folder: Path) -> float:
     """Return the median time of a weight gradient over that of the forward product with the same three sizes."""
     table = pd.read_csv(folder / "operators/simumax/efficiency.csv")
     table = table[table.op == "matmul"]
-    sizes = [table.key.str.extract(rf"\b{name}=(\d+)")[0].astype(int) for name in ("m", "n", "k")]
-    shape = [tuple(sorted(triple)) for triple in zip(*sizes, strict=True)]
+    shape = [tuple(sorted(triple)) for triple in zip(*key_values(table.key, "mnk"), strict=True)]
     table = table.assign(layout=table.key.str.extract(r"layout=(\w+)")[0], shape=shape)
     efficiency = table.pivot_table(index=["sys", "shape"], columns="layout", values="eff").dropna()
     ratio = (efficiency.TN / efficiency.NT).groupby("sys").median()
@@ -244,16 +235,20 @@ def scored(rows: pd.DataFrame) -> tuple[dict[str, Any], dict[str, float]]:
 def _errors_of_others(rows: pd.DataFrame, train: NDArray[np.bool_]) -> pd.Series:
     _, x, roofline = design(rows, _fit_rooflines(rows[train]))
     seconds = rows.seconds.to_numpy()
-    regressor = _fit_residual(x[train], roofline[train], seconds[train])
-    ratio = regressor.predict(np.column_stack([x, roofline])[~train]) / seconds[~train]
+    regressor = fit_residual(x[train], roofline[train], seconds[train], **_TREES)
+    ratio = regressor.predict(np.column_stack([roofline, x])[~train]) / seconds[~train]
     return rows[~train].assign(error=np.abs(ratio - 1)).groupby(["device", "software"]).error.mean()
 
 
 def _family_error(rows: pd.DataFrame, family: str) -> float:
     """Return the mean error over a family's devices and builds, from data sheets; with points of it: benchmarks/gemm_points.py."""
     residual, priors = without_families(rows, (family,))
-    parts = rows[rows.family == family].groupby(["device", "software"])
-    return float(np.mean([_error(part, residual, priors[build]) for build, part in parts]))
+    errors = []
+    for build, part in rows[rows.family == family].groupby(["device", "software"]):
+        drawn = part.iloc[np.random.default_rng(9).permutation(len(part))[:4000]]
+        predicted = kernels.predict(*sizes_of(drawn), priors[build], residual=residual)
+        errors.append(percent_error(predicted, drawn.seconds) / 100)
+    return float(np.mean(errors))
 
 
 def without_families(rows: pd.DataFrame, families: Sequence[str]) -> tuple[ResidualModel, dict[Build, GemmRates]]:
@@ -261,7 +256,7 @@ def without_families(rows: pd.DataFrame, families: Sequence[str]) -> tuple[Resid
     others = rows[~rows.family.isin(families)]
     rooflines = _fit_rooflines(others)
     names, x, roofline = design(others, rooflines)
-    residual = _fit_residual(x, roofline, others.seconds.to_numpy()).to_model(names, {})
+    residual = fit_residual(x, roofline, others.seconds.to_numpy(), **_TREES).to_model(names, {})
     builds = rows[rows.family.isin(families)].groupby(["device", "software"]).indices
     return residual, {
         (device, software): device_rates(device, software)._replace(coefficients=_prior(rooflines, software))
@@ -278,12 +273,6 @@ def _prior(rooflines: Rooflines, software: str) -> GemmCoefficients:
             members.setdefault(family_of(device), []).append(list(coefficients))
     median = np.exp(np.median(np.log([_geometric_mean(family) for family in members.values()]), axis=0))
     return GemmCoefficients(*(float(value) for value in median))
-
-
-def _error(part: pd.DataFrame, residual: ResidualModel, prior: GemmRates) -> float:
-    rows = part.iloc[np.random.default_rng(9).permutation(len(part))[:4000]]
-    predicted = kernels.predict(*sizes_of(rows), prior, residual=residual)
-    return float(np.mean(np.abs(predicted / rows.seconds.to_numpy() - 1)))
 
 
 class Sample(NamedTuple):
@@ -388,8 +377,7 @@ def read_passes(path: Path) -> pd.DataFrame:
     table = pd.read_csv(path)
     plain = table[table.op == "matmul"].groupby("sys").eff.median()
     table = table[table.op == "group_matmul"].reset_index(drop=True)
-    for name, key in {"experts": "ng", "rows": "M", "n": "N", "k": "K"}.items():
-        table[name] = table.key.str.extract(rf"\b{key}=(\d+)")[0].astype(float)
+    table["experts"], table["rows"], table["n"], table["k"] = key_values(table.key, ("ng", "M", "N", "K"))
     table["stage"] = table.key.str.extract(r"stage=(\w+)")[0]
     is_weights = table.stage == "bwd_grad_w"
     is_fp32 = table.key.str.contains("main_grad_dtype=fp32") & is_weights
@@ -401,22 +389,18 @@ def read_passes(path: Path) -> pd.DataFrame:
     table["roofline"] = np.maximum(
         flops / (peak * table.sys.map(plain)), moved_bytes / (bandwidth * _HOST_MEMORY_EFFICIENCY)
     )
-    return table
-
-
-def _columns(table: pd.DataFrame) -> FloatArray:
-    return np.asarray(table[["experts", "roofline"]].to_numpy() * [1e-6, 1.0])
+    return table.assign(experts_us=table.experts * 1e-6)
 
 
 def _solve(table: pd.DataFrame) -> FloatArray:
     """Return microseconds an expert, and the ratio."""
-    return least_relative_squares(_columns(table), table.seconds.to_numpy())
+    return least_relative_squares(table[["experts_us", "roofline"]].to_numpy(), table.seconds.to_numpy())
 
 
 def _left_out(table: pd.DataFrame) -> float:
     """Return the mean absolute percentage error of shapes that were not fitted."""
     errors = []
     for _, shape in table.groupby(["experts", "rows", "n", "k"]):
-        coefficients = _solve(table.drop(shape.index))
-        errors.append(np.mean(np.abs(_columns(shape) @ coefficients / shape.seconds - 1)))
-    return round(float(100 * np.mean(errors)), 1)
+        predicted = shape[["experts_us", "roofline"]].to_numpy() @ _solve(table.drop(shape.index))
+        errors.append(percent_error(predicted, shape.seconds))
+    return round(float(np.mean(errors)), 1)

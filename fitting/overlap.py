@@ -22,6 +22,7 @@ from ..cost_models.hardware.collectives import Pair, pair_s
 from ..cost_models.hardware.streams import STREAMS, together_s
 from ..schema.catalogue import find_device
 from ..schema.units import MB, FloatArray
+from .estimator import percent_error
 
 SIZES = ("gemm_n", "g2g_allreduce_MB", "c2g_MB", "g2c_MB")
 """Columns of the sizes, in the order of STREAMS."""
@@ -73,16 +74,15 @@ def read_overlaps(path: str | Path) -> Overlaps:
         isolated[:, stream] = median.reindex(pd.MultiIndex.from_arrays([shape, sizes[:, stream]])).to_numpy()
     isolated[~runs] = 0.0
     ranks = table.intra_group.astype(int) * table.inter_group.astype(int)
-    bandwidth = table.gpu_type.map({name: _memory_bytes_per_s(name) for name in set(table.gpu_type)})
+    sheets = {name: find_device(name)[1] for name in set(table.gpu_type)}
+    bandwidth = table.gpu_type.map(
+        {name: float(sheet["memory_bandwidth_bytes_per_s"]) for name, sheet in sheets.items()}
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         sent = 2 * (ranks - 1) / ranks * sizes[:, 1] * MB / isolated[:, 1]
     traffic = np.where(runs[:, 1], sent / bandwidth, 0.0)
     overlaps = Overlaps(_fabric(table), shape.to_numpy(str), isolated, seconds, traffic)
     return overlaps.take((runs.sum(axis=1) >= 2) & np.isfinite(isolated).all(axis=1))
-
-
-def _memory_bytes_per_s(device: str) -> float:
-    return float(find_device(device)[1]["memory_bandwidth_bytes_per_s"])
 
 
 def _fabric(table: pd.DataFrame) -> NDArray[np.str_]:
@@ -109,21 +109,17 @@ def fit_slowdowns(overlaps: Overlaps) -> FloatArray:
     def residuals(values: FloatArray) -> FloatArray:
         return np.asarray(np.log(together_s(overlaps.isolated_s, _matrix(values)) / overlaps.together_s))
 
-    start = np.full(NUM_STREAMS * (NUM_STREAMS - 1), 0.3)
+    start = np.full(OFF_DIAGONAL.sum(), 0.3)
     return _matrix(least_squares(residuals, start, bounds=(0, 10), loss="soft_l1", f_scale=0.1, max_nfev=30).x)
 
 
 def fit_pair(overlaps: Overlaps) -> FloatArray:
     """Return (channels, traffic, compute) of `collectives.slowdown_law` over all machines, by robust log error."""
-    return np.asarray(
-        least_squares(
-            lambda law: np.log(predict_pair(overlaps, law) / overlaps.together_s),
-            (0.1, 3.0, 0.05),
-            bounds=(0, 20),
-            loss="soft_l1",
-            f_scale=0.05,
-        ).x
-    )
+
+    def residuals(law: FloatArray) -> FloatArray:
+        return np.asarray(np.log(predict_pair(overlaps, law) / overlaps.together_s))
+
+    return np.asarray(least_squares(residuals, (0.1, 3.0, 0.05), bounds=(0, 20), loss="soft_l1", f_scale=0.05).x)
 
 
 def predict_pair(overlaps: Overlaps, law: Sequence[float] | FloatArray) -> FloatArray:
@@ -135,7 +131,7 @@ def predict_pair(overlaps: Overlaps, law: Sequence[float] | FloatArray) -> Float
 def errors(overlaps: Overlaps, predicted_s: FloatArray) -> Errors:
     """Return how far predictions and the two naive answers are from the measurements."""
     answers = predicted_s, overlaps.isolated_s.max(axis=1), overlaps.isolated_s.sum(axis=1)
-    return Errors(len(predicted_s), *(float(np.mean(np.abs(seconds / overlaps.together_s - 1))) for seconds in answers))
+    return Errors(len(predicted_s), *(percent_error(seconds, overlaps.together_s) / 100 for seconds in answers))
 
 
 def _matrix(values: FloatArray) -> FloatArray:

@@ -144,8 +144,7 @@ def search_coefficients(
 def report_coefficients(options: Namespace) -> str:
     """Fit on one half of the table; return old and new values and what they do to every source of both halves."""
     names = options.names.split(",") if options.names else list(priors())
-    unknown = [name for name in names if name not in priors()]
-    if unknown:
+    if unknown := [name for name in names if name not in priors()]:
         raise ConfigError(f"nothing is known of {', '.join(unknown)}; known are {', '.join(priors())}")
     rows = read_runs(options.runs)
     halves = {part: measured([row for row in rows if row.part == part], options.cap) for part in ("fit", "held-out")}
