@@ -14,11 +14,14 @@ import typer
 
 from ..schema import ConfigError, Profile
 from ..schema.base import Count
+from ..schema.units import GB, TFLOP, format_bytes, format_seconds
 from .options import JsonOption, Mode, OptionModel, command, complete_models, option
+from .terminal import headed_table, show_answer
 from .terminal import show as show_table
-from .terminal import show_answer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..profilers.run.protocol import MeasurementStep, ProfileProgress, ProfileTask, RankPlace
 
 _FINISH_S = 0.4
@@ -67,7 +70,6 @@ def measure(context: typer.Context, options: MeasureOptions) -> None:
     if context.invoked_subcommand is not None:
         return
     from ..profilers.machine import pace, process_age_s
-    from .show.profile import show_profile
 
     # The command began with its process, imports included; its pace since then is that of the machine against an idle one.
     age_s = process_age_s() if context.obj is not None else 0.0
@@ -79,7 +81,7 @@ def measure(context: typer.Context, options: MeasureOptions) -> None:
         if options.as_json:
             typer.echo(profile.model_dump_json(indent=2))
         else:
-            show_profile(profile)
+            _show_profile(profile)
         typer.echo(f"wrote {options.out}; next: meshwright plan MODEL --profile {options.out} ...", err=True)
     if _is_rank():
         from ..profilers.run.processes import exit_well
@@ -103,8 +105,11 @@ def _task(options: MeasureOptions) -> ProfileTask:
         raise ConfigError(f"--parts: no part is called {unknown[0]!r}", help=f"parts are {', '.join(ALL_PARTS)}")
     if not out.resolve().parent.is_dir():
         raise ConfigError(f"--out {out}: no such folder")
-    if out.exists() and not options.resume and not _is_profile(out):
-        raise ConfigError(f"--out {out} is there and no profile", help="give another name")
+    if out.exists() and not options.resume:
+        try:
+            Profile.load(out)
+        except ConfigError:
+            raise ConfigError(f"--out {out} is there and no profile", help="give another name") from None
     spec = ModelSpec.resolve(options.model) if options.model is not None else None
     if spec is not None and (lacking := why_not_runnable(spec)):
         raise ConfigError(f"the layers of {spec.name} cannot be measured: this version cannot run it", details=lacking)
@@ -127,23 +132,9 @@ def _task(options: MeasureOptions) -> ProfileTask:
     )
 
 
-def _is_profile(path: Path) -> bool:
-    try:
-        Profile.load(path)
-    except ConfigError:
-        return False
-    return True
-
-
 def _measure(task: ProfileTask, ranks: int | None) -> Profile | None:
     """Return the profile; None on ranks of a job that are not the first."""
-    from ..profilers.machine import (
-        available_memory,
-        busy_fraction,
-        identify,
-        memory_left_to_process,
-        require_free_memory,
-    )
+    from ..profilers import machine
     from ..profilers.run.protocol import launch_ranks
 
     if _is_rank():
@@ -151,11 +142,11 @@ def _measure(task: ProfileTask, ranks: int | None) -> Profile | None:
 
         with _progress() as tell:
             return run_rank(task, profile_steps, tell)
-    require_free_memory(available_memory(), ranks, of_process_bytes=memory_left_to_process())
-    machine = identify(ranks)
-    task = replace(task, foreign_load_fraction=min(1.0, busy_fraction()))
+    machine.require_free_memory(machine.available_memory(), ranks, of_process_bytes=machine.memory_left_to_process())
+    num_devices = machine.identify(ranks).num_devices
+    task = replace(task, foreign_load_fraction=min(1.0, machine.busy_fraction()))
     with _progress() as tell:
-        return launch_ranks(profile_steps, task, machine.num_devices, on_progress=tell)
+        return launch_ranks(profile_steps, task, num_devices, on_progress=tell)
 
 
 def profile_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[MeasurementStep]:
@@ -206,7 +197,7 @@ def show(profile: File, json: JsonOption = False) -> None:
 
     loaded = Profile.load(profile)
     problems = mismatches(loaded)
-    _print(loaded, as_json=json)
+    show_answer(loaded, *_summary_tables(loaded), as_json=json)
     for problem in problems:
         typer.echo(f"not of this machine: {problem}", err=True)
     then = "" if problems else f"next: meshwright plan MODEL --profile {profile} ..."
@@ -220,13 +211,26 @@ def diff(first: File, second: File, json: JsonOption = False) -> None:
     from json import dumps
 
     from ..profilers.files import compare
-    from .show.profile import difference_table
 
     differences = compare(Profile.load(first), Profile.load(second))
     if json:
         typer.echo(dumps(differences, indent=2))
-    else:
-        show_table(difference_table(differences))
+        return
+    title = "machine" if differences["machine"] else "the same machine"
+    machines = headed_table(title, "", "first", "second", text=("", "first", "second"), bold=False)
+    for name, (a, b) in differences["machine"].items():
+        machines.add_row(name.replace("_", " "), str(a), str(b))
+    rates = headed_table("rates", "", "first", "second", "second / first", bold=False)
+    for name, (a, b) in differences["rates"].items():
+        ratio = f"{b / a:.2f}" if a and b else ""
+        first_rate, second_rate = (_in_usual_units(name, value)[1] if value else "" for value in (a, b))
+        rates.add_row(_in_usual_units(name, a or b)[0], first_rate, second_rate, ratio)
+    ratio_title = "seconds, second / first"
+    points = headed_table("points", "", "in both", "only first", "only second", ratio_title, bold=False)
+    for name, row in differences["points"].items():
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        points.add_row(name.replace("_", " "), *(str(row[count]) for count in ("both", "first", "second")), ratio)
+    show_table(machines, rates, points)
 
 
 @profile_app.command()
@@ -241,12 +245,107 @@ def merge(
 
     joined = merge_profiles([Profile.load(path) for path in profiles])
     joined.save(out)
-    _print(joined, as_json=json)
+    show_answer(joined, *_summary_tables(joined), as_json=json)
     typer.echo(f"wrote {out}; next: meshwright plan MODEL --profile {out} ...", err=True)
 
 
-def _print(profile: Profile, *, as_json: bool) -> None:
-    from ..profilers.files import summary
-    from .show.profile import summary_table
+def _show_profile(profile: Profile) -> None:
+    """Print sections with their points and time, the figures that matter most, and what is slow, on stdout."""
+    from rich.console import Console
 
-    show_answer(profile, summary_table(profile, summary(profile)), as_json=as_json)
+    console = Console(soft_wrap=True)
+    machine = profile.machine
+    nodes = f", {machine.num_nodes} nodes" if machine.num_nodes > 1 else ""
+    console.print(
+        f"{machine.device}: {machine.num_devices} ranks{nodes}, {machine.backend}, torch {machine.torch}",
+        highlight=False,
+    )
+    sections = headed_table(
+        f"measured in {format_seconds(profile.duration_s)}", "part", "points", "time", "", text=("part", ""), bold=False
+    )
+    for section in profile.parts:
+        state = section.state if not section.reason else f"{section.state}: {section.reason}"
+        duration = format_seconds(section.duration_s) if section.num_points else "-"
+        sections.add_row(section.name, str(section.num_points), duration, state)
+    console.print(sections)
+    console.print(_rates_table(profile))
+    if profile.foreign_load_fraction > 0.2:
+        load = 100 * profile.foreign_load_fraction
+        console.print(f"other work used {load:.0f} % of the cores when it began: rates are too low")
+    for slow in profile.slow:
+        console.print(
+            f"slow: {slow.name}: {slow.what} takes {slow.ratio:.2f} times as long as elsewhere (noise {slow.noise:.2f})",
+            highlight=False,
+        )
+    if len(profile.ranks) > 1 and not profile.slow:
+        console.print("no rank or link is slower than its peers beyond noise")
+
+
+def _rates_table(profile: Profile) -> Table:
+    table = headed_table("", "", "rate")
+    table.show_header = False
+    rates: dict[str, float] = {}
+    for point in profile.matmuls:
+        rates[point.dtype] = max(rates.get(point.dtype, 0.0), 2 * point.m * point.n * point.k / point.time_s)
+    for dtype, rate in rates.items():
+        table.add_row(f"{dtype} products, best", f"{rate / TFLOP:.4g} TFLOP/s")
+    table.add_row("memory bandwidth", f"{profile.memory_bandwidth_bytes_per_s / GB:.4g} GB/s")
+    for op in dict.fromkeys(point.op for point in profile.collectives):
+        points = [p for p in profile.collectives if p.op == op and p.group_size == profile.machine.num_devices]
+        if points:
+            largest = max(points, key=lambda point: point.size_bytes)
+            rate = largest.size_bytes / largest.time_s / GB
+            table.add_row(f"{op}, all ranks, {format_bytes(largest.size_bytes)}", f"{rate:.4g} GB/s")
+    for copy in profile.host_copies:
+        if copy.host_memory == "pinned" and copy.size_bytes == max(p.size_bytes for p in profile.host_copies):
+            rate = copy.size_bytes / copy.time_s / GB
+            table.add_row(f"{copy.direction}, pinned, {copy.devices_at_once} devices", f"{rate:.4g} GB/s each")
+    for adam in profile.cpu_adam[-2:]:
+        rate = adam.num_parameters / adam.time_s / 1e9
+        table.add_row(f"AdamW on the host, {adam.ranks_at_once} ranks at once", f"{rate:.4g} G parameters/s each")
+    for point in profile.storage[-2:]:
+        rate = point.size_bytes / point.time_s / GB
+        table.add_row(f"storage {point.operation}{'' if point.direct else ', not direct'}", f"{rate:.4g} GB/s each")
+    for step in profile.step_memory:
+        peak = max(step.forward_peak_bytes, step.backward_peak_bytes, step.optimizer_peak_bytes)
+        table.add_row(f"{step.model} on one device, {step.recompute} recompute", format_bytes(peak))
+    return table
+
+
+def _summary_tables(profile: Profile) -> Iterator[Table]:
+    """Yield where a profile was measured, the rates, and how many points of each kind there are."""
+    from ..profilers.files import point_lists, summary
+
+    machine = profile.machine
+    title = f"{machine.device}, {machine.num_devices} x {machine.backend}"
+    origin = headed_table(title, "", " ", text=("", " "), bold=False)
+    rows = {
+        "nodes": str(machine.num_nodes),
+        "torch, python": f"{machine.torch}, {machine.python}",
+        "driver": machine.driver,
+        "hosts": ", ".join(profile.provenance.hosts),
+        "measured": f"{profile.created} in {format_seconds(profile.duration_s)}",
+        "other work on the cores": f"{100 * profile.foreign_load_fraction:.0f} %",
+        "runs folded in": str(profile.calibration.num_runs) if profile.calibration.num_runs else "",
+        "content": "altered since" if profile.is_altered else "as measured" if profile.content_sha256 else "not sealed",
+    }
+    for name, value in rows.items():
+        if value:
+            origin.add_row(name, value)
+    measured = headed_table("rates", "", "measured", bold=False)
+    for name, value in summary(profile).items():
+        measured.add_row(*_in_usual_units(name, value))
+    points = headed_table("points", "", "points", "median spread", bold=False)
+    for name, values in point_lists(profile).items():
+        spread = sorted(value.spread for value in values)[len(values) // 2]
+        points.add_row(name.replace("_", " "), str(len(values)), f"{100 * spread:.0f} %")
+    yield from (origin, measured, points)
+
+
+def _in_usual_units(name: str, value: float) -> tuple[str, str]:
+    """Return a rate's title and its value in a unit that people use."""
+    if name.endswith("_flops_per_s"):
+        return f"{name.removesuffix('_flops_per_s')} products", f"{value / 1e12:.3g} TFLOP/s"
+    if name.endswith("_bytes_per_s"):
+        return name.removesuffix("_bytes_per_s").replace("_", " "), f"{value / GB:.3g} GB/s"
+    return name.removesuffix("_s").replace("_", " "), format_seconds(value)

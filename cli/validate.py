@@ -5,34 +5,45 @@ from __future__ import annotations
 import io
 import json as json_module
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..schema.errors import ConfigError
+from ..schema.units import format_seconds
 from .options import JsonOption, OptionModel, ProfileOptions, command, option
-from .terminal import show, show_answer
+from .terminal import headed_table, show, show_answer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from ..schema import Calibration, ClusterSpec
     from ..validation import Prediction, RunRow
-    from ..validation.score import GroupScore, SourceScore
+    from ..validation.run_calibration import PlanRun
+    from ..validation.score import MemoryScore, SourceScore
     from ..validation.table_calibration import CalibrationScore
 
-Part = Literal["fit", "held-out"]
 NOT_SELECTED = "not selected by --source, --split or --part"
 
 
-class RowOptions(OptionModel):
-    """Which rows are scored."""
+class ScoreOptions(OptionModel):
+    """Which rows are scored, and how."""
 
     source: tuple[str, ...] = option((), "only this source_set; repeatable.", metavar="NAME")
     split: str | None = option(None, "only rows of this split.", metavar="NAME")
-    part: Part | None = option(
+    part: Literal["fit", "held-out"] | None = option(
         None, "only the half that coefficients were chosen on (fit), or only the other (held-out)."
     )
+    groups: Path | None = option(None, "table with a column decision_group: score our choice in each.")
+    calibrate: Path | None = option(
+        None, "runs that correct the model for their device first; they are not scored themselves.", metavar="RUNS.csv"
+    )
+    calibration_runs: int | None = option(
+        None, "cross-validate --calibrate: correct with N runs of a source, score its others.", ge=1
+    )
+    plot: Path | None = option(None, "scatter of predicted against measured.", metavar="FILE.png")
 
 
 @command()
@@ -40,63 +51,55 @@ def validate(
     runs: Annotated[
         Path, typer.Argument(metavar="RUNS.csv", help="Measured runs, one a line (docs/accuracy.md has the columns).")
     ],
-    selection: RowOptions,
-    groups: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Table with a column decision_group: score our choice in each.")
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUNS.csv",
-            help="Runs that correct the model for their device first; they are not scored themselves.",
-        ),
-    ] = None,
-    calibration_runs: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Cross-validate --calibrate: correct with N runs of a source, score its others."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Scatter of predicted against measured.")
-    ] = None,
+    options: ScoreOptions,
     json: JsonOption = False,
 ) -> None:
     """Predict every run of a table and score the predictions, by source. Needs no GPU."""
     from ..validation import predict, read_groups, read_runs, score_groups, score_sources
-    from ..validation.table_calibration import cross_validate
-    from .show.validation import calibration_table, memory_table, notes_table, time_table
+    from ..validation.table_calibration import calibrate_by_device, cross_validate
 
-    names = read_groups(groups) if groups else []
-    if plot:
+    names = read_groups(options.groups) if options.groups else []
+    if options.plot:
         _pyplot()
     rows = read_runs(runs)
-    calibrations, selected = _calibrations(calibrate, _select(rows, selection, runs))
+    selected = _select(rows, options, runs)
+    calibration_rows = read_runs(options.calibrate) if options.calibrate else []
+    calibrations = calibrate_by_device(calibration_rows) if options.calibrate else {}
+    for device, calibration in calibrations.items():
+        typer.echo(f"calibration of {device}: {calibration}", err=True)
+    used = {row.id for row in calibration_rows}  # not scored themselves
+    selected = [replace(row, flag="calibration") if row.id in used else row for row in selected]
     predictions = predict(selected, calibrations)
     choices = score_groups(selected, predictions, names)
     scores = score_sources(selected, predictions, choices)
-    crossed = cross_validate(selected, calibration_runs) if calibration_runs else {}
-    if plot:
-        _save_plot(plot, selected, predictions)
+    crossed = cross_validate(selected, options.calibration_runs) if options.calibration_runs else {}
+    if options.plot:
+        _save_plot(options.plot, selected, predictions)
     if json:
-        document = _document(rows, selected, predictions, scores, choices)
-        typer.echo(json_module.dumps(document | _calibration_document(calibrations, crossed), indent=1))
+        by_id = {row.id: prediction for row, prediction in zip(selected, predictions, strict=True)}
+        document = {
+            "rows": [_row(row, by_id.get(row.id)) for row in rows],
+            "sources": {source: asdict(score) for source, score in scores.items()},
+            "groups": {name: asdict(choice) for name, choice in choices.items()},
+            "calibrations": {device: calibration.model_dump() for device, calibration in calibrations.items()},
+            "cross_validation": {source: asdict(score) for source, score in crossed.items()},
+        }
+        typer.echo(json_module.dumps(document, indent=1))
         return
-    show(time_table(scores))
-    show(memory_table(scores))
+    show(time_table(scores), memory_table(scores))
     if crossed:
-        show(calibration_table(crossed, calibration_runs or 0))
+        show(calibration_table(crossed, options.calibration_runs or 0))
     show(notes_table(scores))
     typer.echo("next: meshwright validate with --json for every row", err=True)
 
 
-def _select(rows: list[RunRow], selection: RowOptions, path: Path) -> list[RunRow]:
+def _select(rows: list[RunRow], options: ScoreOptions, path: Path) -> list[RunRow]:
     """Return the rows of the requested sources, split and part.
 
     Raises:
         ConfigError: there are none, with what there is.
     """
-    sources, split, part = selection.source, selection.split, selection.part
+    sources, split, part = options.source, options.split, options.part
     for names, known, flag in (
         (sources, {row.source_set for row in rows}, "--source"),
         ((split,) if split else (), {row.split for row in rows}, "--split"),
@@ -113,45 +116,6 @@ def _select(rows: list[RunRow], selection: RowOptions, path: Path) -> list[RunRo
     if not selected:
         raise ConfigError(f"{path} has no rows that are of that --source, --split and --part at once")
     return selected
-
-
-def _calibrations(path: Path | None, selected: list[RunRow]) -> tuple[dict[str, Calibration], list[RunRow]]:
-    """Return calibrations by device, and the rows; those that were calibrated on are marked, so that they are not scored."""
-    from dataclasses import replace
-
-    from ..validation import read_runs
-    from ..validation.table_calibration import calibrate_by_device
-
-    if path is None:
-        return {}, selected
-    runs = read_runs(path)
-    calibrations = calibrate_by_device(runs)
-    for device, calibration in calibrations.items():
-        typer.echo(f"calibration of {device}: {calibration}", err=True)
-    used = {row.id for row in runs}
-    return calibrations, [replace(row, flag="calibration") if row.id in used else row for row in selected]
-
-
-def _calibration_document(calibrations: dict[str, Calibration], crossed: dict[str, CalibrationScore]) -> dict[str, Any]:
-    return {
-        "calibrations": {device: calibration.model_dump() for device, calibration in calibrations.items()},
-        "cross_validation": {source: asdict(score) for source, score in crossed.items()},
-    }
-
-
-def _document(
-    rows: list[RunRow],
-    selected: list[RunRow],
-    predictions: list[Prediction],
-    scores: dict[str, SourceScore],
-    choices: dict[str, GroupScore],
-) -> dict[str, Any]:
-    by_id = {row.id: prediction for row, prediction in zip(selected, predictions, strict=True)}
-    return {
-        "rows": [_row(row, by_id.get(row.id)) for row in rows],
-        "sources": {source: asdict(score) for source, score in scores.items()},
-        "groups": {name: asdict(choice) for name, choice in choices.items()},
-    }
 
 
 def _row(row: RunRow, prediction: Prediction | None) -> dict[str, Any]:
@@ -221,6 +185,84 @@ def _save_plot(path: Path, rows: Sequence[RunRow], predictions: Sequence[Predict
     write_atomically(path, drawn.getvalue())
 
 
+def time_table(scores: dict[str, SourceScore]) -> Table:
+    """Show errors of the step time, rank correlation, coverage and regret of each source."""
+    table = headed_table(
+        "step time, predicted against measured", "source", "rows", "scored", "skipped", "C/flag", "MAPE", "median ratio",
+        "bias", "rank corr.", "in interval", "groups", "regret mean", "median", "max",
+        text=("source",), wraps=True,
+    )  # fmt: skip
+    for source, score in scores.items():
+        counts = (str(score.rows), str(score.scored), str(sum(score.skipped.values())), str(score.unscored))
+        time, regret = score.time, score.regret
+        times = ("-",) * 5
+        if time:
+            rank = "-" if time.spearman is None else f"{time.spearman:.3f}"
+            bias, coverage = _percent(time.bias, sign=True), _percent(time.coverage)
+            times = (_percent(time.mape), f"{time.median_ratio:.2f}", bias, rank, coverage)
+        regrets = (
+            (str(regret.count), *map(_percent, (regret.mean, regret.median, regret.max))) if regret else ("-",) * 4
+        )
+        table.add_row(source or "(none)", *counts, *times, *regrets)
+    return table
+
+
+def memory_table(scores: dict[str, SourceScore]) -> Table:
+    """Show errors of the peak by kind of measurement, out-of-memory recall and false alarms of each source."""
+    table = headed_table(
+        "memory, predicted against measured", "source", "kind", "rows", "MAPE", "bias", "in interval", "failed",
+        "recalled", "ran", "false alarms", text=("source",), wraps=True,
+    )  # fmt: skip
+    for source, score in scores.items():
+        fit = score.fit
+        verdicts = [str(fit.failed), _percent(fit.recall), str(fit.ran), _percent(fit.false_alarms)]
+        shown = source or "(none)"
+        kinds: dict[str, MemoryScore | None] = dict(score.memory) or {"-": None}
+        for kind, memory in kinds.items():
+            errors = ("-",) * 3
+            if memory:
+                errors = (_percent(memory.mape), _percent(memory.bias, sign=True), _percent(memory.coverage))
+            table.add_row(shown, kind, str(memory.count) if memory else "-", *errors, *verdicts)
+            shown, verdicts = "", [""] * 4
+    return table
+
+
+def notes_table(scores: dict[str, SourceScore]) -> Table:
+    """Say why rows were skipped, what stands in for what, which defaults were taken."""
+    title = "scored-quality rows by reason (C or flagged rows are predicted, not scored)"
+    table = headed_table(title, "source", "what", "rows", "reason", text=("source", "what", "reason"))
+    for source, score in scores.items():
+        shown = source or "(none)"
+        for what in ("skipped", "approximated", "assumed"):
+            for reason, count in getattr(score, what).items():
+                table.add_row(shown, what, str(count), reason)
+                shown = ""
+    return table
+
+
+def _percent(value: float | None, *, sign: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:+.1f} %" if sign else f"{100 * value:.1f} %"
+
+
+def calibration_table(scores: dict[str, CalibrationScore], num_runs: int) -> Table:
+    """Show the mean error without and with a few calibration runs of the same source and device."""
+    table = headed_table(
+        f"step time with {num_runs} runs of the same source as calibration, draw by draw",
+        "source", "device", "draws", "rows", "MAPE without", "with", "worst draw", "bias with", "memory without", "with",
+        text=("source", "device"), wraps=True,
+    )  # fmt: skip
+    for source, score in scores.items():
+        times = (_percent(score.mape_before), _percent(score.mape_after), _percent(score.worst_after))
+        memory = (_percent(score.memory_before), _percent(score.memory_after))
+        table.add_row(
+            source or "(none)", score.device, str(score.draws), str(score.rows), *times,
+            _percent(score.bias_after, sign=True), *memory,
+        )  # fmt: skip
+    return table
+
+
 @command()
 def calibrate(
     files: Annotated[
@@ -239,7 +281,6 @@ def calibrate(
     first plan is corrected.
     """
     from ..validation.run_calibration import calibrate_from_runs, read_run
-    from .show.validation import runs_table
 
     if len(files) % 2:
         raise ConfigError("plans and metrics come in pairs: PLAN METRICS [PLAN METRICS ...]")
@@ -266,3 +307,16 @@ def _profiled_cluster(planned: ClusterSpec, profile: ProfileOptions) -> ClusterS
             )
         return planned
     return measured if measured.num_devices == planned.num_devices else with_measured_devices(planned, measured)
+
+
+def runs_table(runs: Sequence[PlanRun], cluster: ClusterSpec, calibration: Calibration) -> Table:
+    """Compare the step times of runs with their predictions, without a calibration and with this one."""
+    from ..schema import Calibration
+    from ..validation.run_calibration import reestimate
+
+    table = headed_table("step time of the runs", "layout", "measured", "predicted", "calibrated", text=("layout",))
+    clusters = [cluster.replace(calibration=ratios) for ratios in (Calibration(), calibration)]
+    for run in runs:
+        predicted = [reestimate(run.plan, changed).step_time_s for changed in clusters]
+        table.add_row(str(run.plan.layout), *map(format_seconds, (run.step_time_s, *predicted)))
+    return table
