@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json as json_module
+import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 import typer
 
+from ..schema.base import write_atomically
 from ..schema.errors import ConfigError
 from .options import JsonOption, Mode, OptionModel, command, option
-from .terminal import show
+from .terminal import headed_table, show
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from rich.table import Table
+
+    from ..solvers.experts.placement import Evaluation, ExpertPlacement, TraceEvaluation
 
 experts_app = typer.Typer(
     help="Where experts go: replicas, GPUs and shares from routing data, each with a bound on how far from optimal it is.",
@@ -26,12 +37,15 @@ LoadsArgument = Annotated[
 PlacementArgument = Annotated[
     Path, typer.Argument(metavar="PLACEMENT", help="A placement of any format that convert writes.")
 ]
+GpusOption = Annotated[int | None, typer.Option("--num-gpus", metavar="G", help="Where the file does not say.")]
+
+_KEY_HELP = "arrays of a file to read, globs allowed; several are several workloads."
 
 
 class RoutingOptions(OptionModel):
     """Routing data, and the nodes."""
 
-    key: str = option("", "arrays of a file to read, globs allowed; several are several workloads.", metavar="NAME,...")
+    key: str = option("", _KEY_HELP, metavar="NAME,...")
     trace: Path | None = option(
         None, "experts of each token [tokens, layers, top_k]; visits of tokens to nodes are counted on it."
     )
@@ -70,12 +84,11 @@ def place(
     """Place the experts of every layer; balance, bound and gap of each."""
     from ..planner.expert_files import read_loads, read_placement, read_trace, write_placement
     from ..solvers.experts.placement import place_experts
-    from .show.experts import placement_json, placement_table, require_svg, save_heat_map
 
     if not loads and routing.trace is None:
         raise ConfigError("nothing to place for: name a file of loads, or --trace")
-    if options.plot:
-        require_svg(options.plot)
+    if options.plot and options.plot.suffix != ".svg":
+        raise ConfigError(f"{options.plot}: the heat map is written as .svg")
     scenarios = read_loads(loads, routing.key) if loads else None
     trace = None if routing.trace is None else read_trace(routing.trace, "" if loads else routing.key)
     before = None
@@ -88,14 +101,73 @@ def place(
         num_slots=options.num_slots or num_experts, **chosen,
     )  # fmt: skip
     if options.plot:
-        save_heat_map(options.plot, result, before)
+        _save_heat_map(options.plot, result, before)
     if options.out is not None:
         write_placement(result, options.out, options.to)
     if json:
-        typer.echo(placement_json(result))
+        typer.echo(json_module.dumps(_plain_fields(result)))
     else:
-        show(placement_table(result))
+        show(_placement_table(result))
     typer.echo(f"wrote {options.out}" if options.out else "add --out placement.npz to keep it", err=True)
+
+
+def _plain_fields(document: Any) -> dict[str, Any]:
+    fields = {name: getattr(document, name) for name in document.__dataclass_fields__}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+
+
+def _placement_table(placement: ExpertPlacement) -> Table:
+    """Show a row for each layer and one for their mean."""
+    table = headed_table(
+        f"{len(placement.balance)} layers x {placement.num_experts} experts in "
+        f"{placement.physical_to_logical.shape[1]} slots of {placement.num_gpus} GPUs, {placement.split} shares, "
+        f"{placement.solve_s:.2f} s",
+        "layer", "max / mean", "lower bound", "gap", "most replicas", "moves", "off-node tokens", bold=False,
+    )  # fmt: skip
+
+    def figures(balance: float, bound: float, gap: float) -> tuple[str, ...]:
+        return f"{balance:.4f}", f"{bound:.4f}", f"{100 * gap:.2f} %"
+
+    p = placement
+    for layer, measured in enumerate(zip(p.balance, p.lower_bound, p.gap, strict=True)):
+        replicas, moves, tokens = p.replica_count[layer].max(), p.moves[layer], p.off_node_tokens[layer]
+        table.add_row(str(layer), *figures(*measured), str(replicas), str(moves), f"{tokens:,.0f}")
+    table.add_section()
+    means = figures(p.balance.mean(), p.lower_bound.mean(), p.gap.mean())
+    moves, tokens = p.moves.mean(), p.off_node_tokens.mean()
+    table.add_row("mean", *means, str(p.replica_count.max()), f"{moves:.1f}", f"{tokens:,.0f}")
+    return table
+
+
+CELL_WIDTH = 9
+MARGIN = 24
+
+
+def _save_heat_map(path: Path, placement: ExpertPlacement, before: ExpertPlacement | None) -> None:
+    """Draw GPU load over the mean, layers down, GPUs across: before, with no placement the experts in order, and after."""
+    if before is not None:
+        load = before.evaluate(placement.expert_load).gpu_load[0]
+    else:
+        pieces = np.array_split(np.arange(placement.num_experts), placement.num_gpus)
+        load = np.stack([placement.expert_load[:, piece].sum(axis=1) for piece in pieces], axis=1)
+    width = MARGIN * 3 + 2 * CELL_WIDTH * placement.num_gpus
+    height = MARGIN * 2 + CELL_WIDTH * len(load)
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-size="11">']
+    for column, (title, loads) in enumerate((("before", load), ("after", placement.gpu_load))):
+        used = loads / loads.mean(axis=1, keepdims=True)
+        start = MARGIN + column * (MARGIN + CELL_WIDTH * placement.num_gpus)
+        lines.append(f'<text x="{start}" y="16">{title}: up to {used.max():.2f} x the mean</text>')
+        for layer, gpu in np.ndindex(used.shape):
+            x, y = start + gpu * CELL_WIDTH, MARGIN + layer * CELL_WIDTH
+            faded = round(
+                255 * (1 - min(abs(used[layer, gpu] - 1.0), 1.0))
+            )  # white at the mean, red above it, blue below
+            colour = f"rgb(255,{faded},{faded})" if used[layer, gpu] >= 1 else f"rgb({faded},{faded},255)"
+            lines.append(
+                f'<rect x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_WIDTH}" fill="{colour}">'
+                f"<title>layer {layer}, GPU {gpu}: {used[layer, gpu]:.3f}</title></rect>"
+            )
+    write_atomically(path, "\n".join([*lines, "</svg>", ""]))
 
 
 @experts_app.command()
@@ -104,30 +176,43 @@ def evaluate(
     placement: PlacementArgument,
     routing: RoutingOptions,
     loads: LoadsArgument = None,
-    num_gpus: Annotated[
-        int | None, typer.Option("--num-gpus", metavar="G", help="Where the file does not say.")
-    ] = None,
+    num_gpus: GpusOption = None,
     json: JsonOption = False,
 ) -> None:
     """Say what other loads or tokens make of a placement, with uniform shares and with the shares that suit them best."""
     from ..planner.expert_files import read_loads, read_placement, read_trace
     from ..solvers.experts.instance import trace_loads, validate_loads
     from ..solvers.experts.traffic import validate_trace
-    from .show.experts import evaluation_json, evaluation_table
 
     placed = read_placement(placement, num_gpus=num_gpus, num_nodes=routing.num_nodes)
     if not loads and routing.trace is None:
         raise ConfigError("nothing to evaluate on: name a file of loads, or --trace")
-    trace = None
+    trace = counted = visits = None
     if routing.trace is not None:
         trace = validate_trace(read_trace(routing.trace), len(placed.physical_to_logical), placed.num_experts)
-    counted = validate_loads(trace_loads(trace, placed.num_experts)) if trace is not None else None
+        counted = validate_loads(trace_loads(trace, placed.num_experts))
     result = placed.evaluate(read_loads(loads, routing.key) if loads else counted)
-    visits = None if trace is None else placed.evaluate_trace(trace)
+    if trace is not None:
+        visits = placed.evaluate_trace(trace)
     if json:
-        typer.echo(evaluation_json(result, visits))
+        of_trace = {} if visits is None else {"trace": _plain_fields(visits)}
+        typer.echo(json_module.dumps(_plain_fields(result) | of_trace))
     else:
-        show(evaluation_table(result, visits))
+        show(_evaluation_table(result, visits))
+
+
+def _evaluation_table(result: Evaluation, visits: TraceEvaluation | None) -> Table:
+    """Show a row for each workload and layer."""
+    columns = ("nodes of a token", "node load of the tokens") if visits is not None else ()
+    measured = ("max / mean", "with best shares", "lower bound", "node max / mean")
+    table = headed_table("", "workload", "layer", *measured, *columns)
+    for d, layer in np.ndindex(result.balance.shape):
+        values = [result.balance, result.weighted_balance, result.lower_bound, result.node_balance]
+        row = [f"{value[d, layer]:.4f}" for value in values]
+        if visits is not None:
+            row += [f"{visits.visits_per_token[layer]:.3f}", f"{visits.node_balance[layer]:.4f}"]
+        table.add_row(str(d), str(layer), *row)
+    return table
 
 
 @experts_app.command()
@@ -136,9 +221,7 @@ def convert(
     placement: PlacementArgument,
     to: Annotated[FormatName, typer.Option(help="What to write.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where.")],
-    num_gpus: Annotated[
-        int | None, typer.Option("--num-gpus", metavar="G", help="Where the file does not say.")
-    ] = None,
+    num_gpus: GpusOption = None,
     num_nodes: Annotated[int, typer.Option(metavar="N", help="Nodes that the GPUs are divided among.")] = 1,
     first_layer_idx: Annotated[
         int, typer.Option(metavar="N", min=0, help="Index in the model of the first layer with experts.")
@@ -169,10 +252,7 @@ class SyntheticOptions(OptionModel):
     top_groups: int = option(1, "groups that a token keeps.", ge=1, needs=("num_groups",))
 
 
-_OF_LOADS, _OF_TRACES = (
-    {"steps", "drift"},
-    {"num_tokens", "top_k", "num_topics", "affinity", "num_groups", "top_groups"},
-)
+_OF_TRACES = {"num_tokens", "top_k", "num_topics", "affinity", "num_groups", "top_groups"}
 
 
 @experts_app.command()
@@ -181,17 +261,12 @@ def synth(
     out: Annotated[Path, typer.Option(metavar="FILE.npz", help="Where the data is written.")], options: SyntheticOptions
 ) -> None:
     """Make routing data with known structure (docs/experts.md has the formulas): loads, or with --num-tokens a trace."""
-    import io
-
-    import numpy as np
-
-    from ..schema.base import write_atomically
     from ..solvers.experts.instance import Router, synthetic_loads, synthetic_trace
 
     if out.suffix != ".npz":
         raise ConfigError(f"{out}: synthetic data is written as .npz")
     if options.num_tokens:
-        router = Router(**options.model_dump(exclude={*_OF_LOADS, "num_tokens", "seed"}))
+        router = Router(**options.model_dump(exclude={"steps", "drift", "num_tokens", "seed"}))
         name, array = "routed_experts", synthetic_trace(router, options.num_tokens, seed=options.seed)
     else:
         name, array = "load", synthetic_loads(**options.model_dump(exclude=_OF_TRACES))
@@ -206,7 +281,7 @@ class BenchOptions(OptionModel):
 
     num_gpus: int = option(32, "GPUs that share the experts of a layer.", metavar="G")
     num_slots: int | None = option(None, "experts that all GPUs hold. Default: 9 for every 8 experts.", metavar="S")
-    key: str = option("", "arrays of a file to read, globs allowed; several are several workloads.", metavar="NAME,...")
+    key: str = option("", _KEY_HELP, metavar="NAME,...")
     seed: int = option(0, "of random choices.", ge=0)
 
 
@@ -225,20 +300,57 @@ def bench(cases: BenchOptions, loads: LoadsArgument = None, json: JsonOption = F
     """Compare with EPLB's algorithm on these loads, else on 58 layers of 256 experts with log-normal loads."""
     from ..planner.expert_files import read_loads
     from ..solvers.experts.instance import synthetic_loads
-    from .show.experts import comparison, comparison_table
 
-    loads_by_name = (
-        {path.stem: read_loads([path], cases.key) for path in loads}
-        if loads
-        else {
-            f"log-normal {sigma}": synthetic_loads(58, 256, sigma=sigma, seed=cases.seed) for sigma in (0.5, 0.9, 1.3)
-        }
-    )
-    sizes = {"num_gpus": cases.num_gpus, "num_slots": cases.num_slots}
-    rows = [comparison(name, load, **sizes) for name, load in loads_by_name.items()]
-    if json:
-        import json as json_module
-
-        typer.echo(json_module.dumps(rows, indent=1))
+    if loads:
+        loads_by_name = {path.stem: read_loads([path], cases.key) for path in loads}
     else:
-        show(comparison_table(rows))
+        sigmas = (0.5, 0.9, 1.3)
+        loads_by_name = {f"log-normal {s}": synthetic_loads(58, 256, sigma=s, seed=cases.seed) for s in sigmas}
+    rows = [_compared(name, load, cases.num_gpus, cases.num_slots) for name, load in loads_by_name.items()]
+    if json:
+        typer.echo(json_module.dumps(rows, indent=1))
+        return
+    table = headed_table(
+        "",
+        "loads",
+        "slots",
+        "GPUs",
+        "lower bound",
+        "ours / bound",
+        "worst layer",
+        "s",
+        "EPLB / bound",
+        "worst layer",
+        "s",
+    )
+    for row in rows:
+        figures = ("lower_bound", "mean", "worst", "solve_s", "eplb_mean", "eplb_worst", "eplb_s")
+        table.add_row(row["loads"], str(row["slots"]), str(row["gpus"]), *(f"{row[name]:.4f}" for name in figures))
+    show(table)
+
+
+def _compared(name: str, load: NDArray[np.float64], num_gpus: int, num_slots: int | None) -> dict[str, Any]:
+    """Compare ours and EPLB's algorithm on the same loads: balance over the bound, mean and worst layer, and seconds."""
+    from ..solvers.experts.balance import eplb_placement
+    from ..solvers.experts.instance import uniform_shares, utilisation
+    from ..solvers.experts.placement import place_experts
+
+    num_experts = load.shape[2]
+    slots = num_slots or -(-(num_experts * 9 // 8) // num_gpus) * num_gpus
+    ours = place_experts(None, scenarios=load, num_gpus=num_gpus, num_slots=slots)
+    start = time.perf_counter()
+    theirs = eplb_placement(load.sum(axis=0), num_slots=slots, num_gpus=num_gpus)
+    eplb_s = time.perf_counter() - start
+    eplb_balance = utilisation(ours.instance(load), theirs, uniform_shares(theirs, num_experts)).max(axis=(0, 2))
+    return {
+        "loads": name,
+        "slots": slots,
+        "gpus": num_gpus,
+        "lower_bound": float(ours.lower_bound.mean()),
+        "mean": float((ours.balance / ours.lower_bound).mean()),
+        "worst": float((ours.balance / ours.lower_bound).max()),
+        "solve_s": ours.solve_s,
+        "eplb_mean": float((eplb_balance / ours.lower_bound).mean()),
+        "eplb_worst": float((eplb_balance / ours.lower_bound).max()),
+        "eplb_s": eplb_s,
+    }
