@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -95,51 +96,38 @@ def model_steps(build_model: BuildModel, task: ProfileTask, place: RankPlace, dt
 
 
 def layer_cases(model: ModelSpec, *, seq_len: int, micro_batch_size: int, dtype: str, max_tp: int) -> list[LayerCase]:
-    """Return the cases by value: each kind as it is, then recomputed, then its shards, then larger micro-batches."""
+    """Return the cases by value: each kind and its shards as they are, then recomputed, then larger micro-batches."""
     kinds: list[MeasuredLayer] = [*dict.fromkeys(block for block, _ in model.block_runs), model.head, model.embedding]
     degrees = [tp for tp in TENSOR_PARALLEL if tp <= max_tp]
-
-    def cases(micro_batch: int, tp: int, recompute: Recompute) -> list[LayerCase]:
-        feasible = (kind for kind in kinds if is_divisible(kind, tp) and (recompute == "none" or kind.kind == "block"))
-        return [LayerCase(model, kind, micro_batch, seq_len, tp, dtype, recompute) for kind in feasible]
-
-    plain = [case for tp in degrees for case in cases(micro_batch_size, tp, "none")]
-    recomputed = [case for recompute in RECOMPUTES[1:] for case in cases(micro_batch_size, 1, recompute)]
-    shards = [case for tp in degrees[1:] for r in RECOMPUTES[1:] for case in cases(micro_batch_size, tp, r)]
-    larger = [
-        case
-        for factor in MICRO_BATCHES[1:]
-        for tp in degrees
-        for recompute in RECOMPUTES
-        for case in cases(factor * micro_batch_size, tp, recompute)
+    order: list[tuple[int, int, Recompute]] = [
+        *product((1,), degrees, RECOMPUTES[:1]),
+        *product((1,), degrees, RECOMPUTES[1:]),
+        *product(MICRO_BATCHES[1:], degrees, RECOMPUTES),
     ]
-    return [*plain, *recomputed, *shards, *larger]
+    return [
+        LayerCase(model, kind, factor * micro_batch_size, seq_len, tp, dtype, recompute)
+        for factor, tp, recompute in order
+        for kind in kinds
+        if shard_of(kind, tp) is not None and (recompute == "none" or kind.kind == "block")
+    ]
 
 
-def is_divisible(layer: MeasuredLayer, tp: int) -> bool:
-    """Tell whether tp ranks can share a layer evenly."""
+def shard_of(layer: MeasuredLayer, tp: int) -> MeasuredLayer | None:
+    """Return the layer that one of tp ranks has; None where they cannot share it evenly."""
     if not isinstance(layer, Block):
-        return layer.vocab_size % tp == 0
-    heads = [layer.attention.num_heads]
-    if isinstance(layer.attention, SoftmaxAttention):
-        heads.append(layer.attention.num_kv_heads)
-    widths = [layer.mlp.ffn_dim, layer.mlp.shared_ffn_dim] if isinstance(layer.mlp, MoE) else [layer.mlp.ffn_dim]
-    return all(size % tp == 0 for size in (*heads, *widths))
+        return _divided(layer, tp, "vocab_size")
+    kv_heads = ("num_kv_heads",) if isinstance(layer.attention, SoftmaxAttention) else ()
+    shared = ("shared_ffn_dim",) if isinstance(layer.mlp, MoE) else ()
+    attention = _divided(layer.attention, tp, "num_heads", *kv_heads)
+    mlp = _divided(layer.mlp, tp, "ffn_dim", *shared)
+    return layer.replace(attention=attention, mlp=mlp) if attention is not None and mlp is not None else None
 
 
-def shard_of(layer: MeasuredLayer, tp: int) -> MeasuredLayer:
-    """Return the layer that one of tp ranks has."""
-    if tp == 1:
-        return layer
-    if not isinstance(layer, Block):
-        return layer.replace(vocab_size=layer.vocab_size // tp)
-    heads = {"num_heads": layer.attention.num_heads // tp}
-    if isinstance(layer.attention, SoftmaxAttention):
-        heads["num_kv_heads"] = layer.attention.num_kv_heads // tp
-    widths = {"ffn_dim": layer.mlp.ffn_dim // tp}
-    if isinstance(layer.mlp, MoE):
-        widths["shared_ffn_dim"] = layer.mlp.shared_ffn_dim // tp
-    return layer.replace(attention=layer.attention.replace(**heads), mlp=layer.mlp.replace(**widths))
+def _divided(part: Any, tp: int, *names: str) -> Any:
+    sizes = {name: divmod(getattr(part, name), tp) for name in names}
+    if any(remainder for _, remainder in sizes.values()):
+        return None
+    return part.replace(**{name: size for name, (size, _) in sizes.items()})
 
 
 def build_layer(
@@ -163,11 +151,11 @@ def build_layer(
 
 def _shallow_model(case: LayerCase) -> ModelSpec:
     """Return the model with one block, all layers as one of tp ranks has them."""
-    model = case.model
-    block = case.layer if isinstance(case.layer, Block) else model.block_runs[0][0]
-    layers = [shard_of(model.embedding, case.tp), block, shard_of(model.head, case.tp)]
-    if isinstance(case.layer, Block):
-        layers = [model.embedding, shard_of(block, case.tp), model.head]
+    model, shard = case.model, shard_of(case.layer, case.tp)
+    if isinstance(shard, Block):
+        layers = [model.embedding, shard, model.head]
+    else:
+        layers = [shard_of(model.embedding, case.tp), model.block_runs[0][0], shard_of(model.head, case.tp)]
     return model.replace(layers=tuple(LayerRun(layer=layer) for layer in layers))
 
 

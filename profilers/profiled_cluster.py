@@ -22,7 +22,7 @@ from ..schema.errors import ConfigError, ProfileError
 from ..schema.profile import CollectivePoint, Profile
 from ..schema.units import GIB
 from .measure.compute import fit_gemm, peak_flops
-from .measure.links import OPS, bus_factor, fit_line, fit_link, unused_link
+from .measure.links import OPS, fit_lines, fit_link, unused_link
 
 _LARGE = 2**24
 """Bytes from which a copy between host and device shows its bandwidth."""
@@ -106,7 +106,7 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
     """
     link = fit_link(_widest(points), profile.machine.backend, f"measured {profile.created[:10]}").replace(measured=())
     ranks_per_node = profile.machine.num_devices // profile.machine.num_nodes
-    lines = {op: _line([p for p in _widest(points) if p.op == op]) for op in OPS}
+    lines = fit_lines(_widest(points))
     shared = ("all_reduce", "all_gather", "reduce_scatter")
     lines = {op: (latency, rate / ranks_per_node if op in shared else rate) for op, (latency, rate) in lines.items()}
     lines |= _concurrent_lines(profile.collectives, ranks_per_node)
@@ -119,18 +119,12 @@ def _between_nodes(profile: Profile, points: Sequence[CollectivePoint]) -> Link:
 
 
 def _concurrent_lines(points: Sequence[CollectivePoint], ranks_per_node: int) -> dict[str, tuple[float, float]]:
-    """Return latency and rate of one device between counterparts of all nodes, while its node's others send, too."""
+    """Return latency and rate of one device between counterparts of all nodes, while its node's others send: two sizes or more."""
     concurrent = _widest([
         p for p in points
         if p.num_nodes > 1 and p.stride == ranks_per_node and p.concurrent_groups == ranks_per_node > 1
     ])  # fmt: skip
-    by_op = {op: [point for point in concurrent if point.op == op] for op in OPS}
-    return {op: _line(same_op) for op, same_op in by_op.items() if len({point.size_bytes for point in same_op}) > 1}
-
-
-def _line(points: Sequence[CollectivePoint]) -> tuple[float, float]:
-    latency, rate = fit_line([p.size_bytes for p in points], [p.time_s for p in points])
-    return latency, rate * bus_factor(points[0].op, points[0].group_size)
+    return fit_lines([p for p in concurrent if len({q.size_bytes for q in concurrent if q.op == p.op}) > 1])
 
 
 def _host_link(profile: Profile) -> dict[str, Any]:

@@ -231,18 +231,26 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
     return float(latency), float(1 / slope)
 
 
+def fit_lines(points: Sequence[CollectivePoint]) -> dict[str, tuple[float, float]]:
+    """Return latency (s) and bus bandwidth (bytes/s) of each operation that has points, all of groups of one size."""
+    lines = {}
+    for op in OPS:
+        if same_op := [point for point in points if point.op == op]:
+            latency, rate = fit_line([point.size_bytes for point in same_op], [point.time_s for point in same_op])
+            lines[op] = latency, rate * bus_factor(op, same_op[0].group_size)
+    return lines
+
+
 def fit_link(points: Sequence[CollectivePoint], backend: Literal["nccl", "gloo"], source: str) -> Link:
     """Return the link of one level: the bandwidth of the best operation, the others as fractions of it, and the points themselves.
 
     The latency of a collective is that of all_reduce over all ranks; how it depends on their number was not measured.
     """
-    lines: dict[str, tuple[float, float]] = {}
-    for op in OPS:
-        same_op = [point for point in points if point.op == op]
-        if not same_op:
-            raise ProfileError(f"the profile has no measurement of {op}", help="measure again with `--cluster local`")
-        latency, rate = fit_line([point.size_bytes for point in same_op], [point.time_s for point in same_op])
-        lines[op] = latency, rate * bus_factor(op, same_op[0].group_size)
+    lines = fit_lines(points)
+    if missing := [op for op in OPS if op not in lines]:
+        raise ProfileError(
+            f"the profile has no measurement of {missing[0]}", help="measure again with `--cluster local`"
+        )
     best = max(bandwidth for _, bandwidth in lines.values())
     return Link(
         name=f"local-{backend}",
