@@ -25,12 +25,8 @@ from .models.attention import LatentSelfAttention
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import MixtureOfExperts
 from .models.layers import (
-    GeluMLP,
-    LayerNorm,
-    PositionEmbedding,
-    ReplicatedLinear,
-    RMSNorm,
-    SwiGLU,
+    FeedForward,
+    LocalModule,
     local_tensor,
     redistribute,
     shard_parameters,
@@ -70,7 +66,7 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
     by_heads = ("q_proj", "q_b_proj", "kv_b_proj") if is_latent else ("q_proj", "k_proj", "v_proj")
     plan |= {f"self_attn.{name}": ColwiseParallel() for name in by_heads if hasattr(block.self_attn, name)}
     _apply(block, tp, plan if is_latent else {"self_attn": to_region, **plan})
-    if isinstance(block.mlp, SwiGLU | GeluMLP):
+    if isinstance(block.mlp, FeedForward):
         _split_feed_forward(block, "mlp", tp, hidden)
     for norm in (block.input_layernorm, block.post_attention_layernorm):
         _replicate_norm(norm, tp, hidden)
@@ -78,7 +74,7 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
         # Compressed vectors are on every rank, unsharded and with full gradients; the heads are split.
         block.self_attn.tp, block.self_attn.hidden = tp, hidden
         for module in block.self_attn.children():
-            if isinstance(module, ReplicatedLinear | RMSNorm):
+            if isinstance(module, LocalModule):
                 _replicate(module, tp, Replicate())
         return
     for head_norm in filter(None, (block.self_attn.q_norm, block.self_attn.k_norm)):
@@ -95,7 +91,7 @@ def _split_feed_forward(parent: nn.Module, name: str, tp: DeviceMesh, hidden: Pl
         f"{name}.up_proj": ColwiseParallel(),
         f"{name}.down_proj": RowwiseParallel(output_layouts=hidden),
     }
-    if isinstance(getattr(parent, name), SwiGLU):
+    if getattr(parent, name).gate_proj is not None:
         plan[f"{name}.gate_proj"] = ColwiseParallel()
     _apply(parent, tp, plan)
 
@@ -133,13 +129,11 @@ def _apply(module: nn.Module, tp: DeviceMesh, plan: ParallelStyle | dict[str, Pa
     parallelize_module(module, tp, plan, src_data_rank=None)
 
 
-def _replicate_norm(norm: RMSNorm | LayerNorm | PositionEmbedding, tp: DeviceMesh, activations: Placement) -> None:
+def _replicate_norm(norm: LocalModule, tp: DeviceMesh, activations: Placement) -> None:
     """Keep a weight unsharded on every rank; its gradient is a sum over ranks where each sees a part of the activations."""
     _replicate(norm, tp, Partial() if activations.is_shard() else Replicate())
 
 
-def _replicate(
-    module: RMSNorm | LayerNorm | PositionEmbedding | ReplicatedLinear, tp: DeviceMesh, gradient: Placement
-) -> None:
+def _replicate(module: LocalModule, tp: DeviceMesh, gradient: Placement) -> None:
     shard_parameters(module, tp, lambda _: [Replicate()])
     module.weight_grad = [gradient]

@@ -34,6 +34,7 @@ class Rotary:
 
     Attributes:
         positions: places in the sequence of this rank's tokens [S]; None for 0, 1, 2...
+        made_tables: as they were last requested; they live on.
 
     A plain object and not a module: buffers would be lost when a model that was built on the meta device is materialised.
     """
@@ -41,8 +42,8 @@ class Rotary:
     def __init__(self, rope: Rope, head_dim: int) -> None:
         self.rope, self.head_dim = rope, head_dim
         self.positions: Tensor | None = None
+        self.made_tables: tuple[Tensor, ...] = ()
         self._key: tuple[int, torch.device, torch.dtype] | None = None
-        self._tables: tuple[Tensor, Tensor] | None = None
 
     @property
     def softmax_factor(self) -> float:
@@ -50,23 +51,18 @@ class Rotary:
         rope = self.rope
         return 1.0 if rope.mscale_all_dim is None else _mscale(rope.factor, rope.mscale_all_dim) ** 2
 
-    @property
-    def made_tables(self) -> tuple[Tensor, ...]:
-        """Return the tables as they were last requested; they live on."""
-        return self._tables or ()
-
     def tables(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [S, C] in ``dtype``; the angles are computed in fp32."""
-        key = (seq_len, device, dtype)
-        if self._tables is None or self._key != key:
+        if self._key != (seq_len, device, dtype):
             with torch.no_grad():
                 positions = torch.arange(seq_len, device=device) if self.positions is None else self.positions
                 angles = positions.float()[:, None] * inverse_frequencies(self.rope, self.head_dim, device)
                 angles = torch.cat((angles, angles), dim=-1)
                 factor = attention_factor(self.rope)
-                self._tables = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-            self._key = key
-        return self._tables
+                self.made_tables = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+            self._key = (seq_len, device, dtype)
+        cos, sin = self.made_tables
+        return cos, sin
 
 
 class SequenceRanks(Protocol):
@@ -113,7 +109,8 @@ class LatentSelfAttention(nn.Module):
         query, (key, value) = self._query(hidden), self._key_value(hidden)
         # The kernels take one width only: values are filled up with zeros, whose outputs are dropped.
         width = self.spec.v_head_dim
-        out = self._attend(query, key, F.pad(value, (0, query.shape[-1] - width)))[..., :width]
+        value = F.pad(value, (0, query.shape[-1] - width))
+        out = _attend(query, key, value, self.kind, self.context)[..., :width]
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
 
@@ -145,11 +142,6 @@ class LatentSelfAttention(nn.Module):
         """Rotate pairs that stand side by side in the published weights: (2 i, 2 i + 1) as (i, i + R / 2) elsewhere."""
         cos, sin = self.rotary.tables(x.shape[2], x.device, x.dtype)
         return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.context is not None:
-            return self.context.attend(query, key, value)
-        return _causal(query, key, value, self.kind)
 
 
 class SelfAttention(nn.Module):
@@ -184,7 +176,7 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             cos, sin = self.rotary.tables(query.shape[2], query.device, query.dtype)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        out = self._attend(query, key, value)
+        out = _attend(query, key, value, self.kind, self.context)
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
 
@@ -198,23 +190,20 @@ class SelfAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend: query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
-        if self.context is not None:
-            return self.context.attend(query, key, value)
-        groups = query.shape[1] // key.shape[1]
-        # On CUDA only the flash and cuDNN kernels read grouped heads; for fp32 they do not exist, and the fallback would
-        # hold [S, S] matrices, which costs more than repeating the heads.
-        native = query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
-        if groups > 1 and not native:
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        return _causal(query, key, value, self.kind, enable_gqa=groups > 1 and native)
 
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, *, enable_gqa: bool = False) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, context: SequenceRanks | None) -> Tensor:
+    """Attend causally: query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
+    if context is not None:
+        return context.attend(query, key, value)
+    groups = query.shape[1] // key.shape[1]
+    # On CUDA only the flash and cuDNN kernels read grouped heads; for fp32 they do not exist, and the fallback would hold
+    # [S, S] matrices, which costs more than repeating the heads.
+    native = query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
+    if groups > 1 and not native:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     backend: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if kind == "math" else nullcontext()
     with backend:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1 and native)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:

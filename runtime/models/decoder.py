@@ -1,12 +1,10 @@
 """A decoder of the Llama family or GPT-2 in plain PyTorch, built from a ModelSpec.
 
-Parameter names are those of transformers' Llama, so that Hugging Face checkpoints map one to one, and they stay the same on a
-pipeline stage, which simply lacks the other stages' layers.
+Parameter names are those of transformers' Llama, so that Hugging Face checkpoints map one to one; a pipeline stage simply lacks the
+other stages' layers. Initial weights depend on the seed and on a parameter's name only, never on the layout.
 
 Shapes: B micro-batch, S sequence, D hidden_dim, H heads, K kv heads, C head_dim, F ffn_dim, V vocabulary. Under tensor
 parallelism H, K, F and V are this rank's share, and with sequence parallelism the S between blocks is as well.
-
-Initial weights that depend on the seed and on a parameter's name only, never on the layout.
 """
 
 from __future__ import annotations
@@ -20,15 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from ...schema.errors import RuntimeMismatchError
-from ...schema.layers import Block, DenseMLP, MoE, SoftmaxAttention
+from ...schema.layers import Block, MoE, SoftmaxAttention
 from ...schema.layout_rules import why_not_runnable
 from ...schema.model import ModelSpec
 from ..loss import VocabShard, cross_entropy
 from .attention import AttentionKind, LatentSelfAttention, Rotary, SelfAttention
 from .experts import MixtureOfExperts
-from .layers import GeluMLP, LayerNorm, PositionEmbedding, RMSNorm, SwiGLU, build_norm, local_part, local_tensor
+from .layers import FeedForward, LayerNorm, PositionEmbedding, RMSNorm, build_norm, local_part, local_tensor
 
 _Module = TypeVar("_Module", bound=nn.Module)
+
+ADAPTER_DOWN, ADAPTER_UP = "lora_A", "lora_B"
+"""Names of the two parameters of a low-rank adapter of a product."""
+
+STD = 0.02
+"""Standard deviation of all weights. Source: ``initializer_range`` of the published Llama, Qwen and Mistral configs."""
 
 
 class DecoderBlock(nn.Module):
@@ -37,30 +41,21 @@ class DecoderBlock(nn.Module):
     def __init__(self, model: ModelSpec, spec: Block, rotary: Rotary | None, kind: AttentionKind) -> None:
         super().__init__()
         self.input_layernorm = build_norm(spec.norm, model.hidden_dim, model.norm_eps)
-        self.self_attn = _attention(model, spec, rotary, kind)
+        self.self_attn: SelfAttention | LatentSelfAttention
+        if isinstance(spec.attention, SoftmaxAttention):
+            self.self_attn = SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
+        else:
+            assert rotary is not None
+            self.self_attn = LatentSelfAttention(model.hidden_dim, spec.attention, rotary, kind)
         self.post_attention_layernorm = build_norm(spec.norm, model.hidden_dim, model.norm_eps)
-        self.mlp = _feed_forward(model.hidden_dim, spec.mlp)
+        mlp, dim = spec.mlp, model.hidden_dim
+        self.mlp = MixtureOfExperts(dim, mlp) if isinstance(mlp, MoE) else FeedForward(dim, mlp)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [B, S, D] to [B, S, D]."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden))
         result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return result
-
-
-def _feed_forward(hidden_dim: int, spec: DenseMLP | MoE) -> SwiGLU | GeluMLP | MixtureOfExperts:
-    if isinstance(spec, MoE):
-        return MixtureOfExperts(hidden_dim, spec)
-    return SwiGLU(hidden_dim, spec) if spec.gated else GeluMLP(hidden_dim, spec)
-
-
-def _attention(
-    model: ModelSpec, spec: Block, rotary: Rotary | None, kind: AttentionKind
-) -> SelfAttention | LatentSelfAttention:
-    if isinstance(spec.attention, SoftmaxAttention):
-        return SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
-    assert rotary is not None
-    return LatentSelfAttention(model.hidden_dim, spec.attention, rotary, kind)
 
 
 class DecoderTrunk(nn.Module):
@@ -168,14 +163,6 @@ def shell(module: _Module) -> _Module:
     return other
 
 
-ADAPTER_DOWN, ADAPTER_UP = "lora_A", "lora_B"
-"""Names of the two parameters of a low-rank adapter of a product."""
-
-
-STD = 0.02
-"""Standard deviation of all weights. Source: ``initializer_range`` of the published Llama, Qwen and Mistral configs."""
-
-
 @torch.no_grad()
 def init_weights(
     module: nn.Module,
@@ -206,8 +193,7 @@ def init_weights(
             local_tensor(parameter).zero_()
             continue
         if parameter.ndim == 1:
-            value = 0.0 if name.endswith("bias") else 1.0
-            local_tensor(parameter).fill_(value)
+            local_tensor(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         # A tied head without the embedding, on the last pipeline stage, must start as the embedding does.
         source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else (aliases or {}).get(name, name)

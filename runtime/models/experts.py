@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 
 from ...schema.layers import DenseMLP, MoE
-from .layers import ReplicatedLinear, SwiGLU, gathered, local_tensor, redistribute, silu_product
+from .layers import FeedForward, ReplicatedLinear, gathered, local_tensor, redistribute, silu_product
 
 _MIN_SUM = 1e-20
 """Beside the sum of the chosen scores, against division by zero (DeepSeek-V3's modeling file)."""
@@ -46,14 +46,6 @@ class ExpertRanks:
     exchange: dist.ProcessGroup | None
     cut: DeviceMesh | None
     tokens: Placement
-
-    def gather(self, tokens: Tensor) -> Tensor:
-        """Gather tokens [T, D] of this rank to those of all ranks that share its experts."""
-        return tokens if self.cut is None else gathered(tokens, self.cut, self.tokens)
-
-    def reduce(self, outputs: Tensor) -> Tensor:
-        """Sum the parts of all ranks that share these experts: for the tokens of this rank."""
-        return outputs if self.cut is None else redistribute(outputs, self.cut, Partial(), self.tokens)
 
 
 class Router(ReplicatedLinear):
@@ -160,7 +152,7 @@ class ExpertSlots:
     num_experts: int
 
     @cached_property
-    def of_expert(self) -> tuple[Tensor, Tensor]:
+    def _of_expert(self) -> tuple[Tensor, Tensor]:
         """Return the slots of each expert [E, R], unused ones repeating the last, and the share up to and with each [E, R]."""
         slots: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.experts):
@@ -174,7 +166,7 @@ class ExpertSlots:
 
     def slot_of_rows(self, expert_of_row: Tensor, counts: Tensor) -> Tensor:
         """Return the slot of each row [M], rows sorted by expert with ``counts`` [E] of them each, cut by the shares."""
-        table, taken = (tensor.to(counts.device) for tensor in self.of_expert)
+        table, taken = (tensor.to(counts.device) for tensor in self._of_expert)
         first = counts.cumsum(0) - counts
         position = torch.arange(len(expert_of_row), device=counts.device) - first[expert_of_row]
         middle = (position + 0.5) / counts[expert_of_row]
@@ -212,7 +204,7 @@ class MixtureOfExperts(nn.Module):
         self.num_experts = spec.num_experts
         self.gate = Router(hidden_dim, spec)
         self.experts = Experts(hidden_dim, spec.num_experts, spec.expert)
-        self.shared_expert = SwiGLU(hidden_dim, spec.shared) if spec.shared is not None else None
+        self.shared_expert = FeedForward(hidden_dim, spec.shared) if spec.shared is not None else None
         self.shared_expert_gate = ReplicatedLinear(hidden_dim, 1) if spec.shared_gate else None
         self.ranks: ExpertRanks | None = None
         self.slots: ExpertSlots | None = None
@@ -226,10 +218,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [B, S, D] to [B, S, D]."""
-        tokens = hidden.flatten(0, 1)
-        routed = self._routed(tokens if self.ranks is None else self.ranks.gather(tokens))
-        if self.ranks is not None:
-            routed = self.ranks.reduce(routed)
+        tokens, ranks = hidden.flatten(0, 1), self.ranks
+        if ranks is None or ranks.cut is None:
+            routed = self._routed(tokens)
+        else:
+            # Tokens of all ranks that share these experts; the parts of the outputs are summed for those of this rank.
+            routed = self._routed(gathered(tokens, ranks.cut, ranks.tokens))
+            routed = redistribute(routed, ranks.cut, Partial(), ranks.tokens)
         routed = routed.view(hidden.shape)
         if self.shared_expert is None:
             return routed
@@ -262,39 +257,19 @@ class MixtureOfExperts(nn.Module):
         if group is None:
             result: Tensor = self.experts(rows, counts)
             return result
-        arriving = _Arriving.exchange(counts, group)
-        received = _all_to_all(rows, arriving.received, arriving.sent, group)
-        by_expert = arriving.expert_of_row.argsort(stable=True)
-        outputs = self.experts(received[by_expert], arriving.counts)
-        return _all_to_all(outputs[_inverse(by_expert)], arriving.sent, arriving.received, group)
-
-
-class _Arriving(NamedTuple):
-    """Rows between the ranks of a group: how many this one sends to and receives from each, and what it receives."""
-
-    sent: list[int]
-    received: list[int]
-    expert_of_row: Tensor
-    counts: Tensor
-
-    @classmethod
-    def exchange(cls, counts: Tensor, group: dist.ProcessGroup) -> _Arriving:
-        """Exchange the counts [E] of rows this rank has for each expert; every rank holds E / ranks experts in a row."""
-        num_ranks = group.size()
-        by_rank = counts.view(num_ranks, -1)
+        by_rank = counts.view(group.size(), -1)  # every rank holds as many experts in a row
         theirs = torch.empty_like(by_rank)
         dist.all_to_all_single(theirs, by_rank.contiguous(), group=group)
         # Both lists go to the host at once: there a GPU waits for the router, as every dropless exchange of uneven parts must.
         sent, received = torch.stack((by_rank.sum(1), theirs.sum(1))).tolist()
-        local = torch.arange(by_rank.shape[1], device=counts.device).repeat(num_ranks)
-        return cls(sent, received, local.repeat_interleave(theirs.flatten()), theirs.sum(0))
+        local = torch.arange(by_rank.shape[1], device=counts.device).repeat(group.size())
+        by_expert = local.repeat_interleave(theirs.flatten()).argsort(stable=True)
+        arrived = all_to_all_single_autograd(rows, received, sent, group)
+        outputs = self.experts(arrived[by_expert], theirs.sum(0))
+        result = all_to_all_single_autograd(outputs[_inverse(by_expert)], sent, received, group)
+        return result
 
 
 def _inverse(order: Tensor) -> Tensor:
     """Return the permutation [M] that undoes another."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = all_to_all_single_autograd(rows, received, sent, group)
-    return result

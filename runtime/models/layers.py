@@ -20,46 +20,58 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 from ...schema.layers import DenseMLP, NormKind
 
 
-class RMSNorm(nn.Module):
+class LocalModule(nn.Module):
+    """A module that computes with this rank's part of its own parameters, which may be DTensors. Abstract.
+
+    Attributes:
+        weight_grad: placements over tp of their gradients; None where these are split as the parameters are.
+    """
+
+    weight_grad: Sequence[Placement] | None = None
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a parameter, for arithmetic on local tensors."""
+        return parameter.to_local(grad_placements=self.weight_grad) if isinstance(parameter, DTensor) else parameter
+
+
+class RMSNorm(LocalModule):
     """``x / rms(x) * weight`` over the last dimension.
 
     Attributes:
-        weight_grad: placements over tp of the gradient of a DTensor weight; None where it is split as the weight is.
         tp: ranks over which the last dimension is split; None where each has all of it.
     """
+
+    tp: DeviceMesh | None = None
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
-        self.weight_grad: Sequence[Placement] | None = None
-        self.tp: DeviceMesh | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., dim] to the same shape."""
-        weight = local_weight(self.weight, self.weight_grad)
+        weight = self.local(self.weight)
         if self.tp is None:
             return F.rms_norm(x, weight.shape, weight, self.eps)
         squares = x.float().square().mean(dim=-1, keepdim=True) / self.tp.size()
         # Every rank's part of the output depends on the full sum, so the gradients of the sum are parts as well.
-        mean = redistribute(squares, self.tp, Partial(), Replicate(), gradient=Partial())
+        mean = gathered(squares, self.tp, Partial())
         return (x.float() * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
 
 
-class LayerNorm(nn.Module):
-    """``(x - mean(x)) / std(x) * weight + bias`` over the last dimension; local tensors only, as in RMSNorm."""
+class LayerNorm(LocalModule):
+    """``(x - mean(x)) / std(x) * weight + bias`` over the last dimension."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim))
         self.eps = eps
-        self.weight_grad: Sequence[Placement] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., dim] to the same shape."""
-        weight, bias = (local_weight(parameter, self.weight_grad) for parameter in (self.weight, self.bias))
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+        weight = self.local(self.weight)
+        return F.layer_norm(x, weight.shape, weight, self.local(self.bias), self.eps)
 
 
 def build_norm(kind: NormKind, dim: int, eps: float) -> RMSNorm | LayerNorm:
@@ -67,35 +79,35 @@ def build_norm(kind: NormKind, dim: int, eps: float) -> RMSNorm | LayerNorm:
     return RMSNorm(dim, eps) if kind == "rmsnorm" else LayerNorm(dim, eps)
 
 
-class ReplicatedLinear(nn.Module):
-    """``x W'`` without bias.
-
-    Attributes:
-        weight_grad: placements over tp of the gradient of a DTensor weight, as in RMSNorm.
-    """
+class ReplicatedLinear(LocalModule):
+    """``x W'`` without bias."""
 
     def __init__(self, in_dim: int, out_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
-        self.weight_grad: Sequence[Placement] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_dim] to [..., out_dim]."""
-        return F.linear(x, local_weight(self.weight, self.weight_grad))
+        return F.linear(x, self.local(self.weight))
 
 
-class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))``."""
+class FeedForward(nn.Module):
+    """``down(silu(gate(x)) * up(x))``; without a gate ``down(gelu(up(x)))``, exact or approximated by tanh (GPT-2)."""
 
     def __init__(self, hidden_dim: int, spec: DenseMLP) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_dim, spec.ffn_dim, bias=spec.bias)
+        self.approximate = "tanh" if spec.activation == "gelu_tanh" else "none"
+        self.gate_proj = nn.Linear(hidden_dim, spec.ffn_dim, bias=spec.bias) if spec.gated else None
         self.up_proj = nn.Linear(hidden_dim, spec.ffn_dim, bias=spec.bias)
         self.down_proj = nn.Linear(spec.ffn_dim, hidden_dim, bias=spec.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [B, S, D] to [B, S, D]."""
-        result: Tensor = self.down_proj(silu_product(self.gate_proj(hidden), self.up_proj(hidden)))
+        if self.gate_proj is not None:
+            inner = silu_product(self.gate_proj(hidden), self.up_proj(hidden))
+        else:
+            inner = F.gelu(self.up_proj(hidden), approximate=self.approximate)
+        result: Tensor = self.down_proj(inner)
         return result
 
 
@@ -117,36 +129,20 @@ class _SiluProduct(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad_output * up, gate), grad_output * F.silu(gate)
 
 
-class GeluMLP(nn.Module):
-    """``down(gelu(up(x)))``, with the exact gelu or its approximation by tanh (GPT-2)."""
-
-    def __init__(self, hidden_dim: int, spec: DenseMLP) -> None:
-        super().__init__()
-        self.approximate = "tanh" if spec.activation == "gelu_tanh" else "none"
-        self.up_proj = nn.Linear(hidden_dim, spec.ffn_dim, bias=spec.bias)
-        self.down_proj = nn.Linear(spec.ffn_dim, hidden_dim, bias=spec.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map [B, S, D] to [B, S, D]."""
-        result: Tensor = self.down_proj(F.gelu(self.up_proj(hidden), approximate=self.approximate))
-        return result
-
-
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(LocalModule):
     """Adds to each token the vector of its place in the sequence.
 
     Attributes:
         positions: places of the tokens of all ranks that share a sequence under sequence parallelism; None for 0, 1, 2...
         share: which part of them this rank has, of how many.
-        weight_grad: placements over tp of the gradient of a DTensor weight, as in RMSNorm.
     """
+
+    positions: Tensor | None = None
+    share = (0, 1)
 
     def __init__(self, num_positions: int, hidden_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_positions, hidden_dim))
-        self.positions: Tensor | None = None
-        self.share = (0, 1)
-        self.weight_grad: Sequence[Placement] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [B, S, D] to the same shape."""
@@ -154,7 +150,7 @@ class PositionEmbedding(nn.Module):
         positions = self.positions
         if positions is None:
             positions = torch.arange(hidden.shape[1] * count, device=hidden.device)
-        return hidden + F.embedding(positions.chunk(count)[idx], local_weight(self.weight, self.weight_grad))
+        return hidden + F.embedding(positions.chunk(count)[idx], self.local(self.weight))
 
 
 def redistribute(
@@ -191,15 +187,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local_weight(weight: Tensor, weight_grad: Sequence[Placement] | None) -> Tensor:
-    """Return this rank's part of a weight, for arithmetic on local tensors.
-
-    Args:
-        weight_grad: placements of the gradient over tp; None where it is split as the weight is.
-    """
-    return weight.to_local(grad_placements=weight_grad) if isinstance(weight, DTensor) else weight
-
-
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor (sharing its storage); a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -221,9 +208,8 @@ def local_region(target: Tensor) -> tuple[slice, ...]:
         return tuple(region)
     mesh = target.device_mesh
     for axis in reversed(range(mesh.ndim)):
-        dim = getattr(
-            target.placements[axis], "dim", None
-        )  # strided shards are no Shard in every version; both have dim
+        # Strided shards are no Shard in every version; both have dim.
+        dim = getattr(target.placements[axis], "dim", None)
         if dim is None:
             continue
         first, stop = region[dim].start, region[dim].stop
