@@ -125,8 +125,11 @@ def build_mesh(plan: TrainingPlan, device_type: str) -> ParallelMesh:
     layout = plan.layout
     require_ascending(layout, plan.rank_map)
     devices = _by_axis(layout, plan.rank_map)
-    used = {axis: size for axis, size in _mesh_degrees(layout).items() if size > 1 or axis == "dp_shard"}
-    device_mesh = DeviceMesh(device_type, devices.reshape(list(used.values())), mesh_dim_names=tuple(used))
+    # The ranks of cp count in the axis that holds their parameters.
+    cp_replicas, cp_shards = (1, layout.cp) if layout.zero_stage else (layout.cp, 1)
+    degrees = (layout.pp, layout.dp_replicate * cp_replicas, layout.dp_shard * cp_shards, layout.tp)
+    names = ("pp", "dp_replicate", "dp_shard", "tp")
+    device_mesh = _used(dict(zip(names, degrees, strict=True)), devices, device_type, always=("dp_shard",))
     holders = plan.rank_of_stage
     first, last, tied_group = holders[0], holders[-1], None
     if plan.model.tie_embeddings and first != last:
@@ -135,33 +138,24 @@ def build_mesh(plan: TrainingPlan, device_type: str) -> ParallelMesh:
     rank = plan.rank_map.index(dist.get_rank())
     stage_idxs = tuple(idx for idx, holder in enumerate(holders) if holder == rank // layout.stage_ranks)
     expert_mesh = _expert_mesh(layout, devices, device_type)
-    exchange, ring = _context_groups(layout, devices)
+    by_cp = devices.movedim(AXES.index("cp"), -1).reshape(-1, layout.cp // layout.cp_ulysses, layout.cp_ulysses)
+    exchange, ring = (
+        _local_group(ranks.flatten(0, 1).tolist()) if ranks.shape[2] > 1 else None for ranks in (by_cp, by_cp.mT)
+    )
     return ParallelMesh(device_mesh, layout, rank, stage_idxs, len(holders), exchange, ring, expert_mesh, tied_group)
 
 
-def _mesh_degrees(layout: Layout) -> dict[str, int]:
-    """Return the sizes of the mesh's axes, slowest first: those of AXES with cp in the one that holds its parameters."""
-    replicas, shards = layout.dp_replicate, layout.dp_shard
-    if layout.zero_stage:
-        shards *= layout.cp
-    else:
-        replicas *= layout.cp
-    return {"pp": layout.pp, "dp_replicate": replicas, "dp_shard": shards, "tp": layout.tp}
-
-
-def _context_groups(layout: Layout, devices: torch.Tensor) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    by_cp = devices.movedim(AXES.index("cp"), -1).reshape(-1, layout.cp // layout.cp_ulysses, layout.cp_ulysses)
-    exchanges, rings = by_cp.reshape(-1, layout.cp_ulysses), by_cp.mT.reshape(-1, layout.cp // layout.cp_ulysses)
-    groups = [_local_group(ranks.tolist()) if ranks.shape[1] > 1 else None for ranks in (exchanges, rings)]
-    return groups[0], groups[1]
+def _used(degrees: dict[str, int], devices: torch.Tensor, device_type: str, *, always: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of the axes that have more than one rank, and of some in any case."""
+    used = {axis: size for axis, size in degrees.items() if size > 1 or axis in always}
+    return DeviceMesh(device_type, devices.reshape(list(used.values())), mesh_dim_names=tuple(used))
 
 
 def _expert_degrees(layout: Layout) -> dict[str, int]:
     """Return the sizes of EXPERT_AXES; none where experts have no axes of their own."""
     if layout.experts_follow_tp:
         return {}
-    shards = layout.expert_shards
-    sizes = (layout.expert_copies // shards, shards, layout.ep, layout.etp)
+    sizes = (layout.expert_copies // layout.expert_shards, layout.expert_shards, layout.ep, layout.etp)
     return dict(zip(EXPERT_AXES, sizes, strict=True))
 
 
@@ -176,8 +170,7 @@ def _expert_mesh(layout: Layout, devices: torch.Tensor, device_type: str) -> Dev
                 f"devices must ascend along {axis}; the plan's rank_map orders them otherwise",
                 help="sort the devices of each stage",
             )
-    used = {name: size for name, size in degrees.items() if size > 1 or name == "expert_shard"}
-    return DeviceMesh(device_type, devices.reshape([layout.pp, *used.values()]), mesh_dim_names=("pp", *used))
+    return _used({"pp": layout.pp, **degrees}, devices, device_type, always=("pp", "expert_shard"))
 
 
 def _by_axis(layout: Layout, rank_map: tuple[int, ...]) -> torch.Tensor:

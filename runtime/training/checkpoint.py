@@ -132,22 +132,6 @@ def _stored_name(name: str, model: ParallelModel) -> str:
     return name.replace(*_TIED_NAMES) if model.plan.model.tie_embeddings else name
 
 
-def save_checkpoint(
-    root: str | Path,
-    model: ParallelModel,
-    optimizer: torch.optim.Optimizer,
-    progress: TrainingProgress,
-    *,
-    keep: int = 2,
-) -> Path:
-    """Write a checkpoint and delete all but the newest ``keep``; every rank calls it.
-
-    Raises:
-        MeshwrightError: the folder cannot be written.
-    """
-    return CheckpointWriter(root, model, optimizer, keep=keep, in_background=False).save(progress)
-
-
 class CheckpointWriter:
     """Saves a run's checkpoints; every rank has one and calls it at the same steps.
 
@@ -163,8 +147,8 @@ class CheckpointWriter:
         model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         *,
-        keep: int,
-        in_background: bool,
+        keep: int = 2,
+        in_background: bool = False,
     ) -> None:
         self._root, self._model, self._optimizer, self._keep = Path(root), model, optimizer, keep
         self._group = dist.new_group(backend="gloo") if in_background else None

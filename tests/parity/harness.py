@@ -26,7 +26,7 @@ import torch.distributed as dist
 from meshwright.runtime import Decoder, build_optimizer, clip_gradients, parallelize
 from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.models.layers import full_tensor
-from meshwright.runtime.training.checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
+from meshwright.runtime.training.checkpoint import CheckpointWriter, TrainingProgress, load_checkpoint
 from meshwright.runtime.training.optimizer import ZerothOrderSGD
 from meshwright.runtime.weights.save import save_weights
 from meshwright.schema import TrainingPlan
@@ -204,7 +204,7 @@ def train(case: Case, folder: Path) -> Outcome:
         outcome.norms.append(clip_gradients(model, MAX_NORM))
         optimizer.step()
         if step == 0 and case.saves:
-            save_checkpoint(folder / case.name, model, optimizer, TrainingProgress(step=1, seed=SEED))
+            CheckpointWriter(folder / case.name, model, optimizer).save(TrainingProgress(step=1, seed=SEED))
     return outcome
 
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from meshwright.runtime import ParallelModel, build_optimizer, parallelize
 from meshwright.runtime.training.checkpoint import (
+    CheckpointWriter,
     SafeReader,
     TrainingProgress,
     checkpoint_state,
     load_checkpoint,
-    save_checkpoint,
 )
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints
 from meshwright.schema import ConfigError, MeshwrightError
@@ -57,7 +57,7 @@ class Forged:
 def test_loaded_state_is_what_was_saved(tmp_path: Path, tied: bool) -> None:
     model, optimizer = trained(seed=1, tied=tied)
     assert ("lm_head.weight" in checkpoint_state(model, optimizer)["model"]) != tied
-    folder = save_checkpoint(tmp_path, model, optimizer, TrainingProgress(step=7, seed=3))
+    folder = CheckpointWriter(tmp_path, model, optimizer).save(TrainingProgress(step=7, seed=3))
     other_model, other_optimizer = trained(seed=2, tied=tied)
     info = load_checkpoint(folder, other_model, other_optimizer)
     assert (info.step, info.seed) == (7, 3)
@@ -72,13 +72,13 @@ def test_last_two_whole_checkpoints_stay(tmp_path: Path) -> None:
     (tmp_path / ".step-00000009.partial").mkdir()
     (tmp_path / "step-00000008").mkdir()  # of a save that was cut short elsewhere: it lacks its last file
     for step in (1, 2, 3):
-        save_checkpoint(tmp_path, model, optimizer, TrainingProgress(step=step, seed=0))
+        CheckpointWriter(tmp_path, model, optimizer).save(TrainingProgress(step=step, seed=0))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
 @pytest.mark.usefixtures("group")
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, *trained(), TrainingProgress(step=1, seed=0))
+    folder = CheckpointWriter(tmp_path, *trained()).save(TrainingProgress(step=1, seed=0))
     with pytest.raises(ConfigError, match="is of another model"):
         load_checkpoint(folder, *trained(tied=True))
 
@@ -86,7 +86,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("group")
 def test_forged_index_is_refused_and_not_run(tmp_path: Path) -> None:
     model, optimizer = trained()
-    folder = save_checkpoint(tmp_path, model, optimizer, TrainingProgress(step=1, seed=0))
+    folder = CheckpointWriter(tmp_path, model, optimizer).save(TrainingProgress(step=1, seed=0))
     harmed = tmp_path / "harmed"
     (folder / ".metadata").write_bytes(pickle.dumps(Forged(harmed)))
     with pytest.raises(ConfigError, match=r"is not the index of a checkpoint: it names (posix|nt)\.mkdir"):
@@ -101,7 +101,7 @@ def test_forged_index_is_refused_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_model", [True, False])
 def test_forged_value_is_refused_and_not_run(tmp_path: Path, in_model: bool) -> None:
     model, optimizer = trained()
-    folder = save_checkpoint(tmp_path, model, optimizer, TrainingProgress(step=1, seed=0))
+    folder = CheckpointWriter(tmp_path, model, optimizer).save(TrainingProgress(step=1, seed=0))
     index, harmed = SafeReader(folder).read_metadata(), tmp_path / "harmed"
     name = next(name for name in index.state_dict_metadata if name.startswith("model.") == in_model)
     (folder / ".metadata").unlink()
@@ -117,7 +117,7 @@ def test_forged_value_is_refused_and_not_run(tmp_path: Path, in_model: bool) -> 
 
 @pytest.mark.usefixtures("group")
 def test_index_that_points_outside_its_folder_is_refused(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, *trained(), TrainingProgress(step=1, seed=0))
+    folder = CheckpointWriter(tmp_path, *trained()).save(TrainingProgress(step=1, seed=0))
     index = SafeReader(folder).read_metadata()
     next(iter(index.storage_data.values())).relative_path = "../../secret"
     (folder / ".metadata").write_bytes(pickle.dumps(index))
@@ -128,7 +128,7 @@ def test_index_that_points_outside_its_folder_is_refused(tmp_path: Path) -> None
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle", pickle.dumps([1, 2])])
 def test_damaged_index_is_named(tmp_path: Path, content: bytes) -> None:
-    folder = save_checkpoint(tmp_path, *trained(), TrainingProgress(step=1, seed=0))
+    folder = CheckpointWriter(tmp_path, *trained()).save(TrainingProgress(step=1, seed=0))
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(ConfigError, match="is not the index of a checkpoint"):
         SafeReader(folder)
