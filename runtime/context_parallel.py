@@ -21,6 +21,7 @@ out and l of the full row, so each step gives its part of every gradient; those 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,21 +115,15 @@ _aten = torch.ops.aten
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
 def _ring_attention(query: Tensor, key: Tensor, value: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     """Return out [B, H, S, C] in the query's dtype, and the log-sum-exps [B, H, S] in fp32."""
-    group = _resolve_process_group(group_name)
-    rank, size = group.rank(), group.size()
-    query = query.contiguous()
+    group, query = _resolve_process_group(group_name), query.contiguous()
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-    moving = torch.stack((key, value))
-    for step in range(size):
-        arriving = _Passing(moving, group) if step + 1 < size else None
-        queries, keys, causal = _needed(rank, (rank - step) % size, query.shape[2])
+    for queries, keys, causal, moving in _round(torch.stack((key, value)), group, query.shape[2]):
         part, part_lse = _forward(query[:, :, queries], moving[:, :, :, keys], causal)
         merged = torch.logaddexp(lse[:, :, queries], part_lse)
         out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
         out[:, :, queries] += part * (part_lse - merged).exp()[..., None]
         lse[:, :, queries] = merged
-        moving = arriving.wait() if arriving is not None else moving
     return out.to(query.dtype), lse
 
 
@@ -141,29 +136,33 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[T
 def _backward_ring(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     query, key, value, out, lse = ctx.saved_tensors
     group = _resolve_process_group(ctx.group_name)
-    rank, size = group.rank(), group.size()
     query, grad_out = query.contiguous(), grad_out.contiguous()
     grad_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    moving = torch.stack((key, value))
-    grads = torch.zeros_like(moving)
+    key_value = torch.stack((key, value))
+    grads = torch.zeros_like(key_value)
     arriving_grads: _Passing | None = None
-    for step in range(size):
-        arriving = _Passing(moving, group) if step + 1 < size else None
-        queries, keys, causal = _needed(rank, (rank - step) % size, query.shape[2])
+    for queries, keys, causal, moving in _round(key_value, group, query.shape[2]):
         rows = (x[:, :, queries] for x in (grad_out, query, out, lse))
         part_query, part_grads = _backward(*rows, moving[:, :, :, keys], causal)
         grad_query[:, :, queries] += part_query
         grads = arriving_grads.wait() if arriving_grads is not None else grads
         grads[:, :, :, keys] += part_grads
         arriving_grads = _Passing(grads, group)
-        moving = arriving.wait() if arriving is not None else moving
     assert arriving_grads is not None
     grad_key, grad_value = arriving_grads.wait()
     return grad_query.to(query.dtype), grad_key, grad_value, None
 
 
+def _round(moving: Tensor, group: dist.ProcessGroup, num_tokens: int) -> Iterator[tuple[slice, slice, bool, Tensor]]:
+    """Let keys and values go round; yield the queries and keys that meet, whether causally, and those that are here."""
+    rank, size = group.rank(), group.size()
+    for step in range(size):
+        arriving = _Passing(moving, group) if step + 1 < size else None
+        yield *_needed(rank, (rank - step) % size, num_tokens), moving
+        moving = arriving.wait() if arriving is not None else moving
+
+
 def _needed(rank: int, source: int, num_tokens: int) -> tuple[slice, slice, bool]:
-    """Return the queries and keys that meet, and whether causally."""
     everything, half = slice(0, num_tokens), num_tokens // 2
     if source == rank:
         return everything, everything, True

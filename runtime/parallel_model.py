@@ -156,12 +156,7 @@ class ParallelModel:
     def forward(self, tokens: Tensor) -> Tensor:
         """Return what this rank adds to the mean loss over the global batch, [] on the device, without gradients or a pipeline."""
         assert self._schedule is None
-        inputs, targets = self._inputs_and_targets(tokens)
-        count = self.plan.num_microbatches
-        total = torch.zeros((), device=self.device)
-        for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
-            with self.clock.part("forward", Action(0, "F", i)):
-                total += self._loss_fn(self.module, x, y).sum() / count
+        total = self._accumulate(*self._inputs_and_targets(tokens), has_backward=False)
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # parameters that stay gathered would hide that their shards have moved
@@ -205,7 +200,7 @@ class ParallelModel:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         return inputs, targets
 
-    def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _accumulate(self, inputs: Tensor, targets: Tensor, *, has_backward: bool = True) -> Tensor:
         """Run all micro-batches in a row; return the mean loss [] of this rank's share."""
         count, scale = self.plan.num_microbatches, self.loss_scale.value
         total = torch.zeros((), device=self.device)
@@ -213,10 +208,11 @@ class ParallelModel:
             before_micro_batch(self.module, self.plan, is_last=i == count - 1)
             with self.clock.part("forward", Action(0, "F", i)):
                 loss = self._loss_fn(self.module, x, y).sum() / count
-            with self.clock.part("backward", Action(0, "BW", i)):
-                (loss * scale).backward()
-                if self._reduction is not None:
-                    self._reduction.settle(self.clock)
+            if has_backward:
+                with self.clock.part("backward", Action(0, "BW", i)):
+                    (loss * scale).backward()
+                    if self._reduction is not None:
+                        self._reduction.settle(self.clock)
             total += loss.detach()
         return total
 

@@ -82,7 +82,7 @@ def parallelize(
         if compile_blocks:
             apply_compile(part)
         if offload is not None:
-            offload.apply_activations(part, stage)
+            offload.activations.apply(part, stage.offload_of)
         reduction = apply_data_parallel(part, mesh, plan)
         if model is None:
             materialise(part, plan, device)

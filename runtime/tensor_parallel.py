@@ -24,13 +24,7 @@ from .mesh import ParallelMesh
 from .models.attention import LatentSelfAttention
 from .models.decoder import Decoder, DecoderBlock
 from .models.experts import MixtureOfExperts
-from .models.layers import (
-    FeedForward,
-    LocalModule,
-    local_tensor,
-    redistribute,
-    shard_parameters,
-)
+from .models.layers import FeedForward, LocalModule, local_tensor, redistribute, shard_parameters
 
 
 def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> None:

@@ -38,11 +38,9 @@ Pin = Callable[[Tensor], bool]
 
 @dataclass
 class Traffic:
-    """What moved since it was last taken.
+    """What moved over the link and to and from files since it was last taken.
 
-    Attributes:
-        to_host_bytes, to_device_bytes: over the link; stored_bytes, read_bytes: to and from files.
-        unpinned_bytes: of buffers that could not be pinned: copies to and from them wait for the compute stream.
+    ``unpinned_bytes`` are of buffers that could not be pinned: copies to and from them wait for the compute stream.
     """
 
     to_host_bytes: int = 0
@@ -76,7 +74,6 @@ class HostBuffer:
     """Bytes of host memory, and when the last copy from them is over (CUDA)."""
 
     data: Tensor
-    is_pinned: bool
     read: torch.cuda.Event | None = None
 
 
@@ -99,20 +96,21 @@ class HostPool:
         Raises:
             MeshwrightError: the host has no more memory.
         """
-        size = _size_class(num_bytes)
+        step = 1 << max(0, num_bytes.bit_length() - _CLASSES_PER_OCTAVE.bit_length())
+        size = -(-num_bytes // step) * step
         with self._lock:
             free = self._free.get(size)
             if free:
                 return free.pop()
-        return HostBuffer(*self.allocate(size))
+        return HostBuffer(self.allocate(size))
 
     def give_back(self, buffer: HostBuffer) -> None:
         """Let a buffer be used again, once the copy from it is over."""
         with self._lock:
             self._free.setdefault(buffer.data.numel(), []).append(buffer)
 
-    def allocate(self, num_bytes: int) -> tuple[Tensor, bool]:
-        """Return bytes of the host's memory from the start of a page, and whether they are pinned; `take` never hands them out."""
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return bytes of the host's memory from the start of a page, pinned where possible; `take` never hands them out."""
         available = available_memory()
         if num_bytes > available:
             raise MeshwrightError(
@@ -123,16 +121,15 @@ class HostPool:
             )
         self.total_bytes += num_bytes
         if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8), False
+            return torch.empty(0, dtype=torch.uint8)
         pages = _Pages(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = torch.frombuffer(pages, dtype=torch.uint8)
-        is_pinned = self._pin is not None and not self._refused and self._pin(buffer)
-        if is_pinned:
+        if self._pin is not None and not self._refused and self._pin(buffer):
             pages.pinned_address = buffer.data_ptr()
         elif self._pin is not None:
             self._refused = True
             self._traffic.unpinned_bytes += num_bytes
-        return buffer[:num_bytes], is_pinned
+        return buffer[:num_bytes]
 
 
 class _Pages(mmap.mmap):
@@ -145,19 +142,9 @@ class _Pages(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.pinned_address)  # type: ignore[no-untyped-call]
 
 
-def _size_class(num_bytes: int) -> int:
-    step = 1 << max(0, num_bytes.bit_length() - _CLASSES_PER_OCTAVE.bit_length())
-    return -(-num_bytes // step) * step
-
-
 @dataclass(eq=False)
 class Copies:
-    """Both directions of one rank's link.
-
-    Attributes:
-        traffic: what moved.
-        pool: buffers of what comes and goes.
-    """
+    """Both directions of one rank's link, what moved over it, and the host's buffers of what comes and goes."""
 
     device: torch.device
     traffic: Traffic = field(default_factory=Traffic)

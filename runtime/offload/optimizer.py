@@ -191,13 +191,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _states(self, parameter: nn.Parameter, placement: Placement, start: int | None) -> _States:
         local = local_tensor(parameter)
         if start is None:
-            data, _ = self._copies.pool.allocate(2 * local.nbytes)
+            data = self._copies.pool.allocate(2 * local.nbytes)
         else:
             assert self._file is not None
             data = self._file.view(start, 2 * local.nbytes)
         states = _States(parameter, placement.place, data.view(local.dtype).view(2, *local.shape), start)
         if placement.place == "host":
-            states.copy = self._copies.pool.allocate(local.nbytes)[0].view(local.dtype).view(local.shape)
+            states.copy = self._copies.pool.allocate(local.nbytes).view(local.dtype).view(local.shape)
         return states
 
     def _make_state(self, parameter: nn.Parameter) -> None:

