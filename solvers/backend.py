@@ -1,4 +1,4 @@
-"""What every solver answers with, and the only names of solvers: HiGHS (also by itself) and CBC through PuLP, CP-SAT of OR-tools.
+"""What every solver answers with, and the only names of solvers: HiGHS, by itself and through PuLP, and CP-SAT of OR-tools.
 
 A file with a problem has an instance (frozen, prepared, validated), `solve` and `check`:
 
@@ -8,7 +8,7 @@ A file with a problem has an instance (frozen, prepared, validated), `solve` and
 `check` knows nothing of the method and raises ValueError with the label of the constraint that a choice breaks.
 
 PuLP's `status` says Optimal for the incumbent of a stopped search; `sol_status` does not, and only it is read here. PuLP has the
-models that are solved once and by either solver, `RowSolver` those that are solved hundreds of times. Determinism: one thread and a
+models that are solved once, `RowSolver` those that are solved hundreds of times. Determinism: one thread and a
 seed; where equal answers matter more than seconds, give CP-SAT a limit in its own deterministic unit of work in place of wall-clock
 seconds.
 """
@@ -19,7 +19,9 @@ import math
 import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
 
 from .linear_program import LinearAnswer, LinearProgram
 from .tolerances import ROUNDING, SOLVER
@@ -73,9 +75,6 @@ class Solution(Generic[Choice]):
         return max(0.0, 1.0 - self.bound / self.objective) if self.objective else 0.0
 
 
-LinearSolver = Literal["highs", "cbc"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """When to stop.
@@ -95,7 +94,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a solver ended. `objective` is None without an answer, `bound` where the solver does not say (CBC)."""
+    """How a solver ended. `objective` is None without an answer, `bound` where nothing is known."""
 
     status: Status
     objective: float | None
@@ -111,58 +110,31 @@ class Outcome:
         return abs(self.objective - self.bound) / max(abs(self.objective), ROUNDING)
 
 
-def solve_linear(problem: pulp.LpProblem, limits: Limits, solver: LinearSolver = "highs") -> Outcome:
+def solve_linear(problem: pulp.LpProblem, limits: Limits) -> Outcome:
     """Solve a PuLP model; its variables hold the answer, and mean nothing where there is none."""
     import pulp
 
     start = time.perf_counter()
-    problem.solve(_highs(limits) if solver == "highs" else _cbc(limits))
+    options = {"timeLimit": limits.time_limit_s, "gapRel": limits.rel_gap, "random_seed": limits.seed % 2**31}
+    problem.solve(pulp.HiGHS(msg=False, threads=1, **options))
     status = {
         pulp.LpSolutionOptimal: Status.OPTIMAL,
         pulp.LpSolutionIntegerFeasible: Status.FEASIBLE,
         pulp.LpSolutionInfeasible: Status.INFEASIBLE,
     }.get(problem.sol_status, Status.UNKNOWN)
-    objective = float(pulp.value(problem.objective)) if status.has_answer else None
-    bound = objective if status is Status.OPTIMAL and limits.rel_gap == 0 else None
-    if solver == "highs" and status is not Status.INFEASIBLE:
-        bound = _highs_bound(problem, objective)
-    return _without_allowed_gap(Outcome(status, objective, bound, time.perf_counter() - start, solver))
+    objective = bound = float(pulp.value(problem.objective)) if status.has_answer else None
+    if status is not Status.INFEASIBLE and any(each.cat == pulp.LpInteger for each in problem.variables()):
+        # In the model's own sense: PuLP hands a maximisation to HiGHS with its sign changed.
+        sign = -1.0 if problem.sense == pulp.LpMaximize else 1.0
+        dual = sign * float(problem.solverModel.getInfo().mip_dual_bound) + float(problem.objective.constant)
+        bound = dual if math.isfinite(dual) else None
+    return _without_allowed_gap(Outcome(status, objective, bound, time.perf_counter() - start, "highs"))
 
 
 def _without_allowed_gap(outcome: Outcome) -> Outcome:
     if outcome.status is Status.OPTIMAL and outcome.gap > SOLVER:
         return replace(outcome, status=Status.FEASIBLE)
     return outcome
-
-
-def _highs(limits: Limits) -> pulp.LpSolver:
-    import pulp
-
-    return pulp.HiGHS(
-        msg=False, threads=1, timeLimit=limits.time_limit_s, gapRel=limits.rel_gap, random_seed=limits.seed % 2**31
-    )
-
-
-def _cbc(limits: Limits) -> pulp.LpSolver:
-    import pulp
-
-    options = [f"randomCbcSeed {limits.seed % 2**31}"]
-    return pulp.PULP_CBC_CMD(
-        msg=False, threads=1, timeLimit=limits.time_limit_s, gapRel=limits.rel_gap, options=options
-    )
-
-
-def _highs_bound(problem: pulp.LpProblem, objective: float | None) -> float | None:
-    """Return the dual bound in the model's own sense; PuLP hands a maximisation to HiGHS with its sign changed."""
-    import pulp
-
-    if not any(variable.cat == pulp.LpInteger for variable in problem.variables()):
-        return objective
-    bound = float(problem.solverModel.getInfo().mip_dual_bound)
-    if not math.isfinite(bound):
-        return None
-    signed = -bound if problem.sense == pulp.LpMaximize else bound
-    return signed + float(problem.objective.constant)
 
 
 class RowSolver:
@@ -182,7 +154,6 @@ class RowSolver:
     ) -> None:
         """Hand the program over."""
         import highspy
-        import numpy as np
 
         self._has_integers, self._lower = bool(program.integer), program.lower
         self._solver = solver = highspy.Highs()
@@ -211,7 +182,6 @@ class RowSolver:
     def solve(self) -> tuple[Status, LinearAnswer | None]:
         """Solve the program as it is now."""
         import highspy
-        import numpy as np
 
         solver = self._solver
         solver.clearSolver()

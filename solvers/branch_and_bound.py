@@ -162,14 +162,6 @@ class Answer(Generic[C]):
         """True where the entire problem was bounded."""
         return self.ended in ("bound", "exhausted")
 
-    @property
-    def gap(self) -> float:
-        """(objective - bound) / max(|objective|, |bound|), at least 0; infinite without a candidate."""
-        if self.best is None:
-            return math.inf
-        size = max(abs(self.objective), abs(self.bound))
-        return max(0.0, (self.objective - self.bound) / size) if size > 0 else 0.0
-
 
 class Search(Generic[S, C]):
     """Open nodes of a problem and the loop over them; see the module."""

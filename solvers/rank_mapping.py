@@ -29,6 +29,7 @@ Source: local search by pairwise exchange for assignments (Burkard, Dell'Amico, 
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -71,10 +72,9 @@ class RankMappingInstance:
 def solve(instance: RankMappingInstance, *, seed: int = 0) -> Solution[tuple[int, ...]]:
     """Return the best order of the local optima, node [K]; optimal where it meets the bound."""
     start = time.perf_counter()
-    rng = np.random.default_rng(seed)
+    rng, bound = np.random.default_rng(seed), lower_bound_s(instance)
     starts = [np.arange(instance.num_positions), _gather_blocks(instance)]
     starts += [_shuffle_within_kinds(instance, rng) for _ in range(NUM_RANDOM_STARTS)]
-    bound = lower_bound_s(instance)
     best, best_s = starts[0], float(_objectives(instance, starts[0][None])[0][0])
     for order in starts:
         if best_s <= bound * (1 + SUMMED):
@@ -82,10 +82,9 @@ def solve(instance: RankMappingInstance, *, seed: int = 0) -> Solution[tuple[int
         local, local_s = _swap_to_local_optimum(instance, order)
         if local_s < best_s * (1 - SUMMED):
             best, best_s = local, local_s
-    status = Status.OPTIMAL if best_s <= bound * (1 + SUMMED) else Status.FEASIBLE
     return Solution(
-        status=status,
-        choice=tuple(int(n) for n in best),
+        status=Status.OPTIMAL if best_s <= bound * (1 + SUMMED) else Status.FEASIBLE,
+        choice=tuple(best.tolist()),
         objective=best_s,
         bound=bound,
         solve_s=time.perf_counter() - start,
@@ -97,27 +96,23 @@ def lower_bound_s(instance: RankMappingInstance) -> float:
     """Return a lower bound: an axis whose pairs touch every position crosses the worst connected node, by its best link."""
     away = np.where(np.eye(instance.num_positions, dtype=bool), 0.0, instance.bandwidth)
     worst_connected, fastest = float(np.min(np.max(away, axis=1))), float(np.max(away))
-    total = 0.0
-    for axis in instance.axes:
-        touches_all = len(np.unique(axis.pairs)) == instance.num_positions
-        total += axis.weight / (worst_connected if touches_all else fastest)
-    return total
+    touches_all = [len(np.unique(axis.pairs)) == instance.num_positions for axis in instance.axes]
+    rates = [worst_connected if touches else fastest for touches in touches_all]
+    return float(sum(axis.weight / rate for axis, rate in zip(instance.axes, rates, strict=True)))
 
 
 def _swap_to_local_optimum(instance: RankMappingInstance, order: IntArray) -> tuple[IntArray, float]:
     """Swap until nothing improves; return the order and its (O)."""
     (objective,), (mean,) = _objectives(instance, order[None])
-    while True:
-        swapped = _swaps(instance, order)
-        if not len(swapped):
-            return order, float(objective)
+    while len(swapped := _swaps(instance, order)):
         objectives, means = _objectives(instance, swapped)
         best = int(np.lexsort((means, objectives))[0])
         lower = objectives[best] < objective * (1 - SUMMED)
         as_low = objectives[best] <= objective * (1 + SUMMED)
         if not lower and not (as_low and means[best] < mean * (1 - SUMMED)):
-            return order, float(objective)
+            break
         order, objective, mean = swapped[best], objectives[best], means[best]
+    return order, float(objective)
 
 
 def _swaps(instance: RankMappingInstance, order: IntArray) -> IntArray:
@@ -125,10 +120,11 @@ def _swaps(instance: RankMappingInstance, order: IntArray) -> IntArray:
     ends = set(range(instance.num_positions if instance.num_positions <= ALL_SWAPS_UP_TO else 0))
     for axis in instance.axes:
         rates = instance.bandwidth[order[axis.pairs[:, 0]], order[axis.pairs[:, 1]]]
-        ends |= {int(position) for position in axis.pairs[int(np.argmin(rates))]}
-    pairs = [(k, other) for k in sorted(ends) for other in range(instance.num_positions)]
+        ends |= set(axis.pairs[int(np.argmin(rates))].tolist())
     swaps = [
-        (k, o) for k, o in pairs if instance.kind[k] == instance.kind[o] and instance.block[k] != instance.block[o]
+        (k, o)
+        for k, o in itertools.product(sorted(ends), range(instance.num_positions))
+        if instance.kind[k] == instance.kind[o] and instance.block[k] != instance.block[o]
     ]
     orders = np.tile(order, (len(swaps), 1))
     for row, (k, other) in enumerate(swaps):
@@ -137,9 +133,9 @@ def _swaps(instance: RankMappingInstance, order: IntArray) -> IntArray:
 
 
 def _sort_within_blocks(instance: RankMappingInstance, orders: IntArray) -> IntArray:
-    """Return nodes [M, K] in ascending order within each block (C3)."""
+    """Return nodes [..., K] in ascending order within each block (C3)."""
     size = instance.num_positions
-    return np.asarray(np.sort(orders + size * instance.block, axis=1) - size * instance.block)
+    return np.asarray(np.sort(orders + size * instance.block, axis=-1) - size * instance.block)
 
 
 def _objectives(instance: RankMappingInstance, orders: IntArray) -> tuple[FloatArray, FloatArray]:
@@ -158,10 +154,9 @@ def _gather_blocks(instance: RankMappingInstance) -> IntArray:
     for k in range(instance.num_positions):
         of_kind = sorted(n for n in remaining if instance.kind[n] == instance.kind[k])
         near = [order[j] for j in range(k) if instance.block[j] == instance.block[k]] or order[-1:]
-        node = max(of_kind, key=lambda n: min((instance.bandwidth[n, m] for m in near), default=0.0))
-        remaining.remove(node)
-        order.append(node)
-    return np.asarray(_sort_within_blocks(instance, np.array([order]))[0])
+        order.append(max(of_kind, key=lambda n: min((instance.bandwidth[n, m] for m in near), default=0.0)))
+        remaining.remove(order[-1])
+    return _sort_within_blocks(instance, np.array(order))
 
 
 def _shuffle_within_kinds(instance: RankMappingInstance, rng: np.random.Generator) -> IntArray:
@@ -169,7 +164,7 @@ def _shuffle_within_kinds(instance: RankMappingInstance, rng: np.random.Generato
     for kind in np.unique(instance.kind):
         positions = np.flatnonzero(instance.kind == kind)
         order[positions] = rng.permutation(positions)
-    return np.asarray(_sort_within_blocks(instance, order[None])[0])
+    return _sort_within_blocks(instance, order)
 
 
 def check(instance: RankMappingInstance, node: tuple[int, ...]) -> float:
@@ -185,7 +180,5 @@ def check(instance: RankMappingInstance, node: tuple[int, ...]) -> float:
             raise ValueError(f"kind (C2): position {k} needs kind {instance.kind[k]}, node {n} is {instance.kind[n]}")
         if k and instance.block[k] == instance.block[k - 1] and n < node[k - 1]:
             raise ValueError(f"order (C3): nodes {node[k - 1]}, {n} in positions {k - 1}, {k} of one block")
-    total = 0.0
-    for axis in instance.axes:
-        total += axis.weight / min(float(instance.bandwidth[node[k], node[other]]) for k, other in axis.pairs)
-    return total
+    slowest = [min(float(instance.bandwidth[node[k], node[o]]) for k, o in axis.pairs) for axis in instance.axes]
+    return sum(axis.weight / rate for axis, rate in zip(instance.axes, slowest, strict=True))

@@ -15,7 +15,7 @@ FLOW = 1e-10
 """Relative. Levels of GPUs after thousands of transfers of load along paths, each of which rounds."""
 
 SOLVER = 1e-6
-"""Relative. HiGHS and CBC accept rows that are violated by up to this (their default primal tolerance)."""
+"""Relative. HiGHS accepts rows that are violated by up to this (its default primal tolerance)."""
 
 RELAXATION = 1e-5
 """Relative. Bounds of linear programs of which some rows are scaled by 1e9 bytes: ten times `SOLVER`."""

@@ -303,7 +303,8 @@ def _block_row(
         return slot + 1 + (residue - slot - 1) % period
 
     free = ((after(slots[2], a), after(slots[3], b)) for a, b in ((first, second), (second, first)))
-    stages, kinds = (lower, upper, upper, lower, upper, lower), ("F", "F", "B", "B", "W", "W")
+    stages = (lower, upper, upper, lower, upper, lower)
+    kinds: tuple[Kind, ...] = ("F", "F", "B", "B", "W", "W")
     timed = [
         (slot + period * i, Action(stage, kind, i))
         for slot, stage, kind in zip((*slots, *min(free, key=sum)), stages, kinds, strict=True)

@@ -214,64 +214,55 @@ class ChunkSplitInstance:
 
 def solve_chunks(instance: ChunkSplitInstance) -> Solution[Boundaries]:
     """Return the best split that the moves reach."""
-    start = time.perf_counter()
-    num_ranks, chunks = instance.num_ranks, instance.num_chunks
-    num_blocks = int(instance.is_block.sum())
-    if num_blocks < num_ranks * chunks:
+    start, num_ranks, num_blocks = time.perf_counter(), instance.num_ranks, int(instance.is_block.sum())
+    if num_blocks < len(instance.rank_of_stage):
         return Solution(status=Status.INFEASIBLE, choice=None, solve_s=time.perf_counter() - start)
-    blocks = num_blocks // num_ranks + (np.arange(num_ranks) < num_blocks % num_ranks)
-    blocks, scores = _scored(instance, blocks[None, :])
-    while True:
-        moved = _block_moves(instance, blocks[0], scores[0])
-        if not len(moved):
+    even = num_blocks // num_ranks + (np.arange(num_ranks) < num_blocks % num_ranks)
+    blocks, score = _best_of(instance, even[None, :])
+    while len(moves := _block_moves(instance, blocks, score)):
+        moved, moved_score = _best_of(instance, moves)
+        if not _is_better(moved_score, score):
             break
-        moved, moved_scores = _scored(instance, moved)
-        if not _is_better(moved_scores[0], scores[0]):
-            break
-        blocks, scores = moved[:1], moved_scores[:1]
-    excess_bytes, slowest_s, _ = scores[0]
+        blocks, score = moved, moved_score
+    excess_bytes, slowest_s, _ = score
     if excess_bytes > 0:
         return Solution(status=Status.INFEASIBLE, choice=None, solve_s=time.perf_counter() - start)
     return Solution(
         status=Status.FEASIBLE,
-        choice=tuple(int(end) for end in boundaries_from_blocks(instance, blocks)[0]),
+        choice=tuple(boundaries_from_blocks(instance, blocks[None, :])[0].tolist()),
         objective=float(slowest_s),
         solve_s=time.perf_counter() - start,
         backend="local search",
     )
 
 
-def _is_better(scores: FloatArray, than: FloatArray) -> bool:
-    for score, other in zip(scores, than, strict=True):
-        if abs(score - other) > ROUNDING * max(abs(other), abs(score)):
-            return bool(score < other)
-    return False
+def _is_better(score: FloatArray, than: FloatArray) -> bool:
+    differs = np.abs(score - than) > ROUNDING * np.maximum(np.abs(than), np.abs(score))
+    return bool(differs.any() and (score < than)[np.argmax(differs)])
 
 
-def _block_moves(instance: ChunkSplitInstance, blocks: IntArray, scores: FloatArray) -> IntArray:
+def _block_moves(instance: ChunkSplitInstance, blocks: IntArray, score: FloatArray) -> IntArray:
     """Return the blocks of ranks [C, R] after one goes from the slowest rank, or from the fullest, to every other rank."""
     boundaries = boundaries_from_blocks(instance, blocks[None, :])
     givers = {int(np.argmax(rank_busy_s(instance, boundaries)[0]))}
-    if scores[0] > 0:
+    if score[0] > 0:
         givers.add(int(np.argmax(instance.required_bytes(boundaries)[0])))
-    moves = []
-    for giver in sorted(givers):
-        if blocks[giver] > instance.num_chunks:
-            steps = np.eye(len(blocks), dtype=np.int64)
-            moves.append(np.delete(blocks + steps - steps[giver], giver, axis=0))
-    return np.concatenate(moves) if moves else np.zeros((0, len(blocks)), dtype=np.int64)
+    steps = np.eye(len(blocks), dtype=np.int64)
+    able = [giver for giver in sorted(givers) if blocks[giver] > instance.num_chunks]
+    moves = [np.delete(blocks + steps - steps[giver], giver, axis=0) for giver in able]
+    return np.concatenate([steps[:0], *moves])
 
 
-def _scored(instance: ChunkSplitInstance, blocks: IntArray) -> tuple[IntArray, FloatArray]:
-    """Return numbers of blocks [C, R] and scores (bytes beyond the cap, slowest rank, sum of squares) [C, 3], best first."""
+def _best_of(instance: ChunkSplitInstance, blocks: IntArray) -> tuple[IntArray, FloatArray]:
+    """Return the best of some numbers of blocks [C, R] and its score: bytes beyond the cap, slowest rank, sum of squares."""
     boundaries = boundaries_from_blocks(instance, blocks)
     busy = rank_busy_s(instance, boundaries)
     excess = np.zeros(len(blocks))
     if math.isfinite(instance.cap_bytes):
         excess = np.maximum(instance.required_bytes(boundaries) - instance.cap_bytes, 0.0).sum(axis=1)
     scores = np.stack([excess, busy.max(axis=1), (busy**2).sum(axis=1)], axis=1)
-    order = np.lexsort((scores[:, 2], scores[:, 1], scores[:, 0]))
-    return blocks[order], scores[order]
+    best = np.lexsort((scores[:, 2], scores[:, 1], scores[:, 0]))[0]
+    return blocks[best], scores[best]
 
 
 def boundaries_from_blocks(instance: ChunkSplitInstance, blocks: IntArray) -> IntArray:

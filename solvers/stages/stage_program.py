@@ -85,10 +85,7 @@ class StageProgramInstance:
     @cached_property
     def min_once_s(self) -> FloatArray:
         """Seconds that each span [Q, P] takes once in a step at least, whatever fits."""
-        kind_s = (
-            self.once_s.min(axis=3)[:, self.stage] if self.counts.shape[1] else np.zeros((*self.fixed_once_s.shape, 0))
-        )
-        total = self.fixed_once_s + (kind_s * self.counts).sum(axis=2)
+        total = self.fixed_once_s + (self.once_s.min(axis=3)[:, self.stage] * self.counts).sum(axis=2)
         return np.where(np.isfinite(self.min_s), total, np.inf)
 
 
@@ -106,6 +103,10 @@ class OptionFront(NamedTuple):
     value: FloatArray
     picks: IntArray
 
+    def best_within(self, room_bytes: FloatArray) -> IntArray:
+        """Return the position of the way with the lowest value in so many bytes, -1 where there is none."""
+        return np.asarray(np.searchsorted(self.retained_bytes, room_bytes, side="right") - 1)
+
 
 class OptionFronts:
     """Fronts of one instance, each made once; ``once_weight`` of a step's once seconds count next to each micro-batch's."""
@@ -118,19 +119,16 @@ class OptionFronts:
 
     def front(self, stage: int, within: int, counts: tuple[int, ...]) -> OptionFront:
         """Return the fillings of so many layers of each kind on a stage with the options of one set."""
-        key = (self.values[stage].tobytes(), within, counts)
-        if key not in self._made:
-            self._made[key] = self._make(stage, within, counts)
-        return self._made[key]
-
-    def _make(self, stage: int, within: int, counts: tuple[int, ...]) -> OptionFront:
-        num_kinds, num_options = self._instance.retained_bytes.shape
+        key, instance = (self.values[stage].tobytes(), within, counts), self._instance
+        if key in self._made:
+            return self._made[key]
         if not any(counts):
-            return OptionFront(np.zeros(1), np.zeros(1), np.zeros((1, num_kinds, num_options), dtype=np.int64))
+            none = np.zeros((1, *instance.retained_bytes.shape), dtype=np.int64)
+            return self._made.setdefault(key, OptionFront(np.zeros(1), np.zeros(1), none))
         kind = max(k for k, count in enumerate(counts) if count)
         fewer = self.front(stage, within, tuple(count - (k == kind) for k, count in enumerate(counts)))
-        options = np.flatnonzero(self._instance.uses[within])
-        retained = (fewer.retained_bytes[None] + self._instance.retained_bytes[kind, options, None]).ravel()
+        options = np.flatnonzero(instance.uses[within])
+        retained = (fewer.retained_bytes[None] + instance.retained_bytes[kind, options, None]).ravel()
         value = (fewer.value[None] + self.values[stage, kind, options, None]).ravel()
         order = np.lexsort((value, retained))
         best_before = np.concatenate([[np.inf], np.minimum.accumulate(value[order])[:-1]])
@@ -138,7 +136,7 @@ class OptionFronts:
         option, parent = np.divmod(order, len(fewer.value))
         picks = fewer.picks[parent].copy()
         picks[np.arange(len(order)), kind, options[option]] += 1
-        return OptionFront(retained[order], value[order], picks)
+        return self._made.setdefault(key, OptionFront(retained[order], value[order], picks))
 
 
 def min_values(instance: StageProgramInstance, once_weight: float, fronts: OptionFronts | None = None) -> FloatArray:
@@ -152,17 +150,16 @@ def min_values(instance: StageProgramInstance, once_weight: float, fronts: Optio
     values, sets = fronts.values[instance.stage], range(len(instance.uses))
     for within in sets:
         allowed = np.where(instance.uses[within], values, np.inf)
-        cheapest = np.argmin(allowed, axis=2) if allowed.size else np.zeros(instance.counts.shape, dtype=np.int64)
+        cheapest = np.argmin(allowed, axis=2)
         value = (np.take_along_axis(allowed, cheapest[:, :, None], axis=2)[:, :, 0] * instance.counts).sum(axis=1)
         layer_bytes = instance.retained_bytes[np.arange(instance.counts.shape[1]), cheapest]
         retained = (layer_bytes * instance.counts).sum(axis=1)
         best = np.where(retained <= instance.room_bytes[:, within], np.minimum(best, value), best)
         floor = np.minimum(floor, value)
     for rows in _rows_with_equal_fillings(instance, np.flatnonzero(best > floor)):
-        counts = tuple(int(count) for count in instance.counts[rows[0]])
         for within in sets:
-            front = fronts.front(int(instance.stage[rows[0]]), within, counts)
-            idx = np.searchsorted(front.retained_bytes, instance.room_bytes[rows, within], side="right") - 1
+            front = fronts.front(int(instance.stage[rows[0]]), within, tuple(instance.counts[rows[0]].tolist()))
+            idx = front.best_within(instance.room_bytes[rows, within])
             best[rows] = np.minimum(best[rows], np.where(idx >= 0, front.value[idx], np.inf))
     return np.asarray(best + fixed)
 
@@ -170,11 +167,8 @@ def min_values(instance: StageProgramInstance, once_weight: float, fronts: Optio
 def _rows_with_equal_fillings(instance: StageProgramInstance, rows: IntArray) -> list[IntArray]:
     if not len(rows):
         return []
-    _, device = np.unique(
-        np.concatenate([instance.seconds, *instance.once_s], axis=2).reshape(instance.num_stages, -1),
-        axis=0,
-        return_inverse=True,
-    )
+    of_stages = np.concatenate([instance.seconds, *instance.once_s], axis=2).reshape(instance.num_stages, -1)
+    device = np.unique(of_stages, axis=0, return_inverse=True)[1]
     key = device.reshape(-1)[instance.stage[rows]].astype(np.int64)
     for column in instance.counts[rows].T:
         key = key * (int(column.max()) + 1) + column
@@ -239,11 +233,10 @@ def dense_table(instance: StageProgramInstance, values: FloatArray) -> FloatArra
 def _filling(instance: StageProgramInstance, fronts: OptionFronts, stage: int, first: int, last: int) -> IntArray:
     """Return how many layers of each kind take each option [K, O] in the best filling of a span."""
     span = _span(instance, stage, first, last)
-    counts = tuple(int(count) for count in instance.counts[span])
     best, picks = np.inf, np.zeros(instance.retained_bytes.shape, dtype=np.int64)
     for within in range(len(instance.uses)):
-        front = fronts.front(stage, within, counts)
-        idx = int(np.searchsorted(front.retained_bytes, instance.room_bytes[span, within], side="right")) - 1
+        front = fronts.front(stage, within, tuple(instance.counts[span].tolist()))
+        idx = int(front.best_within(instance.room_bytes[span, within]))
         if idx >= 0 and front.value[idx] < best:
             best, picks = float(front.value[idx]), front.picks[idx]
     return picks

@@ -1,4 +1,4 @@
-"""The solvers' answers under one vocabulary: optimal, feasible, infeasible and unknown, with HiGHS, CBC and CP-SAT."""
+"""The solvers' answers under one vocabulary: optimal, feasible, infeasible and unknown, with HiGHS and CP-SAT."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import pulp
 import pytest
 from meshwright.solvers.backend import (
     Limits,
-    LinearSolver,
     Status,
     new_constraint_program,
     solve_constraint_program,
     solve_linear,
 )
-
-LINEAR = pytest.mark.parametrize("solver", ["highs", "cbc"])
 
 
 def knapsack(size: int, rows: int) -> pulp.LpProblem:
@@ -42,37 +39,33 @@ def market_split(size: int, rows: int) -> pulp.LpProblem:
     return problem
 
 
-@LINEAR
-def test_proved_answer_is_optimal_and_its_bound_is_the_objective(solver: LinearSolver) -> None:
-    outcome = solve_linear(knapsack(12, 5), Limits(time_limit_s=20), solver)
-    assert (outcome.status, outcome.backend) == (Status.OPTIMAL, solver)
+def test_proved_answer_is_optimal_and_its_bound_is_the_objective() -> None:
+    outcome = solve_linear(knapsack(12, 5), Limits(time_limit_s=20))
+    assert (outcome.status, outcome.backend) == (Status.OPTIMAL, "highs")
     assert outcome.objective == pytest.approx(4359)
     assert outcome.bound == pytest.approx(4359)
     assert outcome.gap == pytest.approx(0, abs=1e-9)
 
 
-@LINEAR
-def test_contradiction_is_infeasible_and_has_no_objective(solver: LinearSolver) -> None:
+def test_contradiction_is_infeasible_and_has_no_objective() -> None:
     problem = knapsack(12, 5)
     problem += pulp.lpSum(problem.variables()) >= 13, "more than there are"
-    outcome = solve_linear(problem, Limits(time_limit_s=20), solver)
+    outcome = solve_linear(problem, Limits(time_limit_s=20))
     assert (outcome.status, outcome.objective, outcome.bound) == (Status.INFEASIBLE, None, None)
 
 
-@LINEAR
-def test_incumbent_at_the_time_limit_is_feasible_although_pulp_says_optimal(solver: LinearSolver) -> None:
+def test_incumbent_at_the_time_limit_is_feasible_although_pulp_says_optimal() -> None:
     problem = knapsack(200, 30)
-    outcome = solve_linear(problem, Limits(time_limit_s=1), solver)
+    outcome = solve_linear(problem, Limits(time_limit_s=1))
     assert outcome.status is Status.FEASIBLE
     assert pulp.LpStatus[problem.status] == "Optimal"
     assert outcome.objective is not None
     assert outcome.bound is None or outcome.bound >= outcome.objective
 
 
-@LINEAR
-def test_no_incumbent_at_the_time_limit_is_unknown_although_pulp_has_a_number(solver: LinearSolver) -> None:
+def test_no_incumbent_at_the_time_limit_is_unknown_although_pulp_has_a_number() -> None:
     problem = market_split(50, 7)
-    outcome = solve_linear(problem, Limits(time_limit_s=0.3), solver)
+    outcome = solve_linear(problem, Limits(time_limit_s=0.3))
     assert (outcome.status, outcome.objective) == (Status.UNKNOWN, None)
     assert pulp.value(problem.objective) is not None
 
