@@ -311,8 +311,8 @@ def _profiled_cluster(planned: ClusterSpec, profile: ProfileOptions) -> ClusterS
 
 def runs_table(runs: Sequence[PlanRun], cluster: ClusterSpec, calibration: Calibration) -> Table:
     """Compare the step times of runs with their predictions, without a calibration and with this one."""
+    from ..planner.plan import reestimate
     from ..schema import Calibration
-    from ..validation.run_calibration import reestimate
 
     table = headed_table("step time of the runs", "layout", "measured", "predicted", "calibrated", text=("layout",))
     clusters = [cluster.replace(calibration=ratios) for ratios in (Calibration(), calibration)]

@@ -49,7 +49,7 @@ def timeline(plan: TrainingPlan) -> StepTimeline:
     """
     if plan.offload is not None:
         return _offload_timeline(plan)
-    costs = _costs_of_plan(plan)
+    costs = _costs_of_plan(plan)  # row 0, each layer with the recompute that its stage gives it
     shape = replace(pipeline_shape(costs, 0), order=planned_order(plan))
     order = order_of(shape)
     passes, each_way_s = _passes(plan, costs, shape)
@@ -69,7 +69,6 @@ def timeline(plan: TrainingPlan) -> StepTimeline:
 
 
 def _costs_of_plan(plan: TrainingPlan) -> CostTable:
-    """Return the costs of the plan's layout (row 0), each layer with the recompute that its stage gives it."""
     batch = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
     cluster = plan.cluster if _is_on_pools(plan) else place_as_planned(plan, plan.cluster)
     costs = CostTable.from_layouts(plan.model, plan.workload, cluster, batch)

@@ -16,19 +16,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..cost_models.pipeline.orders import planned_order
-from ..cost_models.stage.step import estimate_step
-from ..cost_models.stage.table import CostTable
-from ..planner.plan import estimate
+from ..planner.plan import reestimate
 from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate, TrainingPlan
 from ..schema.base import read_text, shown
-from ..schema.layout_table import MIXED, LayoutTable
+from ..schema.layout_table import LayoutTable
 from .predict import RunInputs
 from .table_calibration import TRUST, MeasuredRun, left_out_scores, memory_ratios
 
@@ -95,16 +92,6 @@ def _last_record(metrics: str | Path) -> dict[str, Any]:
     if not isinstance(last, dict):
         raise ConfigError(f"{metrics} holds no metrics of a run")
     return last
-
-
-def reestimate(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingEstimate:
-    """Return the estimate of a plan's layout and stages on a cluster; where blocks recompute differently, of new stages."""
-    table = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
-    if table.recompute[0] == MIXED or cluster.parts:
-        return estimate(plan.model, cluster, plan.workload, plan.layout)
-    boundaries = [*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers]
-    costs = CostTable.from_layouts(plan.model, plan.workload, cluster, table)
-    return estimate_step(replace(costs, order=planned_order(plan)), 0, boundaries)
 
 
 def calibrate_from_runs(runs: Sequence[PlanRun], cluster: ClusterSpec) -> Calibration:
@@ -181,9 +168,11 @@ def _memory_ratios(
     measured = []
     for run in runs:
         plan = run.plan
-        table = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
-        if table.recompute[0] == MIXED or plan.pipeline_order:  # an order says what is in flight, and no layout has it
+        if (
+            plan.layout.recompute == "mixed" or plan.pipeline_order
+        ):  # an order says what is in flight, and no layout has it
             continue
+        table = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
         cuts = (*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers)
         inputs = RunInputs(plan.model, cluster, plan.workload, plan.layout, balanced_stages=True, stage_cuts=cuts)
         measured.append(MeasuredRun(inputs, run.step_time_s, None, run.reserved_bytes))

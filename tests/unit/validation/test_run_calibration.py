@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cli.validate import calibrate
 from meshwright.planner import plan
+from meshwright.planner.plan import reestimate
 from meshwright.schema import Calibration, ConfigError, Layout, TrainingPlan, Workload
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
-from meshwright.validation.run_calibration import PlanRun, calibrate_from_runs, read_run, reestimate
+from meshwright.validation.run_calibration import PlanRun, calibrate_from_runs, read_run
 from plans import cpu_cluster, make_plan, tiny_model
 from typer import Typer
 from typer.testing import CliRunner
