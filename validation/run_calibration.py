@@ -25,7 +25,6 @@ import numpy as np
 from ..planner.plan import reestimate
 from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate, TrainingPlan
 from ..schema.base import read_text, shown
-from ..schema.layout_table import LayoutTable
 from .predict import RunInputs
 from .table_calibration import TRUST, MeasuredRun, left_out_scores, memory_ratios
 
@@ -172,7 +171,6 @@ def _memory_ratios(
             plan.layout.recompute == "mixed" or plan.pipeline_order
         ):  # an order says what is in flight, and no layout has it
             continue
-        table = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
         cuts = (*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers)
         inputs = RunInputs(plan.model, cluster, plan.workload, plan.layout, balanced_stages=True, stage_cuts=cuts)
         measured.append(MeasuredRun(inputs, run.step_time_s, None, run.reserved_bytes))
