@@ -26,7 +26,7 @@ from scipy.optimize import minimize
 from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.hardware.machine import gemm_device
 from ..cost_models.learned import calibration, kernels
-from ..cost_models.learned.calibration import FEATURES, Covariance, covariance_of
+from ..cost_models.learned.calibration import FEATURES, Covariance, covariance
 from ..cost_models.learned.kernels import GemmCoefficients, GemmRates, ResidualModel
 from ..schema.catalogue import find_device
 from ..schema.cluster import Device
@@ -276,10 +276,10 @@ def _prior(rooflines: Rooflines, software: str) -> GemmCoefficients:
 
 
 class Sample(NamedTuple):
-    """Products of one device and build: FEATURES [n, d], answer of the trees [n], log(measured / predicted) [n]."""
+    """Products of one device and build: FEATURES [n], answer of the trees [n], log(measured / predicted) [n]."""
 
     family: str
-    x: FloatArray
+    columns: dict[str, FloatArray]
     learned: FloatArray
     unexplained: FloatArray
 
@@ -309,8 +309,8 @@ def leave_one_out_loss(sample: Sample, kernel: Covariance) -> float:
     for draw in range(_DRAWS):
         part = slice(draw * _POINTS, (draw + 1) * _POINTS)
         learned = sample.learned[part]
-        x = np.column_stack([sample.x[part], learned]) / kernel.lengths
-        inverse = np.linalg.inv(covariance_of(x, learned, kernel) + kernel.noise**2 * np.eye(len(x)))
+        columns = {name: column[part] for name, column in sample.columns.items()}
+        inverse = np.linalg.inv(covariance(columns, learned, kernel) + kernel.noise**2 * np.eye(len(learned)))
         variance = 1 / np.diag(inverse)
         scaled_error = (inverse @ sample.unexplained[part]) ** 2 * variance
         losses.append(np.mean(0.5 * np.log(variance) + (_DEGREES + 1) / 2 * np.log1p(scaled_error / _DEGREES)))
@@ -332,7 +332,7 @@ def family_samples(rows: pd.DataFrame, left_out: Sequence[str], family: str) -> 
         columns = kernels.features(*sizes_of(rest), fitted)
         learned = residual.log_residual(columns)
         unexplained = np.log(rest.seconds.to_numpy() / kernels.roofline_s(*sizes_of(rest), fitted)) - learned
-        samples.append(Sample(family, np.stack([columns[name] for name in FEATURES], axis=1), learned, unexplained))
+        samples.append(Sample(family, {name: columns[name] for name in FEATURES}, learned, unexplained))
     return samples
 
 

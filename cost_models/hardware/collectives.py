@@ -28,7 +28,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,15 +64,14 @@ class Hops(NamedTuple):
 def collective_s(
     op: Op, size_bytes: FloatArray | float, group: IntArray, stride: IntArray, cluster: ClusterSpec
 ) -> FloatArray:
-    """Return the seconds of one collective, arrays [N].
+    """Return the seconds of one collective, arrays [N]; a group of one rank costs nothing.
 
     Args:
         op: which one.
         size_bytes: the full buffer: what an all-gather ends with, a reduce-scatter or all-reduce starts with; of an all-to-all
             what one rank sends, its part for itself included.
-        group: ranks of the group; 1 costs nothing.
-        stride: distance between neighbouring ranks of the group.
-        cluster: link levels.
+        group, stride: ranks of the group, and the distance between neighbours.
+        cluster: its links.
     """
     shape = np.broadcast_shapes(np.shape(size_bytes), group.shape, stride.shape)
     size = np.broadcast_to(np.asarray(size_bytes, dtype=np.float64), shape)
@@ -307,25 +306,18 @@ def _between(low: FloatArray, high: FloatArray, part: FloatArray) -> FloatArray:
 @cache
 def link_curves(name: str) -> Mapping[Op, Curves] | None:
     """Return the curves that a link's ``curve`` names; None where collective_curves.json has none of this name."""
-    entry = json.loads(files(__package__).joinpath("collective_curves.json").read_text(encoding="utf-8"))["links"].get(
-        name
-    )
-    if entry is None:
+    text = files(__package__).joinpath("collective_curves.json").read_text(encoding="utf-8")
+    groups_of_op = json.loads(text)["links"].get(name)
+    if groups_of_op is None:
         return None
+
+    def parameters(latency_us: float, efficiency: float, ramp_us: float, **residual: Any) -> CurveParameters:
+        first_knot, values = residual["first_knot"], tuple(residual["residual"])
+        return CurveParameters(latency_us * 1e-6, efficiency, ramp_us * 1e-6, first_knot, values)
+
     return {
-        op: tabulated(
-            {
-                int(group): CurveParameters(
-                    values["latency_us"] * 1e-6,
-                    values["efficiency"],
-                    values["ramp_us"] * 1e-6,
-                    values["first_knot"],
-                    tuple(values["residual"]),
-                )
-                for group, values in groups.items()
-            }
-        )
-        for op, groups in entry.items()
+        op: tabulated({int(group): parameters(**values) for group, values in groups.items()})
+        for op, groups in groups_of_op.items()
     }
 
 

@@ -17,6 +17,7 @@ from functools import cache, singledispatch
 
 import numpy as np
 
+from ...schema import Workload
 from ...schema.engine_facts import MemoryFacts
 from ...schema.layers import (
     Attention,
@@ -149,49 +150,24 @@ class SavedElements:
 
 @dataclass(frozen=True)
 class SavedTensorRules:
-    """What the saved tensors depend on besides the layer.
+    """What the saved tensors depend on besides the layer: the workload, whose engine's kernels run it, and two facts.
 
     Attributes:
-        compute_bytes: of one element.
         unfused_norm: RMSNorm is several kernels (torch on a CPU).
-        score_width: tokens in a row of an attention score matrix that is saved; 0 for fused attention.
-        engine: whose kernels; None is our own runtime.
-        every_second: selective recompute saves every second product's output only.
-        saves_fp8: what the products read is saved in fp8 (Transformer Engine).
-        eager: every operation is a kernel that saves its inputs (plain model code, LitGPT's or transformers').
-        frozen: the weights of norms need no gradients, so that normalised inputs are not saved.
-        fp8_activation_input: what a gated activation reads is saved in fp8.
-        dropout: hidden states and attention probabilities pass a dropout, which saves a mask and its output.
+        stores_scores: the scores of attention are a matrix that is saved, of the sequence's tokens in each row.
     """
 
-    compute_bytes: int
-    unfused_norm: bool
-    score_width: int
-    engine: MemoryFacts | None = None
-    saves_fp8: bool = False
-    every_second: bool = False
-    eager: bool = False
-    frozen: bool = False
-    dropout: bool = False
-    fp8_activation_input: bool = False
+    workload: Workload
+    unfused_norm: bool = False
+    stores_scores: bool = False
 
 
 def activation_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
     """Return the bytes saved from forward to backward under each layout's recompute, and the working set of the backward pass."""
     workload, layouts = inputs.workload, inputs.layouts
-    rules = SavedTensorRules(
-        compute_bytes=workload.compute_bytes,
-        unfused_norm=not inputs.cluster.weakest_device.backend.fuses_norms,
-        score_width=workload.seq_len if workload.attention == "math" else 0,
-        engine=workload.engine_facts.memory,
-        every_second=workload.selective == "alternate_products",
-        saves_fp8=workload.precision in ("fp8", "nvfp4") and workload.engine_facts.saves_fp8_inputs,
-        eager=workload.fusion == "eager",
-        frozen=workload.adapters is not None,
-        dropout=workload.dropout,
-        fp8_activation_input=workload.fp8_activation_input,
-    )
-    fused = replace(rules, score_width=0)
+    on_device = inputs.cluster.weakest_device.backend
+    fused = SavedTensorRules(workload, unfused_norm=not on_device.fuses_norms)
+    rules = replace(fused, stores_scores=workload.attention == "math")
     choices = [_elements_under_recompute(layer, recompute, rules, inputs) for recompute in RECOMPUTES]
     if workload.engine_facts.is_eager_like_megatron and workload.attention == "math":
         # Selective drops what lies between query, key, value and the output of attention, and nothing else.
@@ -201,7 +177,7 @@ def activation_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Floa
     mean = layouts.recompute_fraction * selected + (1 - layouts.recompute_fraction) * saved[0]
     # While one layer runs backward, what it had dropped is present again, with gradients of its widest tensors.
     gradients = 0.5 * saved[0]
-    if rules.engine is not None and rules.score_width:
+    if workload.engine_facts.memory is not None and rules.stores_scores:
         # Each gradient of the scores takes the place of a saved tensor that has been used.
         gradients = 0.5 * _saved_bytes(_elements_under_recompute(layer, "none", fused, inputs), inputs)
     return mean, saved[0] - selected + gradients
@@ -276,7 +252,11 @@ def _(layer: Embedding, hidden_dim: int, recompute: Recompute, rules: SavedTenso
 
 @saved_by.register
 def _(layer: Head, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
-    read = SavedElements(unsharded=hidden_dim) if rules.engine is None else SavedElements(tokens=hidden_dim)
+    read = (
+        SavedElements(unsharded=hidden_dim)
+        if rules.workload.engine_facts.memory is None
+        else SavedElements(tokens=hidden_dim)
+    )
     return _norm(hidden_dim, rules) + read
 
 
@@ -291,10 +271,12 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
     if recompute == "full":
         return SavedElements(tokens=hidden_dim)
     attention, mlp, is_selective = layer.attention, layer.mlp, recompute == "selective"
-    if is_selective and rules.every_second and isinstance(attention, SoftmaxAttention):
+    workload = rules.workload
+    every_second = is_selective and workload.selective == "alternate_products"
+    if every_second and isinstance(attention, SoftmaxAttention):
         return _every_second_product(layer, attention, hidden_dim)
-    if rules.engine is not None:
-        return _engine_block(layer, hidden_dim, recompute, rules, rules.engine)
+    if (engine := workload.engine_facts.memory) is not None:
+        return _engine_block(layer, hidden_dim, recompute, rules, engine)
     saved = saved_by(attention, hidden_dim, recompute, rules)
     # Gated: gate, up and silu(gate) * up; else before and after the activation. Selective does without the last one.
     saved += SavedElements(tp=_of_ffn_width(mlp, lambda dense: (2 if dense.gated else 1) + (not is_selective)))
@@ -303,19 +285,20 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
         saved += SavedElements(unsharded=2 * mlp.num_experts, routed=rows)
     if is_selective:
         return saved + SavedElements(tokens=hidden_dim)  # the block's input; the norms run again
-    if attention.is_attention:  # scores after the mask, and after the softmax
-        saved += SavedElements(tp=2 * attention.num_heads * rules.score_width)
+    if rules.stores_scores and attention.is_attention:  # after the mask, and after the softmax
+        saved += SavedElements(tp=2 * attention.num_heads * workload.seq_len)
     for _ in range(layer.num_norms):
         saved += _norm(hidden_dim, rules)
-    if rules.eager:
-        saved += _eager_code(layer, hidden_dim, rules)
+    if workload.fusion == "eager":
+        saved += _eager_code(layer, hidden_dim, workload)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
     return saved + SavedElements(unsharded=min(layer.num_norms, 2) * hidden_dim)
 
 
 def _norm(width: int, rules: SavedTensorRules) -> SavedElements:
     """Return input, 1 / rms of each token, and where the norm is not one kernel its normalised input in fp32."""
-    unfused = width * (8 - rules.compute_bytes) / rules.compute_bytes if rules.unfused_norm else 0.0
+    compute_bytes = rules.workload.compute_bytes
+    unfused = width * (8 - compute_bytes) / compute_bytes if rules.unfused_norm else 0.0
     return SavedElements(tokens=width + unfused, fp32=1)
 
 
@@ -358,13 +341,15 @@ def _every_second_product(layer: Block, attention: SoftmaxAttention, hidden_dim:
     return heads + SavedElements(tp=rows * mlp.ffn_dim, tokens=hidden_dim * (2 if mlp.gated else 1))
 
 
-def _eager_code(layer: Block, hidden_dim: int, rules: SavedTensorRules) -> SavedElements:
-    """Return what plain model code saves as well: norms' inputs in fp32 (and normalised ones), unrotated q and k, keys and values
-    repeated for every query head, silu(gate).
+def _eager_code(layer: Block, hidden_dim: int, workload: Workload) -> SavedElements:
+    """Return what plain model code (LitGPT's, transformers') saves as well, as each operation is a kernel that saves its inputs.
+
+    Norms' inputs in fp32, and normalised ones that gradients of their weights need; unrotated q and k, keys and values repeated
+    for every query head, silu(gate).
     """
     extra = SavedElements()
     if layer.norm == "rmsnorm":
-        copies = (4 if rules.frozen else 8) / rules.compute_bytes - 1
+        copies = (8 if workload.adapters is None else 4) / workload.compute_bytes - 1
         extra += SavedElements(tokens=layer.num_norms * copies * hidden_dim)
     attention, mlp = layer.attention, layer.mlp
     if isinstance(attention, SoftmaxAttention):
@@ -386,9 +371,12 @@ def _engine_block(
     Selective recompute does without scores, norms' outputs and the activation's output.
     """
     attention, mlp, drops = layer.attention, layer.mlp, recompute == "selective"
-    read, one_byte = (0.5 if rules.saves_fp8 else 1.0), 1.0 / rules.compute_bytes
+    workload, one_byte = rules.workload, 1.0 / rules.workload.compute_bytes
+    # What products read is saved in fp8 by Transformer Engine.
+    in_fp8 = workload.precision in ("fp8", "nvfp4") and workload.engine_facts.saves_fp8_inputs
+    read = 0.5 if in_fp8 else 1.0
     saved = _engine_attention(attention, recompute, read, rules, engine)
-    gated = (engine.glu_tensors - 1) * (one_byte if rules.fp8_activation_input else 1.0)
+    gated = (engine.glu_tensors - 1) * (one_byte if workload.fp8_activation_input else 1.0)
     output = 0.0 if drops else read
     saved += SavedElements(tp=_of_ffn_width(mlp, lambda dense: (gated if dense.gated else 1) + output))
     if isinstance(mlp, MoE):
@@ -396,7 +384,7 @@ def _engine_block(
         saved += SavedElements(tokens=2 * mlp.num_experts, routed=rows)
     normed = 0 if drops else min(layer.num_norms, 2) * read
     saved += SavedElements(tokens=hidden_dim * (layer.num_norms + normed), fp32=2)
-    if rules.dropout:  # two masks of one byte
+    if workload.dropout:  # two masks of one byte
         saved += SavedElements(tokens=2 * hidden_dim * one_byte)
     if drops:
         return saved
@@ -404,10 +392,10 @@ def _engine_block(
         saved += SavedElements(tokens=4 * hidden_dim)  # of both output projections and both residual additions
     if layer.norm == "rmsnorm" and engine.unfused_rmsnorm:  # fp32 copy of the input, normalised input
         saved += SavedElements(tokens=layer.num_norms * hidden_dim * 4 * one_byte)
-    if attention.is_attention:
+    if rules.stores_scores and attention.is_attention:
         # After the softmax, with dropout also its mask and its output; before and after the mask.
-        tensors = (2 + one_byte if rules.dropout else 1) + (2 if engine.keeps_all_outputs else 0)
-        saved += SavedElements(tp=attention.num_heads * rules.score_width * tensors)
+        tensors = (2 + one_byte if workload.dropout else 1) + (2 if engine.keeps_all_outputs else 0)
+        saved += SavedElements(tp=attention.num_heads * workload.seq_len * tensors)
     return saved
 
 

@@ -2,34 +2,30 @@
 
 Tensor parallelism: two pairs of all-gather and reduce-scatter a block and pass, some of them hidden behind products.
 
-Context parallelism: what a ring of ranks, and an exchange of tokens for heads, add to the attention of one block.
+Context parallelism: what a ring of ranks, and an exchange of tokens for heads, add to attention.
 Every rank holds 1 / cp of each sequence, cut into 2 cp pieces and dealt head to tail, so that causal work is even (Megatron's
 `cp_comm_type` p2p, arXiv:2310.01889; load balancing as in Llama 3, arXiv:2407.21783 section 3.3.2). In r steps it works through
 the keys and values of all ranks; while it works on one part the next arrives from its neighbour:
 
     exposed = (r - 1) * max(0, transfer of k and v - attention / r)      backward: twice the bytes, k, v and their gradients
 
-Each further step adds kernels and merges its part into the output (backward: into the gradients of q, k and v).
-All-gathered keys and values move the same bytes at once; grouped queries and latent attention send what their kernels read.
-
+Each further step adds kernels and merges its part into the output (backward: into the gradients of q, k and v). Grouped queries and
+latent attention send what their kernels read.
 With Ulysses degree u (arXiv:2309.14509; Megatron's a2a, and a2a+p2p where the ring has r = cp / u > 1 steps) u neighbours first
-exchange queries, keys and values, so that each has all their tokens for a u-th of the heads, and exchange the output back. Work and
-saved bytes are those of the ring with fewer steps: u times the tokens, a u-th of the heads. Nothing overlaps the exchanges:
+exchange queries, keys and values, so that each has all their tokens for a u-th of the heads, and exchange the output back. Nothing
+overlaps the exchanges, and each tensor is put into the order of its receivers and back, a copy each:
 
     exposed = all-to-all of q, k, v and out over u, forward; of their gradients, backward
-
-and each tensor is put into the order of its receivers and back, a copy each.
 
 Expert parallelism: within a stage ep * expert_tp * copies = ranks. A rank holds E / ep experts, each cut over expert_tp ranks. It
 keeps T / tp of a micro-batch's tokens for itself (sequence parallelism), so that with an even router its experts get
 
     rows = top_k * T * expert_tp / tp
 
-however many ranks share the experts: more ep brings more tokens and fewer experts. Tokens travel by all-to-all over ep (dispatch
+however many ranks share them: more ep brings more tokens and fewer experts. Tokens travel by all-to-all over ep (dispatch
 and combine, forward, and the same backward), each of its top_k copies by itself, and are gathered and reduced over expert_tp.
-Experts that follow tp (ep = 1, expert_tp = tp) have no such traffic: their tokens are gathered like those of a dense feed-forward
-part. The slowest rank decides: where loads of the experts were measured (Workload.expert_imbalance), rows and bytes are those of
-the rank with most; else the router is taken as even.
+Experts that follow tp (ep = 1, expert_tp = tp) have no such traffic. The slowest rank decides: where loads of the experts were
+measured (Workload.expert_imbalance), rows and bytes are those of the rank with most.
 Source: MoE Parallel Folding (arXiv:2504.14960), Megatron's all-to-all dispatcher.
 """
 
@@ -223,13 +219,8 @@ def transfer_s(
     """Return the seconds one micro-batch's activations take to the next stage, once for each chunk (gradients the same) [N].
 
     Megatron and DeepSpeed send a tensor-parallel rank's share only and gather it on arrival (scatter-gather optimisation,
-    arXiv:2104.04473 section 4.1; DeepSpeed's PipelineEngine.is_pipe_partitioned).
-
-    Args:
-        boundary_bytes: hidden states between blocks on one rank [N].
-        forward_s: of all chunks of a rank, which transfers of other chunks may hide behind [N].
-        inputs: layouts and scenario.
-        stage_links: the links between stages.
+    arXiv:2104.04473 section 4.1; DeepSpeed's PipelineEngine.is_pipe_partitioned). ``boundary_bytes`` are hidden states between
+    blocks on one rank [N], ``forward_s`` the seconds of all chunks of a rank, which transfers of other chunks may hide behind [N].
     """
     b, workload = inputs.layouts, inputs.workload
     sent, gathered = boundary_bytes, np.zeros(len(b))

@@ -38,10 +38,8 @@ MORE_IN_FLIGHT = 1
 class VocabularyShare:
     """What each stage has of the vocabulary's layers [N]; zero where they are at the ends.
 
-    Attributes:
-        embedding, head: its shares of the two as layers.
-        sent_s: communication over the stages for one micro-batch, forward and backward.
-        logits: of the micro-batches whose logits are alive, on one tensor-parallel rank.
+    ``sent_s`` is the communication over the stages for one micro-batch, forward and backward; ``logits`` are those of the
+    micro-batches whose logits are alive, on one tensor-parallel rank.
     """
 
     embedding: LayerCost
@@ -55,21 +53,14 @@ class VocabularyShare:
 
     def take(self, rows: IntArray) -> VocabularyShare:
         """Return the shares under a subset of the layouts."""
-        return VocabularyShare(
-            embedding=self.embedding.take(rows),
-            head=self.head.take(rows),
-            sent_s=self.sent_s[rows],
-            logits=self.logits[rows],
-        )
+        layers = {"embedding": self.embedding.take(rows), "head": self.head.take(rows)}
+        return VocabularyShare(**layers, sent_s=self.sent_s[rows], logits=self.logits[rows])
 
     def masked(self, keep: NDArray[np.bool_]) -> VocabularyShare:
         """Return zero shares where not ``keep`` [N]."""
-        return VocabularyShare(
-            embedding=self.embedding.masked(keep),
-            head=self.head.masked(keep),
-            sent_s=np.where(keep, self.sent_s, 0.0),
-            logits=np.where(keep, self.logits, 0.0),
-        )
+        sent_s, logits = np.where(keep, self.sent_s, 0.0), np.where(keep, self.logits, 0.0)
+        layers = {"embedding": self.embedding.masked(keep), "head": self.head.masked(keep)}
+        return VocabularyShare(**layers, sent_s=sent_s, logits=logits)
 
     @property
     def waiting_bytes(self) -> FloatArray:

@@ -293,11 +293,7 @@ def correction_through(
 
 def covariance(columns: Mapping[str, FloatArray], learned: FloatArray, kernel: Covariance) -> FloatArray:
     """Return the covariance of log-residuals between shapes, before any is measured on a device [N, N]."""
-    return covariance_of(scaled(columns, learned, kernel.lengths), learned, kernel)
-
-
-def covariance_of(x: FloatArray, learned: FloatArray, kernel: Covariance) -> FloatArray:
-    """Return the covariance for features over their lengths [N, d]."""
+    x = scaled(columns, learned, kernel.lengths)
     trees = kernel.of_trees**2 * np.outer(learned, learned)
     return np.asarray(kernel.local**2 * _matern(x, x) + trees + kernel.common**2)
 

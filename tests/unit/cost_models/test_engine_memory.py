@@ -28,9 +28,9 @@ GPT_BLOCK = Block(
 )
 
 
-def kernels(engine: str = "megatron", *, score_width: int = S, saves_fp8: bool = False) -> SavedTensorRules:
-    how = {"score_width": score_width, "saves_fp8": saves_fp8}
-    return SavedTensorRules(2, unfused_norm=False, engine=ENGINES[engine].memory, dropout=True, **how)
+def kernels(engine: str = "megatron", *, precision: str = "bf16-mixed") -> SavedTensorRules:
+    workload = Workload(seq_len=S, global_batch_size=1, engine=engine, dropout=True, precision=precision)
+    return SavedTensorRules(workload, stores_scores=True)
 
 
 def bytes_per_token(saved: SavedElements, tp: int, *, sequence_parallel: bool) -> float:
@@ -54,7 +54,7 @@ def test_full_recompute_keeps_the_input() -> None:
 
 def test_fp8_halves_what_products_read() -> None:
     """Norms' outputs, attention's output (a copy beside the one in bf16) and the activation's: 2 h + 4 h bytes less, h more."""
-    in_bf16, in_fp8 = (saved_elements(GPT_BLOCK, H, "none", kernels(saves_fp8=fp8)) for fp8 in (False, True))
+    in_bf16, in_fp8 = (saved_elements(GPT_BLOCK, H, "none", kernels(precision=name)) for name in ("bf16-mixed", "fp8"))
     less = bytes_per_token(in_bf16, 1, sequence_parallel=False) - bytes_per_token(in_fp8, 1, sequence_parallel=False)
     assert less == pytest.approx((2 + 4 - 1) * H)
 
@@ -127,7 +127,7 @@ def test_bounds_never_exceed_the_expanded_memory(engine: str) -> None:
 def test_every_second_product_is_kept() -> None:
     """Llama-3-8B under torchtitan's per-operator checkpointing: input, q, v, attention's output, gate, down."""
     block = ModelSpec.named("llama-3.1-8b").block_runs[0][0]
-    how = SavedTensorRules(2, unfused_norm=False, score_width=0, every_second=True)
+    how = SavedTensorRules(Workload(seq_len=8192, global_batch_size=8, selective="alternate_products"))
     saved = saved_elements(block, 4096, "selective", how)
     assert bytes_per_token(saved, 1, sequence_parallel=False) == 2 * (4096 + 4096 + 1024 + 4096 + 14336 + 4096)
 

@@ -7,7 +7,6 @@ from meshwright.cost_models.layer.memory import SavedTensorRules, saved_elements
 from meshwright.cost_models.stage import memory
 from meshwright.planner.plan import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
-from meshwright.schema.engine_facts import ENGINES
 from meshwright.schema.task import LowRank
 
 MACHINE = ClusterSpec.parse("8xH100-SXM-80GB")
@@ -43,11 +42,10 @@ def test_eager_loss_holds_more_than_a_compiled_one_and_ours_least() -> None:
 
 def test_dropout_and_wide_activation_inputs_keep_more() -> None:
     block = MODEL.block_runs[-1][0]
-    plain = SavedTensorRules(compute_bytes=2, unfused_norm=False, score_width=0, engine=ENGINES["megatron"].memory)
-    kept = saved_elements(block, MODEL.hidden_dim, "none", plain)
-    dropped = saved_elements(block, MODEL.hidden_dim, "none", SavedTensorRules(**{**vars(plain), "dropout": True}))
-    thin = saved_elements(
-        block, MODEL.hidden_dim, "none", SavedTensorRules(**{**vars(plain), "fp8_activation_input": True})
+    plain = Workload(seq_len=8192, global_batch_size=8, engine="megatron")
+    kept, dropped, thin = (
+        saved_elements(block, MODEL.hidden_dim, "none", SavedTensorRules(workload))
+        for workload in (plain, plain.replace(dropout=True), plain.replace(fp8_activation_input=True))
     )
     assert dropped.tokens - kept.tokens == MODEL.hidden_dim  # two masks of one byte
     assert kept.tp - thin.tp == pytest.approx(block.mlp.ffn_dim)  # gate and up at one byte instead of two

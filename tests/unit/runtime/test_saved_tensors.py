@@ -11,7 +11,7 @@ from meshwright.cost_models.layer.memory import SavedTensorRules, saved_elements
 from meshwright.runtime import Decoder
 from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.recompute import apply_recompute
-from meshwright.schema import ModelSpec
+from meshwright.schema import ModelSpec, Workload
 from meshwright.schema.layers import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
 from meshwright.schema.layout import Recompute
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -59,7 +59,8 @@ class Allocations(TorchDispatchMode):
 
 def expected_bytes(recompute: Recompute, dtype: torch.dtype, device: str) -> float:
     """What the memory model says of one block: its input and saved tensors (its output is the next block's input)."""
-    how = SavedTensorRules(compute_bytes=dtype.itemsize, unfused_norm=device == "cpu", score_width=0)
+    precision = "fp32" if dtype == torch.float32 else "bf16-mixed"
+    how = SavedTensorRules(Workload(seq_len=S, global_batch_size=B, precision=precision), unfused_norm=device == "cpu")
     saved = saved_elements(SPEC.block_runs[0][0], D, recompute, how)
     elements, fp32 = saved.unsharded + saved.tp + saved.tokens, saved.tp_fp32 + saved.fp32
     return B * S * (elements * dtype.itemsize + 4 * fp32)
@@ -108,7 +109,7 @@ def test_block_with_experts_keeps_what_the_memory_model_says(recompute: Recomput
     init_weights(decoder, 0)
     apply_recompute(decoder, lambda _: recompute)
     kept = kept_bytes(decoder, torch.float32, "cpu")
-    how = SavedTensorRules(compute_bytes=4, unfused_norm=True, score_width=0)
+    how = SavedTensorRules(Workload(seq_len=S, global_batch_size=B, precision="fp32"), unfused_norm=True)
     saved = saved_elements(dense.replace(mlp=ROUTED), D, recompute, how)
     expected = 4 * (saved.unsharded + saved.tp + saved.tokens + saved.routed + saved.tp_fp32 + saved.fp32)
     assert abs(kept / (B * S) - expected) <= (0 if recompute == "full" else ROUTING_BYTES)
