@@ -60,9 +60,8 @@ def examine() -> tuple[Finding, ...]:
 
 def _finding(subject: str, state: str, means: str = "", fix: str = "") -> Finding:
     """Return a finding that is limited where something follows from it."""
-    return Finding(
-        subject=subject, status="limited" if means else "ok", found=state, means=means, help=fix if means else ""
-    )
+    status: Status = "limited" if means else "ok"
+    return Finding(subject=subject, status=status, found=state, means=means, help=fix if means else "")
 
 
 def _python() -> Iterator[Finding]:

@@ -71,8 +71,7 @@ class LiveBytes(TorchDispatchMode):
 def _unknown_to_torch(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """Return the result of an operator whose shape torch cannot tell of fake tensors; None for all others.
 
-    The length of a count depends on the data; those of a router's tokens are below the length that it asks for. The shape of a
-    grouped product is only known to torch in bf16.
+    The length of a count depends on the data, but a router asks for one; torch knows the shape of a grouped product in bf16 only.
     """
     if not args or not isinstance(args[0], FakeTensor):
         return None
@@ -92,11 +91,7 @@ def _unknown_to_torch(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def trace_layer(build: Callable[[], tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]]) -> dict[str, Any]:
-    """Return the bytes of a LayerMemory: parameters, saved for the backward pass, and transient.
-
-    Args:
-        build: makes the layer and what makes its inputs; called on fake tensors.
-    """
+    """Return the bytes of a LayerMemory; ``build`` makes the layer and what makes its inputs, on fake tensors."""
     with FakeTensorMode(), LiveBytes() as live:
         module, make_inputs = build()
         inputs = make_inputs()
@@ -136,11 +131,7 @@ def trace_step(
     seq_len: int,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Return the bytes and FLOPs of a StepMemory: AdamW, everything in ``dtype``, the entire model on one device.
-
-    Args:
-        build: makes a model of other depths; called on fake tensors.
-    """
+    """Return the bytes and FLOPs of a StepMemory: AdamW, everything in ``dtype``, the entire model on one device."""
     low, high = TRACED_DEPTHS
     trace = partial(_trace, build, shape=(micro_batch_size, seq_len), dtype=dtype)
     num_kinds = len(model.block_runs)
@@ -201,24 +192,12 @@ def _trace_phases(model: nn.Module, shape: tuple[int, int], live: LiveBytes, flo
     return StepTrace(parameters, states, forward, backward, update, flops.get_total_flops() - flops_before)
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward_flops(
-    grad_out: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad_out, query, key, value))
-
-
-def _grouped_flops(rows: Any, weights: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    # [M, K] with [E, K, N], or [K, M] with [M, N] by groups of M
-    return int(2 * rows[-2] * rows[-1] * weights[-1])
-
-
 _UNCOUNTED: dict[Any, Any] = {
-    _aten._grouped_mm: _grouped_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    # [M, K] with [E, K, N], or [K, M] with [M, N] by groups of M
+    _aten._grouped_mm: lambda rows, weights, *_, **__: int(2 * rows[-2] * rows[-1] * weights[-1]),
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: int(sdpa_flop_count(q, k, v)),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: int(
+        sdpa_backward_flop_count(grad, q, k, v)
+    ),
 }
 """Attention on CPUs and grouped products count no FLOPs in torch up to 2.14."""

@@ -254,12 +254,17 @@ class _Session:
         """Return why a step ended early or was skipped, and how many points it has."""
         if step.skipped:
             return step.skipped, 0
-        bench = self._bench
+        bench, budget_s = self._bench, self._task.budget_s
+
+        def say(what: str) -> None:
+            if self._place.rank == 0:
+                self._tell(ProfileProgress(step.part, what, time.perf_counter() - self._started_s, budget_s))
+
         bench.start_budget(share_s)
-        bench.say = lambda what: self._say(step, what)
-        self._say(step, step.what)
+        bench.say = say
+        say(step.what)
         if bench.remaining_s() <= 0 and not step.is_needed:
-            return f"no time was left of {self._task.budget_s:g} s", 0
+            return f"no time was left of {budget_s:g} s", 0
         new = step.measure(bench, merge_rounds([self._old_points, self._points]))
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -269,11 +274,6 @@ class _Session:
     def _gather_points(self) -> list[Points]:
         compared = {} if self._comparison is None else {COMPARISON: self._comparison.points()}
         return self._bench.gather({**self._points, **compared})
-
-    def _say(self, step: MeasurementStep, what: str) -> None:
-        if self._place.rank == 0:
-            elapsed_s = time.perf_counter() - self._started_s
-            self._tell(ProfileProgress(step.part, what, elapsed_s, self._task.budget_s))
 
     def _store_section(
         self, part: ProfileSectionName, duration_s: float, results: Sequence[tuple[str, int]], waiting: Sequence[str]
@@ -341,14 +341,10 @@ class _Session:
 
 def require_same_machine(profile: Profile, machine: Machine, path: Path) -> None:
     """Refuse to go on with measurements of something else."""
-    differences = [
-        f"{name}: {getattr(profile.machine, name)} there, {getattr(machine, name)} here"
-        for name in Machine.model_fields
-        if getattr(profile.machine, name) != getattr(machine, name)
-    ]
-    if differences:
+    pairs = [(name, getattr(profile.machine, name), getattr(machine, name)) for name in Machine.model_fields]
+    if unlike := tuple(f"{name}: {there} there, {here} here" for name, there, here in pairs if there != here):
         help_ = "measure again without --resume, or into another file"
-        raise ProfileError(f"{path} is of another machine", details=tuple(differences), help=help_)
+        raise ProfileError(f"{path} is of another machine", details=unlike, help=help_)
 
 
 def _rank_facts(device: torch.device, place: RankPlace) -> dict[str, Any]:
