@@ -11,18 +11,7 @@ from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import (
-    Adapter,
-    Exported,
-    Imported,
-    Limit,
-    Table,
-    placement_not_expressed,
-    positive_integer,
-    reduction_not_expressed,
-    remaining_devices,
-    tables_in,
-)
+from .adapter import Adapter, Exported, Imported, Limit, Table
 
 VERSION = "1.15"
 CONFIG = "accelerate.yaml"
@@ -80,7 +69,18 @@ def write(plan: TrainingPlan) -> Exported:
     }
     if is_sharded:
         degrees = {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
-        content["fsdp_config"] = _fsdp(plan)
+        block = BLOCK_CLASSES.get(plan.model.architecture)
+        content["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": layout.zero_stage == 3,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            # Without a name Accelerate takes the model's own _no_split_modules.
+            **({"fsdp_transformer_layer_cls_to_wrap": block} if block else {}),
+            "fsdp_activation_checkpointing": layout.recompute == "full",
+            "fsdp_offload_params": layout.offload == "parameters",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
         content["parallelism_config"] = {f"{_PREFIX}{name}_size": degree for name, degree in degrees.items()}
     head = f"# Accelerate {VERSION}: {plan.model.name} on {layout.world_size} devices, {layout}\n"
     batch = (
@@ -91,7 +91,7 @@ def write(plan: TrainingPlan) -> Exported:
         engine="accelerate",
         version=VERSION,
         files=((CONFIG, head + yaml.safe_dump(content, sort_keys=False)),),
-        not_expressed=(*placement_not_expressed(plan), *reduction_not_expressed(plan)),
+        not_expressed=(*adapter.placement_not_expressed(plan), *adapter.reduction_not_expressed(plan)),
         to_set=(
             f"in the training script: {batch}",
             *([recompute] if layout.recompute == "full" and not is_sharded else []),
@@ -101,34 +101,19 @@ def write(plan: TrainingPlan) -> Exported:
     )
 
 
-def _fsdp(plan: TrainingPlan) -> dict[str, Any]:
-    block = BLOCK_CLASSES.get(plan.model.architecture)
-    return {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": plan.layout.zero_stage == 3,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        # Without a name Accelerate takes the model's own _no_split_modules.
-        **({"fsdp_transformer_layer_cls_to_wrap": block} if block else {}),
-        "fsdp_activation_checkpointing": plan.layout.recompute == "full",
-        "fsdp_offload_params": plan.layout.offload == "parameters",
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    }
-
-
 def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Imported:
     """Read a configuration file with FSDP (1 or 2), plain data parallelism or Megatron-LM degrees.
 
     Raises:
         ConfigError: it is for another kind of job, or its numbers do not fit together.
     """
-    devices = num_devices or positive_integer(content.get("num_processes", 1), "num_processes")
+    devices = num_devices or adapter.positive_integer(content.get("num_processes", 1), "num_processes")
     kind = str(content.get("distributed_type", "NO"))
     if kind not in ("FSDP", "MULTI_GPU", "NO"):
         raise ConfigError(
             f"distributed_type {kind}: FSDP and MULTI_GPU are read", help="give its own configuration file"
         )
-    fsdp, axes = tables_in(content, "fsdp_config", "parallelism_config")
+    fsdp, axes = adapter.tables_in(content, "fsdp_config", "parallelism_config")
     precisions = {value: name for name, value in _PRECISION.items()}
     layout, assumed = _sharded_layout(fsdp, axes, devices) if kind == "FSDP" else (Layout(dp_replicate=devices), ())
     known = {"distributed_type", "num_processes", "fsdp_config", "parallelism_config", "mixed_precision"}
@@ -146,10 +131,10 @@ def _sharded_layout(fsdp: Table, axes: Table, devices: int) -> tuple[Layout, tup
     """Return the layout of a job with FSDP, and what was assumed."""
 
     def degree(name: str) -> int:
-        return positive_integer(axes.get(f"{_PREFIX}{name}_size", 1), f"{_PREFIX}{name}_size")
+        return adapter.positive_integer(axes.get(f"{_PREFIX}{name}_size", 1), f"{_PREFIX}{name}_size")
 
     tp, cp, replicate = degree("tp"), degree("cp"), degree("dp_replicate")
-    shard = remaining_devices(devices, tp=tp, cp=cp, dp_replicate=replicate)
+    shard = adapter.remaining_devices(devices, tp=tp, cp=cp, dp_replicate=replicate)
     reshards = fsdp.get("fsdp_reshard_after_forward") in (None, True, "true", "FULL_SHARD", "HYBRID_SHARD")
     offloads = bool(fsdp.get("fsdp_offload_params"))
     zero_stage: Literal[2, 3] = 3 if reshards or offloads else 2

@@ -13,19 +13,7 @@ from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import (
-    Adapter,
-    Exported,
-    Imported,
-    Limit,
-    Table,
-    placement_not_expressed,
-    positive_integer,
-    recompute_by_stage,
-    remaining_devices,
-    require_num_devices,
-    tables_in,
-)
+from .adapter import Adapter, Exported, Imported, Limit, Table
 
 VERSION = "0.19"
 CONFIG = "ds_config.json"
@@ -75,7 +63,7 @@ def write(plan: TrainingPlan) -> Exported:
         engine="deepspeed",
         version=VERSION,
         files=((CONFIG, json.dumps(content, indent=2) + "\n"),),
-        not_expressed=(*placement_not_expressed(plan), *_of_model_code(plan)),
+        not_expressed=(*adapter.placement_not_expressed(plan), *_of_model_code(plan)),
         to_set=("data, optimizer and learning rate: in the training script or under `optimizer` and `scheduler`",),
         command=f"deepspeed --num_gpus {plan.cluster.largest_node}{hosts} your_script.py --deepspeed_config {CONFIG}",
     )
@@ -85,7 +73,7 @@ def _of_model_code(plan: TrainingPlan) -> tuple[str, ...]:
     """Say what DeepSpeed takes from the training script."""
     layout, lines = plan.layout, []
     if layout.pp > 1:
-        blocks = [len(choices) for choices in recompute_by_stage(plan)]
+        blocks = [len(choices) for choices in adapter.recompute_by_stage(plan)]
         lines += [
             f"pp: PipelineModule(layers, num_stages={layout.pp})",
             f"stages: blocks of each stage {blocks}: say so where the training script cuts the model",
@@ -100,7 +88,7 @@ def _of_model_code(plan: TrainingPlan) -> tuple[str, ...]:
 def _recomputed(plan: TrainingPlan) -> str:
     """Return the runs of blocks that recompute alike, counted from 0: ``blocks 0-3 (full), blocks 4-4 (selective)``."""
     runs, start = [], 0
-    for choice, members in groupby(chain.from_iterable(recompute_by_stage(plan))):
+    for choice, members in groupby(chain.from_iterable(adapter.recompute_by_stage(plan))):
         end = start + len(tuple(members))
         runs += [f"blocks {start}-{end - 1} ({choice})"] if choice != "none" else []
         start = end
@@ -128,14 +116,14 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
     Raises:
         ConfigError: the number of devices is unknown, or the numbers do not fit together.
     """
-    num_devices = require_num_devices(num_devices)
-    zero, tensor = tables_in(content, "zero_optimization", "tensor_parallel")
+    num_devices = adapter.require_num_devices(num_devices)
+    zero, tensor = adapter.tables_in(content, "zero_optimization", "tensor_parallel")
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage = {shown(stage)}: must be 0, 1, 2 or 3")
-    tp = positive_integer(tensor.get("autotp_size") or 1, "tensor_parallel.autotp_size")
-    cp = positive_integer(content.get("sequence_parallel_size", 1), "sequence_parallel_size")
-    dp = remaining_devices(num_devices, tp=tp, cp=cp)
+    tp = adapter.positive_integer(tensor.get("autotp_size") or 1, "tensor_parallel.autotp_size")
+    cp = adapter.positive_integer(content.get("sequence_parallel_size", 1), "sequence_parallel_size")
+    dp = adapter.remaining_devices(num_devices, tp=tp, cp=cp)
     fields = {"tp": tp, "cp": cp, "cp_ulysses": cp, "sequence_parallel": False} | _sharding(zero, stage, dp, cp)
     micro_batch, accumulated, batch = _batch(content, dp)
     known = {
@@ -159,8 +147,8 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
 def _sharding(zero: Table, stage: int, dp: int, cp: int) -> dict[str, Any]:
     shard, fields = dp if stage else 1, {}
     if island := zero.get("mics_shard_size", -1):
-        shard = positive_integer(island, "mics_shard_size") if island != -1 else shard
-    hpz = positive_integer(zero.get("zero_hpz_partition_size", 1), "zero_hpz_partition_size")
+        shard = adapter.positive_integer(island, "mics_shard_size") if island != -1 else shard
+    hpz = adapter.positive_integer(zero.get("zero_hpz_partition_size", 1), "zero_hpz_partition_size")
     if hpz > 1:
         shard, fields = hpz, {"gradient_shard": dp, "optimizer_shard": dp}
     if dp % shard:
@@ -176,7 +164,8 @@ def _batch(content: Table, dp: int) -> tuple[int, int | None, int | None]:
     """Return micro-batch, accumulated micro-batches and global batch: any two of DeepSpeed's three settings give the third."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     micro, steps, batch = (
-        positive_integer(content[name], name) if content.get(name) not in (None, "auto") else None for name in names
+        adapter.positive_integer(content[name], name) if content.get(name) not in (None, "auto") else None
+        for name in names
     )
     if micro is None and batch is not None:
         micro = max(batch // (dp * (steps or 1)), 1)

@@ -12,16 +12,8 @@ from ..schema.errors import ConfigError
 from ..schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from .adapter import (
-    Adapter,
-    Exported,
-    Imported,
-    optional_integer,
-    placement_not_expressed,
-    positive_integer,
-    require_num_devices,
-    torchrun,
-)
+from . import adapter
+from .adapter import Adapter, Exported, Imported
 from .megatron_settings import (
     LIMITS,
     VERSION,
@@ -66,7 +58,7 @@ def write(plan: TrainingPlan) -> Exported:
             "",
             bash_array("PLAN_ARGS", plan_settings(plan)),
             "",
-            f'{torchrun(plan)} pretrain_gpt.py "${{MODEL_ARGS[@]}}" "${{PLAN_ARGS[@]}}" "$@"',
+            f'{adapter.torchrun(plan)} pretrain_gpt.py "${{MODEL_ARGS[@]}}" "${{PLAN_ARGS[@]}}" "$@"',
             "",
         ]
     )
@@ -74,7 +66,7 @@ def write(plan: TrainingPlan) -> Exported:
         engine="megatron",
         version=VERSION,
         files=((SCRIPT, text),),
-        not_expressed=(*placement_not_expressed(plan), *recompute_not_expressed(plan)),
+        not_expressed=(*adapter.placement_not_expressed(plan), *recompute_not_expressed(plan)),
         to_set=(
             "data, tokenizer, learning rate and its schedule, --train-iters, checkpoints: after the script's name",
         ),
@@ -252,8 +244,8 @@ def read(text: str, num_devices: int | None, model: ModelSpec | None) -> Importe
         engine="megatron",
         layout=layout,
         num_devices=devices,
-        global_batch_size=optional_integer(settings, "global_batch_size"),
-        seq_len=optional_integer(settings, "seq_length"),
+        global_batch_size=adapter.optional_integer(settings, "global_batch_size"),
+        seq_len=adapter.optional_integer(settings, "seq_length"),
         precision=_precision(settings),
         ignored=tuple(sorted(settings.keys() - used.keys())),
         assumed=assumed,
@@ -262,8 +254,10 @@ def read(text: str, num_devices: int | None, model: ModelSpec | None) -> Importe
 
 def _world_size(settings: Settings) -> int:
     first = {name: value[0] if isinstance(value, list) else value for name, value in settings.items()}
-    per_node = require_num_devices(first.get("nproc_per_node"))
-    return positive_integer(first.get("nnodes") or 1, "nnodes") * positive_integer(per_node, "nproc-per-node")
+    per_node = adapter.require_num_devices(first.get("nproc_per_node"))
+    return adapter.positive_integer(first.get("nnodes") or 1, "nnodes") * adapter.positive_integer(
+        per_node, "nproc-per-node"
+    )
 
 
 def _precision(settings: Settings) -> str:

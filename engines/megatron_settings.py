@@ -12,7 +12,7 @@ from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import Limit, positive_integer, recompute_by_stage, remaining_devices
+from .adapter import Limit
 
 Settings = dict[str, Any]
 """Option name with underscores -> value; True is a bare flag, False and None are not written."""
@@ -96,7 +96,7 @@ def _stages(plan: TrainingPlan) -> Settings:
     """
     if plan.layout.pp == 1:
         return {}
-    blocks = [len(choices) for choices in recompute_by_stage(plan)]
+    blocks = [len(choices) for choices in adapter.recompute_by_stage(plan)]
     if len(set(blocks)) == 1:
         chunks = plan.layout.num_model_chunks
         return {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
@@ -107,7 +107,7 @@ def _stages(plan: TrainingPlan) -> Settings:
 
 def _leading(plan: TrainingPlan) -> int | None:
     """Return how many blocks at the beginning of each stage recompute, where it is those and fully; None otherwise."""
-    stages = recompute_by_stage(plan)
+    stages = adapter.recompute_by_stage(plan)
     counts = [choices.count("full") for choices in stages]
     if any(c != ["full"] * n + ["none"] * (len(c) - n) for c, n in zip(stages, counts, strict=True)):
         return None
@@ -123,7 +123,7 @@ def _recompute(plan: TrainingPlan) -> Settings:
         return {"recompute_granularity": "selective", "recompute_modules": _modules(plan)}
     if layout.recompute == "full" and layout.recompute_fraction == 1:
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    largest = max(map(len, recompute_by_stage(plan)))
+    largest = max(map(len, adapter.recompute_by_stage(plan)))
     count = _leading(plan) if layout.recompute == "mixed" else math.ceil(layout.recompute_fraction * largest)
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
 
@@ -156,10 +156,10 @@ def layout_from_settings(
 
     def number(name: str, default: int = 1) -> int:
         value = settings.get(name)
-        return default if value is None else positive_integer(value, name)
+        return default if value is None else adapter.positive_integer(value, name)
 
     tp, pp, cp = (number(f"{axis}_parallel_size") for axis in ("tensor_model", "pipeline_model", "context"))
-    dp = remaining_devices(num_devices, tp=tp, pp=pp, cp=cp)
+    dp = adapter.remaining_devices(num_devices, tp=tp, pp=pp, cp=cp)
     sharded = bool(settings.get("use_distributed_optimizer"))
     instances = number("num_distributed_optimizer_instances") if sharded else dp
     if dp % instances:
@@ -190,9 +190,9 @@ def _chunks(settings: Mapping[str, Any], pp: int, model: ModelSpec | None) -> tu
             raise ConfigError(f"pipeline_model_parallel_layout has {stages} stages, not a multiple of pp {pp}")
         return stages // pp, True
     if value := settings.get("num_virtual_stages_per_pipeline_rank"):
-        return positive_integer(value, "num_virtual_stages_per_pipeline_rank"), False
+        return adapter.positive_integer(value, "num_virtual_stages_per_pipeline_rank"), False
     if value := settings.get("num_layers_per_virtual_pipeline_stage"):
-        per_stage = positive_integer(value, "num_layers_per_virtual_pipeline_stage")
+        per_stage = adapter.positive_integer(value, "num_layers_per_virtual_pipeline_stage")
         return max(_num_layers(settings, model, "num_layers_per_virtual_pipeline_stage") // (pp * per_stage), 1), False
     return 1, False
 
@@ -206,7 +206,7 @@ def _ulysses(settings: Mapping[str, Any], cp: int) -> int:
         sizes = settings.get("hierarchical_context_parallel_sizes")
         if not isinstance(sizes, list) or not sizes:
             raise ConfigError("cp_comm_type a2a+p2p needs hierarchical_context_parallel_sizes of two numbers")
-        return positive_integer(sizes[0], "hierarchical_context_parallel_sizes")
+        return adapter.positive_integer(sizes[0], "hierarchical_context_parallel_sizes")
     if kind in ("p2p", "all_gather", "allgather"):
         return 1
     raise ConfigError(f"cp_comm_type {shown(kind)}: one of p2p, a2a, a2a+p2p")
@@ -222,7 +222,7 @@ def _recompute_of(settings: Mapping[str, Any], model: ModelSpec | None, stages: 
         raise ConfigError(f"recompute_granularity {shown(granularity)}: full or selective")
     if granularity == "selective" or settings.get("recompute_method") != "block":
         return {"recompute": granularity}
-    count = positive_integer(settings.get("recompute_num_layers", 1), "recompute_num_layers")
+    count = adapter.positive_integer(settings.get("recompute_num_layers", 1), "recompute_num_layers")
     layers = _num_layers(settings, model, "recompute_method block")
     return {"recompute": "full", "recompute_fraction": min(1.0, count * stages / layers)}
 
@@ -231,4 +231,4 @@ def _num_layers(settings: Mapping[str, Any], model: ModelSpec | None, reader: st
     layers = settings.get("num_layers") or (model.num_blocks if model else None)
     if layers is None:
         raise ConfigError(f"{reader} needs the number of layers", help="give --model")
-    return positive_integer(layers, "num_layers")
+    return adapter.positive_integer(layers, "num_layers")

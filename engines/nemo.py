@@ -8,20 +8,8 @@ import yaml
 
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from . import megatron_settings
-from .adapter import (
-    Adapter,
-    Exported,
-    Imported,
-    Table,
-    optional_integer,
-    placement_not_expressed,
-    positive_integer,
-    precisions_of,
-    require_num_devices,
-    tables_in,
-    torchrun,
-)
+from . import adapter, megatron_settings
+from .adapter import Adapter, Exported, Imported, Table
 from .megatron_settings import layout_from_settings, plan_settings, recompute_not_expressed
 
 VERSION = "Megatron Bridge 0.3"
@@ -50,7 +38,7 @@ _PRECISION = {"bf16-mixed": "bf16_mixed", "fp16-mixed": "fp16_mixed", "fp8": "bf
 
 LIMITS = (
     *megatron_settings.LIMITS,
-    precisions_of("nemo", tuple(_PRECISION), f"it has no recipe in {VERSION}: bf16-mixed or fp8"),
+    adapter.precisions_of("nemo", tuple(_PRECISION), f"it has no recipe in {VERSION}: bf16-mixed or fp8"),
 )
 
 
@@ -71,9 +59,9 @@ def write(plan: TrainingPlan) -> Exported:
         engine="nemo",
         version=VERSION,
         files=((OVERRIDES, head + yaml.safe_dump(content, sort_keys=False)),),
-        not_expressed=(*placement_not_expressed(plan), *recompute_not_expressed(plan)),
+        not_expressed=(*adapter.placement_not_expressed(plan), *recompute_not_expressed(plan)),
         to_set=("the recipe of the model (it holds the architecture), data, tokenizer, learning rate",),
-        command=f"{torchrun(plan)} your_recipe.py --config-file {OVERRIDES}",
+        command=f"{adapter.torchrun(plan)} your_recipe.py --config-file {OVERRIDES}",
     )
 
 
@@ -84,11 +72,11 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
         ConfigError: the number of devices is unknown, or the numbers do not fit together.
     """
     names = (*SECTIONS, "dataset")
-    sections = dict(zip(names, tables_in(content, *names), strict=True))
+    sections = dict(zip(names, adapter.tables_in(content, *names), strict=True))
     settings: dict[str, Any] = {k: v for name in SECTIONS for k, v in sections[name].items() if v is not None}
     if "virtual_pipeline_model_parallel_size" in settings:
         settings["num_virtual_stages_per_pipeline_rank"] = settings["virtual_pipeline_model_parallel_size"]
-    num_devices = require_num_devices(num_devices)
+    num_devices = adapter.require_num_devices(num_devices)
     layout, assumed = layout_from_settings(settings, num_devices, model)
     precisions = {value: name for name, value in _PRECISION.items()}
     seq_len = sections["dataset"].get("sequence_length") or sections["model"].get("seq_length")
@@ -98,8 +86,8 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
         engine="nemo",
         layout=layout,
         num_devices=num_devices,
-        global_batch_size=optional_integer(settings, "global_batch_size"),
-        seq_len=positive_integer(seq_len, "sequence_length") if seq_len else None,
+        global_batch_size=adapter.optional_integer(settings, "global_batch_size"),
+        seq_len=adapter.positive_integer(seq_len, "sequence_length") if seq_len else None,
         precision=precisions.get(str(content.get("mixed_precision"))),
         ignored=(*others, *(name for name in content if name not in (*names, "mixed_precision"))),
         assumed=assumed,

@@ -7,25 +7,12 @@ from typing import Any
 
 from ..schema.base import shown
 from ..schema.errors import ConfigError
-from ..schema.layout import Layout, Recompute
+from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.schedules import DEFAULT, SCHEDULES
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import (
-    Adapter,
-    Exported,
-    Imported,
-    Limit,
-    Table,
-    optional_integer,
-    placement_not_expressed,
-    positive_integer,
-    reduction_not_expressed,
-    remaining_devices,
-    tables_in,
-    torchrun,
-)
+from .adapter import Adapter, Exported, Imported, Limit, Table
 
 VERSION = "0.3.0"
 MODULE = "meshwright_plan"
@@ -45,7 +32,9 @@ MODELS = {
 
 PRECISION = {"bf16-mixed": ("float32", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "fp32": ("float32", "float32")}
 
-_RECOMPUTE: dict[str, Recompute] = {"full": "full", "selective": "selective"}
+_CHECKPOINTING: dict[str, str] = {"full": "FullAC", "selective": "SelectiveAC"}
+_MODULES = {"embedding": ["tok_embeddings"], "block": ["layers.{}"], "head": ["norm", "lm_head"]}
+"""Kind of layer -> its modules, by the number of the block."""
 
 LIMITS = (
     Limit(
@@ -79,7 +68,7 @@ LIMITS = (
 def write(plan: TrainingPlan) -> Exported:
     """Return the plan as a module: `--module meshwright_plan --config plan`."""
     package, function = MODELS[plan.model.name]
-    checkpointing = {"full": "FullAC", "selective": "SelectiveAC"}.get(plan.layout.recompute)
+    checkpointing = _CHECKPOINTING.get(plan.layout.recompute)
     lines = [
         f'"""torchtitan {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}"""',
         "",
@@ -95,14 +84,19 @@ def write(plan: TrainingPlan) -> Exported:
         "    return config",
         "",
     ]
-    order = _order(plan)
+    files = [(f"{MODULE}.py", "\n".join(lines))]
+    if plan.layout.pp > 1 and not _schedule_name(plan.layout):
+        from ..cost_models.pipeline.orders import to_torch_csv
+        from ..cost_models.pipeline.simulation import pipeline_order
+
+        files.append((ORDER, to_torch_csv(pipeline_order(plan))))
     return Exported(
         engine="torchtitan",
         version=VERSION,
-        files=((f"{MODULE}.py", "\n".join(lines)), *(((ORDER, order),) if order else ())),
-        not_expressed=(*placement_not_expressed(plan), *reduction_not_expressed(plan)),
+        files=tuple(files),
+        not_expressed=(*adapter.placement_not_expressed(plan), *adapter.reduction_not_expressed(plan)),
         to_set=("hf_assets_path (tokenizer), dataloader, optimizer, steps: as the function of torchtitan has them",),
-        command=f"PYTHONPATH=. {torchrun(plan)} -m torchtitan.train --module {MODULE} --config plan",
+        command=f"PYTHONPATH=. {adapter.torchrun(plan)} -m torchtitan.train --module {MODULE} --config plan",
     )
 
 
@@ -129,11 +123,14 @@ def _settings(plan: TrainingPlan) -> Table:
         "parallelism.fsdp_reshard_after_forward": "always" if layout.zero_stage == 3 else "never",
     }
     if pipelined:
-        name = _schedule_name(layout)
+        name, layers = _schedule_name(layout), tuple(plan.model.iter_layers())
         settings |= {
             "parallelism.pipeline_parallel_schedule": name or "_PipelineScheduleRuntime",
             "parallelism.pipeline_parallel_microbatch_size": layout.micro_batch_size,
-            "parallelism.module_fqns_per_model_part": _module_names(plan),
+            "parallelism.module_fqns_per_model_part": [
+                [name.format(idx - 1) for idx in stage.layer_idxs for name in _MODULES.get(layers[idx].kind, ())]
+                for stage in plan.stages
+            ],
             **({} if name else {"parallelism.pipeline_parallel_schedule_csv": ORDER}),
         }
     return settings
@@ -142,30 +139,6 @@ def _settings(plan: TrainingPlan) -> Table:
 def _schedule_name(layout: Layout) -> str:
     """Return torch's name of the schedule; empty: it goes through a table of the order."""
     return SCHEDULES[layout.schedule].torch_names[layout.num_model_chunks > 1]
-
-
-def _module_names(plan: TrainingPlan) -> list[list[str]]:
-    """Return the modules of each stage, in the order of the model."""
-    names = {
-        idx: [f"layers.{idx - 1}"]
-        if layer.is_block
-        else ["tok_embeddings"]
-        if layer.is_embedding
-        else ["norm", "lm_head"]
-        for idx, layer in enumerate(plan.model.iter_layers())
-        if layer.is_block or layer.is_embedding or layer.is_head
-    }
-    return [[name for idx in stage.layer_idxs for name in names.get(idx, ())] for stage in plan.stages]
-
-
-def _order(plan: TrainingPlan) -> str:
-    """Return the order of the passes as torch's table, where the schedule has no name in torch."""
-    if plan.layout.pp == 1 or _schedule_name(plan.layout):
-        return ""
-    from ..cost_models.pipeline.orders import to_torch_csv
-    from ..cost_models.pipeline.simulation import pipeline_order
-
-    return to_torch_csv(pipeline_order(plan))
 
 
 def read_module(text: str, num_devices: int | None, model: ModelSpec | None) -> Imported:
@@ -195,8 +168,8 @@ def _assigned(tree: ast.Module) -> dict[str, dict[str, Any]]:
             continue
         if path[1] == "activation_checkpoint":
             kind = ast.unparse(node.value)
-            mode = "full" if kind.startswith("FullAC") else "selective" if kind.startswith("SelectiveAC") else "none"
-            content["activation_checkpoint"] = {"mode": mode}
+            modes = [mode for mode, name in _CHECKPOINTING.items() if kind.startswith(name)]
+            content["activation_checkpoint"] = {"mode": (*modes, "none")[0]}
         elif len(path) == 3:
             try:
                 content.setdefault(path[1], {})[path[2]] = ast.literal_eval(node.value)
@@ -211,12 +184,12 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
     Raises:
         ConfigError: the number of devices is unknown, or the numbers do not fit together.
     """
-    training, axes, checkpoint = tables_in(content, "training", "parallelism", "activation_checkpoint")
+    training, axes, checkpoint = adapter.tables_in(content, "training", "parallelism", "activation_checkpoint")
     if not axes:
         raise ConfigError("no [parallelism] of torchtitan was found", help="e.g. tensor_parallel_degree = 8")
 
     def degree(name: str) -> int:
-        return positive_integer(axes.get(f"{name}_degree", 1), f"parallelism.{name}_degree")
+        return adapter.positive_integer(axes.get(f"{name}_degree", 1), f"parallelism.{name}_degree")
 
     tp, cp, pp = (degree(f"{axis}_parallel") for axis in ("tensor", "context", "pipeline"))
     replicate = degree("data_parallel_replicate")
@@ -224,19 +197,20 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
     if num_devices is None:
         if shard == -1:
             raise ConfigError("data_parallel_shard_degree -1 takes the devices that remain", help="give --num-devices")
-        num_devices = tp * cp * pp * replicate * positive_integer(shard, "data_parallel_shard_degree")
-    remaining = remaining_devices(num_devices, tp=tp, cp=cp, pp=pp, dp_replicate=replicate)
-    if shard != -1 and remaining != positive_integer(shard, "data_parallel_shard_degree"):
+        num_devices = tp * cp * pp * replicate * adapter.positive_integer(shard, "data_parallel_shard_degree")
+    remaining = adapter.remaining_devices(num_devices, tp=tp, cp=cp, pp=pp, dp_replicate=replicate)
+    if shard != -1 and remaining != adapter.positive_integer(shard, "data_parallel_shard_degree"):
         raise ConfigError(f"data_parallel_shard_degree {shard}: {num_devices} devices leave {remaining}")
     schedule, chunks, assumed = _schedule(axes, pp)
     micro, batch = _batches(training, axes, pp, replicate * remaining)
     zero: Any = {"always": 3, "never": 2 if pp == 1 else 1}.get(
         str(axes.get("fsdp_reshard_after_forward", "default")), 3 if pp == 1 else 1
     )
+    mode: Any = str(checkpoint.get("mode", "selective"))
     layout = Layout(
         tp=tp, cp=cp, pp=pp, dp_replicate=replicate, dp_shard=remaining, ep=degree("expert_parallel"),
         micro_batch_size=micro, schedule=schedule, num_model_chunks=chunks, zero_stage=zero if remaining * cp > 1 else 0,
-        recompute=_RECOMPUTE.get(str(checkpoint.get("mode", "selective")), "none"),
+        recompute=mode if mode in _CHECKPOINTING else "none",
         sequence_parallel=tp > 1 and bool(axes.get("enable_sequence_parallel", not axes.get("disable_sequence_parallel"))),
         offload="parameters" if training.get("enable_cpu_offload") else "none",
     )  # fmt: skip
@@ -246,7 +220,7 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
         layout=layout,
         num_devices=num_devices,
         global_batch_size=batch,
-        seq_len=optional_integer(training, "seq_len"),
+        seq_len=adapter.optional_integer(training, "seq_len"),
         precision=_precision(training),
         ignored=tuple(sorted(str(name) for name in content if name not in known)),
         assumed=assumed,
@@ -284,10 +258,12 @@ def _schedule(axes: Table, pp: int) -> tuple[str, int, tuple[str, ...]]:
 
 def _batches(training: Table, axes: Table, pp: int, dp: int) -> tuple[int, int]:
     """Return micro-batch and global batch size: torchtitan's local batch is a micro-batch, or all those of a pipeline's step."""
-    local = positive_integer(training.get("local_batch_size", 8), "training.local_batch_size")
+    local = adapter.positive_integer(training.get("local_batch_size", 8), "training.local_batch_size")
     given = training.get("global_batch_size", -1)
-    batch = local * dp if given == -1 else positive_integer(given, "training.global_batch_size")
-    micro = positive_integer(axes.get("pipeline_parallel_microbatch_size", 1), "pipeline_parallel_microbatch_size")
+    batch = local * dp if given == -1 else adapter.positive_integer(given, "training.global_batch_size")
+    micro = adapter.positive_integer(
+        axes.get("pipeline_parallel_microbatch_size", 1), "pipeline_parallel_microbatch_size"
+    )
     return (micro if pp > 1 else local), batch
 
 
