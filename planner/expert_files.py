@@ -69,11 +69,7 @@ _ASSIGNMENT = re.compile(r"^[ \t]+[0-9]{1,9}[ \t]*:[ \t]*\[([0-9,\s]*)\][ \t]*$"
 
 
 def read_loads(paths: list[Path], key: str = "") -> FloatArray:
-    """Return loads [D, L, E] of the workloads in files, steps of time within a file summed.
-
-    Raises:
-        ConfigError: a file that is missing, damaged, of another kind, or holds no loads; workloads of different shapes.
-    """
+    """Return loads [D, L, E] of the workloads in files, steps of time within a file summed."""
     loads: list[FloatArray] = []
     for path in paths:
         for name, array in _arrays(path, key).items():
@@ -92,11 +88,7 @@ def read_loads(paths: list[Path], key: str = "") -> FloatArray:
 
 
 def read_trace(path: Path, key: str = "") -> IntArray:
-    """Return the experts of each token [tokens, L, top_k].
-
-    Raises:
-        ConfigError: as `read_loads`.
-    """
+    """Return the experts of each token [tokens, L, top_k]."""
     arrays = _arrays(path, key)
     return _as_trace(arrays[next((known for known in TRACE_KEYS if known in arrays), next(iter(arrays)))], path)
 
@@ -272,9 +264,6 @@ def write_placement(placement: ExpertPlacement, path: Path, form: Format, *, fir
 
     Args:
         first_layer_idx: index in the model of the first layer that has experts (vllm-ascend and tensorrt-llm name layers).
-
-    Raises:
-        ConfigError: an unknown format or a folder that cannot be written.
     """
     if form not in get_args(Format):
         raise ConfigError(f"format {form!r} is not one of {', '.join(get_args(Format))}")
@@ -319,9 +308,6 @@ def read_placement(path: Path, *, num_gpus: int | None = None, num_nodes: int = 
 
     Args:
         num_gpus: needed where the file does not say (sglang, vllm, tensorrt-llm).
-
-    Raises:
-        ConfigError: a file that is missing, damaged or no placement; GPUs that do not divide its slots.
     """
     placed, slots, stored = _read(path)
     if stored is not None and load is None:

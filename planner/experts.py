@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ..schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
-from ..schema.layers import MoE
 from ..schema.training_plan import LayerSlots
 from ..schema.units import FloatArray
 from ..solvers.experts.instance import validate_loads
@@ -20,12 +19,9 @@ from ..solvers.experts.placement import ExpertPlacement, place_experts
 
 
 def loads_of_model(model: ModelSpec, load: Any) -> FloatArray:
-    """Return loads [D, L, E] that belong to a model's blocks with experts; those of one layer stand for all.
-
-    Raises:
-        ConfigError: a model without experts, or loads of another number of layers or experts.
-    """
-    loads, blocks = validate_loads(load), moe_blocks(model)
+    """Return loads [D, L, E] that belong to a model's blocks with experts; those of one layer stand for all."""
+    loads = validate_loads(load)
+    blocks = [layer.experts for layer in model.iter_layers() if layer.is_block and layer.experts]
     num_experts = {moe.num_experts for moe in blocks}
     if len(num_experts) != 1:
         raise ConfigError(
@@ -39,17 +35,8 @@ def loads_of_model(model: ModelSpec, load: Any) -> FloatArray:
     return np.asarray(np.broadcast_to(loads, (len(loads), len(blocks), loads.shape[2])))
 
 
-def moe_blocks(model: ModelSpec) -> list[MoE]:
-    """Return the mixture-of-experts layers of a model's blocks, in order."""
-    return [layer.experts for layer in model.iter_layers() if layer.is_block and layer.experts]
-
-
 def with_imbalance(model: ModelSpec, cluster: ClusterSpec, workload: Workload, load: Any) -> Workload:
-    """Return the workload with the imbalance of every ep up to the cluster's size.
-
-    Raises:
-        ConfigError: as `loads_of_model`.
-    """
+    """Return the workload with the imbalance of every ep up to the cluster's size."""
     loads = loads_of_model(model, load)
     degrees = [ep for ep in range(2, cluster.num_devices + 1) if loads.shape[2] % ep == 0]
     ratios = tuple((ep, float(_place_on_ranks(loads, ep).balance.mean())) for ep in degrees)

@@ -358,7 +358,7 @@ def min_bytes(instance: GenerationInstance, goal: Goal) -> float:
     return np.inf if status is Status.INFEASIBLE else 0.0
 
 
-def _roundings(i: GenerationInstance, layers: FloatArray) -> list[IntArray]:
+def _roundings(i: GenerationInstance, layers: IntArray | FloatArray) -> list[IntArray]:
     """Return integer layers near the relaxation: rounded down on the device, the rest to the host or to storage."""
     roundings = []
     for x in (1, 2):

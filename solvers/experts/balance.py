@@ -215,11 +215,7 @@ def _perturb_counts(instance: ExpertInstance, placed: IntArray, rng: np.random.G
 
 
 def place_groups(instance: ExpertInstance, num_groups: int, search: BalanceSearch) -> IntArray:
-    """Return x [L, S] under (C4).
-
-    Raises:
-        ConfigError: groups that do not divide the experts or among the nodes, slots or GPUs that differ.
-    """
+    """Return x [L, S] under (C4)."""
     require_even(instance, num_groups)
     nodes = _groups_as_experts(instance, num_groups)
     groups = balance_gpus(nodes, search).reshape(instance.num_layers, instance.num_nodes, -1)

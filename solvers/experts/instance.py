@@ -111,11 +111,7 @@ class ExpertInstance:
 
 
 def validate_loads(load: Any) -> FloatArray:
-    """Return finite, not negative loads [D, L, E] of an array [E], [L, E] or [D, L, E] (numpy, nested lists or a torch tensor).
-
-    Raises:
-        ConfigError: not numbers, of another rank, empty, negative, NaN, or a layer without any load.
-    """
+    """Return finite, not negative loads [D, L, E] of an array [E], [L, E] or [D, L, E] (numpy, nested lists or a torch tensor)."""
     try:
         array = np.asarray(_to_numpy(load), dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -158,16 +154,7 @@ def make_instance(
     gpu_speed: Any = None,
     slots_per_gpu: Any = None,
 ) -> ExpertInstance:
-    """Return a validated instance.
-
-    Args:
-        load: as `validate_loads` takes it.
-        slots_per_gpu: [G] where GPUs hold different numbers of experts; they sum to `num_slots`.
-        gpu_speed: [G] relative speeds.
-
-    Raises:
-        ConfigError: the experts cannot be placed; with the numbers.
-    """
+    """Return a validated instance; ``slots_per_gpu`` [G] sum to ``num_slots``, ``gpu_speed`` [G] is relative."""
     loads = validate_loads(load)
     num_experts = loads.shape[2]
     for name, count in (("num_gpus", num_gpus), ("num_nodes", num_nodes), ("num_slots", num_slots)):
@@ -179,7 +166,18 @@ def make_instance(
         raise ConfigError(
             f"{num_slots} slots for {num_experts} experts: (C1) each needs one", help=f"use {num_experts} slots or more"
         )
-    slots = _validate_slots(num_gpus, num_slots, slots_per_gpu)
+    if slots_per_gpu is None and num_slots % num_gpus:
+        more, fewer = -(-num_slots // num_gpus) * num_gpus, num_slots // num_gpus * num_gpus or num_gpus
+        raise ConfigError(
+            f"{num_slots} slots do not divide among {num_gpus} GPUs",
+            help=f"use {fewer} or {more} slots, or say slots_per_gpu",
+        )
+    given = np.full(num_gpus, num_slots // num_gpus) if slots_per_gpu is None else np.asarray(_to_numpy(slots_per_gpu))
+    if given.shape != (num_gpus,) or np.any(given < 1) or np.any(given != np.floor(given)):
+        raise ConfigError(f"slots_per_gpu needs {num_gpus} whole numbers, 1 or more")
+    slots = given.astype(np.int64)
+    if int(slots.sum()) != num_slots:
+        raise ConfigError(f"slots_per_gpu sums to {int(slots.sum())}, num_slots is {num_slots}")
     if int(slots.max()) > num_experts:
         raise ConfigError(
             f"more replicas than GPUs: a GPU with {int(slots.max())} slots cannot fill them with "
@@ -190,23 +188,6 @@ def make_instance(
     if speed.shape != (num_gpus,) or not np.all(np.isfinite(speed) & (speed > 0)):
         raise ConfigError(f"gpu_speed needs {num_gpus} positive numbers, one for each GPU")
     return ExpertInstance(loads, slots, speed, num_nodes)
-
-
-def _validate_slots(num_gpus: int, num_slots: int, slots_per_gpu: Any) -> IntArray:
-    if slots_per_gpu is None:
-        if num_slots % num_gpus:
-            raise ConfigError(
-                f"{num_slots} slots do not divide among {num_gpus} GPUs",
-                help=f"use {num_slots // num_gpus * num_gpus or num_gpus} or {-(-num_slots // num_gpus) * num_gpus} slots, "
-                "or say slots_per_gpu",
-            )
-        return np.full(num_gpus, num_slots // num_gpus)
-    slots = np.asarray(_to_numpy(slots_per_gpu))
-    if slots.shape != (num_gpus,) or np.any(slots < 1) or np.any(slots != np.floor(slots)):
-        raise ConfigError(f"slots_per_gpu needs {num_gpus} whole numbers, 1 or more")
-    if int(slots.sum()) != num_slots:
-        raise ConfigError(f"slots_per_gpu sums to {int(slots.sum())}, num_slots is {num_slots}")
-    return slots.astype(np.int64)
 
 
 def trace_loads(trace: IntArray, num_experts: int) -> FloatArray:
@@ -346,7 +327,15 @@ def synthetic_trace(
     router: Router, num_tokens: int, *, seed: int = 0, topic_weight: FloatArray | None = None
 ) -> IntArray:
     """Draw the experts of each token [tokens, L, top_k]; `topic_weight` [topics] for another mix of topics than 1 / rank."""
-    _require_possible(router, num_tokens)
+    counts = (router.num_layers, router.num_experts, router.top_k, router.num_topics, router.num_groups, num_tokens)
+    if min(counts) < 1 or router.top_k > router.num_experts:
+        raise ConfigError("a router has at least one layer, expert, topic and token, and top_k of its experts at most")
+    if router.num_experts % router.num_groups or not 1 <= router.top_groups <= router.num_groups:
+        raise ConfigError(
+            f"{router.num_experts} experts in {router.num_groups} groups, of which a token keeps {router.top_groups}"
+        )
+    if router.top_groups * (router.num_experts // router.num_groups) < router.top_k:
+        raise ConfigError(f"{router.top_groups} groups have fewer experts than top_k {router.top_k}")
     rng = np.random.default_rng(seed)
     shape = (router.num_layers, router.num_experts)
     popularity = router.sigma * rng.standard_normal(shape)
@@ -360,28 +349,11 @@ def synthetic_trace(
             logits = popularity[layer] + topics[topic[part], layer]
             logits = logits + rng.gumbel(size=logits.shape)
             if router.num_groups > 1:
-                logits = _within_groups(logits, router)
+                grouped = logits.reshape(
+                    len(logits), router.num_groups, -1
+                )  # a view: what is closed is so in the logits
+                best = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+                closed = np.argsort(-best, axis=1)[:, router.top_groups :]
+                grouped[np.arange(len(logits))[:, None], closed] = -np.inf
             trace[part, layer] = np.argpartition(-logits, router.top_k - 1, axis=1)[:, : router.top_k]
     return trace
-
-
-def _within_groups(logits: FloatArray, router: Router) -> FloatArray:
-    """Return the logits [B, E], -inf outside the token's groups."""
-    grouped = logits.reshape(len(logits), router.num_groups, -1)
-    best = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
-    keep = np.argsort(-best, axis=1)[:, : router.top_groups]
-    allowed = np.zeros(best.shape, dtype=bool)
-    np.put_along_axis(allowed, keep, True, axis=1)
-    return np.asarray(np.where(allowed[:, :, None], grouped, -np.inf).reshape(logits.shape))
-
-
-def _require_possible(router: Router, num_tokens: int) -> None:
-    counts = (router.num_layers, router.num_experts, router.top_k, router.num_topics, router.num_groups, num_tokens)
-    if min(counts) < 1 or router.top_k > router.num_experts:
-        raise ConfigError("a router has at least one layer, expert, topic and token, and top_k of its experts at most")
-    if router.num_experts % router.num_groups or not 1 <= router.top_groups <= router.num_groups:
-        raise ConfigError(
-            f"{router.num_experts} experts in {router.num_groups} groups, of which a token keeps {router.top_groups}"
-        )
-    if router.top_groups * (router.num_experts // router.num_groups) < router.top_k:
-        raise ConfigError(f"{router.top_groups} groups have fewer experts than top_k {router.top_k}")

@@ -124,7 +124,8 @@ def largest_first(instance: ExpertInstance, counts: IntArray, *, order_noise: Fl
     for s in range(instance.num_slots):
         expert = experts[:, s]
         added = size[rows, expert]
-        fullness = _fullness_with(load, added, speed) + closed
+        used = (load + added[:, None]) / speed[:, None]
+        fullness = closed + (used[:, :, 0] if used.shape[2] == 1 else (used**_PACKING_POWER).sum(axis=2))
         # Replicas of an expert follow one another, so that a GPU that has it has it last.
         fullness[last == expert[:, None]] = np.inf
         gpu = np.argmin(fullness, axis=1)
@@ -137,13 +138,6 @@ def largest_first(instance: ExpertInstance, counts: IntArray, *, order_noise: Fl
     for layer in np.flatnonzero(stuck):
         grid[layer] = spread_replicas(slots, counts[layer], largest[layer])
     return grid
-
-
-def _fullness_with(load: FloatArray, added: FloatArray, speed: FloatArray) -> FloatArray:
-    """Return how full each GPU [L, G] is with one item more: its utilisation, or over several workloads the sum of a power."""
-    if load.shape[2] == 1:
-        return np.asarray((load[:, :, 0] + added) / speed)
-    return np.asarray((((load + added[:, None]) / speed[:, None]) ** _PACKING_POWER).sum(axis=2))
 
 
 def spread_replicas(slots: IntArray, counts: IntArray, size: FloatArray) -> IntArray:
@@ -336,7 +330,10 @@ def _split_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
     load = np.swapaxes(np.matmul(np.swapaxes(size, 2, 3), numbers), 2, 3)
     others = (loads[0] + loads[1])[:, :, None] - load
     after = _pair_measure(load, others, *(speed[:, :, None] for speed in speeds))
-    _forbid_duplicates(after, expert, is_first)
+    # Not where both slots of an expert would be on one GPU (C2).
+    row, pair, i, j = np.nonzero(expert[:, :, :num_slots, None] == expert[:, :, None, num_slots:])
+    together = is_first[:, i] == is_first[:, num_slots + j]
+    np.maximum.at(after, (row, pair), np.where(together.T, np.inf, 0.0))
     now = _pair_measure(*loads, *speeds)
     best = np.argmin(after, axis=2)
     gains = np.take_along_axis(after, best[:, :, None], axis=2)[:, :, 0] < now * (1 - SUMMED)
@@ -349,12 +346,3 @@ def _split_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
         state.expert[row, gpu] = expert[:, part]
         state.size[row, gpu] = size[:, part]
         state.load[row, gpu] = size[:, part].sum(axis=1)
-
-
-def _forbid_duplicates(after: FloatArray, expert: IntArray, is_first: BoolArray) -> None:
-    """Set the measure to infinite where both slots of an expert would be on one GPU (C2), in place."""
-    num_slots = expert.shape[2] // 2
-    same = expert[:, :, :num_slots, None] == expert[:, :, None, num_slots:]
-    row, pair, i, j = np.nonzero(same)
-    together = is_first[:, i] == is_first[:, num_slots + j]
-    np.maximum.at(after, (row, pair), np.where(together.T, np.inf, 0.0))

@@ -117,11 +117,7 @@ class ExpertPlacement:
         return len(self.slots_per_gpu)
 
     def evaluate(self, load: Any) -> Evaluation:
-        """Return the same placement under other loads [L, E] or [D, L, E].
-
-        Raises:
-            ConfigError: loads of other layers or experts, or that are no loads.
-        """
+        """Return the same placement under other loads [L, E] or [D, L, E]."""
         instance = self.instance(load)
         used = utilisation(instance, self.physical_to_logical, self.share)
         mean = instance.load.sum(axis=2) / instance.gpu_speed.sum()
@@ -142,25 +138,20 @@ class ExpertPlacement:
 
         A choice goes to a replica by its share, or, with homes, to its home or a replica on a node that the token visits anyway.
         """
-        served = [self._serve(layer, trace[:, layer], seed) for layer in range(trace.shape[1])]
+        problem, served = self.instance(self.expert_load), list[Served]()
+        for layer, tokens in enumerate(np.moveaxis(trace, 1, 0)):
+            if self.home is not None and self.node_part is not None:
+                served.append(serve(tokens, Routing(self.home[layer], self.node_part[layer]), seed=seed))
+                continue
+            part = np.zeros((self.num_experts, self.num_nodes))
+            node_of_slot = problem.node_of_gpu[problem.gpu_of_slot]
+            np.add.at(part, (self.physical_to_logical[layer], node_of_slot), self.share[layer])
+            served.append(serve_by_shares(tokens, part, seed=seed))
         nodes, speed = np.array([layer.tokens.sum(axis=0) for layer in served]), self._node_speed
         return TraceEvaluation(
             node_balance=(nodes / speed).max(axis=1) / (nodes.sum(axis=1) / speed.sum()),
             visits_per_token=np.array([layer.visits for layer in served]) / len(trace),
         )
-
-    def _serve(self, layer: int, tokens: IntArray, seed: int) -> Served:
-        if self.home is not None and self.node_part is not None:
-            return serve(tokens, Routing(self.home[layer], self.node_part[layer]), seed=seed)
-        node_of_slot = np.repeat(self.node_of_gpu, self.slots_per_gpu)
-        part = np.zeros((self.num_experts, self.num_nodes))
-        np.add.at(part, (self.physical_to_logical[layer], node_of_slot), self.share[layer])
-        return serve_by_shares(tokens, part, seed=seed)
-
-    @property
-    def node_of_gpu(self) -> IntArray:
-        """[G]."""
-        return np.arange(self.num_gpus) // (self.num_gpus // self.num_nodes)
 
     @property
     def _node_speed(self) -> FloatArray:
@@ -193,12 +184,17 @@ def finish_placement(
         bound = np.maximum(bound, answer.proved)
     bound = np.minimum(bound, balance)
     counts = replica_counts(placed, instance.num_experts)
+    order = np.argsort(placed, axis=1, kind="stable")  # slots of the first expert first
+    experts = np.take_along_axis(placed, order, axis=1)
+    nth = np.arange(instance.num_slots) - np.take_along_axis(np.cumsum(counts, axis=1) - counts, experts, axis=1)
+    slots = np.full((*counts.shape, int(counts.max())), -1)
+    slots[np.arange(len(placed))[:, None], experts, nth] = order
     tokens = total.load[0].sum(axis=1)
     used = utilisation(total, placed, share)[0] * instance.gpu_speed
     elsewhere = (instance.num_nodes - 1) / instance.num_nodes
     return ExpertPlacement(
         physical_to_logical=placed,
-        logical_to_physical=slots_of_experts(placed, counts),
+        logical_to_physical=slots,
         replica_count=counts,
         share=share,
         expert_load=total.load[0],
@@ -230,17 +226,6 @@ def _shares(
     several = range(len(instance.load)) if len(instance.load) > 1 else ()
     levels = [split_loads(instance, answer.placed, d).level for d in several] or [total_split.level]
     return total_split.share, np.max(levels, axis=0)
-
-
-def slots_of_experts(placed: IntArray, counts: IntArray) -> IntArray:
-    """Return the slots of each expert [L, E, R] in rising order, padded with -1."""
-    order = np.argsort(placed, axis=1, kind="stable")
-    experts = np.take_along_axis(placed, order, axis=1)
-    first = np.cumsum(counts, axis=1) - counts
-    nth = np.arange(placed.shape[1]) - np.take_along_axis(first, experts, axis=1)
-    slots = np.full((*counts.shape, int(counts.max())), -1)
-    slots[np.arange(len(placed))[:, None], experts, nth] = order
-    return slots
 
 
 def place_experts(
@@ -277,9 +262,6 @@ def place_experts(
         objective: balance: GPUs only; traffic: few nodes for each token, nodes balanced, then GPUs; pareto: whichever of several
             of both visits fewest nodes at a load of at most 1.05.
         effort: fast; search: restarts until the time limit; exact: CP-SAT too, which proves small cases.
-
-    Raises:
-        ConfigError: loads, counts or a previous placement that cannot be meant.
     """
     start = time.perf_counter()
     instance = make_instance(
@@ -336,10 +318,10 @@ def _load_of_inputs(load: Any, scenarios: Any, trace: Any) -> FloatArray:
 
 
 def _required_trace(trace: Any, instance: ExpertInstance) -> IntArray:
-    if trace is None:
-        raise ConfigError(
-            "the objectives traffic and pareto need a trace: experts of each token [tokens, layers, top_k]"
-        )
+    _require(
+        trace is not None,
+        "the objectives traffic and pareto need a trace: experts of each token [tokens, layers, top_k]",
+    )
     return validate_trace(trace, instance.num_layers, instance.num_experts)
 
 
@@ -350,9 +332,6 @@ def rebalance_experts(
     loads [L, E].
 
     Where groups divide among nodes, the experts of a group stay on one node, as with EPLB. Torch tensors give torch tensors.
-
-    Raises:
-        ConfigError: as `place_experts`.
     """
     num_experts = np.shape(weight)[-1] if np.ndim(weight) else 0
     _require(num_groups >= 1 and num_nodes >= 1, f"{num_groups} groups on {num_nodes} nodes: 1 or more of each")
@@ -373,26 +352,18 @@ def rebalance_experts(
 
 
 def split_shares(placement: ExpertPlacement, counts: Any) -> FloatArray:
-    """Return the share of its expert's tokens for each slot, [L, S] or [D, L, S], best for the token counts [L, E] or [D, L, E].
-
-    Raises:
-        ConfigError: counts of other layers or experts, or that are no counts.
-    """
+    """Return the share of its expert's tokens for each slot, [L, S] or [D, L, S], best for the token counts [L, E] or [D, L, E]."""
     instance = placement.instance(counts)
     shares = [split_loads(instance, placement.physical_to_logical, d).share for d in range(len(instance.load))]
     return shares[0] if np.ndim(counts) < 3 else np.array(shares)
 
 
 def migrate(old: ExpertPlacement, new: ExpertPlacement) -> tuple[Transfer, ...]:
-    """Return the transfers that turn one placement into the other; see `moves.plan_transfers` for what a round promises.
-
-    Raises:
-        ConfigError: placements of other layers, experts, GPUs or slots.
-    """
+    """Return the transfers that turn one placement into the other; see `moves.plan_transfers` for what a round promises."""
     if old.replica_count.shape != new.replica_count.shape or not np.array_equal(old.slots_per_gpu, new.slots_per_gpu):
         raise ConfigError("the placements differ in layers, experts or slots; transfers need the same of each")
-    gpu_of_slot = np.repeat(np.arange(new.num_gpus), new.slots_per_gpu)
-    return plan_transfers(old.physical_to_logical, new.physical_to_logical, gpu_of_slot, new.node_of_gpu)
+    problem = new.instance(new.expert_load)
+    return plan_transfers(old.physical_to_logical, new.physical_to_logical, problem.gpu_of_slot, problem.node_of_gpu)
 
 
 def _require(holds: bool, message: str) -> None:

@@ -10,7 +10,7 @@ Constraints
     (C2) level: sum_e f[e,g] <= T SPEED[g]
     f >= 0, and 0 where GPU g does not hold e
 
-Method: each expert in turn fills its GPUs like water, a few sweeps; then the fullest GPU hands load on along shortest
+Method: each expert in turn fills its GPUs like water; then the fullest GPU hands load on along shortest
 paths of replicas to a GPU below the bound. The bound of a set A of GPUs is what must stay in it, over its speed: where
 nothing leads out of the GPUs that can be reached from the fullest, they are such a set. Equal bound and level prove the
 answer. Each bound is the Newton step of a parametric maximum flow, so that there are few. Source: Dinkelbach, Management
@@ -27,9 +27,6 @@ import numpy as np
 from ...schema.units import FloatArray, IntArray
 from ..tolerances import FLOW
 from .instance import ExpertInstance
-
-_SWEEPS = 1
-"""Of filling every expert's GPUs: the paths mend the rest faster than a second sweep."""
 
 _MAX_PATHS = 100_000
 """Never reached with exact numbers: a guard against rounding in a circle."""
@@ -76,9 +73,8 @@ class _LayerSplit:
 
     def solve(self) -> tuple[list[float], float, float]:
         """Return the shares of the slots, the level and its bound."""
-        for _ in range(_SWEEPS):
-            for expert in self.replicated:
-                self._fill(expert)
+        for expert in self.replicated:  # the paths mend the rest faster than a second sweep
+            self._fill(expert)
         level, bound = self._hand_on()
         share = [
             self.flow[slot] / self.weight[e] if self.weight[e] > 0 else 1 / len(self.slots_of[e])

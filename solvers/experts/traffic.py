@@ -109,11 +109,7 @@ class Served:
 
 
 def validate_trace(trace: Any, num_layers: int, num_experts: int) -> IntArray:
-    """Return a validated trace [tokens, L, top_k].
-
-    Raises:
-        ConfigError: of another shape, or with experts that do not exist or twice for one token.
-    """
+    """Return a validated trace [tokens, L, top_k]."""
     array = np.asarray(trace.detach().cpu().numpy() if hasattr(trace, "detach") else trace)
     if array.ndim != 3 or array.shape[1] != num_layers or 0 in array.shape:
         raise ConfigError(f"a trace has shape [tokens, {num_layers} layers, top_k]; this one {array.shape}")
@@ -127,11 +123,7 @@ def validate_trace(trace: Any, num_layers: int, num_experts: int) -> IntArray:
 def place_near_tokens(
     instance: ExpertInstance, trace: IntArray, objective: str, num_groups: int | None, search: BalanceSearch
 ) -> SlotAssignment:
-    """Return slots for a trace; `search.time_limit_s` is for the programs of all layers together.
-
-    Raises:
-        ConfigError: experts that do not divide among nodes, GPUs that differ.
-    """
+    """Return slots for a trace; `search.time_limit_s` is for the programs of all layers together."""
     require_even(instance, num_groups or instance.num_nodes)
     num_experts, num_nodes = instance.num_experts, instance.num_nodes
     extra = (instance.num_slots - num_experts) // num_nodes
@@ -310,7 +302,7 @@ class _ReplicaProgram:
     anywhere: IntArray
     home: IntArray
     load: IntArray
-    used: FloatArray
+    used: IntArray | FloatArray
     extra: int
 
     def best_flow(self, limits: Limits) -> FloatArray:

@@ -119,7 +119,12 @@ class FluidProgram:
             rows = lp.add_rows("C2", [(length, 1.0), *more, *lost_down, *lost_up], lower=compute_s)
             self.rate_terms += [(rows, lost_down, "to_host"), (rows, lost_up, "to_device")]
             self.rate_terms += add_links(lp, "C3", length, goes, comes, i.links.hinder)
-        idle = (start, [], [self.params_up_fwd]), (turn, [self.acts_down_fwd], up_bwd), (tail, [self.grads_down], [])
+        none = list[IntArray]()
+        idle = (
+            (start, none, [self.params_up_fwd]),
+            (turn, [self.acts_down_fwd], up_bwd),
+            (tail, [self.grads_down], none),
+        )
         for length, going, coming in idle:
             goes, comes = [(copy[-1:], down) for copy in going], [(copy[-1:], up) for copy in coming]
             self.rate_terms += add_links(lp, "C3", length, goes, comes, i.links.hinder)

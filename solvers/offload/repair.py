@@ -97,7 +97,9 @@ class ResourceSums:
         self.instance = i = instance
         self._updates: dict[bytes, float] = {}
         self._known: dict[tuple[bytes, bytes, int], SimulatedStep] = {}
-        self._of_option, self._of_location = _sums_by_option(i), _sums_by_location(i)
+        self._of_option, self._of_location = np.zeros((len(OPTIONS), i.num_layers, NUM_SUMS)), _sums_by_location(i)
+        self._of_option[..., COMPUTE_S], self._of_option[..., DEVICE] = i.repeated_s, i.retained_bytes
+        self._of_option[..., [DOWN, UP, HOST]] = i.moved_bytes[..., None]
         has, stored = i.state_bytes > 0, i.storage_cap_bytes > 0
         host, streamed, parameters = (
             has & i.may.host_optimizer,
@@ -169,15 +171,6 @@ def _change_of_largest(values: FloatArray, layer: IntArray, new: FloatArray) -> 
     largest = values[order[-1]]
     others = np.where(layer == order[-1], values[order[-2]] if len(values) > 1 else 0.0, largest)
     return np.asarray(np.maximum(others, new) - largest)
-
-
-def _sums_by_option(i: OffloadInstance) -> FloatArray:
-    """Return the sums of each layer under each option [K, L, 12]."""
-    sums = np.zeros((len(OPTIONS), i.num_layers, NUM_SUMS))
-    sums[..., COMPUTE_S] = i.repeated_s
-    sums[..., DOWN] = sums[..., UP] = sums[..., HOST] = i.moved_bytes
-    sums[..., DEVICE] = i.retained_bytes
-    return sums
 
 
 def _sums_by_location(i: OffloadInstance) -> FloatArray:

@@ -16,10 +16,10 @@ The objective of a solution is that of the linear program with its choice; `simu
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -96,13 +96,6 @@ class OffloadSolution(Solution[OffloadChoice]):
     marginal: OffloadMarginalSeconds = field(default_factory=OffloadMarginalSeconds)
 
 
-class _Counts(NamedTuple):
-    """The optimum of the count form, and the program whose numbers of layers leave more memory free."""
-
-    fluid: FluidSchedule
-    numbers: CountProgram
-
-
 def solve(instance: OffloadInstance) -> OffloadSolution:
     """Return the fastest choice whose simulation is within memory; infeasible where even fluids are not."""
     start = time.perf_counter()
@@ -113,11 +106,20 @@ def solve(instance: OffloadInstance) -> OffloadSolution:
     status, counted = bound_program.solve()
     if status is Status.INFEASIBLE:
         return _no_answer(status, 0.0, start)
-    counts = None if counted is None else _Counts(counted, numbers)
     bound_s = max(fluid.bound_s, 0.0 if counted is None else counted.bound_s)
     sums, good_enough_s = ResourceSums(instance), bound_s * (1 + GOOD_ENOUGH)
-    best = _with_uniform(sums, _fastest(sums, _starts(sums, fluid, counts), good_enough_s))
-    best = best or _fastest(sums, _more_starts(sums, fluid, counts), good_enough_s)
+
+    def placed(phase: float) -> Iterator[OffloadChoice]:
+        """Yield the numbers of the count form near the fluid's positions, and evenly."""
+        if counted is not None:
+            yield _place_with_reserve(sums, counted, numbers, phase, fluid)
+            yield _place_with_reserve(sums, counted, numbers, phase)
+
+    rounded = (round_fluid(instance, fluid, phase) for phase in PHASES)
+    best = _with_uniform(sums, _fastest(sums, itertools.chain(placed(PHASES[0]), rounded), good_enough_s))
+    if best is None:
+        others = itertools.chain(placed(PHASES[1]), uniform_policies(instance, SHARES[:1]))
+        best = _fastest(sums, others, good_enough_s)
     if best is None:
         return _no_answer(Status.UNKNOWN, bound_s, start)
     best = improve_choice(sums, widen_window(sums, best), good_enough_s=good_enough_s, tries=MAX_TRIES)
@@ -140,9 +142,9 @@ def solve_approximately(instance: OffloadInstance) -> OffloadSolution:
         return _no_answer(status, 0.0, start)
     sums, good_enough_s = ResourceSums(instance), counted.bound_s * (1 + GOOD_ENOUGH)
     rounding = _place_with_reserve(
-        sums, _Counts(counted, numbers), PHASES[0], all_ends=ENDS[::2], max_reserves=MAX_RESERVES // 2
+        sums, counted, numbers, PHASES[0], all_ends=ENDS[::2], max_reserves=MAX_RESERVES // 2
     )
-    best = _with_uniform(sums, _fastest(sums, iter([rounding]), good_enough_s), SHARES[:1])
+    best = _with_uniform(sums, _fastest(sums, [rounding], good_enough_s), SHARES[:1])
     if best is None:
         return _no_answer(Status.UNKNOWN, counted.bound_s, start)
     best = improve_choice(sums, best, good_enough_s=good_enough_s, tries=MAX_TRIES_APPROXIMATELY)
@@ -177,38 +179,23 @@ def _planned_s(instance: OffloadInstance, best: SimulatedChoice, bound_s: float)
     return best.step_s if copies is None else copies.objective_s
 
 
-def _starts(sums: ResourceSums, fluid: FluidSchedule, counts: _Counts | None) -> Iterator[OffloadChoice]:
-    """Yield integer layers of each bound: numbers of the count form near the fluid's positions, and evenly; the fluid itself."""
-    if counts is not None:
-        yield _place_with_reserve(sums, counts, PHASES[0], fluid)
-        yield _place_with_reserve(sums, counts, PHASES[0])
-    for phase in PHASES:
-        yield round_fluid(sums.instance, fluid, phase)
-
-
-def _more_starts(sums: ResourceSums, fluid: FluidSchedule, counts: _Counts | None) -> Iterator[OffloadChoice]:
-    if counts is not None:
-        yield _place_with_reserve(sums, counts, PHASES[1], fluid)
-        yield _place_with_reserve(sums, counts, PHASES[1])
-    yield from uniform_policies(sums.instance, SHARES[:1])
-
-
 def _place_with_reserve(
     sums: ResourceSums,
-    counts: _Counts,
+    counted: FluidSchedule,
+    numbers: CountProgram,
     phase: float,
     near: FluidSchedule | None = None,
     *,
     all_ends: tuple[Ends, ...] = ENDS,
     max_reserves: int = MAX_RESERVES,
 ) -> OffloadChoice:
-    """Return numbers of layers that leave as much memory free as copies of undivided layers need more than fluid ones."""
-    choice, simulated, ends = _best_placing(sums, counts.fluid, phase, near, all_ends)
+    """Place numbers of layers that leave as much memory free as copies of undivided layers need more than fluid ones."""
+    choice, simulated, ends = _best_placing(sums, counted, phase, near, all_ends)
     reserve = np.zeros(len(MEMORIES))
     for _ in range(max_reserves):
         excess = excess_by_memory(sums.instance, simulated)
         reserve += excess
-        fluid = counts.numbers.solve(reserve)[1] if excess.any() else None
+        fluid = numbers.solve(reserve)[1] if excess.any() else None
         if fluid is None:
             break
         choice, simulated, _ = _best_placing(sums, fluid, phase, near, (ends,))
@@ -232,7 +219,7 @@ def _best_placing(
     return best
 
 
-def _fastest(sums: ResourceSums, choices: Iterator[OffloadChoice], good_enough_s: float) -> SimulatedChoice | None:
+def _fastest(sums: ResourceSums, choices: Iterable[OffloadChoice], good_enough_s: float) -> SimulatedChoice | None:
     best: SimulatedChoice | None = None
     for choice in choices:
         candidate = change_until_it_fits(sums, choice)

@@ -146,7 +146,11 @@ def simulate_within(
     instance: OffloadInstance, choice: OffloadChoice, within_s: float, updates: dict[bytes, float], *, prefetch: int = 1
 ) -> SimulatedStep | None:
     """Run `simulate` until a step is known to take longer; ``updates`` remembers updates of the same problem."""
-    m, update_s = instance.num_microbatches, _update_s(instance, choice, updates)
+    masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters, choice.storage)
+    key = np.concatenate(masks).tobytes()
+    if key not in updates:
+        updates[key] = float(run_jobs(update_jobs(instance, choice), instance)[1].max(initial=0.0))
+    m, update_s = instance.num_microbatches, updates[key]
     jobs, indices = microbatch_jobs(instance, choice, prefetch)
     start, end = run_jobs(jobs, instance, within_s=(within_s - update_s) / m)
     microbatch_s = float(end.max(initial=0.0))
@@ -276,14 +280,6 @@ def update_bytes(i: OffloadInstance, choice: OffloadChoice) -> float:
     working = choice.take(i.working_bytes).max(initial=0.0)
     static = (i.parameter_bytes + i.gradient_bytes)[resident].sum() + states
     return float(static + 2 * streamed.max(initial=0.0) + i.fixed_bytes + working + i.update_bytes)
-
-
-def _update_s(i: OffloadInstance, choice: OffloadChoice, known: dict[bytes, float]) -> float:
-    masks = (choice.host_optimizer, choice.streamed_optimizer, choice.parameters, choice.storage)
-    key = b"".join(mask.tobytes() for mask in masks)
-    if key not in known:
-        known[key] = float(run_jobs(update_jobs(i, choice), i)[1].max(initial=0.0))
-    return known[key]
 
 
 def update_jobs(i: OffloadInstance, choice: OffloadChoice) -> list[Job]:
