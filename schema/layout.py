@@ -148,37 +148,22 @@ class Degrees:
         return maximum(self.stage_ranks // (self.ep * self.expert_tp * self.expert_shards), 1)
 
 
-def _text_if_changed(layout: Layout, name: str) -> str:
-    value = getattr(layout, name)
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return "" if value == Layout.model_fields[name].default else f"{name}={text}"
-
-
-def _no_text(layout: Layout, name: str) -> str:
-    return ""
-
-
-def _zero_text(layout: Layout, name: str) -> str:
+def _zero_text(layout: Layout) -> str:
     is_default = layout.zero_stage == _default_zero_stage({"cp": layout.cp, "pp": layout.pp})
     return "" if layout.dp_shard == 1 and is_default else f"zero={layout.zero_stage}"
 
 
-def _sequence_text(layout: Layout, name: str) -> str:
-    return (
-        ""
-        if layout.sequence_parallel == (layout.tp > 1)
-        else f"sequence_parallel={str(layout.sequence_parallel).lower()}"
-    )
+def _sequence_text(layout: Layout) -> str:
+    is_default = layout.sequence_parallel == (layout.tp > 1)
+    return "" if is_default else f"sequence_parallel={str(layout.sequence_parallel).lower()}"
 
 
-def _recompute_text(layout: Layout, name: str) -> str:
-    fraction = layout.recompute_fraction
-    return f"recompute={layout.recompute}" + (f"x{fraction:g}" if fraction < 1 else "")
+def _scaled_text(name: str, value: str, fraction: float) -> str:
+    return f"{name}={value}" + (f"x{fraction:g}" if fraction < 1 else "")
 
 
-def _offload_text(layout: Layout, name: str) -> str:
-    fraction = f"x{layout.offload_fraction:g}" if layout.offload_fraction < 1 else ""
-    return "" if layout.offload == "none" else f"offload={layout.offload}{fraction}"
+def _offload_text(layout: Layout) -> str:
+    return "" if layout.offload == "none" else _scaled_text("offload", layout.offload, layout.offload_fraction)
 
 
 @dataclass(frozen=True)
@@ -189,18 +174,15 @@ class LayoutField:
         scopes: what depends on it.
         is_degree: it counts ranks: layouts that are alike in all such fields are variants of one another.
         options: values that the search tries for a field without a step of its own in the enumeration; empty: the default only.
-        text: how it stands in ``str(layout)``; empty text: it is left out.
+        text: how it stands in ``str(layout)``, empty where it is left out; None: ``name=value`` where it is not the default.
         position: where: fields of a smaller one come first, those of the same one as they are declared.
     """
 
     scopes: tuple[Scope, ...] = ()
     is_degree: bool = False
     options: tuple[int, ...] = ()
-    text: Callable[[Layout, str], str] = _text_if_changed
+    text: Callable[[Layout], str] | None = None
     position: int = 1
-
-
-_OFFLOAD = LayoutField(("layer", "data"))
 
 
 def _default_zero_stage(data: Mapping[str, Any]) -> Literal[0, 1, 3]:
@@ -256,10 +238,10 @@ class Layout(Frozen, Degrees):
     num_model_chunks: Annotated[Count, LayoutField()] = 1
     micro_batch_size: Annotated[
         Count,
-        LayoutField(("layer", "operators"), position=2, text=lambda self, _: f"micro_batch={self.micro_batch_size}"),
+        LayoutField(("layer", "operators"), position=2, text=lambda self: f"micro_batch={self.micro_batch_size}"),
     ] = 1
     schedule: Annotated[
-        ScheduleName, LayoutField(position=4, text=lambda self, _: self.schedule if self.pp > 1 else "")
+        ScheduleName, LayoutField(position=4, text=lambda self: self.schedule if self.pp > 1 else "")
     ] = "1f1b"
     zero_stage: Annotated[Literal[0, 1, 2, 3], LayoutField(("data",), text=_zero_text)] = Field(
         default_factory=_default_zero_stage
@@ -270,10 +252,15 @@ class Layout(Frozen, Degrees):
     sequence_parallel: Annotated[bool, LayoutField(("layer", "operators"), text=_sequence_text)] = Field(
         default_factory=lambda data: data.get("tp", 1) > 1
     )
-    recompute: Annotated[LayoutRecompute, LayoutField(("layer",), position=3, text=_recompute_text)] = "none"
-    recompute_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=_no_text)] = 1.0
+    recompute: Annotated[
+        LayoutRecompute,
+        LayoutField(
+            ("layer",), position=3, text=lambda self: _scaled_text("recompute", self.recompute, self.recompute_fraction)
+        ),
+    ] = "none"
+    recompute_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=lambda _: "")] = 1.0
     offload: Annotated[Offload, LayoutField(("layer", "data"), position=3, text=_offload_text)] = "none"
-    offload_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=_no_text)] = 1.0
+    offload_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=lambda _: "")] = 1.0
     offload_activations: Annotated[float, Field(ge=0, le=1), LayoutField(("layer",), position=3)] = 0.0
     offload_to: Annotated[OffloadTarget, LayoutField(("layer", "data"), position=3)] = "host"
 
@@ -320,8 +307,14 @@ class Layout(Frozen, Degrees):
 
     def __str__(self) -> str:
         """Show the used fields as `parse` reads them: ``dp_shard=8 tp=8 pp=4 zero=1 micro_batch=1 recompute=none 1f1b``."""
-        fields = sorted(LAYOUT_FIELDS.items(), key=lambda item: item[1].position)
-        return " ".join(text for name, field in fields if (text := field.text(self, name)))
+        texts = []
+        for name, field in sorted(LAYOUT_FIELDS.items(), key=lambda item: item[1].position):
+            value = getattr(self, name)
+            if field.text is not None:
+                texts.append(field.text(self))
+            elif value != type(self).model_fields[name].default:
+                texts.append(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}")
+        return " ".join(filter(None, texts))
 
 
 LAYOUT_FIELDS: dict[str, LayoutField] = {
@@ -348,23 +341,20 @@ def check_fields(fields: Mapping[str, Any], names: Collection[str] | None = None
     Raises:
         ConfigError: a name is unknown or a value out of range.
     """
+    names = Layout.model_fields if names is None else names
     for name, value in fields.items():
+        if name not in names:
+            near = [field for field in names if name and field.startswith(name)]
+            near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ConfigError(f"unknown layout field {name!r}", help=f"{hint}fields are {', '.join(names)}")
         info = Layout.model_fields.get(name)
-        if name not in (Layout.model_fields if names is None else names):
-            raise _unknown_field(name, Layout.model_fields if names is None else names)
         try:
             field: Any = Count if info is None else Annotated[info.annotation, *info.metadata, "without its default"]
             TypeAdapter(field).validate_python(value)
         except ValidationError as error:
             raise ConfigError(f"{name} = {shown(value)}: {error.errors()[0]['msg']}") from None
     return dict(fields)
-
-
-def _unknown_field(name: str, names: Collection[str]) -> ConfigError:
-    near = [field for field in names if name and field.startswith(name)]
-    near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return ConfigError(f"unknown layout field {name!r}", help=f"{hint}fields are {', '.join(names)}")
 
 
 def parse_assignments(text: str) -> dict[str, Any]:
@@ -378,41 +368,31 @@ def parse_assignments(text: str) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     for item in filter(None, re.split(r"[,\s]+", re.sub(r"\s*=\s*", "=", text))):
-        for name, value in _assignments(item):
-            if name in fields:
-                raise ConfigError(f"layout field {name!r} is given twice")
-            fields[name] = _parse_value(name, value)
+        name, _, value = ("schedule", "=", item) if item in SCHEDULE_NAMES else item.partition("=")
+        if not value:
+            raise ConfigError(f"layout item {item!r} is not name=value", help="write e.g. tp=8,pp=4,recompute=full")
+        name = SHORT_FIELD_NAMES.get(name, name)
+        words = {name: value}
+        if name in ("recompute", "offload") and (scaled := re.fullmatch(r"([a-z]+)x([\d.e-]+)", value)):
+            words = {name: scaled[1], f"{name}_fraction": scaled[2]}
+        if twice := fields.keys() & words:
+            raise ConfigError(f"layout field {min(twice)!r} is given twice")
+        fields |= {key: _parse_value(key, word) for key, word in words.items()}
     return check_fields(fields)
 
 
-def _assignments(item: str) -> list[tuple[str, str]]:
-    if item in SCHEDULE_NAMES:
-        return [("schedule", item)]
-    name, equals, value = item.partition("=")
-    if not equals or not value:
-        raise ConfigError(f"layout item {item!r} is not name=value", help="write e.g. tp=8,pp=4,recompute=full")
-    name = SHORT_FIELD_NAMES.get(name, name)
-    scaled = re.fullmatch(r"([a-z]+)x([\d.e-]+)", value)
-    if name in ("recompute", "offload") and scaled:
-        return [(name, scaled[1]), (f"{name}_fraction", scaled[2])]
-    return [(name, value)]
+def _parse_value(name: str, text: str) -> Any:
+    if name not in Layout.model_fields or choices(name):
+        return text
+    kind = Layout.model_fields[name].annotation
+    try:
+        return {"true": True, "false": False}[text] if kind is bool else float(text) if kind is float else int(text)
+    except (KeyError, ValueError):
+        what = "true or false" if kind is bool else "a number" if kind is float else "a whole number"
+        raise ConfigError(f"{name} = {text!r}: must be {what}") from None
 
 
 def format_assignments(fields: Mapping[str, Any]) -> str:
     """Write fields of a Layout as `parse_assignments` reads them: ``tp=8,sequence_parallel=true``."""
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
     return ",".join(f"{name}={text}" for name, text in texts.items())
-
-
-def _parse_value(name: str, value: str) -> Any:
-    if name not in Layout.model_fields or choices(name):
-        return value
-    kind = Layout.model_fields[name].annotation
-    if kind is bool:
-        if value not in ("true", "false"):
-            raise ConfigError(f"{name} = {value!r}: must be true or false")
-        return value == "true"
-    try:
-        return float(value) if kind is float else int(value)
-    except ValueError:
-        raise ConfigError(f"{name} = {value!r}: must be a {'number' if kind is float else 'whole number'}") from None
