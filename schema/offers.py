@@ -93,11 +93,6 @@ class ParetoPoint(Frozen):
     host_bytes: NonNegativeInt = 0
 
 
-_KEYS = (
-    "name", "device", "devices_per_node", "link", "num_nodes", "min_nodes", "cluster", "price_per_device_hour",
-)  # fmt: skip
-
-
 _DEVICE_KEYS = ("device", "devices_per_node", "link", "num_nodes")
 
 
@@ -122,13 +117,15 @@ class Offer(Frozen):
         return self.cluster if num_nodes == self.cluster.num_nodes else with_nodes(self.cluster, num_nodes)
 
     @classmethod
-    def from_cluster(cls, cluster: ClusterSpec, *, price_per_device_hour: float | None = None, **fields: Any) -> Offer:
+    def from_cluster(
+        cls, cluster: ClusterSpec, *, name: str = "", price_per_device_hour: float | None = None, min_nodes: int = 1
+    ) -> Offer:
         """Offer a cluster at a price per device, or at the prices that its devices have.
 
         Raises:
             ConfigError: neither is there.
         """
-        name = fields.pop("name", cluster.name)
+        name = name or cluster.name
         if price_per_device_hour is not None:
             devices = (group.device.replace(price_per_hour=price_per_device_hour) for group in cluster.groups)
             groups = (group.replace(device=device) for group, device in zip(cluster.groups, devices, strict=True))
@@ -139,7 +136,7 @@ class Offer(Frozen):
                 f"offer {name}: {', '.join(lacking)} has no price in the catalogue",
                 help="state price_per_device_hour (USD) in the offers file (--offers)",
             )
-        return cls(name=name, cluster=cluster, **fields)
+        return cls(name=name, cluster=cluster, min_nodes=min_nodes)
 
 
 def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
@@ -184,53 +181,45 @@ def offers_from_file(path: str) -> tuple[Offer, ...]:
     tables = data.get("offers")
     if set(data) != {"offers"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ConfigError(f"{path} is no list of offers: it must hold [[offers]] tables and nothing else")
+    if not tables:
+        raise ConfigError(f"{path}: there is no offer in it", help="write an [[offers]] table")
     offers = tuple(
         _offer_from_table(table, f"{path}: offers[{i}]", Path(path).parent) for i, table in enumerate(tables)
     )
     names = [offer.name for offer in offers]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{path}: two offers are called {name}", help="give each a `name` of its own")
-    if not offers:
-        raise ConfigError(f"{path}: there is no offer in it", help="write an [[offers]] table")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{path}: two offers are called {twice}", help="give each a `name` of its own")
     return offers
 
 
 def _offer_from_table(table: Mapping[str, Any], where: str, folder: Path) -> Offer:
-    check_keys(table, _KEYS, where)
+    check_keys(table, ("name", *_DEVICE_KEYS, "min_nodes", "cluster", "price_per_device_hour"), where)
     price = table.get("price_per_device_hour")
     if price is not None and (type(price) not in (int, float) or not 0 < price < 1e6):
         raise ConfigError(f"{where}: price_per_device_hour = {shown(price)} is no price in USD such as 2.5")
     if ("device" in table) == ("cluster" in table):
         raise ConfigError(f"{where}: an offer is of a `device` or of a `cluster`: give one of them")
-    text = _device_cluster(table, where) if "device" in table else _named_cluster(table, where, folder)
-    cluster = ClusterSpec.parse(text)
-    fields: dict[str, Any] = {"name": table.get("name", cluster.name), "price_per_device_hour": price}
-    if "min_nodes" in table:
-        fields["min_nodes"] = count_from_table(table, "min_nodes", where)
-        if fields["min_nodes"] > cluster.num_nodes:
-            raise ConfigError(f"{where}: min_nodes {fields['min_nodes']} of {cluster.num_nodes} nodes")
-    elif "cluster" in table:
-        fields["min_nodes"] = cluster.num_nodes
-    return Offer.from_cluster(cluster, **fields)
-
-
-def _device_cluster(table: Mapping[str, Any], where: str) -> str:
-    device, link = table["device"], table.get("link")
-    if not isinstance(device, str) or not (link is None or isinstance(link, str)):
-        raise ConfigError(f"{where}: `device` and `link` are names of the catalogue")
-    per_node = count_from_table(table, "devices_per_node", where, find_device(device)[1]["devices_per_node"])
-    nodes = count_from_table(table, "num_nodes", where)
-    return f"{nodes}x{per_node}x{device}" + ("" if link is None else f"/{link}")
-
-
-def _named_cluster(table: Mapping[str, Any], where: str, folder: Path) -> str:
-    """Return the text of a cluster as the command line takes it; a file may lie next to the offers file."""
-    given = [key for key in _DEVICE_KEYS if key in table]
-    if given or not isinstance(table["cluster"], str):
-        raise ConfigError(
-            f"{where}: `cluster` is the name or file of a whole cluster" + (f", without {given}" * bool(given))
+    if "device" in table:
+        device, link = table["device"], table.get("link")
+        if not isinstance(device, str) or not (link is None or isinstance(link, str)):
+            raise ConfigError(f"{where}: `device` and `link` are names of the catalogue")
+        per_node = count_from_table(table, "devices_per_node", where, find_device(device)[1]["devices_per_node"])
+        text = f"{count_from_table(table, 'num_nodes', where)}x{per_node}x{device}" + (
+            "" if link is None else f"/{link}"
         )
-    text = str(table["cluster"])
-    path = folder / text
-    return str(path) if text.lower().endswith(".toml") and path.exists() else text
+    else:
+        text, given = table["cluster"], [key for key in _DEVICE_KEYS if key in table]
+        if given or not isinstance(text, str):
+            without = f", without {given}" if given else ""
+            raise ConfigError(f"{where}: `cluster` is the name or file of a whole cluster{without}")
+        if text.lower().endswith(".toml") and (folder / text).exists():  # a file next to the offers file
+            text = str(folder / text)
+    cluster = ClusterSpec.parse(text)
+    min_nodes = cluster.num_nodes if "cluster" in table else 1
+    if "min_nodes" in table:
+        min_nodes = count_from_table(table, "min_nodes", where)
+        if min_nodes > cluster.num_nodes:
+            raise ConfigError(f"{where}: min_nodes {min_nodes} of {cluster.num_nodes} nodes")
+    return Offer.from_cluster(
+        cluster, name=table.get("name", cluster.name), price_per_device_hour=price, min_nodes=min_nodes
+    )
