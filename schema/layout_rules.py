@@ -17,7 +17,7 @@ from .errors import ConfigError
 from .layers import Attention, Block, DenseMLP, LatentAttention, MoE
 from .layout import Layout
 from .layout_table import LayoutRow
-from .schedules import run_by
+from .schedules import SCHEDULES
 from .units import Numbers
 
 if TYPE_CHECKING:
@@ -291,8 +291,9 @@ RULES = (*ENGINE_RULES, *FSDP2_RULES, *VERSION_RULES)
 
 
 def _schedules_of(engine: str) -> Rule:
-    return Rule("schedule_of_engine", "pp schedule", lambda t, p: (t.pp == 1) | run_by(engine)[t.schedule],
-        lambda t, p: "the engine's pipelines run 1f1b only")
+    runs = np.array([engine in schedule.engines for schedule in SCHEDULES.values()])
+    return Rule("schedule_of_engine", "pp schedule", lambda t, p: (t.pp == 1) | runs[t.schedule],
+        "the engine's pipelines run 1f1b only")
 
 
 MEGATRON_RULES: tuple[Rule, ...] = (

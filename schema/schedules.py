@@ -20,16 +20,8 @@ Placement = Literal["loop", "wave"]
 InFlight = Callable[[Numbers, Numbers, Numbers], Numbers]
 
 
-def _all(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
-    return m
-
-
-def _one_f_one_b(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
+def _in_rounds(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
     return np.where(v > 1, ((v - 1) * p + 1) / v, 1.0)
-
-
-def _one(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
-    return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +64,12 @@ class Schedule:
     splits_vocabulary: bool = False
     torch_class: str = ""
     torch_names: tuple[str, str] = ("", "")
-    min_in_flight: InFlight = field(default=_one, repr=False)
+    min_in_flight: InFlight = field(default=lambda m, p, v: 1.0, repr=False)
 
     @property
     def idx(self) -> int:
         """Position in `SCHEDULE_NAMES`, which stands for the schedule in arrays."""
         return SCHEDULE_NAMES.index(self.name)
-
-    @property
-    def is_one_f_one_b(self) -> bool:
-        """Forward and entire backward passes in turn."""
-        return self.runs_in_rounds and not self.splits_backward
 
     def takes_chunks(self, num_model_chunks: int) -> bool:
         """Return whether a rank may hold so many model chunks under it."""
@@ -108,7 +95,7 @@ _RECORDS = (
         bound="whole_backward",
         torch_class="ScheduleGPipe",
         torch_names=("GPipe", ""),
-        min_in_flight=_all,
+        min_in_flight=lambda m, p, v: m,
     ),
     Schedule(
         name="1f1b",
@@ -120,7 +107,7 @@ _RECORDS = (
         splits_vocabulary=True,
         torch_class="Schedule1F1B",
         torch_names=("1F1B", "Interleaved1F1B"),
-        min_in_flight=_one_f_one_b,
+        min_in_flight=_in_rounds,
     ),
     Schedule(
         name="zb-h1",
@@ -128,7 +115,7 @@ _RECORDS = (
         runs_in_rounds=True,
         bound="deferred_weights",
         torch_names=("", "InterleavedZeroBubble"),
-        min_in_flight=lambda m, p, v: np.where(v > 1, _one_f_one_b(m, p, v), p),
+        min_in_flight=lambda m, p, v: np.where(v > 1, _in_rounds(m, p, v), p),
     ),
     Schedule(
         name="zb-h2", chunks="one", splits_backward=True, bound="in_turn", min_in_flight=lambda m, p, v: 2 * p - 1
@@ -172,12 +159,6 @@ else:
 def by_schedule(attribute: str) -> NDArray[Any]:
     """Return an attribute of every schedule, for arrays of schedules: ``by_schedule("splits_backward")[table.schedule]``."""
     return np.array([getattr(schedule, attribute) for schedule in SCHEDULES.values()])
-
-
-@cache
-def run_by(engine: str) -> NDArray[np.bool_]:
-    """Return for every schedule whether an engine runs it, to be indexed by arrays of schedules."""
-    return np.array([engine in schedule.engines for schedule in SCHEDULES.values()])
 
 
 def placement(

@@ -9,7 +9,7 @@ microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ STREAMS: tuple[Stream, ...] = ("compute", "communication", "optimizer")
 
 OFFLOAD_STREAMS: tuple[Stream, ...] = ("copies to the host", "copies to the device", "host processors", "storage")
 """Further streams of a step with an offload schedule, which work at the same time."""
+
+_THREADS = (*STREAMS, *OFFLOAD_STREAMS)
 
 NAMES = {"F": "forward", "B": "backward (input)", "W": "backward (weights)", "BW": "backward"}
 """Names of the letters of passes."""
@@ -66,12 +68,8 @@ class StepTimeline(NamedTuple):
 def chrome_trace(plan: TrainingPlan, steps: StepTimeline) -> dict[str, Any]:
     """Return a predicted step as an object to be written as JSON."""
     processes = _processes(plan.layout)
-    events = [
-        _event(piece, pid)
-        for pid, ranks in enumerate(processes)
-        for piece in steps.slices
-        if ranks.start in steps.ranks[piece.rank]
-    ]
+    pieces = ((pid, piece) for pid in range(len(processes)) for piece in steps.slices)
+    events = [_event(piece, pid) for pid, piece in pieces if processes[pid].start in steps.ranks[piece.rank]]
     return _trace(plan, "predicted", processes, events, step_time_s=steps.step_time_s)
 
 
@@ -106,41 +104,32 @@ def _trace(
     plan: TrainingPlan, kind: str, processes: Sequence[range], events: list[dict[str, Any]], **others: Any
 ) -> dict[str, Any]:
     used = {event["tid"] for event in events}
-    streams = [stream for stream in _THREADS if stream in STREAMS or _THREADS.index(stream) in used]
+    titles: list[dict[str, Any]] = []
+    for pid, ranks in enumerate(processes):
+        name = f"pipeline rank {pid} (ranks {ranks.start}..{ranks.stop - 1})" if len(ranks) > 1 else f"rank {pid}"
+        titles.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        titles.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
+        for thread, stream in enumerate(_THREADS):
+            if stream in STREAMS or thread in used:
+                titles.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": stream}})
     return {
         "displayTimeUnit": "ms",
         "otherData": {"kind": kind, "layout": str(plan.layout), **others},
-        "traceEvents": [*_names(processes, streams), *events],
+        "traceEvents": [*titles, *events],
     }
 
 
-_THREADS = (*STREAMS, *OFFLOAD_STREAMS)
-
-
-def _names(processes: Sequence[range], streams: Sequence[Stream]) -> Iterator[dict[str, Any]]:
-    for pid, ranks in enumerate(processes):
-        name = f"pipeline rank {pid} (ranks {ranks.start}..{ranks.stop - 1})" if len(ranks) > 1 else f"rank {pid}"
-        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-        for stream in streams:
-            thread = _THREADS.index(stream)
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": stream}}
-
-
 def _event(piece: Slice, pid: int) -> dict[str, Any]:
-    is_once_a_step = piece.micro_batch < 0
-    letter = piece.kind in NAMES
+    of_micro_batch, is_pass = piece.micro_batch >= 0, piece.kind in NAMES
+    arguments = {"stage": piece.stage, "micro_batch": piece.micro_batch} if of_micro_batch else {}
+    arguments |= {"layer": piece.layer} if piece.layer >= 0 else {}
     event: dict[str, Any] = {
         "ph": "X",
-        "name": piece.kind if is_once_a_step or not letter else f"{piece.kind}{piece.micro_batch}",
-        "cat": NAMES[piece.kind] if letter else piece.stream,
+        "name": f"{piece.kind}{piece.micro_batch}" if of_micro_batch and is_pass else piece.kind,
+        "cat": NAMES[piece.kind] if is_pass else piece.stream,
         "pid": pid,
         "tid": _THREADS.index(piece.stream),
         "ts": 1e6 * piece.start_s,
         "dur": 1e6 * piece.seconds,
     }
-    if not is_once_a_step:
-        event["args"] = {"stage": piece.stage, "micro_batch": piece.micro_batch}
-    if piece.layer >= 0:
-        event["args"] = {**event.get("args", {}), "layer": piece.layer}
-    return event
+    return {**event, "args": arguments} if arguments else event

@@ -239,7 +239,7 @@ def pipeline_s(shape: PipelineShape, passes: StagePasses, transfer_s: FloatArray
     try:
         return makespan_s(shape, forward + each_way, backward + each_way, weight)
     except ConfigError:
-        if not shape.record.is_one_f_one_b:
+        if not shape.record.runs_in_rounds or shape.record.splits_backward:
             raise
         busy = np.bincount(rank_of_stage, forward + backward + weight, shape.pp) + transfer_s
         return float(pipelined_s(busy, shape.num_microbatches, chunks))
