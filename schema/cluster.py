@@ -265,13 +265,12 @@ class ClusterSpec(Frozen):
     @model_validator(mode="after")
     def _matrix_joins_all_nodes(self) -> Self:
         matrix, size = self.bandwidth_matrix or (), self.num_nodes
-        if matrix and (len(matrix) != size or any(len(row) != size for row in matrix)):
+        if matrix and {len(matrix), *map(len, matrix)} != {size}:
             raise ValueError(f"bandwidth_matrix must be {size} x {size} (nodes)")
-        for i, row in enumerate(matrix):
-            slow = [j for j, rate in enumerate(row) if i != j and rate < MIN_BANDWIDTH]
-            if slow:
+        for i, j in itertools.permutations(range(len(matrix)), 2):
+            if matrix[i][j] < MIN_BANDWIDTH:
                 raise ValueError(
-                    f"bandwidth_matrix[{i}][{slow[0]}] is {row[slow[0]]:g} bytes/s: every two nodes must reach each other"
+                    f"bandwidth_matrix[{i}][{j}] is {matrix[i][j]:g} bytes/s: every two nodes must reach each other"
                 )
         return self
 
@@ -297,8 +296,34 @@ class ClusterSpec(Frozen):
 
     @cached_property
     def parts(self) -> tuple[ClusterPart, ...]:
-        """Device pools: nodes that are alike in devices and links, as clusters; none where all nodes are alike."""
-        return cluster_parts(self)
+        """Device pools in the order of the groups: nodes alike in devices and links; none where all nodes are alike."""
+        kinds: list[list[int]] = []
+        for i, group in enumerate(self.groups):
+            kind = next((kind for kind in kinds if _are_alike(self.groups[kind[0]], group)), None)
+            if kind is None:
+                kinds.append(kind := [])
+            kind.append(i)
+        if len(kinds) == 1:
+            return ()
+        first = [0, *itertools.accumulate(group.num_nodes for group in self.groups)]
+        parts = []
+        for k, kind in enumerate(kinds):
+            nodes = tuple(node for i in kind for node in range(first[i], first[i + 1]))
+            group = max((self.groups[i] for i in kind), key=lambda group: len(group.levels))
+            alike = group.replace(num_nodes=len(nodes), levels=())
+            cluster = self.replace(
+                name=f"{self.name}[{k}]",
+                groups=(alike,),
+                levels=joined_levels(group.levels or self.levels, alike.num_devices),
+                bandwidth_matrix=self.bandwidths_of(nodes),
+            )
+            parts.append(ClusterPart(cluster, tuple(kind), nodes))
+        return tuple(parts)
+
+    def bandwidths_of(self, nodes: Sequence[int]) -> tuple[tuple[float, ...], ...] | None:
+        """Return the rows and columns of the bandwidth matrix of some nodes."""
+        matrix = self.bandwidth_matrix
+        return None if matrix is None else tuple(tuple(matrix[i][j] for j in nodes) for i in nodes)
 
     @property
     def is_mixed(self) -> bool:
@@ -309,10 +334,8 @@ class ClusterSpec(Frozen):
     def weakest_device(self) -> Device:
         """Minimum of memory, bandwidth and peak over all groups: what a layout that treats all ranks alike may count on."""
         devices = [group.device for group in self.groups]
-        peaks: dict[str, float | None] = {}
-        for dtype in PeakFlops.model_fields:
-            rates = [getattr(device.peak_flops_per_s, dtype) for device in devices]
-            peaks[dtype] = None if None in rates else min(rates)
+        rates = {dtype: [getattr(d.peak_flops_per_s, dtype) for d in devices] for dtype in PeakFlops.model_fields}
+        peaks = {dtype: None if None in of_dtype else min(of_dtype) for dtype, of_dtype in rates.items()}
         slowest = min(
             devices, key=lambda d: d.peak_flops_per_s.bf16 or d.peak_flops_per_s.fp16 or d.peak_flops_per_s.fp32 or 0
         )
@@ -339,10 +362,8 @@ class ClusterSpec(Frozen):
     @property
     def price_per_hour(self) -> float | None:
         """USD per hour of the whole cluster; None unless every device has a price."""
-        prices = [group.device.price_per_hour for group in self.groups]
-        if any(price is None for price in prices):
-            return None
-        return sum(group.num_devices * (price or 0) for group, price in zip(self.groups, prices, strict=True))
+        prices = [(group.num_devices, group.device.price_per_hour) for group in self.groups]
+        return None if any(price is None for _, price in prices) else sum(n * (price or 0) for n, price in prices)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -379,30 +400,11 @@ def part_label(parts: Sequence[ClusterPart], g: int) -> str:
     return parts[g].device if len(same) == 1 else f"{parts[g].device}/{parts[g].cluster.levels[-1].link.name}"
 
 
-def cluster_parts(cluster: ClusterSpec) -> tuple[ClusterPart, ...]:
-    """Return the device pools of a cluster in the order in which it lists them; none where all nodes are alike."""
-    kinds: list[list[int]] = []
-    for i, group in enumerate(cluster.groups):
-        alike = next((kind for kind in kinds if _are_alike(cluster.groups[kind[0]], group)), None)
-        if alike is None:
-            kinds.append([i])
-        else:
-            alike.append(i)
-    if len(kinds) == 1:
-        return ()
-    first = [sum(group.num_nodes for group in cluster.groups[:i]) for i in range(len(cluster.groups))]
-    parts = []
-    for k, members in enumerate(kinds):
-        nodes = tuple(first[i] + n for i in members for n in range(cluster.groups[i].num_nodes))
-        parts.append(ClusterPart(_part_cluster(cluster, k, members, nodes), tuple(members), nodes))
-    return tuple(parts)
-
-
 def with_parts_in_order(cluster: ClusterSpec, parts: Sequence[ClusterPart]) -> ClusterSpec:
     """Return the cluster with its groups listed pool by pool, in the given order."""
     nodes = [n for part in parts for n in part.nodes]
     groups = tuple(cluster.groups[i] for part in parts for i in part.groups)
-    return cluster.replace(groups=groups, bandwidth_matrix=_matrix_of_nodes(cluster.bandwidth_matrix, nodes))
+    return cluster.replace(groups=groups, bandwidth_matrix=cluster.bandwidths_of(nodes))
 
 
 def _are_alike(one: NodeGroup, other: NodeGroup) -> bool:
@@ -410,20 +412,3 @@ def _are_alike(one: NodeGroup, other: NodeGroup) -> bool:
     links = zip(one.levels, other.levels, strict=False)
     same_links = bool(one.levels) == bool(other.levels) and all(a.link == b.link for a, b in links)
     return same_links and one.replace(num_nodes=1, levels=()) == other.replace(num_nodes=1, levels=())
-
-
-def _part_cluster(cluster: ClusterSpec, k: int, groups: Sequence[int], nodes: Sequence[int]) -> ClusterSpec:
-    group = max((cluster.groups[i] for i in groups), key=lambda group: len(group.levels))
-    members = group.replace(num_nodes=len(nodes), levels=())
-    return cluster.replace(
-        name=f"{cluster.name}[{k}]",
-        groups=(members,),
-        levels=joined_levels(group.levels or cluster.levels, members.num_devices),
-        bandwidth_matrix=_matrix_of_nodes(cluster.bandwidth_matrix, nodes),
-    )
-
-
-def _matrix_of_nodes(
-    matrix: tuple[tuple[float, ...], ...] | None, nodes: Sequence[int]
-) -> tuple[tuple[float, ...], ...] | None:
-    return None if matrix is None else tuple(tuple(matrix[i][j] for j in nodes) for i in nodes)

@@ -162,12 +162,11 @@ def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
         inner = size
         if size == total:
             break
-    matrix = cluster.bandwidth_matrix
     return cluster.replace(
         name=f"{cluster.name}, {num_nodes} nodes",
         groups=(group,),
         levels=tuple(levels),
-        bandwidth_matrix=None if matrix is None else tuple(row[:num_nodes] for row in matrix[:num_nodes]),
+        bandwidth_matrix=cluster.bandwidths_of(range(num_nodes)),
     )
 
 
