@@ -20,7 +20,19 @@ MAX_LAYERS = 10_000
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
-class Mixer(Frozen):
+class Component(Frozen):
+    """Abstract base of layers and their parts."""
+
+    @abstractmethod
+    def num_params(self, hidden_dim: int) -> int:
+        """Return the parameters with biases; of what is shared with another layer none."""
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Return the parameters that one token goes through."""
+        return self.num_params(hidden_dim)
+
+
+class Mixer(Component):
     """Abstract base of what mixes the tokens of a block: attention, or what stands in its place.
 
     A new kind is a class here that joins `Attention`, its operators and saved bytes (registered for the class in
@@ -31,10 +43,6 @@ class Mixer(Frozen):
     """
 
     is_attention: ClassVar[bool] = True
-
-    @abstractmethod
-    def num_params(self, hidden_dim: int) -> int:
-        """Return the parameters with projections, norms and biases."""
 
 
 class SoftmaxAttention(Mixer):
@@ -85,9 +93,7 @@ class SoftmaxAttention(Mixer):
         """Return the parameters: q, k, v and output projections, biases, query/key norms, sinks."""
         weights = hidden_dim * (2 * self.q_dim + 2 * self.kv_dim)
         biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.out_bias * hidden_dim
-        norms = {"none": 0, "weightless": 0, "per_head": 2 * self.head_dim, "full": self.q_dim + self.kv_dim}[
-            self.qk_norm
-        ]
+        norms = {"per_head": 2 * self.head_dim, "full": self.q_dim + self.kv_dim}.get(self.qk_norm, 0)
         return weights + biases + norms + self.sinks * self.num_heads
 
 
@@ -133,7 +139,7 @@ class LatentAttention(Mixer):
 Attention = Annotated[SoftmaxAttention | LatentAttention, Field(discriminator="kind")]
 
 
-class DenseMLP(Frozen):
+class DenseMLP(Component):
     """Two projections [D,F] and [F,D], or three when gated (SwiGLU, GeGLU)."""
 
     kind: Literal["dense"] = "dense"
@@ -147,12 +153,8 @@ class DenseMLP(Frozen):
         up = 2 if self.gated else 1
         return (up + 1) * hidden_dim * self.ffn_dim + self.bias * (up * self.ffn_dim + hidden_dim)
 
-    def num_active_params(self, hidden_dim: int) -> int:
-        """Return the parameters that one token goes through."""
-        return self.num_params(hidden_dim)
 
-
-class MoE(Frozen):
+class MoE(Component):
     """A router [D,E] and E experts of which a token visits top_k, plus shared experts that every token visits.
 
     Attributes:
@@ -202,9 +204,8 @@ class MoE(Frozen):
     def num_dense_params(self, hidden_dim: int) -> int:
         """Return the parameters of router and shared experts: those that every token goes through."""
         shared = self.shared.num_params(hidden_dim) if self.shared else 0
-        return (
-            hidden_dim * self.num_experts + self.router_bias * self.num_experts + shared + self.shared_gate * hidden_dim
-        )
+        router = (hidden_dim + self.router_bias) * self.num_experts
+        return router + shared + self.shared_gate * hidden_dim
 
     def num_params(self, hidden_dim: int) -> int:
         """Return the parameters of router, shared and all routed experts."""
@@ -287,7 +288,7 @@ class Rope(Frozen):
     truncate: bool = True
 
 
-class LayerKind(Frozen):
+class LayerKind(Component):
     """Abstract base of the layers: what costs, stages and the runtime need to know of a layer of any kind.
 
     A new kind of layer is a class here, its operators and saved bytes (registered for the class in cost_models/layer/), its module
@@ -300,14 +301,6 @@ class LayerKind(Frozen):
     is_block: ClassVar[bool] = False
     is_embedding: ClassVar[bool] = False
     is_head: ClassVar[bool] = False
-
-    @abstractmethod
-    def num_params(self, hidden_dim: int) -> int:
-        """Return the parameters that the layer owns."""
-
-    def num_active_params(self, hidden_dim: int) -> int:
-        """Return the parameters that one token goes through."""
-        return self.num_params(hidden_dim)
 
     @property
     def counted(self) -> Traced | None:
@@ -370,24 +363,17 @@ class Block(LayerKind):
         """The block itself."""
         return self
 
-    def num_norm_params(self, hidden_dim: int) -> int:
-        """Return the parameters of the norms over D."""
-        return self.num_norms * (1 + self.norm_bias) * hidden_dim
-
     def num_params(self, hidden_dim: int) -> int:
         """Return the parameters."""
-        if self.traced:
-            return self.traced.num_params
-        return (
-            self.attention.num_params(hidden_dim) + self.mlp.num_params(hidden_dim) + self.num_norm_params(hidden_dim)
-        )
+        return self._num_params(hidden_dim, self.mlp.num_params(hidden_dim))
 
     def num_active_params(self, hidden_dim: int) -> int:
         """Return the parameters that one token goes through."""
-        if self.traced:
-            return self.traced.num_params
-        attention = self.attention.num_params(hidden_dim)
-        return attention + self.mlp.num_active_params(hidden_dim) + self.num_norm_params(hidden_dim)
+        return self._num_params(hidden_dim, self.mlp.num_active_params(hidden_dim))
+
+    def _num_params(self, hidden_dim: int, of_mlp: int) -> int:
+        norms = self.num_norms * (1 + self.norm_bias) * hidden_dim
+        return self.traced.num_params if self.traced else self.attention.num_params(hidden_dim) + of_mlp + norms
 
 
 class Head(LayerKind):
