@@ -40,10 +40,8 @@ from .offload.schedule import layer_of
 from .training.step_clock import StepClock
 
 _DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16-mixed": torch.bfloat16,
-    "fp16-mixed": torch.float16,
-}
+    "fp32": torch.float32, "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16,
+}  # fmt: skip
 
 
 def compute_dtype(plan: TrainingPlan) -> torch.dtype:
@@ -58,7 +56,11 @@ def compute_dtype(plan: TrainingPlan) -> torch.dtype:
 
 def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> "ReductionTimer | None":
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
-    if _is_replicated(mesh, plan):
+    layout = plan.layout
+    is_only_axis = mesh.pp is None and mesh.tp is None and mesh.expert_mesh is None and layout.cp == 1
+    is_unsharded = layout.zero_stage == 0 and layout.dp_replicate > 1 and plan.offload is None
+    # Not under cp, whose backward pass waits for collectives of its own between DDP's: on gloo that was seen to hang.
+    if is_only_axis and is_unsharded and plan.workload.precision == "fp32":
         if not plan.workload.has_backward:
             return None
         reduction = ReductionTimer(mesh.fsdp["dp_replicate"].get_group())
@@ -66,15 +68,13 @@ def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) 
         assert isinstance(module, DDP)
         module.register_comm_hook(reduction, _reduce)
         return reduction
-    shard_units(
-        stage,
-        mesh,
-        plan,
-        blocks=[(int(name) + 1, block) for name, block in stage.model.layers.items()],
-        outer=_outer_units(stage),
-        head=stage.lm_head,
-        placement=expert_placement(stage, mesh),
-    )
+    blocks = [(int(name) + 1, block) for name, block in stage.model.layers.items()]
+    model, head, outer = stage.model, stage.lm_head, list[list[nn.Module]]()
+    if not stage.spec.tie_embeddings or model.embed_tokens is None or head is None:
+        groups = ((model.embed_tokens, model.embed_positions), (model.norm, head))
+        outer = [unit for group in groups if (unit := [module for module in group if module is not None])]
+    placement = expert_placement(stage, mesh)
+    shard_units(stage, mesh, plan, blocks=blocks, outer=outer, head=head, placement=placement)
     return None
 
 
@@ -131,15 +131,6 @@ def _streamed(plan: TrainingPlan) -> frozenset[int]:
     return frozenset() if plan.offload is None else frozenset(plan.offload.streamed_parameter_layers)
 
 
-def _outer_units(stage: Decoder) -> list[list[nn.Module]]:
-    """Return the modules that are gathered together besides blocks."""
-    model, head = stage.model, stage.lm_head
-    if stage.spec.tie_embeddings and model.embed_tokens is not None and head is not None:
-        return []
-    groups = ((model.embed_tokens, model.embed_positions), (model.norm, head))
-    return [unit for group in groups if (unit := [module for module in group if module is not None])]
-
-
 def before_micro_batch(stage: nn.Module, plan: TrainingPlan, *, is_last: bool) -> None:
     """Tell DDP or FSDP whether this micro-batch ends the step: below zero 2 gradients wait for it, parameters stay gathered."""
     if isinstance(stage, DDP):
@@ -153,17 +144,6 @@ def before_micro_batch(stage: nn.Module, plan: TrainingPlan, *, is_last: bool) -
                 assert isinstance(block, FSDPModule)
                 block.set_requires_gradient_sync(True)
                 block.set_reshard_after_backward(True)
-
-
-def _is_replicated(mesh: ParallelMesh, plan: TrainingPlan) -> bool:
-    """Tell whether ranks hold unsharded fp32 replicas of one stage and do nothing else: the case of DDP.
-
-    Not under cp, whose backward pass waits for collectives of its own between DDP's: on gloo that was seen to hang.
-    """
-    layout = plan.layout
-    is_only_axis = mesh.pp is None and mesh.tp is None and mesh.expert_mesh is None and layout.cp == 1
-    is_unsharded = layout.zero_stage == 0 and layout.dp_replicate > 1 and plan.offload is None
-    return is_only_axis and is_unsharded and plan.workload.precision == "fp32"
 
 
 class ReductionTimer:

@@ -22,7 +22,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from ..schema.errors import RuntimeMismatchError
 from ..schema.layers import Block, MoE
-from ..schema.layout import Layout
 from ..schema.training_plan import TrainingPlan
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
@@ -41,8 +40,12 @@ def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan
         weights = mesh.tp
     else:
         return
+    # The gradient of the mean loss is the sum over all tokens divided by the ranks that see different data; `fully_shard`
+    # divides by an expert's copies.
+    layout = plan.layout
+    gradient_ratio = 1.0 if layout.experts_follow_tp else layout.expert_copies / (layout.dp * layout.cp)
     for mixture in _mixtures(stage).values():
-        mixture.ranks, mixture.experts.gradient_ratio = ranks, gradient_ratio(plan.layout)
+        mixture.ranks, mixture.experts.gradient_ratio = ranks, gradient_ratio
         # The rows of the stack are sharded over ep, and of each expert the width F over etp (or tp).
         for name, width in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
             placements: list[Placement] = [Shard(0 if axis == "ep" else width) for axis in weights.mesh_dim_names or ()]
@@ -61,14 +64,6 @@ def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan
 
 def _mixtures(stage: Decoder) -> dict[str, MixtureOfExperts]:
     return {name: block.mlp for name, block in stage.model.layers.items() if isinstance(block.mlp, MixtureOfExperts)}
-
-
-def gradient_ratio(layout: Layout) -> float:
-    """Return the factor on an expert's gradients: its copies over the ranks that see different data.
-
-    The gradient of the mean loss is the sum over all tokens divided by the latter; fully_shard divides by the former.
-    """
-    return 1.0 if layout.experts_follow_tp else layout.expert_copies / (layout.dp * layout.cp)
 
 
 def expert_placement(stage: Decoder, mesh: ParallelMesh) -> Callable[[nn.Parameter], Any] | None:

@@ -1,12 +1,10 @@
 """AdamW whose states lie on the device, in the host's memory or in a file, parameter by parameter, behind one optimizer.
 
-| place    | states               | who updates                                      | bytes of fp32 that move in a step     |
-|----------|----------------------|--------------------------------------------------|---------------------------------------|
-| own      | with the parameter   | the device, or the host under CPUOffloadPolicy   | none here                             |
-| host     | host, with a copy    | the host's processors                            | gradient down 4, new parameter up 4   |
-|          | of the parameter     |                                                  |                                       |
-| streamed | host                 | the device, while the states of the next one     | states up 8, states down 8            |
-|          |                      | come and those of the one before go              |                                       |
+| place    | states                  | who updates                                         | bytes of fp32 that move in a step   |
+|----------|-------------------------|-----------------------------------------------------|-------------------------------------|
+| own      | with the parameter      | the device, or the host under CPUOffloadPolicy      | none here                           |
+| host     | host, with a copy of it | the host's processors                               | gradient down 4, new parameter up 4 |
+| streamed | host                    | the device, while the next ones come and others go  | states up 8, states down 8          |
 
 The update is torch's fused AdamW everywhere, so that where device and host are both CPUs no bit differs from an optimizer without
 offload; a GPU's and a CPU's kernel may round the last place differently.

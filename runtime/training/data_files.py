@@ -1,6 +1,4 @@
-"""Data of a training run: text as one long stream of bytes, or files of token ids that a tokenizer has made of it.
-
-`meshwright tokens` writes token files, `meshwright apply --data` reads them.
+"""Data of a training run: text as one long stream of bytes, or files of token ids, which `meshwright tokens` makes of text.
 
 A ``.bin`` file is a header of 32 bytes and then ids, little-endian:
 
@@ -146,7 +144,6 @@ def open_token_files(paths: Sequence[Path]) -> TokenFiles:
 
 
 def _open(path: Path) -> tuple[np.ndarray, int]:
-    """Return the ids of a file, and the largest one known."""
     try:
         ids, largest = _open_npy(path) if path.suffix == ".npy" else _open_bin(path)
     except OSError as error:
@@ -189,31 +186,17 @@ def _open_npy(path: Path) -> tuple[np.ndarray, int]:
     if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu":
         actual = "no .npy file" if ids is None else f"an array {list(ids.shape)} of {ids.dtype}"
         raise ConfigError(f"{path} is {actual}; token ids are one row of integers")
-    smallest, largest = _scan(ids)
+    width, num_parts = (len(ids), 1) if len(ids) <= _SCAN_TOKENS else (_SCAN_TOKENS // _SCAN_PARTS, _SCAN_PARTS)
+    starts = np.linspace(0, len(ids) - width, num_parts).astype(np.int64).tolist()
+    parts = [ids[start : start + width] for start in starts]
+    smallest = min(int(part.min(initial=0)) for part in parts)
     if smallest < 0:
         raise ConfigError(f"{path} holds the token id {smallest}; ids are not negative")
-    return ids, largest
-
-
-def _scan(ids: np.ndarray) -> tuple[int, int]:
-    """Return the smallest and the largest id; of a long file, of parts of it."""
-    if not len(ids):
-        return 0, 0
-    width = len(ids) if len(ids) <= _SCAN_TOKENS else _SCAN_TOKENS // _SCAN_PARTS
-    starts = np.linspace(0, len(ids) - width, 1 if width == len(ids) else _SCAN_PARTS).astype(np.int64)
-    parts = [ids[start : start + width] for start in starts.tolist()]
-    return min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
+    return ids, max(int(part.max(initial=0)) for part in parts)
 
 
 def write_tokens(path: Path, pieces: Iterable[np.ndarray], *, vocab_size: int) -> int:
-    """Write ids piece by piece, under another name until the file is complete.
-
-    Args:
-        vocab_size: decides between two and four bytes an id.
-
-    Returns:
-        The number of ids.
-    """
+    """Write ids, of two or four bytes, under another name until the file is complete; return their number."""
     width = 2 if vocab_size <= 2**16 else 4
     count = largest = 0
     try:
@@ -243,10 +226,9 @@ def write_tokens(path: Path, pieces: Iterable[np.ndarray], *, vocab_size: int) -
 
 
 def find_text(paths: Sequence[str | Path] = ()) -> TextCorpus:
-    """Return the text files at ``paths``; with no path the Python standard library's own sources.
+    """Return the text files at ``paths``, folders searched in sorted order; with no path the Python standard library's sources.
 
-    Folders are searched to their full depth in sorted order; hidden files, empty files and files with a NUL byte in
-    their first 8 KiB are left out.
+    Hidden files, empty files and files with a NUL byte in their first 8 KiB are left out.
     """
     suffix = "" if paths else ".py"
     roots = [Path(path) for path in paths] or [Path(sysconfig.get_path("stdlib"))]
@@ -304,15 +286,7 @@ def load_tokenizer(path: str | Path) -> Any:
 def make_token_file(
     corpus: TextCorpus, path: Path, *, tokenizer: str | Path | None = None, end_token: str | None = None
 ) -> int:
-    """Write the tokens of text files.
-
-    Args:
-        tokenizer: None makes every byte a token.
-        end_token: a token of the tokenizer that is put after every file.
-
-    Returns:
-        The number of tokens.
-    """
+    """Write the tokens of text files (bytes without a tokenizer), each with an ``end_token`` behind it; return their number."""
     if tokenizer is None:
         if end_token is not None:
             raise ConfigError("--end-token needs a --tokenizer that knows it")

@@ -133,15 +133,28 @@ def summarise(
         ranks: one entry per rank.
     """
     warmup = WARMUP_STEPS if len(step_times_s) > WARMUP_STEPS else 0
-    step_time_s = statistics.median(step_times_s[warmup:])
+    step_time_s, parts = statistics.median(step_times_s[warmup:]), plan.estimate.breakdown_s
     predicted = {
         **{name: getattr(plan.estimate, name) for name in _COMPARED},
         "step_time_interval_s": plan.estimate.step_time_interval_s.model_dump(),
-        "parts_s": _predicted_parts_s(plan),
+        # Of the busiest rank, in the parts that a run can tell apart; they sum to the step time.
+        "parts_s": {
+            "compute": parts.compute + parts.recompute,
+            "communication": parts.tp + parts.cp + parts.ep + parts.dp,
+            "pipeline_wait": parts.pp + parts.bubble,
+            "optimizer": parts.optimizer,
+        },
     }
-    parts_s = [_parts_of_steps(rank["parts_s"], len(step_times_s) - warmup) for rank in ranks]
+    # [T, len(STEP_PARTS)] of each rank: the steps that count, as far as they were retained.
+    counted = len(step_times_s) - warmup
+    parts_s = [
+        np.array([[step[name] for name in STEP_PARTS] for step in rank["parts_s"][-counted:]]).reshape(
+            -1, len(STEP_PARTS)
+        )
+        for rank in ranks
+    ]
     medians = [
-        dict(zip(STEP_PARTS, np.median(parts, axis=0).tolist(), strict=True)) if len(parts) else {} for parts in parts_s
+        dict(zip(STEP_PARTS, np.median(steps, axis=0).tolist(), strict=True)) if len(steps) else {} for steps in parts_s
     ]
     measured = {
         "step_time_s": step_time_s,
@@ -163,17 +176,6 @@ def summarise(
     return {"predicted": predicted, "measured": measured, "ratio": ratio}
 
 
-def _predicted_parts_s(plan: TrainingPlan) -> dict[str, float]:
-    """Return what the plan expects of the busiest rank, in the parts that a run can tell apart; they sum to the step time."""
-    parts = plan.estimate.breakdown_s
-    return {
-        "compute": parts.compute + parts.recompute,
-        "communication": parts.tp + parts.cp + parts.ep + parts.dp,
-        "pipeline_wait": parts.pp + parts.bubble,
-        "optimizer": parts.optimizer,
-    }
-
-
 def _measured_parts_s(medians: Sequence[dict[StepPart, float]]) -> dict[str, float]:
     """Return the parts of the rank that computes longest, under the names of the prediction, and what has none."""
     if not all(medians):
@@ -182,12 +184,6 @@ def _measured_parts_s(medians: Sequence[dict[StepPart, float]]) -> dict[str, flo
     passes: tuple[StepPart, ...] = ("forward", "backward")
     rest = {name: seconds for name, seconds in busiest.items() if name not in passes}
     return {"compute": sum(busiest[name] for name in passes), **rest}
-
-
-def _parts_of_steps(parts_s: Sequence[dict[StepPart, float]], num_counted: int) -> FloatArray:
-    """Return the parts [T, len(STEP_PARTS)] of the steps that count, as far as they were retained."""
-    counted = parts_s[max(0, len(parts_s) - num_counted) :]
-    return np.array([[step[name] for name in STEP_PARTS] for step in counted], dtype=float).reshape(-1, len(STEP_PARTS))
 
 
 def _stragglers(plan: TrainingPlan, parts_s: Sequence[FloatArray]) -> list[Straggler]:
