@@ -32,10 +32,8 @@ class ParallelMesh:
 
     Attributes:
         device_mesh: the used axes; its entries are ranks of the default process group (devices of the plan).
-        layout: the degrees.
         rank: the plan's rank that this process runs (not its rank in the default group: ``plan.rank_map`` lies between).
         stage_idxs: the stages of the plan that this process holds, in the order of the model.
-        num_stages: of the plan.
         exchange: the ranks of cp among which tokens are exchanged for heads; None where there is one.
         ring: the ranks of cp among which keys and values go round; None where there is one.
         expert_mesh: the ranks of this stage by EXPERT_AXES, those of size 1 left out but expert_shard; None where experts have no

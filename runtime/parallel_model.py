@@ -39,11 +39,7 @@ class LossScale:
 
     It is halved when a gradient overflows (that step changes nothing) and doubled after `GROWTH_STEPS` steps without
     (Micikevicius et al., arXiv:1710.03740). What decides is the norm of all gradients, which every rank knows: all of them skip
-    a step, or none. A power of two, so that it changes no digit; 1 in other precisions.
-
-    Attributes:
-        is_dynamic: false outside fp16-mixed, where the factor stays 1.
-        steps: since it last changed.
+    a step, or none. A power of two, so that it changes no digit; 1 in other precisions. ``steps`` are counted since it changed.
     """
 
     value: float
@@ -76,12 +72,8 @@ class ParallelModel:
     """One rank's part of a model: what `parallelize` returns.
 
     Attributes:
-        plan: what is executed.
-        mesh: position of this rank.
         module: this rank's layers, sharded: the entire model, one pipeline stage, or the layers of all its stages together (which
             the schedule runs stage by stage; this module then only holds them under their names).
-        device: of this rank.
-        clock: measures where the seconds of a step go.
         loss_scale: factor on the loss for the backward pass; whoever updates the parameters updates it as well.
         offload: its traffic with the host; None where the plan has no offload schedule.
 

@@ -43,7 +43,6 @@ class Structure:
         before, after: children of the base with parameters, in order, before and after the blocks.
         embedding, head: paths of the token embedding and of the output projection; None where the module names none.
         is_tied: embedding and head are one parameter.
-        is_transformers: the module is a PreTrainedModel.
     """
 
     blocks: str
@@ -332,10 +331,10 @@ def _join_stages(module: nn.Module, structure: Structure, parts: list[nn.Module]
 
 def _materialise(part: nn.Module, device: torch.device) -> None:
     """Give memory to what is on the meta device; tables that are no parameters are computed as transformers does."""
-    tables = [(owner, name) for owner in part.modules() for name, b in owner.named_buffers(recurse=False) if b.is_meta]
+    owners = [owner for owner in part.modules() if any(table.is_meta for table in owner.buffers(recurse=False))]
     part.to_empty(device=device)
     initialise: Any = getattr(part, "_init_weights", None)
-    for owner in dict.fromkeys(owner for owner, _ in tables):
+    for owner in owners:
         if initialise is None or any(True for _ in owner.parameters(recurse=False)):
             raise RuntimeMismatchError(
                 f"{type(owner).__name__} keeps buffers beside parameters, which cannot be made from the meta device",

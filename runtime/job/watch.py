@@ -103,12 +103,7 @@ class ProgressFile:
 
 
 class Watch:
-    """The watch over the ranks of one node.
-
-    Args:
-        folder: of their progress files.
-        hang_s: in place of `HANG_S`; 0: no rank is taken for hung.
-    """
+    """The watch over the ranks of one node, by the folder of their progress files; ``hang_s`` 0: no rank is taken for hung."""
 
     def __init__(self, folder: Path, hang_s: float = HANG_S) -> None:
         self.folder, self._hang_s, self._next_look_s = folder, hang_s, 0.0

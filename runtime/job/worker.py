@@ -22,8 +22,7 @@ class Job(Document):
     """The work of the ranks of one node.
 
     Attributes:
-        plan: absolute path of the plan.
-        options: of the built-in training; unused where there is a script.
+        plan: absolute path.
         report: file that the reporting rank appends its metrics to.
         timeout_s: how long a collective may wait for a rank.
         hang_timeout_s: no rank of a training run is taken for hung before this time without a step; 0: never.

@@ -89,11 +89,7 @@ def _rotated_dim(block: Block) -> int:
 
 
 class Decoder(nn.Module):
-    """The model, or after `keep` the layers of one pipeline stage.
-
-    Attributes:
-        vocab_shard: which part of the vocabulary ``lm_head`` computes; None for all of it.
-    """
+    """The model, or after `keep` the layers of one pipeline stage; ``lm_head`` may compute a ``vocab_shard`` only."""
 
     def __init__(self, spec: ModelSpec, *, attention: AttentionKind = "flash") -> None:
         """Build the entire model with torch's default weights; see `init_weights`."""

@@ -139,13 +139,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """The experts in the slots of a layer, slots counted rank by rank.
-
-    Attributes:
-        experts: expert of each slot [S].
-        shares: part of its expert's rows that a slot takes [S]; those of one expert add up to 1.
-        num_experts: E.
-    """
+    """The expert of each slot of a layer [S], slots counted rank by rank, and the part of its expert's rows that it takes [S]."""
 
     experts: tuple[int, ...]
     shares: tuple[float, ...]
@@ -194,9 +188,7 @@ class ExpertSlots:
 class MixtureOfExperts(nn.Module):
     """Routed experts and, where the model has one, a shared expert (behind a gate in Qwen2-MoE).
 
-    Attributes:
-        ranks: where the experts are; None where this rank has all of them.
-        slots: which of them are where, some several times; None for each once and in order.
+    ``ranks`` have the experts, None: this one has all; ``slots``: which are where, None: each once and in order.
     """
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:

@@ -23,8 +23,7 @@ from ...schema.layers import DenseMLP, NormKind
 class LocalModule(nn.Module):
     """A module that computes with this rank's part of its own parameters, which may be DTensors. Abstract.
 
-    Attributes:
-        weight_grad: placements over tp of their gradients; None where these are split as the parameters are.
+    ``weight_grad`` are placements over tp of their gradients; None where these are split as the parameters are.
     """
 
     weight_grad: Sequence[Placement] | None = None
@@ -35,11 +34,7 @@ class LocalModule(nn.Module):
 
 
 class RMSNorm(LocalModule):
-    """``x / rms(x) * weight`` over the last dimension.
-
-    Attributes:
-        tp: ranks over which the last dimension is split; None where each has all of it.
-    """
+    """``x / rms(x) * weight`` over the last dimension, which may be split over ``tp``."""
 
     tp: DeviceMesh | None = None
 
@@ -132,9 +127,7 @@ class _SiluProduct(torch.autograd.Function):
 class PositionEmbedding(LocalModule):
     """Adds to each token the vector of its place in the sequence.
 
-    Attributes:
-        positions: places of the tokens of all ranks that share a sequence under sequence parallelism; None for 0, 1, 2...
-        share: which part of them this rank has, of how many.
+    ``positions`` (None for 0, 1, 2...) are of all ranks that share a sequence by tp; ``share``: this one's part, of how many.
     """
 
     positions: Tensor | None = None

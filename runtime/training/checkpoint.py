@@ -136,7 +136,6 @@ class CheckpointWriter:
     """Saves a run's checkpoints; every rank has one and calls it at the same steps.
 
     Args:
-        root: folder of the checkpoints.
         keep: how many of the newest stay.
         in_background: write alongside the steps that follow; takes host memory of the size of a checkpoint.
     """

@@ -31,9 +31,7 @@ _STATUS = Path("/proc/self/status")
 class MemoryMeter:
     """Highest memory of this process since the meter was made; make it after imports and before the model.
 
-    Args:
-        device: the CUDA device whose allocator counts, or the CPU.
-        count: on a CPU, count tensors until `stop_counting`.
+    With ``count`` tensors are counted on a CPU until `stop_counting`.
     """
 
     def __init__(self, device: torch.device, *, count: bool = False) -> None:

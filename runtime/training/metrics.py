@@ -85,11 +85,7 @@ class RankRecord(TypedDict):
 
 
 class MetricsWriter:
-    """Writer of JSON lines to a file, each complete when it is written.
-
-    Args:
-        path: None writes nothing.
-        append: keep what the file holds.
+    """Writer of JSON lines to a file, each complete when it is written; without a path nothing is.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -128,9 +124,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
 
-    Args:
-        step_times_s: seconds of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not count.
-        ranks: one entry per rank.
+    ``step_times_s`` are of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not count.
     """
     warmup = WARMUP_STEPS if len(step_times_s) > WARMUP_STEPS else 0
     step_time_s, parts = statistics.median(step_times_s[warmup:]), plan.estimate.breakdown_s

@@ -149,8 +149,7 @@ EPSILON = 1e-3
 class ZerothOrderSGD(torch.optim.Optimizer):
     """SGD along a random direction: `losses` takes the place of a backward pass; `step` then takes the step.
 
-    Attributes:
-        num_steps: steps done, which z of the next one depends on; a resumed run sets it.
+    The next z depends on ``num_steps``, the steps done, which a resumed run sets.
     """
 
     def __init__(

@@ -53,9 +53,7 @@ class TokenBatches:
 
     Args:
         seq_len: tokens of a sequence; one more is read as the last target.
-        local_batch: sequences of one step on this data-parallel rank.
         dp_rank: sequences ``dp_rank * local_batch .. + local_batch - 1`` of each global batch are this rank's.
-        seed: of the order.
         vocab_size: every token must be below it; None: not looked at.
 
     Raises:

@@ -59,12 +59,7 @@ class StepSpan(NamedTuple):
 
 
 class StepClock:
-    """The clock of one rank. Final.
-
-    Args:
-        device: where the rank computes.
-        is_pipeline: waiting outside every part is for a neighbour in the pipeline.
-    """
+    """The clock of one rank; in a pipeline waiting outside every part is for a neighbour. Final."""
 
     def __init__(self, device: torch.device, *, is_pipeline: bool = False) -> None:
         self.device, self._on_gpu = device, device.type == "cuda"

@@ -153,12 +153,7 @@ def _gpt2_piece(name: str, shape: tuple[int, ...]) -> Piece:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """A folder of safetensors files, looked through but not read.
-
-    Attributes:
-        file_of: file name of each tensor.
-        shapes, dtypes: of each tensor, the latter as safetensors spells them.
-    """
+    """A folder of safetensors files, looked through but not read: file, shape and type (in their spelling) of each tensor."""
 
     folder: Path
     file_of: Mapping[str, str]
