@@ -91,7 +91,7 @@ def measure_matmuls(bench: Bench, layers: Sequence[LinearShape]) -> list[dict[st
     The forward product of the first layer is measured in any case.
     """
     points: list[dict[str, Any]] = []
-    dtypes = supported_dtypes(bench.device)
+    dtypes = _supported_dtypes(bench.device)
     rates: dict[str, float] = {}
     ring = _Ring(bench.device)
     for i, layer in enumerate(layers):
@@ -155,7 +155,7 @@ def random_tensor(shape: Sequence[int], device: torch.device, dtype: str) -> tor
     return few.repeat(-(-size // _NOISE_ELEMENTS))[:size].view(*shape)
 
 
-def supported_dtypes(device: torch.device) -> list[str]:
+def _supported_dtypes(device: torch.device) -> list[str]:
     """Return the formats to measure products in, fp32 first."""
     import torch
 

@@ -7,7 +7,6 @@ them; it multiplies every expectation.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -197,17 +196,12 @@ class Bench:
         return -self.agree(-value)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every rank passed, in their order; anything that JSON can hold."""
-        import torch
+        """Return what every rank passed, in their order."""
         import torch.distributed as dist
 
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        longest = int(self.agree(len(text)))
-        padded = torch.full((longest,), ord(" "), dtype=torch.uint8, device=self.device)
-        padded[: len(text)] = text
-        texts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-        dist.all_gather(texts, padded)
-        return [json.loads(bytes(other.cpu().numpy()).decode()) for other in texts]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
 
     # --- calls ---
 

@@ -153,7 +153,7 @@ def _informative_shapes(bench: Bench, choose_shapes: ChooseShapes, **rates: floa
     count = min(NUM_SHAPES, max(_MIN_SHAPES, int(work_s / (2 * bench.sample_s))))
     if not bench.has_time(_CHOICE_S + count * _CHOICE_OF_ONE_S, f"the choice of {count} products"):
         return []
-    shapes: list[list[int]] = []
+    shapes: list[tuple[int, int, int]] = []
     if dist.get_rank() == 0:
         num_processors, cache_bytes = 1, float(_CACHE_BYTES)
         if bench.device.type == "cuda":
@@ -167,8 +167,9 @@ def _informative_shapes(bench: Bench, choose_shapes: ChooseShapes, **rates: floa
             max_s=max(1e-4, work_s * _SHAPE_FRACTION / _CALLS),
             max_bytes=bench.free_bytes() / 16,
         )
-        shapes = [list(shape) for shape in chosen]
-    return [(m, n, k) for m, n, k in bench.gather(shapes)[0]]
+        shapes = [(int(m), int(n), int(k)) for m, n, k in chosen]
+    chosen_first: list[tuple[int, int, int]] = bench.gather(shapes)[0]
+    return chosen_first
 
 
 def _allocator(bench: Bench, _: Points) -> Points:
