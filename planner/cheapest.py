@@ -292,7 +292,6 @@ def search_size(size: Size, limit_s: float) -> bool:
 
 
 def _search_plain(size: Size, limit_s: float) -> bool:
-    """Do it among layouts without an offload schedule."""
     just_above = limit_s * (1 + 2 * REL_GAP)
     try:
         result = search(size.request, build_space(size.request), worse_than_s=just_above)

@@ -150,7 +150,6 @@ class Enumeration:
         return lambda c: self._remaining(c, without=name) % c[name] == 0
 
     def _cross(self, c: Columns, name: str, options: Sequence[int], allowed: Allowed) -> Columns:
-        """Cross with every option that is allowed, or with the fixed one."""
         self.request.deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
         if name in self.request.fixed:
             return cross(c, name, [int(self.request.fixed[name])])
@@ -279,7 +278,6 @@ class Enumeration:
         return _stack(blocks)
 
     def _with_schedules(self, c: Columns) -> Columns:
-        """Add the schedules that the micro-batches allow."""
         fixed, engine = self.request.fixed, self.request.workload.engine
         pp, chunks, microbatches = c["pp"], c["num_model_chunks"], c["num_microbatches"]
         fills = (microbatches >= pp) | (pp == 1) | (not self._is_ours)
@@ -388,7 +386,6 @@ def worth_whole_sequence(c: Columns, request: PlanRequest) -> NDArray[np.bool_]:
 
 
 def _differs_by_place(cluster: ClusterSpec) -> bool:
-    """Return whether what is better on one device or node may be worse on another."""
     return cluster.is_mixed or cluster.bandwidth_matrix is not None
 
 

@@ -132,7 +132,6 @@ def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candi
 
 
 def _expand_on_pools(costs: CostTable, idx: int, bound_s: float) -> Candidate | None:
-    """`expand_fitting` with each stage on one device pool of a mixed cluster."""
     placed = expand_on_pools(costs, idx, lambda pool, row, cap: _stage_fits(pool, row, cap_bytes=cap))
     if placed is None:
         return None
@@ -143,7 +142,6 @@ def _expand_on_pools(costs: CostTable, idx: int, bound_s: float) -> Candidate | 
 
 
 def _with_rank_map(costs: CostTable, candidate: Candidate) -> Candidate:
-    """Return the same layout with its ranks on other nodes, where that is faster."""
     uniform, idx = costs.by_option[0] if costs.layouts.is_mixed else costs, candidate.idx
     # An order made for one map says nothing of another: a named one weighs the axes.
     if costs.layouts.schedule[idx] == SYNTHESISED:
@@ -159,7 +157,6 @@ def _with_rank_map(costs: CostTable, candidate: Candidate) -> Candidate:
 
 
 def _expand_as_listed(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
-    """`expand_fitting` with the ranks on the nodes as the cluster lists them."""
     if costs.layouts.schedule[idx] == SYNTHESISED:
         return _expand_with_order(costs, idx, bound_s)
     if costs.layouts.recompute[idx] == MIXED:
@@ -198,7 +195,6 @@ def _uniform_options(costs: CostTable, idx: int) -> tuple[int, ...]:
 
 
 def _expand_with_choices(costs: CostTable, idx: int, bound_s: float) -> Candidate | None:
-    """Take the fastest of the answers of `choose_stages`."""
     answers = choose_stages(Layers(RecomputeCosts(costs), idx, costs.cluster.memory_budget_bytes))
     candidates = [_candidate_with_choices(costs, idx, stages, max(bound_s, stages.bound_s)) for stages in answers]
     best = min(candidates, key=lambda c: c.step_time_s, default=None)

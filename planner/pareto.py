@@ -138,7 +138,6 @@ class _CappedLayouts:
     """
 
     def __init__(self, request: PlanRequest) -> None:
-        """Bound every layout that may fit."""
         space = build_space(request)
         costs = CostTable.from_layouts(request.model, request.workload, request.cluster, space.batch)
         self.costs, self._request = replace(costs, device_pools=()), request
@@ -154,7 +153,6 @@ class _CappedLayouts:
         self._tree = Search(self)
 
     def roots(self) -> Step[int | None, Candidate]:
-        """Return the layouts that wait."""
         return Step(self._waiting())
 
     def _waiting(self) -> list[Node[int | None]]:
@@ -164,34 +162,27 @@ class _CappedLayouts:
         """Cut a layout into stages under the cap, if that is below what its last split requires."""
         row, waiting = node.state, list[Node[int | None]]()
         if row is None:
-            row = self._take_next()
+            row = int(self._rows[self._next])
+            if row not in self._costed:  # a few that follow are costed with it
+                rows = self._rows[self._next : self._next + WINDOW]
+                window = self.costs.select(rows).compacted()
+                self._costed |= {int(r): (window, idx) for idx, r in enumerate(rows)}
+            self._next += 1
             waiting = self._waiting()
         if self._min_bytes[row] > self._cap_bytes or (split := self._split(row, node.bound)) is None:
             return Step(waiting)
         return Step(waiting, [Leaf(split.estimate.step_time_s, split, split.bound_s, row)])
 
-    def _take_next(self) -> int:
-        """Return the first row that waits; a few that follow a new one are costed with it."""
-        row = int(self._rows[self._next])
-        if row not in self._costed:
-            rows = self._rows[self._next : self._next + WINDOW]
-            window = self.costs.select(rows).compacted()
-            self._costed |= {int(r): (window, idx) for idx, r in enumerate(rows)}
-        self._next += 1
-        return row
-
     def _split(self, row: int, bound_s: float) -> Candidate | None:
         """Return the fastest split of a layout under the cap: the last one where it is still within it."""
-        known = self._splits.get(row)
-        if known is not None and known.estimate.required_bytes <= self._cap_bytes:
-            return known
-        costs, idx = self._costed[row]
-        split = expand_fitting(costs.with_budget(self._cap_bytes), idx, bound_s=bound_s)
-        self._evaluated += 1
-        if split is None:
-            return None
-        self._splits[row] = replace(split, idx=row)
-        return self._splits[row]
+        split = self._splits.get(row)
+        if split is None or split.estimate.required_bytes > self._cap_bytes:
+            costs, idx = self._costed[row]
+            split = expand_fitting(costs.with_budget(self._cap_bytes), idx, bound_s=bound_s)
+            self._evaluated += 1
+            if split is not None:
+                split = self._splits[row] = replace(split, idx=row)
+        return split
 
     def fastest_under(self, cap_bytes: int) -> _Fastest | None:
         """Return the fastest layout that requires at most ``cap_bytes``, less than at any call before; None without any."""

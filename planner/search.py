@@ -8,12 +8,10 @@ A group's bound takes the lowest of every recompute option and no more than what
 
     T >= m max(slowest stage, work / pp)
 
-so no layout of the group is faster. Groups come in with increasing bounds; those whose bound is never reached are never made. Of
-a mixed cluster, and where layouts are given, all are in the pool from the start. A quick bound on time, from the work within
-layers only, orders the pool. Blocks of layouts in this order get their bound on memory, and those that may fit the full bound on
-time. A layout is given out when its full bound is no larger than the quick bound of all that wait, so the order is that of the
-full bounds over everything. What is left unexpanded has bounds no better than the incumbent, so the incumbent is optimal for the
-cost model; a time limit leaves an honest gap.
+so groups whose bound is never reached are never made. Of a mixed cluster, and where layouts are given, all are in the pool from the
+start. A quick bound on time, from the work within layers only, orders the pool. Blocks of layouts in this order get their bound on
+memory, and those that may fit the full bound on time. A layout is given out when its full bound is no larger than the quick bound
+of all that wait, so the order is that of the full bounds over everything.
 """
 
 from __future__ import annotations

@@ -212,7 +212,6 @@ class Program(NamedTuple):
 
 
 def _instance(layers: Layers, spans: NDArray[np.bool_] | slice, **of_spans: Any) -> StageProgramInstance:
-    """Return the instance of some spans of the layers."""
     stage, first, last = (of_span[spans] for of_span in layers.spans)
     slowest, total = layers.weights
     return StageProgramInstance(

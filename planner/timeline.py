@@ -83,7 +83,6 @@ def _is_on_pools(plan: TrainingPlan) -> bool:
 
 
 def _passes(plan: TrainingPlan, costs: CostTable, shape: PipelineShape) -> tuple[StagePasses, FloatArray]:
-    """Return seconds of one micro-batch in each stage, and of its transfers one way [S]."""
     first = np.array([stage.first_layer_idx for stage in plan.stages])
     boundaries = (*first.tolist(), int(first[-1]) + plan.stages[-1].num_layers)
     if not _is_on_pools(plan):
@@ -171,7 +170,6 @@ def _offload_timeline(plan: TrainingPlan) -> StepTimeline:
 
 
 def _job_names(indices: JobIndices, choice: OffloadChoice) -> Iterator[tuple[int, int, str]]:
-    """Yield job, layer and kind of everything in a micro-batch."""
     for layer, (forward, backward) in enumerate(zip(indices.forward, indices.backward, strict=True)):
         yield forward, layer, "F"
         yield backward, layer, "BW"

@@ -200,7 +200,6 @@ class _Advisor:
         return find_fit(request, among=among, which=which)
 
     def fit(self, request: PlanRequest) -> Fit | None:
-        """Return a layout that fits, of all where there are not too many, else of the lean ones."""
         return (None if self.is_large else self._probe(request, "all")) or self._probe(request, "lean")
 
     def first_fit(self, request: PlanRequest) -> Fit | None:
@@ -209,7 +208,6 @@ class _Advisor:
         return fit if fit or self.is_large else self._probe(request, "all", "first")
 
     def change(self, kind: Kind, text: str, request: PlanRequest, fit: Fit | None = None) -> Iterator[VerifiedChange]:
-        """Yield the change, if something fits with it."""
         fit = fit or self.fit(request)
         if fit is not None:
             # Other engines are not run by `apply` anyway.
@@ -233,7 +231,6 @@ def _released(a: _Advisor) -> Iterator[VerifiedChange]:
 
 
 def _devices(a: _Advisor) -> Iterator[VerifiedChange]:
-    """Take the least number of devices found."""
     counts = larger_sizes(a.request.cluster, a.request.workload)
     tried: dict[int, tuple[PlanRequest, Fit] | None] = {}
 
@@ -325,7 +322,6 @@ def _network(cluster: ClusterSpec) -> Link:
 
 
 def _spaces(a: _Advisor) -> Iterator[VerifiedChange]:
-    """Search all that the engine executes; other engines."""
     request = a.request
     if request.runnable:
         yield from a.change("space", "search all of the engine (--space full)", replace(request, runnable=False))
@@ -390,7 +386,6 @@ def _host_bytes(request: PlanRequest, fit: Fit) -> int | None:
 
 
 def _precisions(a: _Advisor) -> Iterator[VerifiedChange]:
-    """Use fewer bytes for parameters, gradients and optimizer states."""
     workload = a.request.workload
     has_bf16 = a.request.cluster.weakest_device.peak_flops_per_s.bf16 is not None
     changes: list[tuple[str, dict[str, str]]] = []
@@ -411,7 +406,6 @@ def _sequences(a: _Advisor) -> Iterator[VerifiedChange]:
 
 
 def _batches(a: _Advisor) -> Iterator[VerifiedChange]:
-    """Use a smaller batch: fewer sequences in flight."""
     minimum = max(1, a.request.workload.global_batch_size // MIN_SHARE_OF_BATCH)
     yield from _shrunk(a, "global_batch_size", minimum, "use a global batch of {} (--global-batch-size {})")
 

@@ -140,7 +140,6 @@ def explain(
 
 
 def _stages(plan: TrainingPlan) -> tuple[StageHeadroom, ...]:
-    """Return what each stage requires and has to spare."""
     rows = []
     demands = stage_demands(plan.estimate, plan.workload, plan.cluster)
     for idx, (stage, demand) in enumerate(zip(plan.estimate.stages, demands, strict=True)):
@@ -161,7 +160,6 @@ def _stages(plan: TrainingPlan) -> tuple[StageHeadroom, ...]:
 
 
 def _bindings(plan: TrainingPlan, links: Sequence[LinkUse], values: Sequence[MarginalValue]) -> list[Binding]:
-    """Return everything that costs a noticeable share of the step, and the memory."""
     terms, schedule = plan.estimate.breakdown_s, plan.offload
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
     evenness = f"slowest stage / mean of {len(busy)}: {max(busy) * len(busy) / sum(busy):.3f}"

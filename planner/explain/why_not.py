@@ -216,7 +216,6 @@ def _verdict(plan: TrainingPlan, request: PlanRequest, slower: float) -> str:
 
 
 def _excluded_by(error: ConfigError, request: PlanRequest) -> tuple[str, ...]:
-    """Return the rules, and which single fields would have to go."""
 
     def has_layouts(without: str) -> bool:
         fixed = {name: value for name, value in request.fixed.items() if name != without}
