@@ -125,13 +125,14 @@ def program(shape: PipelineShape) -> Program:
     rows, m, num_stages = rows_of(shape), shape.num_microbatches, shape.num_stages
     position = [0] * (3 * num_stages * m)  # of F, backward and weight passes of every stage and micro-batch
     before, needs, kinds = list[int](), list[int](), list[int]()
-    tracks = [list(zip(*_tracked(row, num_stages, m), strict=True)) for row in rows]
-    cursors, latest = [0] * len(rows), [0] * len(rows)
+    remaining = [list(zip(*_tracked(row, num_stages, m), strict=True))[::-1] for row in rows]  # the next one last
+    latest = [0] * len(rows)
     runnable, waiting = list(range(len(rows))), dict[int, int]()
     while runnable:
         rank = runnable.pop()
-        track, cursor, previous = tracks[rank], cursors[rank], latest[rank]
-        for needed, cell, kind in track[cursor:]:
+        track, previous = remaining[rank], latest[rank]
+        while track:
+            needed, cell, kind = track[-1]
             input_position = 0
             if needed >= 0:
                 input_position = position[needed]
@@ -143,11 +144,11 @@ def program(shape: PipelineShape) -> Program:
             kinds.append(kind)
             previous = len(before)
             position[cell] = previous
-            cursor += 1
+            track.pop()
             if waiting and cell in waiting:
                 runnable.append(waiting.pop(cell))
-        cursors[rank], latest[rank] = cursor, previous
-    if any(cursor < len(track) for cursor, track in zip(cursors, tracks, strict=True)):
+        latest[rank] = previous
+    if any(remaining):
         raise ConfigError("the schedule deadlocks")
     forward, backward, weight = np.array(position, dtype=np.int64).reshape(3, num_stages, m)
     positions = np.stack([forward, backward, np.where(weight > 0, weight, backward)])
