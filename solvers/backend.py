@@ -16,7 +16,6 @@ seconds.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -97,10 +96,8 @@ class Outcome:
     """How a solver ended. `objective` is None without an answer, `bound` where nothing is known."""
 
     status: Status
-    objective: float | None
-    bound: float | None
-    solve_s: float
-    backend: str
+    objective: float | None = None
+    bound: float | None = None
 
     @property
     def gap(self) -> float:
@@ -114,7 +111,6 @@ def solve_linear(problem: pulp.LpProblem, limits: Limits) -> Outcome:
     """Solve a PuLP model; its variables hold the answer, and mean nothing where there is none."""
     import pulp
 
-    start = time.perf_counter()
     options = {"timeLimit": limits.time_limit_s, "gapRel": limits.rel_gap, "random_seed": limits.seed % 2**31}
     problem.solve(pulp.HiGHS(msg=False, threads=1, **options))
     status = {
@@ -128,7 +124,7 @@ def solve_linear(problem: pulp.LpProblem, limits: Limits) -> Outcome:
         sign = -1.0 if problem.sense == pulp.LpMaximize else 1.0
         dual = sign * float(problem.solverModel.getInfo().mip_dual_bound) + float(problem.objective.constant)
         bound = dual if math.isfinite(dual) else None
-    return _without_allowed_gap(Outcome(status, objective, bound, time.perf_counter() - start, "highs"))
+    return _without_allowed_gap(Outcome(status, objective, bound))
 
 
 def _without_allowed_gap(outcome: Outcome) -> Outcome:
@@ -219,12 +215,11 @@ def solve_constraint_program(model: cp_model.CpModel, limits: Limits) -> tuple[O
     solver.parameters.num_workers = 1
     if limits.work_limit is not None:
         solver.parameters.max_deterministic_time = limits.work_limit
-    start = time.perf_counter()
     try:
         code = solver.solve(model)
     except IndexError:
         # Seen once in thousands of solves with OR-tools 9.15: "absl::btree_map::at" from inside its presolve.
-        return Outcome(Status.UNKNOWN, None, None, time.perf_counter() - start, "cp-sat"), solver
+        return Outcome(Status.UNKNOWN), solver
     status = {
         cp_model.OPTIMAL: Status.OPTIMAL,
         cp_model.FEASIBLE: Status.FEASIBLE,
@@ -232,4 +227,4 @@ def solve_constraint_program(model: cp_model.CpModel, limits: Limits) -> tuple[O
     }.get(code, Status.UNKNOWN)
     objective = solver.objective_value if status.has_answer else None
     bound = None if status is Status.INFEASIBLE else solver.best_objective_bound
-    return _without_allowed_gap(Outcome(status, objective, bound, time.perf_counter() - start, "cp-sat")), solver
+    return _without_allowed_gap(Outcome(status, objective, bound)), solver

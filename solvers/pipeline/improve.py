@@ -11,12 +11,12 @@ import itertools
 import math
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...cost_models.pipeline.orders import Action, Kind, Order, Pipeline
+from ...cost_models.pipeline.orders import Action, Kind, Order
 from ...cost_models.pipeline.simulation import peak_bytes, simulate
 from ...schema.errors import InfeasibleError
 from ...schema.units import FloatArray
@@ -91,7 +91,10 @@ def _improved(
     if start.choice is None or start.gap <= max(rel_gap, ROUNDING) or time.perf_counter() >= until:
         return start
     search = _WindowSearch(instance, split_backward(start.choice), start.bound, until, rel_gap, seed)
-    if _in_order(search.order):
+    turns: dict[tuple[int, Kind], list[int]] = {}
+    for stage, kind, micro_batch in itertools.chain.from_iterable(search.order):
+        turns.setdefault((stage, kind), []).append(micro_batch)
+    if all(row == sorted(row) for row in turns.values()):  # (C4)
         search.run()
     objective_s = check(instance, search.order)
     if objective_s < start.objective:
@@ -111,14 +114,6 @@ def split_backward(order: Order) -> Order:
     return tuple(
         tuple(a._replace(kind=kind) for a in actions for kind in halves.get(a.kind, (a.kind,))) for actions in order
     )
-
-
-def _in_order(order: Order) -> bool:
-    """Return whether each stage and kind takes the micro-batches in order (C4)."""
-    turns: dict[tuple[int, Kind], list[int]] = {}
-    for stage, kind, micro_batch in itertools.chain.from_iterable(order):
-        turns.setdefault((stage, kind), []).append(micro_batch)
-    return all(row == sorted(row) for row in turns.values())
 
 
 class _WindowSearch:
@@ -146,7 +141,10 @@ class _WindowSearch:
         if sum(map(len, self.order)) <= _MAX_ACTIONS_IN_FULL and not self._is_finished():
             status, bound = self._solve(0.0, math.inf, _FULL_WORK)
             if status is not Status.INFEASIBLE and bound is not None:
-                proved_s = math.ceil(bound - 1e-6) * self.instance.unit_s * (1 - self._rounding())
+                unit_s = self.instance.unit_s
+                pairs = zip(durations_s(self.instance.pipeline), durations_s(self.instance.ticked), strict=True)
+                is_exact = all(abs(s - t * unit_s) <= 1e-9 * s for s, t in pairs)
+                proved_s = math.ceil(bound - 1e-6) * unit_s * (1 if is_exact else 1 - _ROUNDED_BOUND)
                 self.bound_s = max(self.bound_s, proved_s)
 
     def _length(self, order: Order) -> float:
@@ -166,8 +164,8 @@ class _WindowSearch:
         return windows
 
     def _solve(self, opening: float, closing: float, work_limit: float) -> tuple[Status, float | None]:
-        window = open_window(self.instance, self.order, opening, closing)
-        model, starts = build_model(self.instance, window, compact=opening > 0 or closing < math.inf)
+        window = OrderWindow(self.instance, self.order, opening, closing)
+        model, starts = build_model(window, compact=opening > 0 or closing < math.inf)
         limits = Limits(
             time_limit_s=self.end - time.perf_counter(), rel_gap=self.rel_gap, seed=self.seed, work_limit=work_limit
         )
@@ -185,165 +183,136 @@ class _WindowSearch:
                 self.order, self.length = order, length
         return outcome.status, outcome.bound
 
-    def _rounding(self) -> float:
-        pairs = zip(durations_s(self.instance.pipeline), durations_s(self.instance.ticked), strict=True)
-        return 0.0 if all(abs(s - t * self.instance.unit_s) <= 1e-9 * s for s, t in pairs) else _ROUNDED_BOUND
 
-
-# One window
-
-
-@dataclass(frozen=True)
 class OrderWindow:
-    """Free actions of each rank with their starts, and what is fixed around them; times in units of `PipelineInstance.ticked`.
+    """The actions that start in a span of time, which are free, and what is fixed around them; times in units of `ticked`."""
 
-    Args:
-        free: [R] contiguous part of each rank's sequence.
-        start: current start of each free action, a solution.
-        ready: earliest start of each free action that the fixed actions before it allow.
-        behind: [R] time from the end of a free action to the end of each rank, -inf where nothing leads there.
-        first_start: [R] start of a rank's first action; every order has the same.
-        length: the incumbent's, which the answer must not exceed.
-        resident: [R] pieces of memory resident when the window opens: (freed by which free action, or None, and bytes).
-    """
+    def __init__(self, instance: PipelineInstance, order: Order, opening: float, closing: float) -> None:
+        """Free the actions that start at `opening` or later and before `closing`."""
+        self.instance, self.costs, self.order, self.opening = instance, instance.ticked, order, opening
+        timeline = simulate(self.costs, order)
+        self.start = {
+            a: int(t)
+            for row, times in zip(order, timeline.start_s, strict=True)
+            for a, t in zip(row, times, strict=True)
+        }
+        self.free = tuple(tuple(a for a in row if opening <= self.start[a] < closing) for row in order)
+        self.inside = dict.fromkeys(itertools.chain.from_iterable(self.free))
+        self.after = sorted((t, a.kind != "F", a) for a, t in self.start.items() if t >= closing)
+        self.length = int(length_s(timeline, instance.length))
 
-    free: tuple[tuple[Action, ...], ...]
-    start: dict[Action, int]
-    ready: dict[Action, int]
-    behind: dict[Action, FloatArray]
-    first_start: tuple[int, ...]
-    length: int
-    resident: tuple[tuple[tuple[Action | None, float], ...], ...]
+    def ticks(self, action: Action) -> int:
+        """Return the time of an action."""
+        costs = self.costs
+        return int({"F": costs.forward_s, "B": costs.backward_s, "W": costs.weight_s}[action.kind][action.stage])
 
+    def source(self, action: Action) -> tuple[Action, int] | None:
+        """Return the action that another needs (C1), and the transfer behind it."""
+        stage, kind, i = action
+        if kind == "F":
+            return (Action(stage - 1, "F", i), int(self.costs.hop_s(stage - 1))) if stage else None
+        if kind == "W":
+            return Action(stage, "B", i), 0
+        if stage == self.costs.num_stages - 1:
+            return Action(stage, "F", i), 0
+        return Action(stage + 1, "B", i), int(self.costs.hop_s(stage))
 
-def open_window(instance: PipelineInstance, order: Order, opening: float, closing: float) -> OrderWindow:
-    """Return the window of the actions that start at `opening` or later and before `closing`."""
-    costs = instance.ticked
-    timeline = simulate(costs, order)
-    starts = {
-        a: int(t)
-        for actions, times in zip(order, timeline.start_s, strict=True)
-        for a, t in zip(actions, times, strict=True)
-    }
-    free = tuple(tuple(a for a in actions if opening <= starts[a] < closing) for actions in order)
-    inside = set(itertools.chain.from_iterable(free))
-    ready = {}
-    for actions, part in zip(order, free, strict=True):
-        fixed = [a for a in actions if starts[a] < opening]
-        clear = starts[fixed[-1]] + _ticks(costs, fixed[-1]) if fixed else 0
-        for a in part:
-            source = _source(costs, a)
-            is_fixed = source is not None and source[0] not in inside
-            arrival = starts[source[0]] + _ticks(costs, source[0]) + source[1] if source and is_fixed else 0
-            ready[a] = max(clear, arrival)
-    return OrderWindow(
-        free=free,
-        start={a: starts[a] for a in inside},
-        ready=ready,
-        behind=_ways_behind(costs, order, free, starts, closing),
-        first_start=tuple(starts[actions[0]] for actions in order),
-        length=int(length_s(timeline, instance.length)),
-        resident=_resident_at_opening(costs, order, free, starts, opening),
-    )
+    def freed(self, stage: int) -> list[tuple[Kind, float]]:
+        """Return which passes free what a forward pass of a stage keeps, and how much each."""
+        pieces = (self.costs.backward_freed_bytes[stage], self.costs.weight_freed_bytes[stage])
+        kinds: tuple[Kind, Kind] = ("B", "W")
+        return [(kind, size) for kind, size in zip(kinds, pieces, strict=True) if size > 0]
 
+    def ready(self) -> dict[Action, int]:
+        """Return the earliest start of each free action that the fixed actions before it allow."""
+        ready = {}
+        for row, part in zip(self.order, self.free, strict=True):
+            fixed = [a for a in row if self.start[a] < self.opening]
+            clear = self.start[fixed[-1]] + self.ticks(fixed[-1]) if fixed else 0
+            for a in part:
+                source = self.source(a)
+                is_fixed = source is not None and source[0] not in self.inside
+                arrival = self.start[source[0]] + self.ticks(source[0]) + source[1] if source and is_fixed else 0
+                ready[a] = max(clear, arrival)
+        return ready
 
-def _ticks(costs: Pipeline, action: Action) -> int:
-    return int({"F": costs.forward_s, "B": costs.backward_s, "W": costs.weight_s}[action.kind][action.stage])
+    def ways_behind(self) -> dict[Action, FloatArray]:
+        """Return the longest way from the end of each free action to each rank's end [R], over the actions after the window."""
+        way: dict[Action, FloatArray] = {}
+        following = {a: b for row in self.order for a, b in itertools.pairwise(row)}
+        leads_to: dict[Action, list[tuple[Action, int]]] = {}
+        for _, _, a in self.after:
+            if source := self.source(a):
+                leads_to.setdefault(source[0], []).append((a, source[1]))
 
+        def longest(a: Action, next_on_rank: Action | None) -> FloatArray:
+            ways, ranks = [way[target] + hop for target, hop in leads_to.get(a, ())], np.arange(self.costs.num_ranks)
+            to_end = np.where(ranks == self.costs.rank_of_stage[a.stage], 0.0, -np.inf)
+            return np.asarray(np.max([*ways, to_end if next_on_rank is None else way[next_on_rank]], axis=0))
 
-def _source(costs: Pipeline, action: Action) -> tuple[Action, int] | None:
-    """Return the action that another needs (C1), and the transfer behind it."""
-    stage, kind, i = action
-    if kind == "F":
-        return (Action(stage - 1, "F", i), int(costs.hop_s(stage - 1))) if stage else None
-    if kind == "W":
-        return Action(stage, "B", i), 0
-    if stage == costs.num_stages - 1:
-        return Action(stage, "F", i), 0
-    return Action(stage + 1, "B", i), int(costs.hop_s(stage))
+        for _, _, a in reversed(self.after):
+            way[a] = longest(a, following.get(a)) + self.ticks(a)
+        return {a: longest(a, following.get(part[-1])) for part in self.free for a in part}
 
+    def resident(self, rank: int) -> list[tuple[Action | None, float]]:
+        """Return the memory of forward passes before the window, each piece with the free action that frees it, or None."""
+        done = {a for a in self.order[rank] if self.start[a] < self.opening}
+        freeing = [
+            (Action(stage, freed_by, i), size)
+            for stage, kind, i in sorted(done)
+            if kind == "F"
+            for freed_by, size in self.freed(stage)
+        ]
+        return [(a if a in self.inside else None, size) for a, size in freeing if a not in done]
 
-def _ways_behind(
-    costs: Pipeline, order: Order, free: tuple[tuple[Action, ...], ...], starts: dict[Action, int], closing: float
-) -> dict[Action, FloatArray]:
-    """Return the longest way from the end of each free action to each rank's end, over the actions after the window."""
-    after = sorted((t, a.kind != "F", a) for a, t in starts.items() if t >= closing)
-    way: dict[Action, FloatArray] = {}
-    following = {a: b for actions in order for a, b in itertools.pairwise(actions)}
-    leads_to: dict[Action, list[tuple[Action, int]]] = {}
-    for _, _, a in after:
-        if source := _source(costs, a):
-            leads_to.setdefault(source[0], []).append((a, source[1]))
+    def byte_step(self, rank: int) -> float:
+        """Return the bytes of a step of (C3): the common factor of what is freed, which is exact, or a millionth of the cap.
 
-    def longest(a: Action, next_on_rank: Action | None) -> FloatArray:
-        ways = [way[target] + hop for target, hop in leads_to.get(a, ())]
-        to_end = np.where(np.arange(costs.num_ranks) == costs.rank_of_stage[a.stage], 0.0, -np.inf)
-        return np.asarray(np.max([*ways, to_end if next_on_rank is None else way[next_on_rank]], axis=0))
-
-    for _, _, a in reversed(after):
-        way[a] = longest(a, following.get(a)) + _ticks(costs, a)
-    return {a: longest(a, following.get(part[-1])) for part in free for a in part}
-
-
-def _resident_at_opening(
-    costs: Pipeline, order: Order, free: tuple[tuple[Action, ...], ...], starts: dict[Action, int], opening: float
-) -> tuple[tuple[tuple[Action | None, float], ...], ...]:
-    """Return the memory of forward passes before the window that is freed in it (by which action) or after it (None)."""
-    rows = []
-    for actions, part in zip(order, free, strict=True):
-        done = {a for a in actions if starts[a] < opening}
-        rows.append(
-            tuple(
-                (a if a in part else None, size)
-                for stage, kind, i in sorted(done)
-                if kind == "F"
-                for freeing, size in _freed(costs, stage)
-                if (a := Action(stage, freeing, i)) not in done
-            )
-        )
-    return tuple(rows)
+        Pieces are then rounded down: the model allows a little more than the cap, its bound holds, and its answer is checked.
+        """
+        cap = self.instance.cap_bytes[rank]
+        for parts in (1, 2, 4, 8):  # a rank's memory cut into chunks leaves such fractions
+            pieces = [parts * size for s in self.costs.stages_of(rank) for _, size in self.freed(s)]
+            if all(float(piece).is_integer() for piece in pieces):
+                step = math.gcd(*(int(piece) for piece in pieces)) / parts
+                return step if cap <= step * _BYTE_STEPS else cap / _BYTE_STEPS
+        return cap / _BYTE_STEPS
 
 
-def _freed(costs: Pipeline, stage: int) -> list[tuple[Kind, float]]:
-    pieces: tuple[tuple[Kind, float], ...] = (
-        ("B", costs.backward_freed_bytes[stage]),
-        ("W", costs.weight_freed_bytes[stage]),
-    )
-    return [piece for piece in pieces if piece[1] > 0]
-
-
-def build_model(
-    instance: PipelineInstance, window: OrderWindow, *, compact: bool
-) -> tuple[cp_model.CpModel, dict[Action, cp_model.IntVar]]:
+def build_model(window: OrderWindow, *, compact: bool) -> tuple[cp_model.CpModel, dict[Action, cp_model.IntVar]]:
     """State (O) and (C1)-(C4) over the free actions, hinted with the current starts.
 
     Args:
         compact: only look for starts near the current ones, and break ties of (O) by the sum of the ranks' ends in the window,
             so that the next windows have space; without it the bound of the model is one of the problem.
     """
-    costs, model = instance.ticked, new_constraint_program()
-    latest_end = max((t + _ticks(costs, a) for a, t in window.start.items()), default=0)
-    near = latest_end + (latest_end - min(window.ready.values(), default=0)) // 4
-    horizon = near if compact else max(window.first_start) + window.length
-    starts = {a: model.new_int_var(window.ready[a], horizon, str(a)) for a in window.start}
+    model, ready, behind = new_constraint_program(), window.ready(), window.ways_behind()
+    latest_end = max((window.start[a] + window.ticks(a) for a in window.inside), default=0)
+    opens, first_start = min(ready.values(), default=0), [window.start[row[0]] for row in window.order]
+    horizon = latest_end + (latest_end - opens) // 4 if compact else max(first_start) + window.length
+    starts = {a: model.new_int_var(ready[a], horizon, str(a)) for a in window.inside}
     for a, variable in starts.items():
         model.add_hint(variable, window.start[a])
-        source = _source(costs, a)
+        source = window.source(a)
         if source and source[0] in starts:
-            model.add(variable >= starts[source[0]] + _ticks(costs, source[0]) + source[1])  # C1
+            model.add(variable >= starts[source[0]] + window.ticks(source[0]) + source[1])  # C1
         earlier = a._replace(micro_batch=a.micro_batch - 1)
         if earlier in starts:
-            model.add(variable >= starts[earlier] + _ticks(costs, a))  # C4
+            model.add(variable >= starts[earlier] + window.ticks(a))  # C4
     length, cleared = model.new_int_var(0, window.length, "length"), []
     for rank, part in enumerate(window.free):
-        model.add_no_overlap([model.new_fixed_size_interval_var(starts[a], _ticks(costs, a), f"C2 {a}") for a in part])
-        _add_memory(model, instance, window, rank, starts, horizon)
+        model.add_no_overlap([model.new_fixed_size_interval_var(starts[a], window.ticks(a), f"C2 {a}") for a in part])
+        _add_memory(model, window, rank, starts, opens, horizon)
         if part:
             cleared.append(model.new_int_var(0, 2 * horizon + 10**9, "done"))
         for a in part:
-            end = starts[a] + _ticks(costs, a)
+            end = starts[a] + window.ticks(a)
             model.add(cleared[-1] >= end)
-            for way, first in _ends(instance, window, a):
+            # For the span less each rank's first start, which is the same in every order; the longest for the makespan.
+            ways = [(int(way), first) for way, first in zip(behind[a], first_start, strict=True) if way > -math.inf]
+            if window.instance.length == "makespan":
+                ways = [(max(ways)[0], 0)] if ways else []
+            for way, first in ways:
                 model.add(length >= end + way - first)  # O
     model.minimize(length * (4 * len(cleared) + 1) + sum(cleared) if compact else length)
     return model, starts
@@ -351,60 +320,35 @@ def build_model(
 
 def _add_memory(
     model: cp_model.CpModel,
-    instance: PipelineInstance,
     window: OrderWindow,
     rank: int,
     starts: dict[Action, cp_model.IntVar],
+    opens: int,
     horizon: int,
 ) -> None:
     """State (C3) of one rank as a cumulative resource: one piece from F to the end of B, one from F to the end of W."""
-    costs, step = instance.ticked, _byte_step(instance, rank)
-    opens, boxes, sizes = min(window.ready.values(), default=0), [], []
+    step, boxes, sizes = window.byte_step(rank), [], []
 
     def steps(size: float) -> int:
         return math.floor(size / step + _STEP_ROUNDING)
 
     def add_piece(start: cp_model.IntVar | int, freeing: Action, size: float) -> None:
         """Add a piece that is stored until the end of an action, past everything if that is not free."""
-        end: cp_model.LinearExprT = horizon + _ticks(costs, freeing) + 1
+        end: cp_model.LinearExprT = horizon + window.ticks(freeing) + 1
         if freeing in starts:
-            end = starts[freeing] + _ticks(costs, freeing)
+            end = starts[freeing] + window.ticks(freeing)
         length = model.new_int_var(0, 2 * horizon + 10**9, "C3 size")
         boxes.append(model.new_interval_var(start, length, end, f"C3 {freeing}"))
         sizes.append(steps(size))
 
-    room = steps(instance.cap_bytes[rank])
-    for freeing, size in window.resident[rank]:
+    room = steps(window.instance.cap_bytes[rank])
+    for freeing, size in window.resident(rank):
         if freeing is None:
             room -= steps(size)
         else:
             add_piece(opens, freeing, size)
     for a in (a for a in window.free[rank] if a.kind == "F"):
-        for kind, size in _freed(costs, a.stage):
+        for kind, size in window.freed(a.stage):
             add_piece(starts[a], a._replace(kind=kind), size)
     if boxes:
         model.add_cumulative(boxes, sizes, max(room, 0))
-
-
-def _byte_step(instance: PipelineInstance, rank: int) -> float:
-    """Return the bytes of a step of (C3): the common factor of what is freed, which is exact, or a millionth of the cap if finer.
-
-    Pieces are then rounded down: the model allows a little more than the cap, its bound holds, and its answer is checked.
-    """
-    costs, cap = instance.ticked, instance.cap_bytes[rank]
-    for parts in (1, 2, 4, 8):  # a rank's memory cut into chunks leaves such fractions
-        pieces = [parts * size for s in costs.stages_of(rank) for _, size in _freed(costs, s)]
-        if all(float(piece).is_integer() for piece in pieces):
-            step = math.gcd(*(int(piece) for piece in pieces)) / parts
-            return step if cap <= step * _BYTE_STEPS else cap / _BYTE_STEPS
-    return cap / _BYTE_STEPS
-
-
-def _ends(instance: PipelineInstance, window: OrderWindow, action: Action) -> list[tuple[int, int]]:
-    """Return ways to an end and what is taken off at it: to every rank's end for the span, the longest for the makespan."""
-    ways = [
-        (int(way), first)
-        for way, first in zip(window.behind[action], window.first_start, strict=True)
-        if way > -math.inf
-    ]
-    return [(max(ways)[0], 0)] if ways and instance.length == "makespan" else ways

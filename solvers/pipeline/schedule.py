@@ -185,9 +185,5 @@ def named_orders(pipeline: Pipeline) -> dict[str, Callable[[], Order]]:
         if pipeline.rank_of_stage == placement(ranks, chunks, style):
             named[name] = make
         elif style == "wave" and pipeline.rank_of_stage == placement(ranks, chunks, "wave_from_last"):
-            named[name] = functools.partial(_mirrored, make)
+            named[name] = functools.partial(lambda of_first: of_first()[::-1], make)
     return named
-
-
-def _mirrored(make: Callable[[], Order]) -> Order:
-    return make()[::-1]
