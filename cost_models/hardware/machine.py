@@ -158,14 +158,11 @@ def peak_flops_per_s(device: Device, precision: Precision) -> float:
     Raises:
         ConfigError: the device has no unit for this precision.
     """
-    for dtype in _PEAKS[precision]:
-        peak = getattr(device.peak_flops_per_s, dtype)
-        if peak is not None:
-            return float(peak)
-    available = [name for name, dtypes in _PEAKS.items() if any(getattr(device.peak_flops_per_s, d) for d in dtypes)]
+    if dtype := _dtype(device, precision):
+        return float(getattr(device.peak_flops_per_s, dtype))
+    available = " or ".join(name for name in _PEAKS if _dtype(device, name))
     raise ConfigError(
-        f"{device.name} has no {precision} rate",
-        help=f"use --precision {' or '.join(available)}" if available else None,
+        f"{device.name} has no {precision} rate", help=f"use --precision {available}" if available else None
     )
 
 
@@ -184,10 +181,7 @@ def gemm_rates(
     dtype = _dtype(device, products)
     is_measured_here = any(point.dtype == dtype for point in points)
     if device.gemm is not None and not is_measured_here:
-        fit = device.gemm
-        fitted = fitted._replace(
-            launch_s=fit.launch_s, compute_efficiency=fit.compute_efficiency, memory_efficiency=fit.memory_efficiency
-        )
+        fitted = fitted._replace(**device.gemm.model_dump())
     ratio = coefficients[precision]["gemm_efficiency_ratio"] if precision == "nvfp4" else 1.0
     if precision == "fp8":
         # The bf16 product of the same shape with arithmetic that much faster, so that its residual stays in the trained range.
@@ -275,9 +269,8 @@ def _attention_rates(scenario: Scenario) -> AttentionRates:
         # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
         sustained = ratio * (1.0 if kernel == "hopper_fa2" else _sustained(device, scenario.coefficients))
         processors = device.num_sms or PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
-        return AttentionDevice(
-            peak_flops_per_s(device, precision) * sustained, device.memory_bandwidth_bytes_per_s, processors
-        )
+        peak = peak_flops_per_s(device, precision) * sustained
+        return AttentionDevice(peak, device.memory_bandwidth_bytes_per_s, processors)
 
     reference = rates(_reference(device, precision) or device, 1.0)
     ratio = c["first_generation_ratio"] if workload.flash_generation == 1 else 1.0

@@ -209,27 +209,21 @@ class OperatorRules:
 
 def operator_rules(hidden_dim: int, scenario: Scenario) -> OperatorRules:
     """Return the rules of a scenario."""
-    workload, is_host = scenario.workload, scenario.cluster.weakest_device.backend.is_host
+    workload, softmax = scenario.workload, None
+    if workload.attention != "flash":
+        # One kernel each for scale, mask and softmax, or one for all: Megatron's takes 16-bit inputs only
+        # (FusedScaleMaskSoftmax.is_kernel_available).
+        is_one = workload.engine_facts.is_eager_like_megatron and workload.compute_bytes == 2
+        c = scenario.coefficients["attention"]
+        forward, backward = c["fused_softmax_passes"] if is_one else c["separate_softmax_passes"]
+        softmax = KernelTraffic(forward, backward, 2 if is_one else 5, 2 if is_one else 6)
     return OperatorRules(
         hidden_dim=hidden_dim,
         seq_len=workload.attended_len,
-        kernels=kernels_of(workload, on_host=is_host),
-        softmax=None if workload.attention == "flash" else _softmax_kernels(scenario),
+        kernels=kernels_of(workload, on_host=scenario.cluster.weakest_device.backend.is_host),
+        softmax=softmax,
         dropout=workload.dropout,
     )
-
-
-def _softmax_kernels(scenario: Scenario) -> KernelTraffic:
-    """Return how unfused attention turns scores into probabilities: one kernel each for scale, mask and softmax, or one for all.
-
-    Megatron's scale-mask-softmax kernel takes 16-bit inputs only (FusedScaleMaskSoftmax.is_kernel_available).
-    """
-    workload, passes = scenario.workload, scenario.coefficients["attention"]
-    if workload.engine_facts.is_eager_like_megatron and workload.compute_bytes == 2:
-        forward, backward = passes["fused_softmax_passes"]
-        return KernelTraffic(forward, backward, 2, 2)
-    forward, backward = passes["separate_softmax_passes"]
-    return KernelTraffic(forward, backward, 5, 6)
 
 
 @lru_cache(maxsize=4096)
@@ -269,11 +263,7 @@ def _(layer: Block, rules: OperatorRules) -> tuple[Operator, ...]:
     norms = tuple(_elementwise(f"norm_{i}", hidden_dim, kernels.norm, "tokens") for i in range(layer.num_norms))
     additions = kernels.residual
     if rules.dropout:
-        additions = additions._replace(
-            forward=additions.forward + _DROPOUT.forward,
-            backward=additions.backward + _DROPOUT.backward,
-            backward_kernels=additions.backward_kernels + _DROPOUT.backward_kernels,
-        )
+        additions = KernelTraffic(*map(sum, zip(additions, _DROPOUT, strict=True)))  # type: ignore[arg-type]
     attention = operators_of(layer.attention, rules)
     if rules.softmax is not None:
         attention = tuple(part for op in attention for part in _unfused(op, rules.seq_len, rules.softmax))
@@ -297,10 +287,8 @@ def traced_operators(traced: Traced) -> tuple[Operator, ...]:
         for a in traced.attentions
         for _ in range(a.count)
     )  # fmt: skip
-    rest = Elementwise(
-        "others", traced.forward_elements * each, traced.backward_elements * each, traced.forward_kernels,
-        traced.backward_kernels, "none",
-    )  # fmt: skip
+    elements = traced.forward_elements * each, traced.backward_elements * each
+    rest = Elementwise("others", *elements, traced.forward_kernels, traced.backward_kernels, "none")
     return (*products, *attentions, rest)
 
 
@@ -320,25 +308,20 @@ def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) 
 def _(attention: SoftmaxAttention, rules: OperatorRules) -> tuple[Operator, ...]:
     q, kv, kernels, seq_len = attention.q_dim, attention.kv_dim, rules.kernels, rules.seq_len
     rotated = int((q + kv) * attention.rope_fraction)
-    operators: list[Operator] = [Gemm("qkv", q + 2 * kv, rules.hidden_dim, "column")]
-    if attention.qkv_bias:
-        operators.append(_elementwise("qkv_bias", q + 2 * kv, kernels.bias, "column"))
-    operators.append(_elementwise("qkv_copies", q + 2 * kv, kernels.qkv, "column"))
-    if attention.qk_norm != "none":
-        operators.append(_elementwise("qk_norm", q + kv, kernels.norm, "column"))
-    if rotated:
-        operators.append(_elementwise("rotary", rotated, kernels.rotary, "column"))
-    operators.append(
-        FusedAttention(
-            "attention", attention.num_heads, attention.head_dim, attention.head_dim,
-            attended_tokens(seq_len, attention.window, chunked=attention.chunked), seq_len,
-            min(attention.window or seq_len, seq_len), attention.num_kv_heads,
-        )
-    )  # fmt: skip
-    operators.append(Gemm("attention_out", rules.hidden_dim, q, "row"))
-    if attention.out_bias:
-        operators.append(_elementwise("out_bias", rules.hidden_dim, kernels.bias, "tokens"))
-    return tuple(operators)
+    context = attended_tokens(seq_len, attention.window, chunked=attention.chunked)
+    longest = min(attention.window or seq_len, seq_len)
+    heads, width = (attention.num_heads, attention.head_dim, attention.head_dim), q + 2 * kv
+    operators = (
+        (True, Gemm("qkv", q + 2 * kv, rules.hidden_dim, "column")),
+        (attention.qkv_bias, _elementwise("qkv_bias", width, kernels.bias, "column")),
+        (True, _elementwise("qkv_copies", width, kernels.qkv, "column")),
+        (attention.qk_norm != "none", _elementwise("qk_norm", q + kv, kernels.norm, "column")),
+        (rotated > 0, _elementwise("rotary", rotated, kernels.rotary, "column")),
+        (True, FusedAttention("attention", *heads, context, seq_len, longest, attention.num_kv_heads)),
+        (True, Gemm("attention_out", rules.hidden_dim, q, "row")),
+        (attention.out_bias, _elementwise("out_bias", rules.hidden_dim, kernels.bias, "tokens")),
+    )
+    return tuple(op for is_present, op in operators if is_present)
 
 
 @operators_of.register
@@ -347,15 +330,10 @@ def _(attention: LatentAttention, rules: OperatorRules) -> tuple[Operator, ...]:
     heads, rank, hidden_dim, seq_len = attention.num_heads, attention.q_lora_rank, rules.hidden_dim, rules.seq_len
     joined = attention.q_dim + heads * (attention.head_dim + attention.v_head_dim)
     kv_up = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
-    if rank is None:
-        query: tuple[Operator, ...] = (Gemm("q", attention.q_dim, hidden_dim, "column"),)
-    else:
-        down = Gemm("q_down", rank, hidden_dim, "none")
-        query = (
-            down,
-            _elementwise("q_norm", rank, rules.kernels.norm, "none"),
-            Gemm("q_up", attention.q_dim, rank, "column"),
-        )
+    query: tuple[Operator, ...] = (Gemm("q", attention.q_dim, hidden_dim, "column"),)
+    if rank is not None:
+        norm = _elementwise("q_norm", rank, rules.kernels.norm, "none")
+        query = (Gemm("q_down", rank, hidden_dim, "none"), norm, Gemm("q_up", attention.q_dim, rank, "column"))
     return (
         *query,
         Gemm("kv_down", attention.kv_lora_rank + attention.qk_rope_head_dim, hidden_dim, "none"),
@@ -406,21 +384,29 @@ def _dense(
 ) -> tuple[Operator, ...]:
     kernels, hidden_dim, width = rules.kernels, rules.hidden_dim, (2 if mlp.gated else 1) * mlp.ffn_dim
     traffic = kernels.gated if mlp.gated else kernels.plain
-    activation = replace(_elementwise(f"{prefix}activation", mlp.ffn_dim * rows, traffic, "column"), routed=routed)
-    biases = (
-        _elementwise(f"{prefix}up_bias", width * rows, kernels.bias, "column"),
-        _elementwise(f"{prefix}down_bias", hidden_dim * rows, kernels.bias, "tokens"),
-    )
-    return (
+    activation = _elementwise(f"{prefix}activation", mlp.ffn_dim * rows, traffic, "column", routed=routed)
+    products = (
         Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),
         activation,
         Gemm(f"{prefix}down", hidden_dim, mlp.ffn_dim, "row", rows, matrices, routed),
-        *(replace(bias, routed=routed) for bias in (biases if mlp.bias else ())),
     )
+    if not mlp.bias:
+        return products
+    up = _elementwise(f"{prefix}up_bias", width * rows, kernels.bias, "column", routed=routed)
+    return (*products, up, _elementwise(f"{prefix}down_bias", hidden_dim * rows, kernels.bias, "tokens", routed=routed))
 
 
 def _elementwise(
-    name: str, width: float, traffic: KernelTraffic, shard: Shard, element_bytes: int | None = None
+    name: str,
+    width: float,
+    traffic: KernelTraffic,
+    shard: Shard,
+    element_bytes: int | None = None,
+    *,
+    routed: bool = False,
 ) -> Elementwise:
-    elements = (width * traffic.forward, width * traffic.backward)
-    return Elementwise(name, *elements, traffic.forward_kernels, traffic.backward_kernels, shard, element_bytes)
+    elements, kernels = (
+        (width * traffic.forward, width * traffic.backward),
+        (traffic.forward_kernels, traffic.backward_kernels),
+    )
+    return Elementwise(name, *elements, *kernels, shard, element_bytes, routed)
