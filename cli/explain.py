@@ -11,6 +11,7 @@ from ..engines import TARGETS
 from ..schema import TrainingPlan
 from ..schema.errors import ConfigError
 from .options import JsonOption, OptionModel, PlanArgument, command, option
+from .plan import SearchOptions
 from .terminal import INTERRUPTED, show_answer, spinner, stopping_on_interrupt
 
 if TYPE_CHECKING:
@@ -56,12 +57,10 @@ def explain(plan: PlanArgument, question: QuestionOptions, json: JsonOption = Fa
 class DrawingOptions(OptionModel):
     """What is drawn."""
 
-    report: Path | None = option(
-        None, "a self-contained page: where the step goes, timeline, memory, rank map.", metavar="FILE.html"
-    )
-    trace: Path | None = option(
-        None, "the predicted step for chrome://tracing or ui.perfetto.dev.", metavar="FILE.json"
-    )
+    mirrors = SearchOptions
+
+    report: Path | None = None
+    trace: Path | None = None
 
 
 @command()

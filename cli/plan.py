@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..planner.request import Deadline, OffloadRequest
     from ..schema import ClusterSpec, GenerationPlan, ModelSpec, Offer, Plan, TrainingPlan
 
-_PRECISIONS_BY_PREFERENCE = ("bf16-mixed", "fp16-mixed", "fp32")
-
 
 def complete_clusters(incomplete: str) -> list[str]:
     """Return `local`, or devices behind a count: 64xH1 becomes 64xH100-SXM-80GB."""
@@ -280,7 +278,6 @@ def plan(
     """
     from ..planner.request import Deadline
     from .show.plan import plan_tables
-    from .show.report import write_report
 
     deadline = Deadline() if search is None else Deadline(search.time_limit_s)
     if generation is not None:
@@ -289,11 +286,16 @@ def plan(
     else:
         assert step is not None and search is not None
         answer = _plan_training(model, step, cluster, search, cost, host, output, deadline)
-        is_local = cluster.profile is not None or str(cluster.cluster).startswith("local")
-        hint = f"next: {_next_command(output.out, step.engine, is_local=is_local)}"
+        engine, hint = ENGINES[step.engine], f"next: meshwright apply {output.out}"
+        if not engine.is_own_runtime:
+            hint = f"next: meshwright export {output.out} --to {engine.exporter}"
+        elif cluster.profile is None and not str(cluster.cluster).startswith("local"):
+            hint = f"next: meshwright explain {output.out}, and on the cluster meshwright apply {output.out}"
     answer.save(output.out)
     show_answer(answer, *plan_tables(answer), as_json=output.as_json)
     if search is not None and (search.report is not None or search.trace is not None):
+        from .show.report import write_report
+
         write_report(answer, search.report, search.trace)
     typer.echo(f"wrote {output.out}; {hint}", err=True)
     if deadline.is_stopped:
@@ -315,12 +317,11 @@ def _plan_training(
     from ..planner import pareto as pareto_front
     from ..planner import plan as fastest
     from ..planner.expert_files import read_loads
-    from ..schema import ModelSpec, Offer
+    from ..schema import ModelSpec
     from ..schema.layout import parse_assignments
 
     spec, fixed = ModelSpec.resolve(model), parse_assignments(search.fix)
-    offers = () if cost is None else _read_offers(cluster, step, cost.offers)
-    machine = _common_cluster(offers) if offers else step.calibrated(cluster.read())
+    machine, offers = _machines(cluster, step, cost)
     workload = step.workload(spec, machine, output.precision)
     loads = None if search.expert_load is None else read_loads([search.expert_load])
     request: dict[str, Any] = {
@@ -333,7 +334,7 @@ def _plan_training(
         request["on_progress"] = on_progress
         if cost is not None:
             return cheapest(
-                spec, offers or (Offer.from_cluster(machine),), workload, front=search.pareto, top=output.top,
+                spec, offers, workload, front=search.pareto, top=output.top,
                 min_tokens_per_s=cost.min_tokens_per_s, tokens=cost.tokens,
                 deadline_s=None if cost.deadline_h is None else 3600 * cost.deadline_h, **request,
             )  # fmt: skip
@@ -343,45 +344,35 @@ def _plan_training(
     return answer
 
 
-def _read_offers(cluster: ClusterOptions, step: TrainingOptions, offers: Path | None) -> tuple[Offer, ...]:
-    """Return the offers of a file; none where a cluster or a profile is given instead.
+def _machines(
+    cluster: ClusterOptions, step: TrainingOptions, cost: CostOptions | None
+) -> tuple[ClusterSpec, tuple[Offer, ...]]:
+    """Return the cluster that decides the precision, and what can be rented: the offers of a file, or the cluster itself.
+
+    Of several offers it is the first one whose best precision is one that all others have too.
 
     Raises:
-        ConfigError: neither or both are given, or the file does not hold offers with prices.
+        ConfigError: neither a cluster nor offers are given, or both, or the file does not hold offers with prices.
     """
-    from ..schema.offers import offers_from_file
+    from ..planner import default_precision
+    from ..schema.offers import Offer, offers_from_file
 
-    if offers is None:
-        if cluster.cluster is None and cluster.profile is None:
+    if cost is None or cost.offers is None:
+        if cost is not None and cluster.cluster is None and cluster.profile is None:
             raise ConfigError(
                 "--objective cost needs --cluster or --offers: neither is given",
                 help="for one kind of machine: --cluster 64xH100-SXM-80GB",
             )
-        return ()
+        machine = step.calibrated(cluster.read())
+        return machine, () if cost is None else (Offer.from_cluster(machine),)
     if cluster.profile is not None:
         raise ConfigError("--profile is of one machine, not of offers of several", help="use --cluster")
     if cluster.cluster is not None:
         raise ConfigError("--objective cost needs --cluster or --offers: both are given", help="leave out --cluster")
     if step.calibrate is not None:
         raise ConfigError("--calibrate corrects one cluster, not offers of several", help="use --cluster")
-    return offers_from_file(str(offers))
-
-
-def _common_cluster(offers: tuple[Offer, ...]) -> ClusterSpec:
-    """Return the cluster that decides the precision: the first one whose best precision is one that all others have too."""
-    from ..planner import default_precision
-
-    clusters = (offer.cluster for offer in offers)
-    return max(clusters, key=lambda cluster: _PRECISIONS_BY_PREFERENCE.index(default_precision(cluster)))
-
-
-def _next_command(out: Path, engine: str, *, is_local: bool) -> str:
-    """Return what a plan is taken to: this machine, the cluster it is for, or another engine."""
-    facts = ENGINES[engine]
-    if not facts.is_own_runtime:
-        return f"meshwright export {out} --to {facts.exporter}"
-    apply = f"meshwright apply {out}"
-    return apply if is_local else f"meshwright explain {out}, and on the cluster {apply}"
+    offers, order = offers_from_file(str(cost.offers)), ("bf16-mixed", "fp16-mixed", "fp32")
+    return max((offer.cluster for offer in offers), key=lambda each: order.index(default_precision(each))), offers
 
 
 def _plan_generation(

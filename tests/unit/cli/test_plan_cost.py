@@ -62,7 +62,7 @@ def test_pareto_front_is_part_of_the_plan(tmp_path) -> None:
         ([*CLUSTER, "--min-tokens-per-s", "5"], "--min-tokens-per-s without --objective cost"),
         ([*CLUSTER, *COST, "--deadline-h", "5"], "--deadline-h without --tokens"),
         ([*CLUSTER, *COST, "--offers", "offers.toml"], "both are given"),
-        ([*COST, "--offers", "missing.toml"], "no offers file missing.toml"),
+        ([*COST, "--offers", "missing.toml"], "cannot read missing.toml"),
         ([*COST, "--cluster", "8xRTX-PRO-6000-Server-96GB"], "has no price"),
     ],
 )
