@@ -252,9 +252,9 @@ class ClusterSpec(Frozen):
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
-        require_nesting(self.levels, self.num_devices, "the cluster")
         if self.num_devices > MAX_DEVICES:
             raise ValueError(f"{self.num_devices} devices are more than the {MAX_DEVICES} that make sense")
+        require_nesting(self.levels, self.num_devices, "the cluster")
         if len(self.groups) == 1 and self.groups[0].levels:
             raise ValueError("the links of the only group are those of the cluster: give them as its levels")
         smallest = min(group.device.memory_bytes for group in self.groups)

@@ -88,7 +88,11 @@ def _near(text: str) -> str | None:
 
 def _from_shorthand(nodes: str | None, gpus: str, device_name: str, link_name: str | None) -> Table:
     name, entry = find_device(device_name)
-    num_nodes, per_node, full = 1 if nodes is None else _count(nodes), _count(gpus), entry["devices_per_node"]
+    num_nodes, per_node, full = int(nodes or 1), int(gpus), entry["devices_per_node"]
+    if num_nodes * per_node == 0:
+        raise ConfigError("a cluster has at least one device in every node, and at least one node", details=_FORMS)
+    if num_nodes * per_node > MAX_DEVICES:
+        raise ConfigError(f"{shown(num_nodes * per_node)} is more than the {MAX_DEVICES} devices that make sense")
     if nodes is None and per_node > full:
         if per_node % full:
             below, size = per_node - per_node % full, max(size for size in range(1, full) if per_node % size == 0)
@@ -97,7 +101,6 @@ def _from_shorthand(nodes: str | None, gpus: str, device_name: str, link_name: s
                 help=f"use {below}x{name} or {below + full}x{name}, or state the nodes: {per_node // size}x{size}x{name}",
             )
         num_nodes, per_node = per_node // full, full
-    _check_total(num_nodes * per_node)
     if link_name is not None:
         link, fields = find_link(link_name)
         if fields["kind"] != "scale-out":
@@ -118,20 +121,6 @@ def _from_shorthand(nodes: str | None, gpus: str, device_name: str, link_name: s
         "groups": (group,),
         "levels": usual_levels([(group, entry)]),
     }
-
-
-def _count(digits: str) -> int:
-    if digits.strip("0") == "":
-        raise ConfigError("a cluster has at least one device in every node, and at least one node", details=_FORMS)
-    if len(digits) > 20:  # int() refuses more than 4300 digits in its own words
-        raise ConfigError(f"a count of {len(digits)} digits is more than the {MAX_DEVICES} devices that make sense")
-    return _check_total(int(digits))
-
-
-def _check_total(count: int) -> int:
-    if count > MAX_DEVICES:
-        raise ConfigError(f"{count} devices are more than the {MAX_DEVICES} that make sense")
-    return count
 
 
 def _from_entry_point(point: metadata.EntryPoint, argument: str | None) -> tuple[Any, str]:
@@ -162,11 +151,15 @@ def _from_file(path: str) -> Table:
         if not read:
             raise ConfigError("a cluster needs at least one [[groups]] table")
         groups = [group for group, _ in read]
-        _check_total(sum(_num_devices(group) for group in groups))
         node = min(group["devices_per_node"] for group in groups)
         levels = [_level(table, f"levels[{i}]", node) for i, table in enumerate(_tables(data, "levels"))]
         if not levels:
-            known = [_require_catalogue(f"groups[{i}]", *pair) for i, pair in enumerate(read)]
+            if unknown := [i for i, (_, entry) in enumerate(read) if entry is None]:
+                raise ConfigError(
+                    f"groups[{unknown[0]}]: the links of a device that the file itself describes are not known",
+                    help='add [[levels]] tables, innermost first: link = "pcie4", domain_size = 4',
+                )
+            known = [(group, entry or {}) for group, entry in read]
             levels = usual_levels(known)
             if len(groups) > 1:
                 groups = [
@@ -174,15 +167,6 @@ def _from_file(path: str) -> Table:
                 ]
         fields = {**data, "groups": groups, "levels": levels}
         return {"name": Path(path).stem, **_with_bytes(fields, "reserved", "the cluster")}
-
-
-def _require_catalogue(where: str, group: Table, entry: Table | None) -> tuple[Table, Table]:
-    if entry is None:
-        raise ConfigError(
-            f"{where}: the links of a device that the file itself describes are not known",
-            help='add [[levels]] tables, innermost first: link = "pcie4", domain_size = 4',
-        )
-    return group, entry
 
 
 def _num_devices(group: Mapping[str, Any]) -> int:

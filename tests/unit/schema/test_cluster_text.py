@@ -122,7 +122,7 @@ def test_count_that_does_not_fill_nodes_suggests_three_ways_out():
         ("8.5xH100", "is not a cluster"),
         ("99999999xH100", "10000000"),
         ("9999999x9999999xH100", "10000000"),
-        ("9" * 3000 + "xH100", "3000 digits"),
+        ("9" * 3000 + "xH100", "an integer of 9966 bits"),
         ("9" * 5000 + "xH100", "is not a cluster"),
         ("8xH1000", "did you mean H100"),
         ("8xH10", "did you mean H100"),
