@@ -6,8 +6,10 @@ import inspect
 import io
 import json
 import os
+import re
 import reprlib
 import tempfile
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -187,10 +189,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 def _config_error(kind: str, error: ValidationError) -> ConfigError:
     items = error.errors(include_url=False, include_context=False)
     lines = tuple(_describe(item) for item in items if item["type"] != "default_factory_not_called")
-    return ConfigError(
-        f"{kind}: {lines[0]}" if len(lines) == 1 else f"{kind} has {len(lines)} wrong fields",
-        details=lines if len(lines) > 1 else (),
-    )
+    if len(lines) == 1:
+        return ConfigError(f"{kind}: {lines[0]}")
+    return ConfigError(f"{kind} has {len(lines)} wrong fields", details=lines)
 
 
 def _describe(item: Any) -> str:
@@ -200,9 +201,7 @@ def _describe(item: Any) -> str:
         return f"field `{where}` is missing"
     if item["type"] == "extra_forbidden":
         return f"unknown field `{where}`"
-    if not where:
-        return text
-    return f"{where} = {shown(item['input'])}: {text}"
+    return f"{where} = {shown(item['input'])}: {text}" if where else text
 
 
 def shown(value: object) -> str:
@@ -255,16 +254,10 @@ def field_texts(model: type[BaseModel]) -> dict[str, str]:
         ValueError: an entry begins with no field.
     """
     _, _, attributes = inspect.cleandoc(model.__doc__ or "").partition("\nAttributes:\n")
-    entries: list[str] = []
-    for line in attributes.splitlines():
-        if line.startswith("    ") and not line.startswith("     "):
-            entries.append(line.strip())
-        elif line.strip():
-            entries[-1] += " " + line.strip()
     texts: dict[str, str] = {}
-    for entry in entries:
+    for entry in re.split(r"\n(?! )", textwrap.dedent(attributes).strip()) if attributes else ():
         names: list[str] = []
-        for part in entry.split("; "):
+        for part in " ".join(entry.split()).split("; "):
             head, _, text = part.partition(": ")
             if all(name in model.model_fields for name in head.split(", ")):
                 names = head.split(", ")
