@@ -181,7 +181,7 @@ def gemm_rates(
     dtype = _dtype(device, products)
     is_measured_here = any(point.dtype == dtype for point in points)
     if device.gemm is not None and not is_measured_here:
-        fitted = fitted._replace(**device.gemm.model_dump())
+        fitted = fitted._replace(**device.gemm.model_dump(exclude={"source"}))
     ratio = coefficients[precision]["gemm_efficiency_ratio"] if precision == "nvfp4" else 1.0
     if precision == "fp8":
         # The bf16 product of the same shape with arithmetic that much faster, so that its residual stays in the trained range.
