@@ -223,12 +223,9 @@ def _dense(columns: FloatArray, path: Path) -> FloatArray:
 
 def _json(path: Path) -> dict[str, Any]:
     data = read_json(path)
-    lists = (
-        {name: rows for name, rows in data.items() if isinstance(rows, list)}
-        if isinstance(data, dict)
-        else {"array": data}
-    )
-    return {name: _rectangular(rows, path) for name, rows in lists.items()}
+    if not isinstance(data, dict):
+        return {"array": _rectangular(data, path)}
+    return {name: _rectangular(rows, path) for name, rows in data.items() if isinstance(rows, list)}
 
 
 def _jsonl(path: Path) -> dict[str, Any]:
@@ -275,32 +272,22 @@ def write_placement(placement: ExpertPlacement, path: Path, form: Format, *, fir
         write_atomically(path, buffer.getvalue())
         return
     if form == "tensorrt-llm":
-        lines = [f"num_slots: {len(slots[0])}", "initial_global_assignments:"]
-        lines += [f"  {first_layer_idx + layer}: {row}" for layer, row in enumerate(slots)]
-        write_atomically(path, "\n".join([*lines, "layer_updates_per_iter: 0", ""]))
+        lines = [f"  {first_layer_idx + layer}: {row}" for layer, row in enumerate(slots)]
+        head = [f"num_slots: {len(slots[0])}", "initial_global_assignments:"]
+        write_atomically(path, "\n".join([*head, *lines, "layer_updates_per_iter: 0", ""]))
         return
     document: dict[str, Any] = {"physical_to_logical_map": slots}
     if form == "vllm":
         document["logical_to_physical_map"] = placement.logical_to_physical.tolist()
         document["logical_replica_count"] = placement.replica_count.tolist()
     elif form == "vllm-ascend":
-        document = _ascend(placement, first_layer_idx)
+        layers = []
+        for layer, row in enumerate(placement.physical_to_logical):
+            on_gpus = np.split(row, np.cumsum(placement.slots_per_gpu)[:-1])
+            devices = [{"device_id": gpu, "device_expert": experts.tolist()} for gpu, experts in enumerate(on_gpus)]
+            layers.append({"layer_id": first_layer_idx + layer, "device_count": len(devices), "device_list": devices})
+        document = {"moe_layer_count": len(layers), "layer_list": layers}
     write_atomically(path, json.dumps(document) + "\n")
-
-
-def _ascend(placement: ExpertPlacement, first_layer_idx: int) -> dict[str, Any]:
-    ends = np.cumsum(placement.slots_per_gpu)[:-1]
-    layers = [
-        {
-            "layer_id": first_layer_idx + layer,
-            "device_count": placement.num_gpus,
-            "device_list": [
-                {"device_id": gpu, "device_expert": experts.tolist()} for gpu, experts in enumerate(np.split(row, ends))
-            ],
-        }
-        for layer, row in enumerate(placement.physical_to_logical)
-    ]
-    return {"moe_layer_count": len(layers), "layer_list": layers}
 
 
 def read_placement(path: Path, *, num_gpus: int | None = None, num_nodes: int = 1, load: Any = None) -> ExpertPlacement:
@@ -381,10 +368,7 @@ def _stored(arrays: dict[str, Any], path: Path) -> ExpertPlacement:
 
 
 def _matrix(rows: Any, path: Path) -> IntArray:
-    try:
-        placed = np.array(rows)
-    except ValueError:
-        placed = np.zeros(0)
+    placed = _rectangular(rows, path)
     if placed.ndim != 2 or placed.size == 0 or not np.issubdtype(placed.dtype, np.integer):
         raise ConfigError(f"{path} has no table of experts, a row of slots for each layer")
     return placed.astype(np.int64)
