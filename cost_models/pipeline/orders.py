@@ -165,6 +165,7 @@ def rows_in_rounds(num_ranks: int, num_microbatches: int, num_model_chunks: int,
     step = np.arange(total)
     chunk = step // in_round % num_model_chunks
     micro_batch = step // (in_round * num_model_chunks) * in_round + step % in_round
+    # Interleaved 1F1B warms up for the way there and back; with split backward passes one way is enough.
     ways = 2 if num_model_chunks > 1 and not splits_backward else 1
     rows = []
     for r in range(num_ranks):
@@ -182,6 +183,7 @@ def rows_in_rounds(num_ranks: int, num_microbatches: int, num_model_chunks: int,
 
 
 ANY = -1
+"""In place of a stage: the one whose weight pass waits the longest."""
 
 
 class _Row:

@@ -95,8 +95,8 @@ def uniform_time_bounds(costs: CostTable) -> FloatArray:
         return bound
     always = costs.dp_edges_s + fullest_stage(costs, _updates(costs))
     if (share := costs.vocabulary) is not None:  # the same on every stage
-        update_s = costs.update_s(share.total("num_trained"), 0.0)
-        always = always + (costs.vocabulary_s + costs.vocabulary_dp_s + update_s)
+        _, step_s, dp_s = costs.vocabulary_seconds(share)
+        always = always + (step_s + dp_s + costs.update_s(share.total("num_trained"), 0.0))
     slowest, exposed = slowest_stage_s(costs), costs.dp_exposed_by_kind
     if mixed.any():
         slowest, exposed = lower_bound_slowest_s(costs, slowest), RecomputeCosts(costs).min_exposed_by_kind

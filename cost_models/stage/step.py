@@ -250,15 +250,16 @@ def _with_vocabulary_s(costs: CostTable, idx: int, terms: TimeBreakdown) -> Time
     if costs.vocabulary is None:
         return terms
     m, share = int(costs.layouts.num_microbatches[idx]), costs.vocabulary.take(np.array([idx]))
+    sent_s, step_s, dp_s = (float(seconds[idx]) for seconds in costs.vocabulary_seconds(costs.vocabulary))
     compute = m * float(share.total("forward_s")[0] + share.total("backward_s")[0] + share.total("recompute_s")[0])
     within = m * float(share.total("comm_forward_s")[0] + share.total("comm_backward_s")[0])
-    sent = m * float(costs.vocabulary_sent_s[idx])
+    sent = m * sent_s
     return terms.replace(
         compute=terms.compute + compute,
         tp=terms.tp + within,
         pp=terms.pp + sent,
-        bubble=terms.bubble + max(0.0, float(costs.vocabulary_s[idx]) - compute - within - sent),
-        dp=terms.dp + float(costs.vocabulary_dp_s[idx]),
+        bubble=terms.bubble + max(0.0, step_s - compute - within - sent),
+        dp=terms.dp + dp_s,
     )
 
 

@@ -357,36 +357,24 @@ class CostTable:
         share_idx[rows] = np.arange(len(rows))
         return vocabulary_share(embedding, self.model.head, self._inputs.select(rows)).take(share_idx).masked(is_split)
 
-    @cached_property
-    def vocabulary_sent_s(self) -> FloatArray:
-        """Exposed communication of a split vocabulary for one micro-batch [N]: what outlasts a stage's own passes."""
-        if self.vocabulary is None:
-            return np.zeros(len(self.layouts))
-        hidden = self.total("busy_s") / self.layouts.pp if self.workload.overlap else 0.0
-        return np.asarray(np.maximum(self.vocabulary.sent_s - hidden, 0.0))
+    def vocabulary_seconds(self, share: VocabularyShare) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Return what a split vocabulary adds [N]: to one micro-batch, to a step, and to the collectives over data of a step.
 
-    @cached_property
-    def vocabulary_s(self) -> FloatArray:
-        """Seconds that a split vocabulary adds to a step [N], without collectives over data."""
-        if self.vocabulary is None:
-            return np.zeros(len(self.layouts))
+        To a micro-batch what is sent, as far as it outlasts a stage's own passes, which is part of the second; to collectives over
+        data those of each stage's share, first gather and last reduction included.
+        """
         b = self.layouts
-        each = self.vocabulary.total("busy_s") + self.vocabulary_sent_s
-        return np.asarray((b.num_microbatches + (b.pp - 1) / b.num_model_chunks) * each)
-
-    @cached_property
-    def vocabulary_dp_s(self) -> FloatArray:
-        """Exposed collectives over data of each stage's share of the vocabulary, first gather and last reduction included [N]."""
-        seconds = np.zeros(len(self.layouts))
-        if self.vocabulary is None:
-            return seconds
+        hidden_s = self.total("busy_s") / b.pp if self.workload.overlap else 0.0
+        sent_s = np.maximum(share.sent_s - hidden_s, 0.0)
+        step_s = (b.num_microbatches + (b.pp - 1) / b.num_model_chunks) * (share.total("busy_s") + sent_s)
+        dp_s = np.zeros(len(b))
         for kind in self.kinds:
             if kind.is_embedding or kind.is_head:
-                cost = self.vocabulary.embedding if kind.is_embedding else self.vocabulary.head
+                cost = share.embedding if kind.is_embedding else share.head
                 at_least = self._overlap * self._num_passes * (cost.gather_s + cost.reduce_s)
                 exposed = np.maximum(self._exposed_s(kind, cost), at_least)
-                seconds = seconds + exposed + cost.levels_s + self._copied_s_per_param * cost.num_trained
-        return np.where(self.layouts.vocabulary == 1, seconds, 0.0)
+                dp_s = dp_s + exposed + cost.levels_s + self._copied_s_per_param * cost.num_trained
+        return np.asarray(sent_s), np.asarray(step_s), np.where(b.vocabulary == 1, dp_s, 0.0)
 
 
 def _at_ends(kind: Layer, cost: LayerCost, layouts: LayoutTable) -> LayerCost:
