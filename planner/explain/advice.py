@@ -16,8 +16,9 @@ are, then more devices, then other numerics, then another workload; what `apply`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -232,28 +233,26 @@ def _released(a: _Advisor) -> Iterator[VerifiedChange]:
 
 def _devices(a: _Advisor) -> Iterator[VerifiedChange]:
     counts = larger_sizes(a.request.cluster, a.request.workload)
-    tried: dict[int, tuple[PlanRequest, Fit] | None] = {}
 
-    def fits_on(idx: int) -> bool:
-        if idx not in tried:
-            cluster = grow_cluster(a.request.cluster, counts[idx])
-            larger = cluster and replace(a.request, cluster=cluster)
-            fit = larger and a.first_fit(larger)
-            tried[idx] = (larger, fit) if larger and fit else None
-        return tried[idx] is not None
+    @cache
+    def fit_on(idx: int) -> tuple[PlanRequest, Fit] | None:
+        cluster = grow_cluster(a.request.cluster, counts[idx])
+        larger = cluster and replace(a.request, cluster=cluster)
+        fit = larger and a.first_fit(larger)
+        return (larger, fit) if larger and fit else None
 
-    idx = _first_that_holds(len(counts), lambda k: counts[k], fits_on)
-    if idx is not None and (smallest := tried[idx]) is not None:
+    idx = _first_that_holds(counts, lambda k: fit_on(k) is not None)
+    if idx is not None and (smallest := fit_on(idx)) is not None:
         larger, fit = smallest
         yield from a.change("devices", f"use {counts[idx]} devices", larger, a.fit(larger) or fit)
 
 
-def _first_that_holds(size: int, count_of: Callable[[int], int], holds: Callable[[int], bool]) -> int | None:
+def _first_that_holds(counts: Sequence[int], holds: Callable[[int], bool]) -> int | None:
     """Return the first index that holds, as far as growing by factors of two, bisection and NEARBY more tries find it."""
-    below, idx = -1, 0
+    size, below, idx = len(counts), -1, 0
     while idx < size and not holds(idx):
         below = idx
-        idx = next((k for k in range(idx + 1, size) if count_of(k) >= 2 * count_of(below)), size)
+        idx = next((k for k in range(idx + 1, size) if counts[k] >= 2 * counts[below]), size)
     if idx == size:
         if below == size - 1 or not holds(size - 1):
             return None
@@ -300,25 +299,22 @@ def _common_nodes(cluster: ClusterSpec) -> int:
     return math.gcd(*(group.num_nodes for group in cluster.groups))
 
 
+def _catalogue_entry(cluster: ClusterSpec) -> dict[str, Any]:
+    try:
+        return dict(find_device(cluster.groups[0].device.name)[1])
+    except ConfigError:
+        return {}
+
+
 def _devices_per_node(cluster: ClusterSpec) -> int:
     """Return the devices of a full node: what the catalogue says of the device, or as many as there are."""
-    group = cluster.groups[0]
-    try:
-        entry = find_device(group.device.name)[1]
-    except ConfigError:
-        return group.devices_per_node
-    return max(group.devices_per_node, int(entry["devices_per_node"]))
+    return max(cluster.groups[0].devices_per_node, int(_catalogue_entry(cluster).get("devices_per_node", 0)))
 
 
 def _network(cluster: ClusterSpec) -> Link:
     """Return what joins more nodes: the network that there is, else the usual one of the device, else the only link known."""
-    link = cluster.levels[-1].link
-    if link.kind == "scale-out":
-        return link
-    try:
-        return Link.named(find_device(cluster.groups[0].device.name)[1]["scaleout"])
-    except ConfigError:
-        return link
+    link, usual = cluster.levels[-1].link, _catalogue_entry(cluster).get("scaleout")
+    return link if link.kind == "scale-out" or usual is None else Link.named(usual)
 
 
 def _spaces(a: _Advisor) -> Iterator[VerifiedChange]:
@@ -334,10 +330,9 @@ def _spaces(a: _Advisor) -> Iterator[VerifiedChange]:
 def _scheduled(a: _Advisor) -> VerifiedChange | None:
     """Offload by a schedule that `plan --offload auto` finds: a first one, which that may only improve on."""
     request = a.request
-    names = ("offload", "offload_activations", "offload_fraction", "offload_to")
-    if not request.workload.engine_facts.is_own_runtime or request.cluster.is_mixed or request.fixed.get("pp", 1) != 1:
-        return None
-    if any(name in request.fixed for name in names):
+    names = {"offload", "offload_activations", "offload_fraction", "offload_to"}
+    is_ours, one_stage = request.workload.engine_facts.is_own_runtime, request.fixed.get("pp", 1) == 1
+    if not is_ours or not one_stage or request.cluster.is_mixed or names & request.fixed.keys():
         return None
     fixed = request.fixed if not a.is_large else {"micro_batch_size": 1, **request.fixed}
     anything = replace(request, fixed=fixed, offload=OffloadRequest())

@@ -98,13 +98,13 @@ def test_advice_that_is_stopped_says_so() -> None:
 @given(st.integers(1, 400), st.data())
 def test_least_of_what_only_grows_is_the_least(size: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, size))
-    assert _first_that_holds(size, lambda k: k + 1, lambda k: k >= first) == (None if first == size else first)
+    assert _first_that_holds(range(1, size + 1), lambda k: k >= first) == (None if first == size else first)
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_least_of_anything_holds(holds: list[bool]) -> None:
-    place = _first_that_holds(len(holds), lambda k: k + 1, holds.__getitem__)
+    place = _first_that_holds(range(1, len(holds) + 1), holds.__getitem__)
     assert place is None or holds[place]
 
 
