@@ -288,7 +288,7 @@ def _search_sizes(sizes: Sequence[Size], objective: Objective, *, rel_gap: float
 def search_size(size: Size, limit_s: float) -> bool:
     """Find the fastest layout of a size that fits (C2) and beats ``limit_s``; False, and why, where there is none."""
     fits = _search_plain(size, limit_s)
-    return _search_schedules(size, limit_s, size.step_time_s if fits else None) if size.has_schedules else fits
+    return (size.has_schedules and _search_schedules(size, limit_s, size.step_time_s if fits else None)) or fits
 
 
 def _search_plain(size: Size, limit_s: float) -> bool:
@@ -314,23 +314,23 @@ def _search_plain(size: Size, limit_s: float) -> bool:
 
 def _search_schedules(size: Size, limit_s: float, plain_s: float | None) -> bool:
     """Do it among offload schedules, for what is faster than the ``plain_s`` that the size takes without one."""
-    bound_s, known_s = size.min_s, limit_s * (1 + 2 * REL_GAP) if plain_s is None else plain_s
+    known_s = limit_s * (1 + 2 * REL_GAP) if plain_s is None else plain_s
     try:
         result = search_offload(size.request, worse_than_s=known_s)
     except (ConfigError, InfeasibleError):
-        return plain_s is not None
+        return False
     except SolverLimitError:
         size.is_stopped = True
-        return plain_s is not None
+        return False
     if result is None:
         if plain_s is None and size.outcome == "does not fit":
             reason = "nothing fits without an offload schedule, and none is faster"
             size.close("too slow" if limit_s == size.slowest_s else "dearer", reason)
-        return plain_s is not None
-    size.bound_s = min(bound_s, result.certificate.bound_s)
+        return False
+    size.bound_s = min(size.min_s, result.certificate.bound_s)
     size.is_stopped |= result.certificate.status == "feasible"
     if result.estimate.step_time_s >= known_s * (1 - WORTH_MOVING):
-        return plain_s is not None
+        return False
     size.offloaded, size.step_time_s = result, result.estimate.step_time_s
     return True
 
@@ -340,10 +340,7 @@ def mark_front(sizes: Sequence[Size]) -> None:
 
     def is_beaten(size: Size, step_time_s: float) -> bool:
         values = (step_time_s, size.value(step_time_s))
-        known = [
-            (other.step_time_s, other.value(other.step_time_s)) for other in sizes if other.step_time_s is not None
-        ]
-        return any(beats(other, values) for other in known)
+        return any(beats((s.step_time_s, s.value(s.step_time_s)), values) for s in sizes if s.step_time_s is not None)
 
     for size in sorted(sizes, key=lambda size: (size.min_s, size.idx)):
         may_be = size.bound_s is not None and size.outcome in ("not examined", "dearer") and size.step_time_s is None

@@ -123,22 +123,14 @@ def _one_after_another(added: Iterable[tuple[Stream, str, float]], begin_s: floa
     return slices
 
 
-_STREAMS: dict[int, Stream] = {
-    COMPUTE: "compute",
-    TO_HOST: "copies to the host",
-    TO_DEVICE: "copies to the device",
-    HOST: "host processors",
-    STORAGE: "storage",
+_STREAMS: dict[int, tuple[Stream, str]] = {
+    COMPUTE: ("compute", "update on the device"),
+    TO_HOST: ("copies to the host", "gradients and states"),
+    TO_DEVICE: ("copies to the device", "parameters and states"),
+    HOST: ("host processors", "update by the host"),
+    STORAGE: ("storage", "states on storage"),
 }
-
-
-_UPDATES = {
-    COMPUTE: "update on the device",
-    TO_HOST: "gradients and states",
-    TO_DEVICE: "parameters and states",
-    HOST: "update by the host",
-    STORAGE: "states on storage",
-}
+"""Streams of solvers/offload/simulation.py, and what they do in the update."""
 
 
 def _offload_timeline(plan: TrainingPlan) -> StepTimeline:
@@ -147,16 +139,13 @@ def _offload_timeline(plan: TrainingPlan) -> StepTimeline:
     jobs, indices = microbatch_jobs(problem.instance, problem.choice, problem.prefetch)
     start, end = run_jobs(jobs, problem.instance)
     passes = [
-        Slice(0, _STREAMS[jobs[idx].stream], kind, float(start[idx]), float(end[idx] - start[idx]), 0, 0, layer)
+        Slice(0, _STREAMS[jobs[idx].stream][0], kind, float(start[idx]), float(end[idx] - start[idx]), 0, 0, layer)
         for idx, layer, kind in _job_names(indices, problem.choice)
         if end[idx] > start[idx]
     ]
     num_microbatches, microbatch_s = problem.instance.num_microbatches, float(end.max())
-    slices = [
-        piece._replace(start_s=m * microbatch_s + piece.start_s, micro_batch=m)
-        for m in range(num_microbatches)
-        for piece in passes
-    ]
+    starts = [(m, m * microbatch_s) for m in range(num_microbatches)]
+    slices = [p._replace(start_s=start_s + p.start_s, micro_batch=m) for m, start_s in starts for p in passes]
     copied_s = float(problem.options.by_option[0].copied_s(0).sum())
     exposed_s = constant_s(problem.options, 0) - copied_s
     added: tuple[tuple[Stream, str, float], ...] = (
@@ -194,5 +183,6 @@ def _update(problem: PlanProblem, begin_s: float) -> Iterator[Slice]:
     start, end = run_jobs(jobs, problem.instance)
     for job, first, last in zip(jobs, start, end, strict=True):
         if last > first:
-            stream: Stream = "optimizer" if job.stream == COMPUTE else _STREAMS[job.stream]
-            yield Slice(0, stream, _UPDATES[job.stream], begin_s + float(first), float(last - first))
+            stream, text = _STREAMS[job.stream]
+            stream = "optimizer" if job.stream == COMPUTE else stream
+            yield Slice(0, stream, text, begin_s + float(first), float(last - first))
