@@ -81,27 +81,20 @@ def checkpoint_block(block: nn.Module, recompute: Recompute) -> None:
     block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
 
 
-_NO_LAST = -1
-
-
 def _count_products(block: nn.Module) -> int:
-    """Count the products of a block whose last one need not be kept; the weights of a token's experts need the experts' outputs."""
+    """Count the products of a block whose last one need not be kept; -1 where all must be."""
     if not isinstance(block, DecoderBlock):
-        return _NO_LAST  # whatever its products are for
+        return -1  # whatever its products are for
     modules = list(block.modules())
     if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
-        return _NO_LAST
+        return -1  # the weights of a token's experts need the experts' outputs
     single = sum(isinstance(module, nn.Linear | ReplicatedLinear) for module in modules)
     single += 2 * sum(hasattr(module, ADAPTER_UP) for module in modules)
     return single + 3 * sum(isinstance(module, Experts) for module in modules)
 
 
 def _selective_contexts(num_products: int) -> Any:
-    return create_selective_checkpoint_contexts(_keep_products(num_products))  # type: ignore[no-untyped-call]
-
-
-def _keep_products(num_products: int) -> Callable[..., CheckpointPolicy]:
-    """Return a policy for one pass through a block and its recomputation."""
+    """Return contexts for one pass through a block and its recomputation."""
     seen = {False: 0, True: 0}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -113,4 +106,4 @@ def _keep_products(num_products: int) -> Callable[..., CheckpointPolicy]:
         is_last = seen[ctx.is_recompute] == num_products
         return CheckpointPolicy.PREFER_RECOMPUTE if is_last else CheckpointPolicy.MUST_SAVE
 
-    return policy
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

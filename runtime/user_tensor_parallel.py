@@ -127,8 +127,8 @@ def _pairs(children: Mapping[str, nn.Module]) -> list[list[str]]:
 
 def split_transformers(
     model: nn.Module, tp: DeviceMesh, *, blocks: str, head: str | None, sequence_parallel: bool
-) -> dict[str, Rule]:
-    """Split a model of transformers over tp as it says itself, in place; return what was split, by path.
+) -> None:
+    """Split a model of transformers over tp as it says itself, in place.
 
     Args:
         blocks: path of the list of blocks.
@@ -155,12 +155,10 @@ def split_transformers(
         layer = model.get_submodule(head)
         if isinstance(layer, nn.Linear) and layer.out_features % tp.size() == 0:
             _split(layer, "gathered", tp, Replicate(), sums_inputs=True)
-            rules[head] = "gathered"
-    return rules
 
 
-def split_plain(module: nn.Module, tp: DeviceMesh) -> dict[str, Rule]:
-    """Split a plain module by derived rules, in place; return what was split, by path."""
+def split_plain(module: nn.Module, tp: DeviceMesh) -> None:
+    """Split a plain module by derived rules, in place."""
     regions = derived_regions(module)
     if not regions:
         raise RuntimeMismatchError(
@@ -176,7 +174,6 @@ def split_plain(module: nn.Module, tp: DeviceMesh) -> dict[str, Rule]:
         for path, rule in region.rules.items():
             _split(module.get_submodule(path), rule, tp, Replicate(), sums_inputs=rule == "by_output")
         _compare(region, before, _trial(module, region))
-    return {path: rule for region in regions for path, rule in region.rules.items()}
 
 
 def _require_all(model: nn.Module, parent: str, inside: Mapping[str, Rule]) -> None:

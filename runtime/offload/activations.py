@@ -221,10 +221,10 @@ class _Saved:
             full: Tensor = empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
         self._bytes: Tensor | None = full
         self._num_bytes = full.numel()
-        self._buffer: HostBuffer = copies.pool.take(self._num_bytes)
+        self._buffer: HostBuffer = copies.take(self._num_bytes)
         self._down = copies.to_host(full, self._buffer.data[: self._num_bytes], after=self._buffer.read)
         self._up: torch.cuda.Event | None = None
-        weakref.finalize(self, copies.pool.give_back, self._buffer).atexit = False
+        weakref.finalize(self, copies.give_back, self._buffer).atexit = False
 
     def forget_device(self) -> None:
         """Drop the device's copy; the compute stream, which takes the memory again, waits until it has gone down."""

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -77,18 +77,30 @@ class HostBuffer:
     read: torch.cuda.Event | None = None
 
 
-class HostPool:
-    """Host buffers that are used again, by size.
+class _Pages(mmap.mmap):
+    """Pages of their own, as tensors see them; where they are locked, they are unlocked before they are gone."""
+
+    pinned_address = 0
+
+    def __del__(self) -> None:
+        if self.pinned_address and torch.cuda.is_available():
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_address)  # type: ignore[no-untyped-call]
+
+
+class Copies:
+    """Both directions of one rank's link, what moved over it, and the host's buffers of what comes and goes, used again by size.
 
     Args:
-        pin: what pins a new buffer; None where there is nothing to pin for. After one refusal no more are tried.
+        pin: what pins a new buffer; unset, on CUDA `pin_memory`. After one refusal no more are tried.
     """
 
-    def __init__(self, traffic: Traffic, pin: Pin | None = None) -> None:
-        self._traffic, self._pin, self._refused = traffic, pin, False
+    def __init__(self, device: torch.device, *, pin: Pin | None = None) -> None:
+        is_cuda = device.type == "cuda"
+        self.device, self.traffic, self.host_bytes = device, Traffic(), 0
+        self.down, self.up = (torch.cuda.Stream(device) if is_cuda else None for _ in range(2))
+        self._pin, self._refused = pin or (pin_memory if is_cuda else None), False
         self._free: dict[int, list[HostBuffer]] = {}
-        self._lock = threading.Lock()
-        self.total_bytes = 0
+        self._lock = threading.RLock()  # buffers come back when tensors are collected, which may be inside `take`
 
     def take(self, num_bytes: int) -> HostBuffer:
         """Return a buffer of at least so many bytes.
@@ -116,10 +128,10 @@ class HostPool:
             raise MeshwrightError(
                 f"the host has no memory for another {format_bytes(num_bytes)} of what is offloaded: "
                 f"{format_bytes(num_bytes - available)} are missing",
-                details=(f"this rank has {format_bytes(self.total_bytes)} there already",),
+                details=(f"this rank has {format_bytes(self.host_bytes)} there already",),
                 help="plan with a smaller --host-memory-gib",
             )
-        self.total_bytes += num_bytes
+        self.host_bytes += num_bytes
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         pages = _Pages(-1, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -128,32 +140,8 @@ class HostPool:
             pages.pinned_address = buffer.data_ptr()
         elif self._pin is not None:
             self._refused = True
-            self._traffic.unpinned_bytes += num_bytes
+            self.traffic.unpinned_bytes += num_bytes
         return buffer[:num_bytes]
-
-
-class _Pages(mmap.mmap):
-    """Pages of their own, as tensors see them; where they are locked, they are unlocked before they are gone."""
-
-    pinned_address = 0
-
-    def __del__(self) -> None:
-        if self.pinned_address and torch.cuda.is_available():
-            torch.cuda.cudart().cudaHostUnregister(self.pinned_address)  # type: ignore[no-untyped-call]
-
-
-@dataclass(eq=False)
-class Copies:
-    """Both directions of one rank's link, what moved over it, and the host's buffers of what comes and goes."""
-
-    device: torch.device
-    traffic: Traffic = field(default_factory=Traffic)
-    pin: Pin | None = None
-
-    def __post_init__(self) -> None:
-        is_cuda = self.device.type == "cuda"
-        self.pool = HostPool(self.traffic, self.pin or (pin_memory if is_cuda else None))
-        self.down, self.up = (torch.cuda.Stream(self.device) if is_cuda else None for _ in range(2))
 
     def to_host(
         self, source: Tensor, target: Tensor, *, after: torch.cuda.Event | None = None

@@ -173,7 +173,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._update_on_host(on_host, gradients)
         for transfer, buffer in self._writing:
             transfer.result()
-            self._copies.pool.give_back(buffer)
+            self._copies.give_back(buffer)
         self._writing.clear()
 
     @torch.no_grad()
@@ -189,13 +189,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def _states(self, parameter: nn.Parameter, placement: Placement, start: int | None) -> _States:
         local = local_tensor(parameter)
         if start is None:
-            data = self._copies.pool.allocate(2 * local.nbytes)
+            data = self._copies.allocate(2 * local.nbytes)
         else:
             assert self._file is not None
             data = self._file.view(start, 2 * local.nbytes)
         states = _States(parameter, placement.place, data.view(local.dtype).view(2, *local.shape), start)
         if placement.place == "host":
-            states.copy = self._copies.pool.allocate(local.nbytes).view(local.dtype).view(local.shape)
+            states.copy = self._copies.allocate(local.nbytes).view(local.dtype).view(local.shape)
         return states
 
     def _make_state(self, parameter: nn.Parameter) -> None:
@@ -255,7 +255,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 self._copies.wait(self._copies.to_device(states.copy, states.local))
                 states.copied = states.contents
             if gradient.buffer is not None:
-                self._copies.pool.give_back(gradient.buffer)
+                self._copies.give_back(gradient.buffer)
             self._write(moments)
 
     def _bring_down(self, states: _States) -> _Gradient:
@@ -265,7 +265,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             return _Gradient(gradient)
         if states.copied != states.contents:
             self._copies.to_host(states.local, states.copy)
-        buffer = self._copies.pool.take(gradient.nbytes)
+        buffer = self._copies.take(gradient.nbytes)
         target = buffer.data[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
         return _Gradient(target, buffer, self._copies.to_host(gradient, target, after=buffer.read))
 
@@ -280,7 +280,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if states.start is None:
             return _Moments(group, states, states.moments)
         assert self._file is not None
-        buffer = self._copies.pool.take(states.moments.nbytes)
+        buffer = self._copies.take(states.moments.nbytes)
         if buffer.read is not None:
             buffer.read.synchronize()
         data = buffer.data[: states.moments.nbytes]

@@ -68,7 +68,7 @@ class HostOffload:
             stored_bytes=traffic.stored_bytes,
             planned_to_host_bytes=schedule.to_host_bytes,
             planned_to_device_bytes=schedule.to_device_bytes,
-            host_bytes=self.copies.pool.total_bytes,
+            host_bytes=self.copies.host_bytes,
             warnings=warnings,
         )
 

@@ -99,6 +99,12 @@ class Piece:
         outputs = slice(self.start + region[0].start, self.start + region[0].stop)
         return (*region[1:], outputs) if self.is_transposed else (outputs, *region[1:])
 
+    def local(self, tensor: Tensor) -> tuple[tuple[slice, ...] | None, Tensor]:
+        """Return the range of the file's tensor that this rank has of one of ours (None: nothing of it), and its part of ours."""
+        region, local = local_region(tensor), local_tensor(tensor)
+        place = self.place(region)
+        return place, local if place is None or self.row is None else local[self.row - region[0].start]
+
 
 def pieces_of(name: str, shape: tuple[int, ...], spec: ModelSpec) -> tuple[Piece, ...]:
     """Return the file's tensors that make up one of a Decoder's, given its name and full shape."""
@@ -246,11 +252,9 @@ def read_pieces(stored: StoredWeights, pieces: list[tuple[str, Piece, Tensor]]) 
 
 
 def _copy(source: Any, piece: Piece, tensor: Tensor) -> None:
-    region, local = local_region(tensor), local_tensor(tensor)
-    place = piece.place(region)
+    place, target = piece.local(tensor)
     if place is None:
         return
-    target = local if piece.row is None else local[piece.row - region[0].start]
     for rows in blocks(tuple(target.shape), target.element_size()):
         outputs = int(piece.is_transposed)
         first, part = place[outputs].start, [*place]

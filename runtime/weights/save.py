@@ -31,7 +31,6 @@ from ...schema.hf_export import hf_config
 from ...schema.units import GB, format_bytes
 from ..data_parallel import compute_dtype
 from ..models.decoder import Decoder, is_adapter
-from ..models.layers import local_region, local_tensor
 from ..parallel_model import ParallelModel
 from .load import INDEX_FILE, SINGLE_FILE, TIED_HEAD, blocks, pieces_of, pieces_of_model
 
@@ -203,15 +202,13 @@ def _write_local(model: ParallelModel, folder: Path, files: _Files, dtype: torch
         for name, tensor in tensors:
             if is_adapter(name) or (spec.tie_embeddings and name == TIED_HEAD) or not model.is_first_copy(name, tensor):
                 continue
-            region, local = local_region(tensor), local_tensor(tensor)
             for piece in pieces_of(name, tuple(tensor.shape), spec):
-                part = piece.place(region)
+                part, values = piece.local(tensor)
                 if part is None:
                     continue
                 place = files.places[piece.name]
                 if place.file not in opened:
                     opened[place.file] = os.open(folder / place.file, os.O_WRONLY)
-                values = local if piece.row is None else local[piece.row - region[0].start]
                 _write_range(opened[place.file], place, part, values.T if piece.is_transposed else values, dtype)
         for descriptor in opened.values():
             os.fsync(descriptor)

@@ -148,10 +148,10 @@ def test_traffic_is_what_autograd_keeps() -> None:
 
 def test_buffers_are_used_again() -> None:
     run = Run(("activations",) * 3 + ("none",))
-    taken = run.copies.pool.total_bytes
+    taken = run.copies.host_bytes
     for seed in range(3):
         run.step(seed)
-    assert run.copies.pool.total_bytes == taken
+    assert run.copies.host_bytes == taken
 
 
 def test_nothing_moves_without_gradients() -> None:
@@ -170,7 +170,7 @@ def test_refused_pinning_is_counted_and_not_tried_again() -> None:
         return False
 
     copies = Copies(CPU, pin=refuse)
-    copies.pool.take(1000), copies.pool.take(5000)
+    copies.take(1000), copies.take(5000)
     assert len(asked) == 1
     assert copies.traffic.unpinned_bytes >= 6000
 
