@@ -66,8 +66,8 @@ def data_parallel_s(
 
     Where the engine runs them tensor by tensor, each further one costs the steps of a ring: its latency is not shared.
     Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
-    Zeroth-order training reduces nothing; parameters move before each of its two passes, so that below zero 3 they are gathered
-    twice too.
+    Without a backward pass nothing is reduced; zeroth-order training moves parameters before each of its two passes, so that below
+    zero 3 they are gathered twice too.
 
     Args:
         trained, routed: parameters of one rank before data parallelism shards them [N], and which of them are routed experts'.
@@ -106,9 +106,9 @@ def data_parallel_s(
         )
     if inputs.workload.has_backward:
         return seconds
-    none = np.zeros(len(layouts))
-    gather_s = np.where(layouts.zero_stage == 3, seconds.gather_s, 2 * seconds.gather_s)
-    return DataParallelTime(gather_s, seconds.regather_s, none, none)
+    none, passes = np.zeros(len(layouts)), sum(phase.num_passes for phase in inputs.workload.phases)
+    gather_s = np.where(layouts.zero_stage == 3, seconds.gather_s, passes * seconds.gather_s)
+    return DataParallelTime(gather_s, (passes - 1) * seconds.regather_s, none, none)
 
 
 def _sharded_s(

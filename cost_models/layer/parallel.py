@@ -66,7 +66,13 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     moe = layer.experts
     pairs = np.where(layouts.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
     once = pairs * (gather + reduce)
-    return once, once + layouts.recompute_fraction * _repeated_s(once, reduce, layouts, inputs.workload)
+    # Ours repeats all but the last reduction, which nothing in the backward pass reads; Megatron under full recompute all of it,
+    # and none for the core of unfused attention alone.
+    workload, full, selective = inputs.workload, once - reduce, once - reduce
+    if workload.engine_facts.is_eager_like_megatron:
+        full, selective = once, np.zeros_like(once) if workload.attention == "math" else selective
+    is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
+    return once, once + layouts.recompute_fraction * np.select(is_kind, [full, selective], 0.0)
 
 
 def overlapped_s(
@@ -74,46 +80,35 @@ def overlapped_s(
 ) -> tuple[FloatArray, FloatArray]:
     """Return what of the tensor-parallel communication runs with products, forward and backward [N].
 
+    Megatron reduces the gradient of a column-parallel product's input while it computes that of its weight, half of the product's
+    backward time (arXiv:2205.05198 section 4.2.2 and LinearWithGradAccumulationAndAsyncCommunication), at each of the two positions
+    of a block where a reduction is due.
     With userbuffers (``tp_overlap``) a product starts on the rank's own chunk while the others arrive, and sends finished chunks
     while it computes the next: of tp chunks one is exposed where a product's output is reduced, none of those it reads, as far
     as the product is long enough. Gathers of gradients hide behind the dgrad of the row-parallel products.
     Source: Transformer Engine, ring_exchange and pipeline methods of its communication overlap.
     """
-    layouts, workload = inputs.layouts, inputs.workload
-    reduced, none = _overlapped_reduction_s(operators, times, inputs), np.zeros(len(layouts))
+    layouts, workload, none = inputs.layouts, inputs.workload, np.zeros(len(inputs.layouts))
+    forward, backward, reduced = none, none, none
+    timed = [(op.name, time) for op, time in zip(operators, times, strict=True)]
+    if workload.engine_facts.hides_reduction_in_weight_gradient and workload.overlap:
+        one_s = _reduction_s(inputs)
+        for name, time in timed:
+            if name in ("qkv", "mlp_up", "logits"):
+                reduced = reduced + np.minimum(one_s, time.backward_s / 2)
     if not workload.tp_overlap or workload.adapters is not None:
         return none, reduced
     size, stride = inputs.hidden_bytes, np.ones_like(layouts.tp)
     gather = collective_s("all_gather", size, layouts.tp, stride, inputs.cluster)
     scatter = collective_s("reduce_scatter", size, layouts.tp, stride, inputs.cluster) * (1 - 1 / layouts.tp)
-    forward, backward = none, none
-    for op, time in zip(operators, times, strict=True):
-        if op.name in ("qkv", "mlp_up"):
+    for name, time in timed:
+        if name in ("qkv", "mlp_up"):
             forward = forward + np.minimum(gather, time.forward_s)
-        elif op.name in ("attention_out", "mlp_down"):
+        elif name in ("attention_out", "mlp_down"):
             forward = forward + np.minimum(scatter, time.forward_s)
             backward = backward + np.minimum(gather, time.backward_s / 2)
     chunked = (layouts.sequence_parallel == 1) & (layouts.tp > 1)
     return np.where(chunked, forward, 0.0), reduced + np.where(chunked, backward, 0.0)
-
-
-def _overlapped_reduction_s(
-    operators: tuple[Operator, ...], times: list[OperatorTime], inputs: CostInputs
-) -> FloatArray:
-    """Return the part of the backward reductions [N] that runs with the gradient of a weight.
-
-    Megatron reduces the gradient of a column-parallel product's input while it computes that of its weight, half of the product's
-    backward time (arXiv:2205.05198 section 4.2.2 and LinearWithGradAccumulationAndAsyncCommunication). One for each of the two
-    positions of a block where a reduction is due.
-    """
-    overlapped = np.zeros(len(inputs.layouts))
-    if not (inputs.workload.engine_facts.hides_reduction_in_weight_gradient and inputs.workload.overlap):
-        return overlapped
-    one_s = _reduction_s(inputs)
-    for op, time in zip(operators, times, strict=True):
-        if op.name in ("qkv", "mlp_up", "logits"):
-            overlapped = overlapped + np.minimum(one_s, time.backward_s / 2)
-    return overlapped
 
 
 def _reduction_s(inputs: CostInputs) -> FloatArray:
@@ -123,20 +118,6 @@ def _reduction_s(inputs: CostInputs) -> FloatArray:
     scatter = collective_s("reduce_scatter", size, layouts.tp, stride, inputs.cluster)
     unsharded = collective_s("all_reduce", size, layouts.tp, stride, inputs.cluster)
     return np.where(layouts.sequence_parallel == 1, scatter, unsharded)
-
-
-def _repeated_s(pairs_s: FloatArray, last_s: FloatArray, layouts: LayoutTable, workload: Workload) -> FloatArray:
-    """Return the forward communication [N] that recompute repeats.
-
-    Megatron: all of it, and none for the core of unfused attention alone. Ours: all but the ``last_s`` reduction, which nothing in
-    the backward pass reads.
-    """
-    full = selective = pairs_s - last_s
-    if workload.engine_facts.is_eager_like_megatron:
-        full = pairs_s
-        selective = np.zeros_like(pairs_s) if workload.attention == "math" else selective
-    is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
-    return np.select(is_kind, [full, selective], 0.0)
 
 
 # Context parallelism

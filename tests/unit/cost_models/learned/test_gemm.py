@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.hardware.machine import gemm_rates, is_measured
 from meshwright.cost_models.learned import calibration, kernels
-from meshwright.schema.cluster import Device
+from meshwright.schema.cluster import Device, GemmFit
 from meshwright.schema.profile import MatmulPoint
 from meshwright.schema.task import Precision
 
@@ -72,6 +72,12 @@ def test_a_device_of_which_only_the_data_sheet_is_known_is_less_certain():
     assert 0.03 < errors["devices"] < errors["architectures"] < errors["unknown"] < 0.5
     assert is_measured(Device.named("H100"))
     assert not is_measured(Device.named("H20"))
+
+
+def test_a_device_that_brings_its_own_fit_has_that_one():
+    fit = GemmFit(launch_s=7e-6, compute_efficiency=0.5, memory_efficiency=0.6, source="measured elsewhere")
+    rates = gemm_rates(Device.named("H100").replace(gemm=fit), "bf16-mixed").coefficients
+    assert (rates.launch_s, rates.compute_efficiency, rates.memory_efficiency) == (7e-6, 0.5, 0.6)
 
 
 @pytest.mark.parametrize(("architecture", "precision"), [("hopper", "bf16-mixed"), ("", "fp8"), ("volta", "fp32")])
