@@ -39,7 +39,7 @@ def running_report(steps: int, *, metrics: Path | None, append: bool, as_json: b
             typer.echo(json.dumps(record))
         screen.show(record)
 
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, screen, ThreadPoolExecutor(1) as pool:
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, screen.progress, ThreadPoolExecutor(1) as pool:
         path = Path(folder) / "report.jsonl"
         reader = pool.submit(_for_each, handle, read_new_records(path, finished))
         try:
@@ -73,17 +73,11 @@ class Screen:
         self._console = Console(stderr=True)
         self._steps = steps
         self._comparison: dict[str, Any] | None = None
-        self._progress = Progress(
+        self.progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn(),
             console=self._console, disable=not self._console.is_terminal,
         )  # fmt: skip
-        self._task = self._progress.add_task("starting", total=steps)
-
-    def __enter__(self) -> None:
-        self._progress.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        self._task = self.progress.add_task("starting", total=steps)
 
     def show(self, record: dict[str, Any]) -> None:
         """Show one line of the report."""
@@ -95,7 +89,7 @@ class Screen:
             f"loss {record['loss']:.4f}  {format_seconds(record['step_time_s'])}/step  "
             f"{format_count(record['tokens_per_s'])} tokens/s"
         )
-        self._progress.update(self._task, completed=step, description=text)
+        self.progress.update(self._task, completed=step, description=text)
         if not self._console.is_terminal and step % max(1, self._steps // _LOG_LINES) == 0:
             self._console.print(f"step {step}/{self._steps}  {text}", highlight=False, soft_wrap=True)
 
@@ -119,7 +113,12 @@ class Screen:
                 _add_time_terms(table, predicted.get("parts_s", {}), measured.get("parts_s", {}))
         self._console.print(table)
         for slow in measured.get("stragglers", ()):
-            self._console.print(_straggler_line(slow, measured["ranks"]), highlight=False, soft_wrap=True)
+            stage = next(rank["stage_idx"] for rank in measured["ranks"] if rank["rank"] == slow["rank"])
+            line = (
+                f"slow: rank {slow['rank']} (stage {stage}) computes {100 * slow['slower_fraction']:.0f} % longer than its "
+                f"peers, by chance once in {1 / slow['chance']:,.0f} runs"
+            )
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 _TIME_TERMS = {
@@ -142,11 +141,3 @@ def _add_time_terms(table: Table, predicted: dict[str, float], measured: dict[st
         expected = "" if expected_s is None else format_seconds(expected_s)
         ratio = f"{actual_s / expected_s:.2f}" if expected_s else ""
         table.add_row(f"  {title}", expected, format_seconds(actual_s), ratio)
-
-
-def _straggler_line(slow: dict[str, Any], ranks: list[dict[str, Any]]) -> str:
-    stage = next(rank["stage_idx"] for rank in ranks if rank["rank"] == slow["rank"])
-    return (
-        f"slow: rank {slow['rank']} (stage {stage}) computes {100 * slow['slower_fraction']:.0f} % longer than its peers, "
-        f"by chance once in {1 / slow['chance']:,.0f} runs"
-    )
