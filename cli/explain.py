@@ -137,7 +137,7 @@ def _is_plan(file: Path) -> bool:
     if file.suffix != ".json":
         return False
     content = read_json(file)
-    return isinstance(content, dict) and {"schema_version", "layout"} <= content.keys()
+    return isinstance(content, dict) and {"schema_version", "estimate"} <= content.keys()
 
 
 def _costs_of_plan(

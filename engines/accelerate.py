@@ -102,7 +102,7 @@ def write(plan: TrainingPlan) -> Exported:
 
 
 def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Imported:
-    """Read a configuration file with FSDP (1 or 2), plain data parallelism or Megatron-LM degrees.
+    """Read a configuration file with FSDP (1 or 2) or plain data parallelism.
 
     Raises:
         ConfigError: it is for another kind of job, or its numbers do not fit together.

@@ -93,7 +93,7 @@ def _parse(suffix: str, text: str) -> Table:
         raise ConfigError(f"not valid {suffix[1:]}: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, dict):
         raise ConfigError("holds no table of settings")
-    if {"schema_version", "layout"} <= content.keys():
+    if {"schema_version", "estimate"} <= content.keys():
         raise ConfigError(
             "is a plan, not an engine's configuration", help="meshwright explain, export and compare take it"
         )

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ...schema.units import format_bytes, format_count, format_seconds
-from ..terminal import bar, cluster_title, figures_table
+from ...schema.units import format_bytes, format_seconds
+from ..terminal import bar, figures_table, model_title
 from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_offload
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def explanation_tables(plan: TrainingPlan, explanation: Explanation) -> Iterator
 
 def _summary(plan: TrainingPlan, explanation: Explanation) -> Table:
     step_time_s = explanation.step_time_s
-    table = figures_table(f"{plan.model.name} ({format_count(plan.model.num_params)}) on {cluster_title(plan.cluster)}")
+    table = figures_table(model_title(plan.model, plan.cluster))
     table.add_row("[bold]plan", format_seconds(step_time_s), "", f"[bold]{explanation.layout}")
     table.add_section()
     table.add_row("[bold]what binds", "costs or saves", "of the step", "")

@@ -332,6 +332,13 @@ def test_reading_runs_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_plans_are_no_configurations() -> None:
+    documents = Path(__file__).parents[2] / "golden" / "documents"
+    for name in ("offload.json", "generation.json"):
+        with pytest.raises(ConfigError, match="is a plan"):
+            read_configuration(documents / name)
+
+
 def test_torchtitan_toml(tmp_path: Path) -> None:
     path = tmp_path / "current.toml"
     path.write_text(
