@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from math import log
 from pathlib import Path
 from statistics import median
@@ -63,21 +63,18 @@ def measure_copies(bench: Bench, local_rank: int, ranks_per_node: int) -> list[d
     """Measure copies in every direction and kind of memory, by all devices of the host at once and one: fields of HostCopyPoint."""
     points: list[dict[str, Any]] = []
     slowest_s_per_byte = 1 / _UNKNOWN_COPY_BYTES_PER_S
-    for size in COPY_BYTES:
-        for host_memory in ("pinned", "pageable"):
-            if not (bench.has_memory(2 * size) and bench.has_memory(2 * size, on_host=True)):
-                continue
-            calls = _copy_calls(bench.device, size, pinned=host_memory == "pinned")
-            for devices in dict.fromkeys((ranks_per_node, 1)):
-                for direction, call in calls.items():
-                    what = f"{direction} of {format_bytes(size)}, {host_memory}, {devices} at once"
-                    if not bench.has_time(_CALLS * slowest_s_per_byte * size, what):
-                        continue
-                    measured, slowest_s = _measure_subset(bench, call, takes_part=devices > 1 or local_rank == 0)
-                    seen = slowest_s / size
-                    slowest_s_per_byte = max(slowest_s_per_byte, seen) if points else seen
-                    fields = {"direction": direction, "host_memory": host_memory, "size_bytes": size}
-                    points.append({**fields, "devices_at_once": devices, **measured})
+    for size, host_memory in product(COPY_BYTES, ("pinned", "pageable")):
+        if not (bench.has_memory(2 * size) and bench.has_memory(2 * size, on_host=True)):
+            continue
+        calls = _copy_calls(bench.device, size, pinned=host_memory == "pinned")
+        for devices, (direction, call) in product(dict.fromkeys((ranks_per_node, 1)), calls.items()):
+            what = f"{direction} of {format_bytes(size)}, {host_memory}, {devices} at once"
+            if bench.has_time(_CALLS * slowest_s_per_byte * size, what):
+                measured, slowest_s = _measure_subset(bench, call, takes_part=devices > 1 or local_rank == 0)
+                seen = slowest_s / size
+                slowest_s_per_byte = max(slowest_s_per_byte, seen) if points else seen
+                fields = {"direction": direction, "host_memory": host_memory, "size_bytes": size}
+                points.append({**fields, "devices_at_once": devices, **measured})
     return points
 
 

@@ -88,7 +88,7 @@ class Bench:
         self._clock, self._end_s = clock, float("inf")
         self._expected_s, self._taken_s = _PRIOR_S, _PRIOR_S * pace
         self._begun: tuple[float, float] | None = None
-        self._left_out: list[tuple[str, float]] = []
+        self._skipped: list[tuple[str, float]] = []
         self._ran_out = ""
         self._calls = CALLS_PER_SAMPLE_ON_GPU if device.type == "cuda" else 1
         self._ranks_per_node = ranks_per_node
@@ -105,12 +105,12 @@ class Bench:
         """Return why not all of a step was measured; empty where it was."""
         self._settle()
         reasons = []
-        if self._left_out:
-            what, expected_s = self._left_out[0]
+        if self._skipped:
+            what, expected_s = self._skipped[0]
             first = f"{what} ({expected_s:.2g} s expected)" if expected_s else what
-            more = len(self._left_out) - 1
+            more = len(self._skipped) - 1
             reasons.append(f"no time for {first}" + (f" and {more} more" if more else ""))
-            self._left_out = []
+            self._skipped = []
         return "; ".join([*reasons, *filter(None, [self._ran_out])])
 
     @contextmanager
@@ -139,7 +139,7 @@ class Bench:
         self._settle()
         paced_s = self._pace() * (for_s + OVERHEAD_S) if for_s > 0 else 0.0
         if self.agree(paced_s - (self._end_s - self._clock())) >= 0:
-            self._left_out.append((what, paced_s))
+            self._skipped.append((what, paced_s))
             return False
         self._begun = (self._clock(), for_s + OVERHEAD_S) if for_s > 0 else None
         self.say(what)
@@ -147,7 +147,7 @@ class Bench:
 
     def leave_out(self, what: str, count: int) -> None:
         """Note measurements that were not begun, as there is no time."""
-        self._left_out += [(what, 0.0)] * count
+        self._skipped += [(what, 0.0)] * count
 
     def _pace(self) -> float:
         return min(max(self._taken_s / self._expected_s, QUICKEST_PACE), SLOWEST_PACE)

@@ -342,7 +342,7 @@ class _Session:
 def require_same_machine(profile: Profile, machine: Machine, path: Path) -> None:
     """Refuse to go on with measurements of something else."""
     pairs = [(name, getattr(profile.machine, name), getattr(machine, name)) for name in Machine.model_fields]
-    if unlike := tuple(f"{name}: {there} there, {here} here" for name, there, here in pairs if there != here):
+    if unlike := tuple(f"{name}: {theirs} there, {ours} here" for name, theirs, ours in pairs if theirs != ours):
         help_ = "measure again without --resume, or into another file"
         raise ProfileError(f"{path} is of another machine", details=unlike, help=help_)
 
