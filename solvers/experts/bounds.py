@@ -36,13 +36,7 @@ import numpy as np
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..backend import Limits, new_constraint_program, solve_constraint_program
 from ..tolerances import ROUNDING, SUMMED
-from .instance import (
-    ExpertInstance,
-    experts_on_gpus,
-    replica_counts,
-    select_layers,
-    uniform_objective,
-)
+from .instance import ExpertInstance, experts_on_gpus, replica_counts, select_layers, uniform_objective
 from .packing import greedy_counts
 
 _LEVELS = np.concatenate([[0.5003, 0.501, 0.503, 0.51], np.linspace(0.53, 1.0, 10)])
@@ -63,6 +57,9 @@ _SCALE = 10**6
 _MAX_VARIABLES = 60_000
 """With more CP-SAT does not get beyond its hint within seconds."""
 
+_MAX_LEVEL = 1000
+"""In parts of the mean: a GPU has at most G of them where all are alike, and with a thousand GPUs the model is too large."""
+
 _PROVED = 1 + 1e-5
 """(O) over a bound from which on nothing is proved: ten units of _SCALE."""
 
@@ -79,7 +76,7 @@ def lower_bound(instance: ExpertInstance, *, weighted: bool, reached: FloatArray
     share = (largest_load / counts).max(axis=1) / instance.gpu_speed.max()
     if weighted:
         return np.asarray(np.maximum(1.0, share))
-    bound = np.maximum(1.0, _partner_bound(instance))
+    bound = np.maximum(np.maximum(1.0, share), _partner_bound(instance))
     if not np.all(instance.slots_per_gpu == 2) or np.any(instance.gpu_speed != 1):
         return bound
     open_layers = np.ones(len(bound), dtype=bool) if reached is None else reached > bound * _MIN_GAP
@@ -92,17 +89,13 @@ def lower_bound(instance: ExpertInstance, *, weighted: bool, reached: FloatArray
 
 def _partner_bound(instance: ExpertInstance) -> FloatArray:
     """Return the largest share plus the least that the other slots of its GPU can hold [L], the largest over workloads."""
-    others = int(instance.slots_per_gpu.min()) - 1
-    extra = instance.num_slots - instance.num_experts
+    others, extra = int(instance.slots_per_gpu.min()) - 1, instance.num_slots - instance.num_experts
     bounds = []
     for weight in np.moveaxis(instance.weight, 2, 0):
         counts = greedy_counts(weight, instance.num_slots, instance.num_gpus)
         smallest = np.sort(weight, axis=1)[:, :others]
         partners = smallest.sum(axis=1) if extra == 0 else np.sqrt(smallest).sum(axis=1) ** 2 / max(others + extra, 1)
         bounds.append((weight / counts).max(axis=1) + partners)
-    together = instance.weight.max(axis=2)
-    counts = greedy_counts(together, instance.num_slots, instance.num_gpus)
-    bounds.append((together / counts).max(axis=1))
     return np.asarray(np.max(bounds, axis=0) / instance.gpu_speed.max())
 
 
@@ -128,8 +121,8 @@ def _breaks_hall(weight: FloatArray, target: FloatArray, num_gpus: int) -> BoolA
     load = weight[:, None, :]
     level = goal * _LEVELS[None, :, None]
     min_r = np.maximum(np.ceil(load / goal * (1 - ROUNDING)), 1)
-    small_r = np.ceil(load / np.maximum(goal - level, 1e-300) * (1 - ROUNDING))
-    small_r = np.maximum(small_r, 1)
+    # At a = T no share is small enough to be a partner: the denominator is zero, and r as good as infinite.
+    small_r = np.maximum(np.ceil(load / np.maximum(goal - level, 1e-300) * (1 - ROUNDING)), 1)
     middle_r = np.maximum(np.floor(load / level * (1 + ROUNDING)) + 1, 1)
     best = np.full(level.shape[:2], np.inf)
     for price in _PRICES:
@@ -175,7 +168,7 @@ def _solve_layer(instance: ExpertInstance, start: IntArray, limits: Limits) -> t
     replicas = range(1, max_replicas + 1)
     z = {(e, r): model.new_bool_var(f"z_{e}_{r}") for e in range(num_experts) for r in replicas}
     y = {(e, r, g): model.new_bool_var(f"y_{e}_{r}_{g}") for e, r in z for g in range(num_gpus)}
-    level = model.new_int_var(0, _SCALE * 1000, "level")
+    level = model.new_int_var(0, _SCALE * _MAX_LEVEL, "level")
     for e in range(num_experts):
         model.add_exactly_one(z[e, r] for r in replicas)  # (C1)
         for r in replicas:

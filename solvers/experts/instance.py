@@ -262,8 +262,7 @@ class SlotAssignment:
 
 def uniform_objective(instance: ExpertInstance, placed: IntArray) -> FloatArray:
     """Return (O) [L] under the uniform split."""
-    share = uniform_shares(placed, instance.num_experts)
-    return np.asarray(utilisation(instance, placed, share).max(axis=(0, 2)))
+    return np.asarray(utilisation(instance, placed, uniform_shares(placed, instance.num_experts)).max(axis=(0, 2)))
 
 
 class BestSlots:

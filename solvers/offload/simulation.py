@@ -229,9 +229,8 @@ def _peak_bytes(
 ) -> tuple[float, float]:
     """Return the most bytes on the device until backward passes begin, and from then on."""
     moved, retained, working = choice.take(i.moved_bytes), choice.take(i.retained_bytes), choice.take(i.working_bytes)
-    gone = (
-        i.layer_bytes[choice.parameters].sum() + i.state_bytes[choice.host_optimizer | choice.streamed_optimizer].sum()
-    )
+    away = choice.host_optimizer | choice.streamed_optimizer
+    gone = i.layer_bytes[choice.parameters].sum() + i.state_bytes[away].sum()
     gradients, fixed = i.gradient_bytes, i.resident_bytes - gone + i.fixed_bytes + working.max(initial=0.0)
     moves, down = np.array([*indices.down], dtype=np.int64), np.array([*indices.down.values()], dtype=np.int64)
     back = np.array([indices.up[idx] for idx in indices.down], dtype=np.int64)
@@ -339,8 +338,7 @@ def _buffer_of(gone: list[tuple[float, int]], bytes_: float, buffers: float) -> 
 def broken_constraints(instance: OffloadInstance, choice: OffloadChoice, simulated: SimulatedStep) -> list[str]:
     """Return what is wrong with a choice, by the labels of offload/instance.py; empty when nothing is."""
     broken = []
-    rows = np.arange(instance.num_layers)
-    if not instance.allowed[choice.option, rows].all():
+    if not choice.take(instance.allowed).all():
         broken.append("C1: a layer has an option that is not allowed")
     locations = choice.host_optimizer * 1 + choice.streamed_optimizer + choice.parameters
     if (locations > 1).any() or (choice.storage & ~(choice.host_optimizer | choice.streamed_optimizer)).any():
