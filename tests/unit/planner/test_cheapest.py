@@ -75,6 +75,15 @@ def test_cheapest_size_equals_exhaustive_search_of_all_sizes(engine: str) -> Non
         assert found.cluster.price_per_hour == cost.price_per_hour
 
 
+def test_another_objective_chooses_another_size() -> None:
+    workload = Workload(seq_len=2048, global_batch_size=48)
+    times = every_size(workload)
+    fastest = cheapest(MODEL, OFFERS, workload, objective="throughput").cost
+    assert times[fastest.offer, fastest.num_nodes] <= min(times.values()) * (1 + 2 * REL_GAP)
+    with pytest.raises(ConfigError, match="unknown objective 'speed'"):
+        cheapest(MODEL, OFFERS, workload, objective="speed")
+
+
 def test_what_was_said_of_each_size_is_true() -> None:
     workload = Workload(seq_len=2048, global_batch_size=48)
     times = every_size(workload)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.planner import estimate, plan
+from meshwright.planner.explain import advice
 from meshwright.planner.explain.advice import Advice, _first_that_holds, advise, grow_cluster, larger_sizes
 from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.schema import ClusterSpec, InfeasibleError, ModelSpec, Workload
@@ -92,6 +93,12 @@ def test_advice_that_is_stopped_says_so() -> None:
     found = advise(replace(REQUESTS["too few devices"], deadline=over), num_layouts=1)
     assert found.changes == ()
     assert not found.complete
+
+
+def test_advice_that_looked_at_enough_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "MAX_PROBES", 1)
+    given = advise(REQUESTS["what was fixed"], num_layouts=1)
+    assert not given.complete
 
 
 @settings(deadline=None)
