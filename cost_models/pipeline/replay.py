@@ -251,7 +251,7 @@ def in_flight(shape: PipelineShape) -> FloatArray:
 
 
 def in_flight_of_stage(
-    schedule_is_1f1b: Array, num_microbatches: Array, pp: Array, stage_idx: Array, num_model_chunks: Array = 1
+    schedule: Array, num_microbatches: Array, pp: Array, stage_idx: Array, num_model_chunks: Array = 1
 ) -> Array:
     """Return the micro-batches whose activations a stage holds at once.
 
@@ -260,7 +260,8 @@ def in_flight_of_stage(
     """
     v = num_model_chunks
     warm_up = np.where(v > 1, (2 * (pp - stage_idx - 1) + (v - 1) * pp + 1) / v, pp - stage_idx)
-    return np.where(schedule_is_1f1b == 1, np.minimum(num_microbatches, warm_up), num_microbatches)
+    is_1f1b = by_schedule("runs_in_rounds") & ~by_schedule("splits_backward")
+    return np.where(is_1f1b[schedule], np.minimum(num_microbatches, warm_up), num_microbatches)
 
 
 def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
