@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import io
 import json
@@ -11,7 +12,7 @@ import reprlib
 import tempfile
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
@@ -212,6 +213,15 @@ def shown(value: object) -> str:
         value = value[:60]
     text = repr(value) if value is None or isinstance(value, bool | int | float | str) else _NESTED.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], *, limit: int = 3, cutoff: float = 0.5) -> str:
+    """Suggest the nearest of the ``known`` names, of a mapping what they stand for; empty where none is near."""
+    meanings = known if isinstance(known, Mapping) else {spelling.lower(): spelling for spelling in known}
+    name = name.lower()
+    close = [name] if name in meanings else difflib.get_close_matches(name, meanings, n=limit, cutoff=cutoff)
+    near = dict.fromkeys(meanings[match] for match in close)
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 class _Nested(reprlib.Repr):

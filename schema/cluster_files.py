@@ -12,7 +12,6 @@ is nearly right should be offered; cluster.py checks everything else.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import os
@@ -22,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .base import located, read_toml, shown
+from .base import did_you_mean, located, read_toml, shown
 from .catalogue import device_entries, find_device, find_link
 from .errors import ConfigError
 from .units import GIB
@@ -81,9 +80,7 @@ def _near(text: str) -> str | None:
     names = {alias.lower(): f"8x{key}" for key, entry in device_entries().items() for alias in (key, *entry["aliases"])}
     names |= {name.lower(): name for name in metadata.entry_points(group=ENTRY_POINTS).names}
     requested = re.sub(r"^([^x]*[0-9]x)+", "", text.lower()).split("/")[0].split(":")[0]
-    close = [requested] if requested in names else difflib.get_close_matches(requested, names, n=3, cutoff=0.5)
-    near = dict.fromkeys(names[match] for match in close)
-    return f"did you mean {' or '.join(near)}?" if near else None
+    return did_you_mean(requested, names) or None
 
 
 def _from_shorthand(nodes: str | None, gpus: str, device_name: str, link_name: str | None) -> Table:
@@ -204,9 +201,8 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
 def _check_architecture(value: Any, where: str) -> None:
     """Refuse a misspelt one, whose measured kernels would be ignored; one of which nothing is known is no error."""
     known = {entry["architecture"] for entry in device_entries().values() if "architecture" in entry}
-    near = difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.75) if isinstance(value, str) else []
-    if near and value not in known:
-        raise ConfigError(f"{where}: unknown architecture {shown(value)}", help=f"did you mean {near[0]}?")
+    if isinstance(value, str) and value not in known and (hint := did_you_mean(value, known, limit=1, cutoff=0.75)):
+        raise ConfigError(f"{where}: unknown architecture {shown(value)}", help=hint)
 
 
 def _level(table: Table, where: str, devices_per_node: int) -> Table:
@@ -247,8 +243,7 @@ def check_keys(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> N
     """Refuse what is none of ``keys``, naming the nearest."""
     for key in table:
         if key not in keys:
-            near = difflib.get_close_matches(key, keys, n=1)
-            hint = f"did you mean {near[0]}?" if near else "one of " + ", ".join(keys)
+            hint = did_you_mean(key, keys, limit=1, cutoff=0.6) or "one of " + ", ".join(keys)
             raise ConfigError(f"{where}: unknown key {shown(key)}", help=hint)
 
 

@@ -7,7 +7,6 @@ rules (layout_rules.py), its cost, its file in runtime/ and its parity case.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from .base import Count, Frozen, shown
+from .base import Count, Frozen, did_you_mean, shown
 from .errors import ConfigError
 from .schedules import SCHEDULE_NAMES, ScheduleName
 from .units import Numbers, gcd, maximum, where
@@ -344,10 +343,9 @@ def check_fields(fields: Mapping[str, Any], names: Collection[str] | None = None
     names = Layout.model_fields if names is None else names
     for name, value in fields.items():
         if name not in names:
-            near = [field for field in names if name and field.startswith(name)]
-            near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ConfigError(f"unknown layout field {name!r}", help=f"{hint}fields are {', '.join(names)}")
+            begun = [field for field in names if name and field.startswith(name)]
+            hint = f"did you mean {' or '.join(begun)}?" if begun else did_you_mean(name, [*names])
+            raise ConfigError(f"unknown layout field {name!r}", help=f"{hint} fields are {', '.join(names)}".strip())
         info = Layout.model_fields.get(name)
         try:
             field: Any = Count if info is None else Annotated[info.annotation, *info.metadata, "without its default"]

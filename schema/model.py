@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from .base import Count, Frozen, PositiveFloat, read_json, shown
-from .catalogue import load_model, nearest_models
+from .base import Count, Frozen, PositiveFloat, did_you_mean, read_json, shown
+from .catalogue import load_model, model_names
 from .errors import ConfigError
 from .hf import fields_from_hf
 from .layers import Block, Embedding, Head, LayerRun, MTPHead, Rope
@@ -142,19 +142,14 @@ class ModelSpec(Frozen):
         # os.path.exists, because Path.exists raises for names that no file can have (too long, NUL).
         exists = os.path.exists(text)  # noqa: PTH110
         if "/" in text and not exists and not text.endswith(".json"):
-            raise _no_such_path(text)
+            known = did_you_mean(text.rstrip("/").rpartition("/")[2], model_names())
+            local = "nothing is downloaded: give the path of the model's config.json, or a name of `meshwright models`"
+            raise ConfigError(
+                f"cannot read {shown(text)}: there is no such file or folder", help=f"{known} {local}".strip()
+            )
         if exists or text.endswith(".json"):
             data = read_json(text) if text.endswith(".json") else None
             if isinstance(data, dict) and {"layers", "architecture", "hidden_dim"} <= data.keys():
                 return cls(**data)  # what `profilers.profile_module` made of a model outside the catalogue
             return cls.from_hf(text)
         return cls.named(text)
-
-
-def _no_such_path(text: str) -> ConfigError:
-    near = nearest_models(text.rstrip("/").rpartition("/")[2])
-    known = f"did you mean {' or '.join(near)} of the catalogue? " if near else ""
-    return ConfigError(
-        f"cannot read {shown(text)}: there is no such file or folder",
-        help=f"{known}nothing is downloaded: give the path of the model's config.json, or a name of `meshwright models`",
-    )

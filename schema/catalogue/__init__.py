@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
-from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from ..base import did_you_mean
 from ..errors import ConfigError
 
 _ROOT = files(__package__)
@@ -41,11 +40,6 @@ def model_names() -> tuple[str, ...]:
     )
 
 
-def nearest_models(name: str) -> list[str]:
-    """Return shipped models with names like this one, the nearest first."""
-    return difflib.get_close_matches(name.lower(), model_names(), n=3, cutoff=0.5)
-
-
 def load_model(name: str) -> dict[str, Any]:
     """Load a shipped model: ``{"name", "source", "config"}`` where config is the published ``config.json``.
 
@@ -54,12 +48,8 @@ def load_model(name: str) -> dict[str, Any]:
     """
     key = name.lower()
     if key not in model_names():
-        raise _unknown(
-            "model",
-            name,
-            {known: known for known in model_names()},
-            "give a path to a config.json, or one of `meshwright models`",
-        )
+        hint = did_you_mean(name, model_names()) or "give a path to a config.json, or one of `meshwright models`"
+        raise ConfigError(f"unknown model {name!r}", help=hint)
     data: dict[str, Any] = json.loads(_ROOT.joinpath("models", f"{key}.json").read_text(encoding="utf-8"))
     return data
 
@@ -74,7 +64,8 @@ def find_device(name: str) -> tuple[str, dict[str, Any]]:
     by_alias = {alias.lower(): key for key, entry in entries.items() for alias in (key, *entry["aliases"])}
     key = by_alias.get(name.lower())
     if key is None:
-        raise _unknown("device", name, by_alias, "describe it in a cluster TOML, or one of `meshwright devices`")
+        hint = did_you_mean(name, by_alias) or "describe it in a cluster TOML, or one of `meshwright devices`"
+        raise ConfigError(f"unknown device {name!r}", help=hint)
     return key, entries[key]
 
 
@@ -86,12 +77,6 @@ def find_link(name: str) -> tuple[str, dict[str, Any]]:
     """
     entries = link_entries()
     if name.lower() not in entries:
-        raise _unknown("link", name, {known: known for known in entries}, "one of " + ", ".join(entries))
+        hint = did_you_mean(name, [*entries]) or "one of " + ", ".join(entries)
+        raise ConfigError(f"unknown link {name!r}", help=hint)
     return name.lower(), entries[name.lower()]
-
-
-def _unknown(what: str, name: str, known: Mapping[str, str], otherwise: str) -> ConfigError:
-    """``known``: each spelling in lower case, and the name it stands for."""
-    near = dict.fromkeys(known[match] for match in difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5))
-    hint = f"did you mean {' or '.join(near)}?" if near else otherwise
-    return ConfigError(f"unknown {what} {name!r}", help=hint)

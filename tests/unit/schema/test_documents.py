@@ -93,7 +93,7 @@ def test_unknown_field_of_a_layout_names_the_nearest(text: str, said: str) -> No
 
 
 def test_name_of_the_hub_is_told_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"did you mean llama-3.1-8b .*nothing is downloaded"):
+    with pytest.raises(ConfigError, match=r"did you mean llama-3.1-8b\? nothing is downloaded"):
         ModelSpec.resolve("meta-llama/Llama-3.1-8B")
     with pytest.raises(ConfigError, match=r"the folder holds no config\.json"):
         ModelSpec.resolve(str(tmp_path))
