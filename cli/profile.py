@@ -166,13 +166,8 @@ def _progress() -> Iterator[Callable[[ProfileProgress], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("{task.fields[part]:>8}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    part, what = TextColumn("{task.fields[part]:>8}"), TextColumn("{task.description}")
+    bar = Progress(part, BarColumn(), TimeRemainingColumn(), what, console=Console(stderr=True), transient=True)
     number = bar.add_task("starting the ranks", total=1.0, part="")
 
     def tell(progress: ProfileProgress) -> None:

@@ -319,18 +319,13 @@ OFFLOAD_COLOURS = ("#999999", "#56B4E9", "#E69F00", "#009E73", "#0072B2")
 
 def offload_of_layers(plan: TrainingPlan, schedule: OffloadSchedule) -> tuple[Figure, str]:
     """Draw a column a layer; and say what moves, what it costs and what more of a resource would save."""
-    layers = range(plan.model.num_layers)
-    rows = {
-        "activations": [_activations(plan, idx) for idx in layers],
-        "optimizer states": [_states(schedule, idx) for idx in layers],
-        "parameters": [_parameters(schedule, idx) for idx in layers],
-    }
-    num_colours = len(OFFLOAD_COLOURS)
+    layers, num_colours = list(range(plan.model.num_layers)), len(OFFLOAD_COLOURS)
+    rows = list(zip(*(_places(plan, schedule, idx) for idx in layers), strict=True))
     trace = _heat_map(
-        [[colour for colour, _ in row] for row in rows.values()],
-        text=[[text for _, text in row] for row in rows.values()],
-        x=list(layers),
-        y=list(rows),
+        [[colour for colour, _ in row] for row in rows],
+        text=[[text for _, text in row] for row in rows],
+        x=layers,
+        y=["activations", "optimizer states", "parameters"],
         zmin=-0.5,
         zmax=num_colours - 0.5,
         colorscale=[[(k + end) / num_colours, colour] for k, colour in enumerate(OFFLOAD_COLOURS) for end in (0, 1)],
@@ -354,27 +349,25 @@ def offload_of_layers(plan: TrainingPlan, schedule: OffloadSchedule) -> tuple[Fi
     )
 
 
-def _parameters(schedule: OffloadSchedule, idx: int) -> tuple[int, str]:
+Cell = tuple[int, str]
+"""Colour, and what is there."""
+
+
+def _places(plan: TrainingPlan, schedule: OffloadSchedule, idx: int) -> tuple[Cell, Cell, Cell]:
+    """Return where the activations, optimizer states and parameters of a layer are."""
+    activations = states = parameters = STAYS, "on the device"
+    stage, drives = plan.stages[0], f", in {schedule.storage_path}" if idx in schedule.storage_optimizer_layers else ""
+    if tuple(plan.model.iter_layers())[idx].is_block:
+        if stage.offload_of(idx) == "activations":
+            activations = MOVES, "to the host and back"
+        elif stage.offload_of(idx) != "none":
+            activations = MOVES, "made again from an input on the host"
+        elif stage.recompute_of(idx) != "none":
+            activations = RECOMPUTED, f"made again ({stage.recompute_of(idx)} recompute)"
     if idx in schedule.streamed_parameter_layers:
-        return AWAY, "on the host, which updates them"
-    return STAYS, "on the device"
-
-
-def _states(schedule: OffloadSchedule, idx: int) -> tuple[int, str]:
-    drives = f", in {schedule.storage_path}" if idx in schedule.storage_optimizer_layers else ""
-    if idx not in schedule.streamed_parameter_layers:
-        if idx in schedule.host_optimizer_layers:
-            return AWAY, f"on the host, which updates them{drives}"
-        if idx in schedule.streamed_optimizer_layers:
-            return STREAMED, f"on the host, streamed to the device for the update{drives}"
-    return _parameters(schedule, idx)
-
-
-def _activations(plan: TrainingPlan, idx: int) -> tuple[int, str]:
-    stage = plan.stages[0]
-    if not list(plan.model.iter_layers())[idx].is_block:
-        return STAYS, "on the device"
-    offload, recompute = stage.offload_of(idx), stage.recompute_of(idx)
-    if offload != "none":
-        return MOVES, "to the host and back" if offload == "activations" else "made again from an input on the host"
-    return (STAYS, "on the device") if recompute == "none" else (RECOMPUTED, f"made again ({recompute} recompute)")
+        states = parameters = AWAY, "on the host, which updates them"
+    elif idx in schedule.host_optimizer_layers:
+        states = AWAY, f"on the host, which updates them{drives}"
+    elif idx in schedule.streamed_optimizer_layers:
+        states = STREAMED, f"on the host, streamed to the device for the update{drives}"
+    return activations, states, parameters
