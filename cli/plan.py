@@ -131,18 +131,13 @@ class PrecisionOptions(OptionModel):
 
 
 class OffloadOptions(OptionModel):
-    """What may lie off the devices, and where."""
+    """What may lie off the devices, and the memory next to them."""
 
     offload: Literal["none", "auto", "activations", "optimizer", "params"] = option(
         "none",
         "what may lie on the host: nothing, whatever is fastest, or of one kind only (docs/offload.md). The default is none: "
         "what the host has is not known of most clusters.",
     )
-
-
-class HostOptions(OptionModel):
-    """The memory next to the devices."""
-
     host_memory_gib: float | None = option(
         None, "memory of one node that may be used. Default: as the cluster says.", ge=0, metavar="G", needs=("offload",)
     )  # fmt: skip
@@ -154,16 +149,17 @@ class HostOptions(OptionModel):
         None, "what may be written there. Default: what is free on this machine.", ge=0, metavar="G", needs=("nvme",)
     )
 
-    def offload_request(self, kinds: str, **limits: float | None) -> OffloadRequest | None:
-        """Return what the planner may move off the devices; None: nothing.
+    def request(self, **limits: Any) -> OffloadRequest | None:
+        """Return what the planner may move off the devices, with further fields of the request; None: nothing.
 
         Raises:
             ConfigError: the folder is not one of this machine, so that its free space is unknown.
         """
-        if kinds == "none":
-            return None
         from ..planner.request import OffloadRequest
 
+        fields = {"kinds": self.offload} | limits
+        if fields["kinds"] == "none":
+            return None
         storage_bytes = 0.0 if self.nvme_gib is None else self.nvme_gib * GIB
         if self.nvme is not None and self.nvme_gib is None:
             if not self.nvme.is_dir():
@@ -172,15 +168,14 @@ class HostOptions(OptionModel):
                 )
             storage_bytes = float(shutil.disk_usage(self.nvme).free)
         return OffloadRequest(
-            kinds=kinds,  # type: ignore[arg-type]
             host_memory_bytes=None if self.host_memory_gib is None else self.host_memory_gib * GIB,
             storage_path=None if self.nvme is None else str(self.nvme),
             storage_bytes=storage_bytes,
-            **limits,
+            **fields,
         )
 
 
-class SearchOptions(OffloadOptions):
+class SearchOptions(OptionModel):
     """What a search keeps to, and what it finds next to the plan."""
 
     fix: str = option("", "layout fields to keep, e.g. tp=8,recompute=full.", metavar="A=B,...")
@@ -236,14 +231,14 @@ class PlanOptions(PrecisionOptions):
     as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
 
 
-_ALWAYS = (ClusterOptions, HostOptions, PlanOptions)
+_ALWAYS = (ClusterOptions, OffloadOptions, PlanOptions)
 _TRAINING = (*_ALWAYS, TrainingOptions, SearchOptions)
 
 GENERATION = Mode(
     name="--infer",
     when=lambda values: values["infer"],
     takes=(*_ALWAYS, GenerationOptions),
-    without=frozenset({"objective"}),
+    without=frozenset({"objective", "offload"}),
     why="plans no training",
 )
 COST = Mode(
@@ -264,7 +259,7 @@ def plan(
     search: SearchOptions | None,
     cost: CostOptions | None,
     generation: GenerationOptions | None,
-    host: HostOptions,
+    offload: OffloadOptions,
     output: PlanOptions,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
@@ -281,11 +276,11 @@ def plan(
 
     deadline = Deadline() if search is None else Deadline(search.time_limit_s)
     if generation is not None:
-        answer: Plan = _plan_generation(model, cluster, generation, host, output)
+        answer: Plan = _plan_generation(model, cluster, generation, offload, output)
         hint = "it is an estimate: meshwright runs no generation"
     else:
         assert step is not None and search is not None
-        answer = _plan_training(model, step, cluster, search, cost, host, output, deadline)
+        answer = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
         engine, hint = ENGINES[step.engine], f"next: meshwright apply {output.out}"
         if not engine.is_own_runtime:
             hint = f"next: meshwright export {output.out} --to {engine.exporter}"
@@ -308,7 +303,7 @@ def _plan_training(
     cluster: ClusterOptions,
     search: SearchOptions,
     cost: CostOptions | None,
-    host: HostOptions,
+    offload: OffloadOptions,
     output: PlanOptions,
     deadline: Deadline,
 ) -> TrainingPlan:
@@ -327,7 +322,7 @@ def _plan_training(
     request: dict[str, Any] = {
         "fixed": fixed,
         "runnable": None if search.space is None else search.space == "runnable",
-        "offload": host.offload_request(search.offload),
+        "offload": offload.request(),
         "deadline": deadline,
     }
     with search_progress(quiet=output.as_json) as on_progress, stopping_on_interrupt(deadline):
@@ -376,7 +371,7 @@ def _machines(
 
 
 def _plan_generation(
-    model: str, cluster: ClusterOptions, generation: GenerationOptions, host: HostOptions, output: PlanOptions
+    model: str, cluster: ClusterOptions, generation: GenerationOptions, offload: OffloadOptions, output: PlanOptions
 ) -> GenerationPlan:
     from ..planner import default_precision
     from ..planner import plan as most_tokens
@@ -390,11 +385,11 @@ def _plan_generation(
             help="use --precision bf16",
         )
     rate = generation.host_attention_gb_per_s
-    offload = host.offload_request("auto", host_attention_bytes_per_s=None if rate is None else rate * GB)
+    allowed = offload.request(kinds="auto", host_attention_bytes_per_s=None if rate is None else rate * GB)
     task = Generation(prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision)
     fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
     limit_s = generation.latency_limit_s
-    return most_tokens(spec, machine, task, top=output.top, fixed=fixed, offload=offload, latency_limit_s=limit_s)
+    return most_tokens(spec, machine, task, top=output.top, fixed=fixed, offload=allowed, latency_limit_s=limit_s)
 
 
 @command()
@@ -407,7 +402,6 @@ def estimate(
     cluster: ClusterOptions,
     precision: PrecisionOptions,
     offload: OffloadOptions,
-    host: HostOptions,
     json: JsonOption = False,
 ) -> None:
     """Predict step time and memory of one layout, whether it fits or not; with --offload, of its best offload schedule."""
@@ -418,7 +412,7 @@ def estimate(
     from .show.plan import add_offload, estimate_table
 
     given = Layout.parse(layout)
-    allowed = host.offload_request(offload.offload)
+    allowed = offload.request()
     if allowed is not None:
         given = given.replace(offload="scheduled")
     spec, machine = ModelSpec.resolve(model), step.calibrated(cluster.read())
