@@ -183,8 +183,8 @@ def _measured_parts_s(medians: Sequence[dict[StepPart, float]]) -> dict[str, flo
 def _stragglers(plan: TrainingPlan, parts_s: Sequence[FloatArray]) -> list[Straggler]:
     """Return slow ranks by their own work: passes and update on a CPU; on a GPU, whose passes include waiting, the update."""
     on_gpu = plan.cluster.weakest_device.backend.has_streams
-    own_work: tuple[StepPart, ...] = ("optimizer",) if on_gpu else ("forward", "backward", "optimizer")
-    columns = [STEP_PARTS.index(name) for name in own_work]
+    local_work: tuple[StepPart, ...] = ("optimizer",) if on_gpu else ("forward", "backward", "optimizer")
+    columns = [STEP_PARTS.index(name) for name in local_work]
     compute_s = np.array([parts[:, columns].sum(axis=1) for parts in parts_s])
     stage_of_rank = np.arange(len(parts_s)) // plan.layout.stage_ranks
     if compute_s.ndim < 2 or not compute_s.size:

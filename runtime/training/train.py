@@ -44,7 +44,7 @@ class TrainingRun:
     Attributes:
         samples: sequences of the data that the run has seen, all ranks together.
         data: fingerprint of the data.
-        asked_to_stop: by a scheduler (SIGTERM); the ranks then agree on a step after which all of them do.
+        stop_requested: by a scheduler (SIGTERM); the ranks then agree on a step after which all of them do.
         steps: of the entire run that are done, those before a resumed checkpoint included.
     """
 
@@ -55,7 +55,7 @@ class TrainingRun:
     writer: MetricsWriter
     data: str
     samples: int = 0
-    asked_to_stop: bool = False
+    stop_requested: bool = False
     step_times_s: list[float] = field(default_factory=list)
     parts_s: deque[dict[StepPart, float]] = field(default_factory=lambda: deque(maxlen=RETAINED_STEPS))
     is_stopped: bool = False
@@ -85,7 +85,7 @@ class TrainingRun:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGTERM as a request while inside, not as the end."""
-        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked_to_stop", True))
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ class TrainingRun:
             share = self.optimizer.losses(tokens)
         else:
             share = model.backward(tokens)
-        stop_votes = torch.full_like(share, float(self.asked_to_stop))
+        stop_votes = torch.full_like(share, float(self.stop_requested))
         sums = torch.stack((share.float(), local_square(model), stop_votes.float()))
         model.add_over_ranks(sums)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])

@@ -56,9 +56,9 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Files:
-    """All files of a folder: the places of tensors, headers and sizes."""
+    """All files of a folder: the positions of tensors, headers and sizes."""
 
-    places: Mapping[str, _Place]
+    positions: Mapping[str, _Place]
     headers: Mapping[str, bytes]
     sizes: Mapping[str, int]
 
@@ -147,14 +147,14 @@ def _files(spec: ModelSpec, dtype: torch.dtype, max_bytes: int) -> _Files:
             end = 0
         groups[-1][name] = shape
         end += size
-    places, headers, sizes = dict[str, _Place](), dict[str, bytes](), dict[str, int]()
+    positions, headers, sizes = dict[str, _Place](), dict[str, bytes](), dict[str, int]()
     for idx, group in enumerate(groups):
         single = len(groups) == 1
         file = SINGLE_FILE if single else f"model-{idx + 1:05d}-of-{len(groups):05d}.safetensors"
         headers[file], starts = _header(group, dtype)
         *begins, sizes[file] = (len(headers[file]) + start for start in starts)
-        places |= {name: _Place(file, begin, group[name]) for name, begin in zip(group, begins, strict=True)}
-    return _Files(places, headers, sizes)
+        positions |= {name: _Place(file, begin, group[name]) for name, begin in zip(group, begins, strict=True)}
+    return _Files(positions, headers, sizes)
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, list[int]]:
@@ -206,7 +206,7 @@ def _write_local(model: ParallelModel, folder: Path, files: _Files, dtype: torch
                 part, values = piece.local(tensor)
                 if part is None:
                     continue
-                place = files.places[piece.name]
+                place = files.positions[piece.name]
                 if place.file not in opened:
                     opened[place.file] = os.open(folder / place.file, os.O_WRONLY)
                 _write_range(opened[place.file], place, part, values.T if piece.is_transposed else values, dtype)
@@ -242,8 +242,8 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 def _write_rest(folder: Path, files: _Files, spec: ModelSpec, dtype: torch.dtype, origin: Path | None) -> None:
     """Write the index, config.json, and what belongs to the model besides."""
     if len(files.sizes) > 1:
-        size = sum(prod(place.shape) for place in files.places.values()) * dtype.itemsize
-        weight_map = {name: place.file for name, place in sorted(files.places.items())}
+        size = sum(prod(place.shape) for place in files.positions.values()) * dtype.itemsize
+        weight_map = {name: place.file for name, place in sorted(files.positions.items())}
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     source = origin / "config.json" if origin is not None else None
