@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import multiprocessing as mp
+import multiprocessing.forkserver
 import os
 import signal
 import time
@@ -123,6 +124,10 @@ def _run_ranks(
     """Start the ranks and wait for them; return their exit codes and what they wrote about their failures."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        # Libraries read it when they are loaded: OpenBLAS would start threads in the server, which is forked for every rank.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        mp.forkserver.ensure_running()
     ranks = [
         context.Process(target=_rank_main, args=(rank, world_size, cases, folder, timeout_s, store))
         for rank in range(world_size)
