@@ -281,28 +281,25 @@ def cross_validate(rows: Sequence[RunRow], num_runs: int, *, draws: int = 5) -> 
 
 def _cross_validate(device: str, runs: list[MeasuredRun], num_runs: int, draws: int) -> CalibrationScore:
     plain = _ratios(runs, Calibration())
-    before, after = [], []
+    ratios = np.empty((draws, 2, len(runs) - num_runs, 2))  # draw; before and after; run; time and memory
     for draw in range(draws):
         order = np.random.default_rng(draw).permutation(len(runs))
         calibration = calibrate([runs[idx] for idx in order[:num_runs]])
         others = order[num_runs:]
-        before.append(plain[others])
-        after.append(_ratios([runs[idx] for idx in others], calibration))
-    time_before, memory_before, time_after, memory_after = (
-        [error for ratios in draws_of for error in _mape(ratios[:, column])]
-        for draws_of in (before, after)
-        for column in (0, 1)
-    )
+        ratios[draw] = plain[others], _ratios([runs[idx] for idx in others], calibration)
+    mape = np.ma.masked_invalid(np.abs(ratios - 1)).mean(axis=2)
+    means = mape.mean(axis=0)
+    memory_before, memory_after = (None if error is np.ma.masked else float(error) for error in means[:, 1])
     return CalibrationScore(
         device=device,
         draws=draws,
         rows=len(runs) - num_runs,
-        mape_before=float(np.mean(time_before)),
-        mape_after=float(np.mean(time_after)),
-        worst_after=max(time_after),
-        bias_after=float(np.expm1(np.mean([np.nanmean(np.log(ratios[:, 0])) for ratios in after]))),
-        memory_before=float(np.mean(memory_before)) if memory_before else None,
-        memory_after=float(np.mean(memory_after)) if memory_after else None,
+        mape_before=float(means[0, 0]),
+        mape_after=float(means[1, 0]),
+        worst_after=float(mape[:, 1, 0].max()),
+        bias_after=float(np.expm1(np.mean(np.nanmean(np.log(ratios[:, 1, :, 0]), axis=1)))),
+        memory_before=memory_before,
+        memory_after=memory_after,
     )
 
 
@@ -315,9 +312,3 @@ def _ratios(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray
             ratios[idx, 0] = e.step_time_s / (run.step_time_s or np.nan)
             ratios[idx, 1] = peak / (run.allocated_bytes or run.reserved_bytes or np.nan)
     return ratios
-
-
-def _mape(ratios: FloatArray) -> list[float]:
-    """Return the mean absolute error of the known ratios; nothing where none is known."""
-    known = ratios[np.isfinite(ratios)]
-    return [float(np.mean(np.abs(known - 1)))] if len(known) else []
