@@ -100,13 +100,10 @@ class ResourceSums:
         self._of_option, self._of_location = np.zeros((len(OPTIONS), i.num_layers, NUM_SUMS)), _sums_by_location(i)
         self._of_option[..., COMPUTE_S], self._of_option[..., DEVICE] = i.repeated_s, i.retained_bytes
         self._of_option[..., [DOWN, UP, HOST]] = i.moved_bytes[..., None]
-        has, stored = i.state_bytes > 0, i.storage_cap_bytes > 0
-        host, streamed, parameters = (
-            has & i.may.host_optimizer,
-            has & i.may.streamed_optimizer,
-            i.streamable & i.may.parameters,
-        )
-        self._may_be = np.stack([has | True, host, streamed, parameters, host & stored, streamed & stored])
+        anywhere, stored = np.ones(i.num_layers, dtype=bool), i.storage_cap_bytes > 0
+        host, streamed = (i.state_bytes > 0) & i.may.host_optimizer, (i.state_bytes > 0) & i.may.streamed_optimizer
+        parameters = i.streamable & i.may.parameters
+        self._may_be = np.stack([anywhere, host, streamed, parameters, host & stored, streamed & stored])
 
     def simulate(self, choice: OffloadChoice, *, prefetch: int = 1) -> SimulatedStep:
         """Simulate a step; what was already simulated is remembered."""
@@ -132,14 +129,12 @@ class ResourceSums:
 
     def lower_bound_s(self, choice: OffloadChoice) -> float:
         """Return seconds that no simulation of a choice is below, every copy hidden; infinite if it cannot fit."""
-        i, total, in_use = self.instance, self.total(choice), choice.take(self.instance.working_bytes).max(initial=0.0)
-        buffers = 2 * i.state_bytes[choice.streamed_optimizer].max(initial=0.0)
-        on_device = max(total[DEVICE] + i.turn_bytes, total[DEVICE_IN_UPDATE] + buffers + i.update_bytes)
-        if on_device + in_use + i.fixed_bytes > i.cap_bytes * (1 + SUMMED) or total[HOST] > i.host_cap_bytes * (
-            1 + SUMMED
-        ):
-            return np.inf
-        return float(self.seconds(total, hidden=0.0)) * (1 - SUMMED)
+        i, total = self.instance, self.total(choice)
+        always = choice.take(i.working_bytes).max(initial=0.0) + i.fixed_bytes
+        in_update = 2 * i.state_bytes[choice.streamed_optimizer].max(initial=0.0) + i.update_bytes
+        on_device = always + max(total[DEVICE] + i.turn_bytes, total[DEVICE_IN_UPDATE] + in_update)
+        fits = on_device <= i.cap_bytes * (1 + SUMMED) and total[HOST] <= i.host_cap_bytes * (1 + SUMMED)
+        return float(self.seconds(total, hidden=0.0)) * (1 - SUMMED) if fits else np.inf
 
     def seconds(self, sums: FloatArray, *, hidden: float = HIDDEN) -> FloatArray:
         """Return the estimated seconds of sums [..., 12]."""

@@ -338,7 +338,7 @@ def _buffer_of(gone: list[tuple[float, int]], bytes_: float, buffers: float) -> 
 def broken_constraints(instance: OffloadInstance, choice: OffloadChoice, simulated: SimulatedStep) -> list[str]:
     """Return what is wrong with a choice, by the labels of offload/instance.py; empty when nothing is."""
     broken = []
-    if not choice.take(instance.allowed).all():
+    if not instance.allowed[choice.option, np.arange(instance.num_layers)].all():
         broken.append("C1: a layer has an option that is not allowed")
     locations = choice.host_optimizer * 1 + choice.streamed_optimizer + choice.parameters
     if (locations > 1).any() or (choice.storage & ~(choice.host_optimizer | choice.streamed_optimizer)).any():
