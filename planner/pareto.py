@@ -258,10 +258,10 @@ def _with_schedules(
             points.append(_point(result.layout, estimate, bound_s, cap, layers, host_bytes=host_bytes))
         cap = min(cap, estimate.required_bytes) - step
 
-    def schedule_bound_s(cap_bytes: float) -> float:
-        return max((bound for cap, bound in bounds if cap >= cap_bytes), default=0.0)
-
-    bounded = [p.replace(bound_s=min(p.bound_s, max(schedule_bound_s(p.cap_bytes), _MIN_BOUND_S))) for p in plain]
+    bounded = []
+    for p in plain:
+        schedule_bound_s = max((bound for cap, bound in bounds if cap >= p.cap_bytes), default=_MIN_BOUND_S)
+        bounded.append(p.replace(bound_s=min(p.bound_s, max(schedule_bound_s, _MIN_BOUND_S))))
     return tuple(sorted(pareto_front([*bounded, *points], _time_and_memory), key=_time_and_memory))
 
 

@@ -218,7 +218,11 @@ def _runner_ups(plan: TrainingPlan, request: PlanRequest) -> Iterable[Comparison
 def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
     notes = []
     try:
-        again_s = _again_s(plan)
+        if plan.offload is None:
+            again = estimate(plan.model, place_as_planned(plan, plan.cluster), plan.workload, plan.layout)
+        else:
+            again = problem_of_plan(plan).estimate
+        again_s = again.step_time_s
         if abs(again_s / plan.estimate.step_time_s - 1) > SAME_PREDICTION:
             notes.append(
                 f"estimated by itself the layout takes {again_s:.4g} s, in the plan {plan.estimate.step_time_s:.4g} s: its stages "
@@ -233,10 +237,3 @@ def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
     if plan.provenance.space is None:
         notes.append("the plan does not say in which space it was searched; the smallest that has its layout is used")
     return tuple(notes)
-
-
-def _again_s(plan: TrainingPlan) -> float:
-    """Return the step time of the plan's layout by this version, of an offload schedule with all its choices."""
-    if plan.offload is None:
-        return estimate(plan.model, place_as_planned(plan, plan.cluster), plan.workload, plan.layout).step_time_s
-    return problem_of_plan(plan).estimate.step_time_s
