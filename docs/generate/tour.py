@@ -105,7 +105,14 @@ STOPS = (
     ),
     Stop(
         "cost_models/stage/bounds.py",
-        (),
+        (
+            "quick_time_bounds",
+            "uniform_time_bounds",
+            "pipeline_work",
+            "fullest_stage",
+            "slowest_stage_s",
+            "memory_bounds",
+        ),
         "Without cutting a layout into stages: our row takes at least {quick_s:.3f} s by its work alone, "
         "{bound_s:.3f} s by its full "
         "bound, and {bound_gib:.1f} GiB.",
