@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from meshwright.schema.errors import ConfigError
-from meshwright.schema.layers import Block, DenseMLP, LatentAttention, MoE
+from meshwright.schema.hf import SLIDES, PublishedConfig, families
+from meshwright.schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from meshwright.schema.model import ModelSpec
 
 SIZES = {
@@ -368,3 +369,18 @@ def test_any_truncation_of_a_file_is_refused(tmp_path_factory, model_type, data)
     path.write_text(text[: data.draw(st.integers(0, len(text) - 1))])
     with pytest.raises(ConfigError, match=r"not valid JSON|is empty"):
         ModelSpec.from_hf(path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family for family in families().values() if not family.text_model],
+    ids=lambda family: family.architecture,
+)
+def test_family_names_only_fields_that_are_read(family):
+    aliases = [info.validation_alias for info in PublishedConfig.model_fields.values()]
+    known = set(PublishedConfig.model_fields) | {name for alias in aliases if alias for name in alias.choices}
+    sizes = [name for size in (*family.base_sizes, *family.sizes) for name in size.split("|")]
+    assert {*family.defaults, *family.reads, *sizes} - {*family.refuses} <= known
+    assert family.slides in SLIDES
+    for part, fields in ((SoftmaxAttention, family.attention), (DenseMLP, family.mlp), (MoE, family.moe)):
+        assert fields.keys() <= part.model_fields.keys()
