@@ -9,8 +9,9 @@ import tomllib
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from importlib.resources import files
+from operator import getitem
 from typing import Any
 
 from ..schema import ClusterSpec, Workload
@@ -48,11 +49,8 @@ class Coefficients:
         changed = deepcopy(dict(self.sections))
         for path, value in values.items():
             self.value(path)
-            section: Any = changed
             *sections, name = path.split(".")
-            for key in sections:
-                section = section[key]
-            section[name] = value
+            reduce(getitem, sections, changed)[name] = value
         return Coefficients(changed)
 
 

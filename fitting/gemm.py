@@ -189,15 +189,13 @@ def shipped_rooflines(rooflines: Rooflines, build: str) -> dict[str, Any]:
     """Return coefficients for planning: of each device, of each architecture (mean of its devices), and the median of those."""
     devices = {device: list(known) for (device, software), known in rooflines.items() if software == build}
     architectures = {
-        family: _geometric_mean([devices[device] for device in devices if family_of(device) == family])
-        for family in dict.fromkeys(family_of(device) for device in devices)
+        family: np.exp(
+            np.mean([np.log(devices[name]) for name in devices if family_of(name) == family], axis=0)
+        ).tolist()
+        for family in dict.fromkeys(map(family_of, devices))
     }
     median = np.exp(np.median(np.log(list(architectures.values())), axis=0)).tolist()
     return {"software": SOFTWARE[build], "devices": devices, "architectures": architectures, "median": median}
-
-
-def _geometric_mean(members: list[list[float]]) -> list[float]:
-    return np.exp(np.mean(np.log(members), axis=0)).tolist()
 
 
 def weight_gradient_ratio(folder: Path) -> float:
@@ -258,21 +256,12 @@ def without_families(rows: pd.DataFrame, families: Sequence[str]) -> tuple[Resid
     names, x, roofline = design(others, rooflines)
     residual = fit_residual(x, roofline, others.seconds.to_numpy(), **_TREES).to_model(names, {})
     builds = rows[rows.family.isin(families)].groupby(["device", "software"]).indices
+    # The median over families is of the same build, or of the reference build where families lack it.
+    reference = {"trtllm": "sglang"}
+    median = {build: shipped_rooflines(rooflines, reference.get(build, build))["median"] for _, build in builds}
     return residual, {
-        (device, software): device_rates(device, software)._replace(coefficients=_prior(rooflines, software))
-        for device, software in builds
+        build: device_rates(*build)._replace(coefficients=GemmCoefficients(*median[build[1]])) for build in builds
     }
-
-
-def _prior(rooflines: Rooflines, software: str) -> GemmCoefficients:
-    """Return the median over families, of the same build (of the reference build where families lack it)."""
-    build = "sglang" if software == "trtllm" else software
-    members: dict[str, list[list[float]]] = {}
-    for (device, other), coefficients in rooflines.items():
-        if other == build:
-            members.setdefault(family_of(device), []).append(list(coefficients))
-    median = np.exp(np.median(np.log([_geometric_mean(family) for family in members.values()]), axis=0))
-    return GemmCoefficients(*(float(value) for value in median))
 
 
 class Sample(NamedTuple):
