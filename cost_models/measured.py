@@ -91,18 +91,14 @@ def _layer_ratio(
     shards = np.unique([point.tp for point, _ in pairs])
     nearest = shards[np.argmin(np.abs(np.log(shards)[:, None] - np.log(inputs.layouts.tp)[None, :]), axis=0)]
     for tp in shards:
-        log_tokens, log_ratios = _curve([pair for pair in pairs if pair[0].tp == tp])
+        of_shard = [(point, s) for point, s in pairs if point.tp == tp]
+        logs = np.log([point.time_s / s for point, s in of_shard])
+        tokens = np.log([float(point.micro_batch_size * point.seq_len) for point, _ in of_shard])
+        sizes, size_idx = np.unique(tokens, return_inverse=True)
+        means = np.bincount(size_idx, logs) / np.bincount(size_idx)  # several of one size count as their mean
         rows: IntArray = np.flatnonzero(nearest == tp)
-        ratio[rows] = np.exp(np.interp(np.log(inputs.tokens[rows]), log_tokens, log_ratios))
+        ratio[rows] = np.exp(np.interp(np.log(inputs.tokens[rows]), sizes, means))
     return ratio
-
-
-def _curve(points: Sequence[tuple[LayerPoint, float]]) -> tuple[FloatArray, FloatArray]:
-    """Return log tokens, ascending, and log ratio of the points of one shard; several of one size count as their mean."""
-    tokens = np.log([float(point.micro_batch_size * point.seq_len) for point, _ in points])
-    logs = np.log([point.time_s / seconds for point, seconds in points])
-    sizes, size_idx = np.unique(tokens, return_inverse=True)
-    return sizes, np.asarray(np.bincount(size_idx, logs) / np.bincount(size_idx))
 
 
 def attention_ratio(
