@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -72,6 +74,27 @@ def test_siblings_are_imported_relatively() -> None:
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("meshwright")
     ]
     assert not absolute
+
+
+def names_imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of everything of ours that a file imports, within functions and for type checkers too."""
+    package = ".".join(("meshwright", *path.relative_to(ROOT).parent.parts))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def test_names_imported_anywhere_exist() -> None:
+    """An import within a function is not seen before the function runs."""
+    missing = [
+        f"{own_name(path)}: {module}.{name}"
+        for path in FILES
+        for module, name in names_imported(path)
+        if f"{module}.{name}".removeprefix("meshwright.").replace(".", "/") not in MODULES
+        and not hasattr(importlib.import_module(module), name)
+    ]
+    assert not missing
 
 
 def test_imports_point_one_way() -> None:
