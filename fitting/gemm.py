@@ -357,7 +357,7 @@ def report_grouped(options: Namespace) -> str:
         expert_us, ratio = _solve(passes)
         scores[f"{name}: microseconds an expert, ratio"] = (round(float(expert_us), 2), round(float(ratio), 3))
         if options.score:
-            scores[f"{name}: shapes left out"] = _left_out(passes)
+            scores[f"{name}: shapes left out"] = _excluded(passes)
     return score_lines("grouped_gemm", scores)
 
 
@@ -386,7 +386,7 @@ def _solve(table: pd.DataFrame) -> FloatArray:
     return least_relative_squares(table[["experts_us", "roofline"]].to_numpy(), table.seconds.to_numpy())
 
 
-def _left_out(table: pd.DataFrame) -> float:
+def _excluded(table: pd.DataFrame) -> float:
     """Return the mean absolute percentage error of shapes that were not fitted."""
     errors = []
     for _, shape in table.groupby(["experts", "rows", "n", "k"]):

@@ -320,7 +320,7 @@ OFFLOAD_COLOURS = ("#999999", "#56B4E9", "#E69F00", "#009E73", "#0072B2")
 def offload_of_layers(plan: TrainingPlan, schedule: OffloadSchedule) -> tuple[Figure, str]:
     """Draw a column a layer; and say what moves, what it costs and what more of a resource would save."""
     layers, num_colours = list(range(plan.model.num_layers)), len(OFFLOAD_COLOURS)
-    rows = list(zip(*(_places(plan, schedule, idx) for idx in layers), strict=True))
+    rows = list(zip(*(_positions(plan, schedule, idx) for idx in layers), strict=True))
     trace = _heat_map(
         [[colour for colour, _ in row] for row in rows],
         text=[[text for _, text in row] for row in rows],
@@ -353,7 +353,7 @@ Cell = tuple[int, str]
 """Colour, and what is there."""
 
 
-def _places(plan: TrainingPlan, schedule: OffloadSchedule, idx: int) -> tuple[Cell, Cell, Cell]:
+def _positions(plan: TrainingPlan, schedule: OffloadSchedule, idx: int) -> tuple[Cell, Cell, Cell]:
     """Return where the activations, optimizer states and parameters of a layer are."""
     activations = states = parameters = STAYS, "on the device"
     stage, drives = plan.stages[0], f", in {schedule.storage_path}" if idx in schedule.storage_optimizer_layers else ""
