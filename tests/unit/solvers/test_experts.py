@@ -83,7 +83,9 @@ def test_no_layer_is_worse_than_eplb(seed: int, shape: tuple[int, int, int], sig
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), sigma=st.sampled_from([0.5, 1.2]))
-@example(seed=12200, sigma=1.2)  # EPLB puts two replicas of an expert on one GPU, which (C2) forbids; ours is 1.1e-6 above
+@example(
+    seed=12200, sigma=1.2
+)  # EPLB puts two replicas of an expert on one GPU, which (C2) forbids; ours is 1.1e-6 above
 def test_groups_stay_on_a_node_and_no_layer_is_worse_than_eplb(seed: int, sigma: float) -> None:
     load = loads(seed, 5, 64, sigma=sigma)
     placed, slots, counts = rebalance_experts(load, 96, 8, 4, 16)
