@@ -17,6 +17,7 @@ import io
 import pickle
 import shutil
 from concurrent.futures import Future
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -297,8 +298,17 @@ class TensorsOnly(DefaultLoadPlanner):
         raise ConfigError(f"the checkpoint stores {read_item.dest_index.fqn!r} as a Python object, not as a tensor")
 
 
+def _enum_member(kind: Any, name: str) -> Enum:
+    """Stand in for getattr, by which Python before 3.11.4 pickles the members of an enum."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError("it names builtins.getattr")
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _enum_member
         if global_name in _INDEX_CLASSES.get(module_name, ()):
             return super().find_class(module_name, global_name)
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
