@@ -42,15 +42,15 @@ def test_overflowed_steps_are_skipped_until_the_scale_fits(tmp_path: Path, monke
     options = TrainOptions(steps=16, learning_rate=1e-2, checkpoint_dir=str(tmp_path / "c"))
     records = train_here(monkeypatch, precision("fp16-mixed"), options, tmp_path / "m.jsonl")[:-1]
     skipped = [record["grad_norm"] is None for record in records]
-    count = sum(skipped)
-    assert 2 <= count < 16
-    assert skipped == [True] * count + [False] * (16 - count)
-    assert [record["loss_scale"] for record in records] == [2.0 ** (30 - min(i, count)) for i in range(16)]
+    # Near the limit one step's gradients may overflow after another's did not: that depends on the order of sums in threads.
+    assert skipped[:2] == [True, True] and not all(skipped)
+    assert [record["loss_scale"] for record in records] == [2.0 ** (30 - sum(skipped[:i])) for i in range(16)]
     exact = train_here(monkeypatch, small_plan(), options.replace(checkpoint_dir=None), tmp_path / "e.jsonl")[:-1]
     # Nothing changed in the skipped steps: each loss is that of the initial weights on the step's data, as in fp32 within fp16.
     assert records[0]["loss"] == pytest.approx(exact[0]["loss"], rel=1e-3)
     info = json.loads((list_checkpoints(tmp_path / "c")[-1] / "checkpoint.json").read_text())
-    assert (info["loss_scale"], info["scale_steps"]) == (2.0 ** (30 - count), 16 - count)
+    last_skipped = max(i for i, was_skipped in enumerate(skipped) if was_skipped)
+    assert (info["loss_scale"], info["scale_steps"]) == (2.0 ** (30 - sum(skipped)), 15 - last_skipped)
 
 
 def test_scale_grows_after_a_while_and_is_one_elsewhere() -> None:
