@@ -61,7 +61,7 @@ def _cluster(
     node = math.gcd(n_gpus, min(per_node or entry["devices_per_node"], n_gpus))
     host_link = entry.get("host_link_bytes_per_s")
     counts = {"num_nodes": n_gpus // node, "devices_per_node": node}
-    group = NodeGroup(device=device, **counts, host_link_bytes_per_s=host_link)
+    group = NodeGroup(device=device, num_nodes=n_gpus // node, devices_per_node=node, host_link_bytes_per_s=host_link)
     variant = first_match("devices", _plain(gpu_type))
     scale_up = (variant and variant["scaleup"]) or entry["scaleup"]
     levels = tuple(LinkLevel(**level) for level in usual_levels([(counts, {**entry, "scaleup": scale_up})]))
