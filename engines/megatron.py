@@ -13,7 +13,7 @@ from ..schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttent
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import Adapter, Exported, Imported
+from .adapter import Adapter, Exported, Imported, Limit
 from .megatron_settings import (
     LIMITS,
     VERSION,
@@ -40,11 +40,7 @@ _USED = _LAUNCHER | {
 
 
 def write(plan: TrainingPlan) -> Exported:
-    """Return the plan as options.
-
-    Raises:
-        ConfigError: the model has something that Megatron's GPT has not.
-    """
+    """Return the plan as options."""
     text = "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -86,28 +82,10 @@ def bash_array(name: str, settings: Settings) -> str:
 
 
 def model_settings(model: ModelSpec, seq_len: int) -> Settings:
-    """Return every option that describes the model.
-
-    Raises:
-        ConfigError: the model has something that Megatron's GPT has not.
-    """
+    """Return every option that describes a model that lacks nothing of Megatron's GPT (`missing_of`)."""
     blocks = [block for block, _ in model.block_runs]
-    attentions = {block.attention for block in blocks}
     dense = {block.mlp for block in blocks if isinstance(block.mlp, DenseMLP)}
     experts = {block.mlp for block in blocks if isinstance(block.mlp, MoE)}
-    missing = [
-        *(["attention that differs from layer to layer"] if len(attentions) > 1 else []),
-        *(["dense parts of several widths"] if len(dense) > 1 else []),
-        *(["experts of several kinds"] if len(experts) > 1 else []),
-        *(reason for block in blocks for reason in _missing(block)),
-        *_missing_rope(model),
-        *(["heads for further tokens"] if model.num_layers > model.num_blocks + 2 else []),
-    ]
-    if missing:
-        raise ConfigError(
-            f"Megatron's GPT model has no {missing[0]}, which {model.name} needs",
-            details=tuple(dict.fromkeys(missing[1:])),
-        )
     mlp: DenseMLP | MoE = next(iter(dense)) if dense else next(iter(experts))
     return {
         "num_layers": model.num_blocks,
@@ -128,8 +106,34 @@ def model_settings(model: ModelSpec, seq_len: int) -> Settings:
     }
 
 
+def missing_of(model: ModelSpec) -> tuple[str, ...]:
+    """Return what the model has and Megatron's GPT has not."""
+    blocks = [block for block, _ in model.block_runs]
+    dense = {block.mlp for block in blocks if isinstance(block.mlp, DenseMLP)}
+    experts = {block.mlp for block in blocks if isinstance(block.mlp, MoE)}
+    missing = [
+        *(["attention that differs from layer to layer"] if len({block.attention for block in blocks}) > 1 else []),
+        *(["dense parts of several widths"] if len(dense) > 1 else []),
+        *(["experts of several kinds"] if len(experts) > 1 else []),
+        *(reason for block in blocks for reason in _missing(block)),
+        *_missing_rope(model),
+        *(["heads for further tokens"] if model.num_layers > model.num_blocks + 2 else []),
+    ]
+    return tuple(dict.fromkeys(missing))
+
+
+MODEL = Limit(
+    "megatron_model",
+    lambda p: not missing_of(p.model),
+    lambda p: f"Megatron's GPT model has no {', no '.join(missing_of(p.model))}, which {p.model.name} needs",
+    "plan without --engine megatron, or add it to Megatron's model",
+)
+
+
 def _missing(block: Block) -> list[str]:
     attention, mlp = block.attention, block.mlp
+    if not isinstance(attention, SoftmaxAttention | LatentAttention) or not isinstance(mlp, DenseMLP | MoE):
+        return [f"blocks of the kind {attention.kind}"]
     reasons = {
         f"blocks with {block.num_norms} norms": block.num_norms != 2,
         "attention and feed-forward part side by side": block.parallel_residual,
@@ -329,4 +333,4 @@ def _scalar(word: str) -> Any:
     return word
 
 
-ADAPTER = Adapter(version=VERSION, limits=LIMITS, write=write, read_text=read)
+ADAPTER = Adapter(version=VERSION, limits=(MODEL, *LIMITS), write=write, read_text=read)

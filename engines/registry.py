@@ -16,7 +16,7 @@ from ..schema.engine_facts import ENGINES as FACTS
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from .adapter import Adapter, Exported, Imported, Table
+from .adapter import Adapter, Exported, Imported, Limit, Table
 
 _EXPORTERS = tuple(facts.exporter for facts in FACTS.values() if facts.exporter)
 
@@ -39,14 +39,19 @@ def export(plan: TrainingPlan, engine: str) -> Exported:
     if engine not in TARGETS:
         raise ConfigError(f"unknown engine {engine!r}", help=f"one of {', '.join(TARGETS)}")
     chosen = _adapter(engine)
-    broken = [limit for limit in chosen.limits if not limit.holds(plan)]
-    if broken:
+    if broken := _broken(chosen, plan):
         raise ConfigError(
             f"{engine} {chosen.version} cannot run this plan",
             details=tuple(f"{limit.reason(plan)}   [{limit.name}]" for limit in broken),
             help=broken[0].help,
         )
     return chosen.write(plan)
+
+
+def exportable(plan: TrainingPlan) -> dict[str, str | None]:
+    """Return for each of `TARGETS` why it cannot run the plan as it is; None: `export` writes it."""
+    broken = {target: _broken(_adapter(target), plan) for target in TARGETS}
+    return {target: limits[0].reason(plan) if limits else None for target, limits in broken.items()}
 
 
 def read_configuration(
@@ -79,6 +84,10 @@ def read_configuration(
         raise ConfigError("no engine is recognised by its content", help=f"give --from: one of {', '.join(ENGINES)}")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", details=error.details, help=error.help) from None
+
+
+def _broken(adapter: Adapter, plan: TrainingPlan) -> list[Limit]:
+    return [limit for limit in adapter.limits if not limit.holds(plan)]
 
 
 def _adapter(engine: str) -> Adapter:

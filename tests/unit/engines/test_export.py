@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_options import megatron_parser
-from meshwright.engines import ENGINES, Exported, export, read_configuration
+from meshwright.engines import ENGINES, TARGETS, Exported, export, exportable, read_configuration
 from meshwright.schema import ConfigError, Layout, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.training_plan import LayerSlots
 from plans import make_plan
@@ -192,6 +192,21 @@ def test_uneven_stages_are_said() -> None:
 def test_what_an_engine_cannot_run_is_refused_by_name(layout: Layout, engine: str, limit: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"[{limit}]")):
         export(plan_of(layout), engine)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=8), Layout(pp=2, dp_shard=2, zero_stage=1), Layout(cp=2)], ids=str)
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt-oss-20b", "mistral-7b"])
+def test_what_is_exportable_is_written(name: str, layout: Layout) -> None:
+    plan = plan_of(layout, ModelSpec.named(name))
+    answers = exportable(plan)
+    assert tuple(answers) == TARGETS
+    for target, reason in answers.items():
+        if reason is None:
+            assert export(plan, target).files
+        else:
+            with pytest.raises(ConfigError) as caught:
+                export(plan, target)
+            assert caught.value.details[0].startswith(reason)
 
 
 def test_models_that_megatron_has_not_are_refused() -> None:
