@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from ..schema import TrainingPlan
 from ..schema.cluster import part_label
 from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.trace import COPIED, COPIES, DATA_PARALLEL, OPTIMIZER, SPLIT_VOCABULARY, Slice, StepTimeline, Stream
-from ..schema.units import FloatArray
+from ..schema.units import FloatArray, IntArray
 from ..solvers.offload.instance import OPTIONS, OffloadChoice
 from ..solvers.offload.simulation import (
     COMPUTE,
@@ -38,7 +39,7 @@ from ..solvers.offload.simulation import (
 )
 from .rank_map import in_order_of_pools, place_as_planned
 from .stage_choice import build_pipeline
-from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan
+from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan, without_schedule
 
 
 def timeline(plan: TrainingPlan) -> StepTimeline:
@@ -49,10 +50,10 @@ def timeline(plan: TrainingPlan) -> StepTimeline:
     """
     if plan.offload is not None:
         return _offload_timeline(plan)
-    costs = _costs_of_plan(plan)  # row 0, each layer with the recompute that its stage gives it
-    shape = replace(pipeline_shape(costs, 0), order=planned_order(plan))
+    stages = costed_stages(plan)
+    shape = replace(pipeline_shape(stages.costs, 0), order=planned_order(plan))
     order = order_of(shape)
-    passes, each_way_s = _passes(plan, costs, shape)
+    passes, each_way_s = _passes(stages, shape)
     times = simulate(build_pipeline(shape, passes, each_way_s), order)
     begin_s = min(float(start[0]) for start in times.start_s)
     slices = [
@@ -68,31 +69,46 @@ def timeline(plan: TrainingPlan) -> StepTimeline:
     return StepTimeline(tuple(slices), ranks, max(s.start_s + s.seconds for s in slices))
 
 
-def _costs_of_plan(plan: TrainingPlan) -> CostTable:
-    batch = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
-    cluster = plan.cluster if _is_on_pools(plan) else place_as_planned(plan, plan.cluster)
-    costs = CostTable.from_layouts(plan.model, plan.workload, cluster, batch)
-    if plan.layout.recompute != "mixed":
-        return costs
-    options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
-    return RecomputeCosts(costs).assigned(0, options)
+class CostedStages(NamedTuple):
+    """The stages of a plan as `estimate_step` takes them.
+
+    Attributes:
+        costs: row 0 is the plan's layout, each layer with the recompute that its stage gives it.
+        boundaries, pool_of_stage: as in `estimate_step`.
+    """
+
+    costs: CostTable
+    boundaries: tuple[int, ...]
+    pool_of_stage: IntArray | None
 
 
-def _is_on_pools(plan: TrainingPlan) -> bool:
-    return bool(plan.cluster.parts) and all(stage.device for stage in plan.estimate.stages)
-
-
-def _passes(plan: TrainingPlan, costs: CostTable, shape: PipelineShape) -> tuple[StagePasses, FloatArray]:
-    first = np.array([stage.first_layer_idx for stage in plan.stages])
-    boundaries = (*first.tolist(), int(first[-1]) + plan.stages[-1].num_layers)
-    if not _is_on_pools(plan):
-        each_way = float(costs.transfer_s[0]) / shape.num_model_chunks if shape.pp > 1 else 0.0
-        return pass_seconds(costs, 0, boundaries), np.full(shape.num_stages, each_way)
+def costed_stages(plan: TrainingPlan) -> CostedStages:
+    """Cost the layers of a plan again; where it has an offload schedule, as if everything stayed on the devices."""
     parts = plan.cluster.parts
+    is_on_pools = bool(parts) and all(stage.device for stage in plan.estimate.stages)
+    layout = plan.layout if plan.offload is None else without_schedule(plan.layout)
+    batch = LayoutTable.from_layouts([layout], plan.workload.global_batch_size)
+    cluster = plan.cluster if is_on_pools else place_as_planned(plan, plan.cluster)
+    costs = CostTable.from_layouts(plan.model, plan.workload, cluster, batch)
+    if layout.recompute == "mixed":
+        options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
+        costs = RecomputeCosts(costs).assigned(0, options)
+    boundaries = (*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers)
+    if not is_on_pools:
+        return CostedStages(costs, boundaries, None)
     pool_of_label = {part_label(parts, g): g for g in range(len(parts))}
     pool_of_stage = np.array([pool_of_label[stage.device] for stage in plan.estimate.stages])
     placed = in_order_of_pools(costs, tuple(dict.fromkeys(pool_of_stage.tolist())))
-    return pass_seconds(placed, 0, boundaries, pool_of_stage), transfer_of_stages(placed, 0, pool_of_stage) / 2
+    return CostedStages(placed, boundaries, pool_of_stage)
+
+
+def _passes(stages: CostedStages, shape: PipelineShape) -> tuple[StagePasses, FloatArray]:
+    costs, pools = stages.costs, stages.pool_of_stage
+    passes = pass_seconds(costs, 0, stages.boundaries, pools)
+    if pools is not None:
+        return passes, transfer_of_stages(costs, 0, pools) / 2
+    each_way = float(costs.transfer_s[0]) / shape.num_model_chunks if shape.pp > 1 else 0.0
+    return passes, np.full(shape.num_stages, each_way)
 
 
 def _after_passes(plan: TrainingPlan, shape: PipelineShape, passes: StagePasses, end_s: float) -> list[Slice]:

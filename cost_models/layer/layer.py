@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,9 +135,28 @@ def within_layer_cost(layer: Layer, inputs: CostInputs) -> LayerCost:
     return _evaluate(layer, inputs.select(rows)).take(case_idx)
 
 
-def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
-    hidden_dim, layouts, workload = inputs.hidden_dim, inputs.layouts, inputs.workload
-    operators, none = _operators(layer, inputs), np.zeros(len(layouts))
+class LayerPasses(NamedTuple):
+    """The passes of a layer [N] as its operators make them, before copies to the host that outlast them.
+
+    Attributes:
+        operators, times: what runs, and its isolated seconds with what context parallelism adds.
+        tp_s, cp_s, ep_s: exposed communication, forward and backward.
+        forward_s, backward_s, recompute_s: operators with the host's dispatch, no communication.
+    """
+
+    operators: tuple[Operator, ...]
+    times: list[OperatorTime]
+    tp_s: tuple[FloatArray, FloatArray]
+    cp_s: tuple[FloatArray, FloatArray]
+    ep_s: tuple[FloatArray, FloatArray]
+    forward_s: FloatArray
+    backward_s: FloatArray
+    recompute_s: FloatArray
+
+
+def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
+    """Return the operators of a layer, their seconds, its communication and its passes."""
+    operators = _operators(layer, inputs)
     isolated = operator_times(operators, inputs)
     if inputs.cluster.profile is not None and (ratios := layer_ratios(layer, inputs, partial(_isolated_s, operators))):
         # Where the host's dispatch adds to the device's time the measured one includes it.
@@ -149,7 +168,13 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
     tp_s = (tp_s[0] - overlapped[0], tp_s[1] - overlapped[1])
     ep_s = expert_parallel_s(layer, inputs)
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
-    forward, backward, recompute = passes_s(layer, operators, times, comm_s, inputs)
+    return LayerPasses(operators, times, tp_s, cp_s, ep_s, *passes_s(layer, operators, times, comm_s, inputs))
+
+
+def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
+    hidden_dim, layouts, workload = inputs.hidden_dim, inputs.layouts, inputs.workload
+    none = np.zeros(len(layouts))
+    _, times, tp_s, cp_s, ep_s, forward, backward, recompute = layer_passes(layer, inputs)
     # Gradients of weights as a part of the backward pass; what the host adds counts to both parts alike.
     deferrable, isolated_backward = _total(times, "weight_s", layouts), _total(times, "backward_s", layouts)
     weight_share = np.divide(deferrable, isolated_backward, out=none.copy(), where=isolated_backward > 0)
@@ -304,12 +329,8 @@ def passes_s(
     has_block = layer.inner_block is not None
     recompute, repeated = recompute_s(operators, times, layouts, workload) if has_block else (zero, zero)
     recompute, repeated = layouts.recompute_fraction * recompute, layouts.recompute_fraction * repeated
-    if workload.adapters is not None and workload.adapters.frozen == "nf4":
-        # Frozen products are written out in the compute dtype before they are used.
-        weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
-        traffic = weights * (workload.adapters.frozen_bytes + workload.compute_bytes) / layouts.tp
-        written_s = traffic / device_rates(inputs.scenario).elementwise_bytes_per_s
-        forward, backward = forward + written_s, backward + written_s
+    written_s = unpacked_s(operators, inputs)
+    forward, backward = forward + written_s, backward + written_s
     # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces.
     per_pass = (2 if has_block else 0.5) * np.where(layouts.sequence_parallel == 1, 2, 1)
     collectives = np.where(layouts.tp > 1, per_pass, 0.0)
@@ -334,6 +355,16 @@ def passes_s(
         backward + waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
         recompute,
     )
+
+
+def unpacked_s(operators: tuple[Operator, ...], inputs: CostInputs) -> FloatArray:
+    """Return what each pass takes to write frozen 4-bit products out in the compute dtype before it uses them [N]; mostly zero."""
+    workload, layouts = inputs.workload, inputs.layouts
+    if workload.adapters is None or workload.adapters.frozen != "nf4":
+        return np.zeros(len(layouts))
+    weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
+    traffic = weights * (workload.adapters.frozen_bytes + workload.compute_bytes) / layouts.tp
+    return np.asarray(traffic / device_rates(inputs.scenario).elementwise_bytes_per_s)
 
 
 def _between_nodes_s(host: HostCosts, inputs: CostInputs) -> FloatArray:

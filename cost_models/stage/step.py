@@ -83,9 +83,8 @@ def estimate_step(
     assert costs.layouts.recompute[idx] != MIXED or costs.option_of_layer is not None, "each layer needs an option"
     first, last = np.array(boundaries[:-1]), np.array(boundaries[1:])
     shape = pipeline_shape(costs, idx)
-    in_chunks = len(first) == shape.num_stages > shape.pp
-    num_ranks = shape.pp if in_chunks else len(first)
-    ranks = np.array(shape.rank_of_stage) if in_chunks else np.arange(num_ranks)
+    ranks = ranks_of_stages(shape, len(first))
+    num_ranks, in_chunks = int(ranks.max()) + 1, len(first) > int(ranks.max()) + 1
     passes = pass_seconds(costs, idx, boundaries, pool_of_stage)
     if pool_of_stage is None:
         contents = contents_between(costs, idx, first, last)
@@ -126,6 +125,17 @@ def estimate_step(
         for s in range(num_ranks)
     )
     return estimate_from_terms(costs, breakdown_s, stages, fullest, scenarios[fullest])
+
+
+def ranks_of_stages(shape: PipelineShape, num_stages: int) -> IntArray:
+    """Return the rank that runs each of the stages [S] of `estimate_step`, which with model chunks may stand for all of a rank."""
+    in_chunks = num_stages == shape.num_stages > shape.pp
+    return np.array(shape.rank_of_stage) if in_chunks else np.arange(num_stages)
+
+
+def busiest_rank(passes: StagePasses, ranks: IntArray, transfer_s: FloatArray) -> int:
+    """Return the rank whose passes and transfers of a micro-batch take longest; the terms of compute are its."""
+    return int(np.argmax(np.bincount(ranks, passes.forward + passes.backward, len(transfer_s)) + transfer_s))
 
 
 def _split(terms: memory.MemoryTerms, num_ranks: int) -> list[memory.MemoryTerms]:
@@ -200,7 +210,7 @@ def _time_breakdown(
         return np.asarray(np.bincount(ranks, seconds, pp), dtype=np.float64)
 
     busy = on_ranks(passes.forward + passes.backward) + transfer_s
-    slowest = int(np.argmax(busy))
+    slowest = busiest_rank(passes, ranks, transfer_s)
     terms = {name: m * float(on_ranks(seconds)[slowest]) for name, seconds in passes.time_terms.items()}
     copied, exposed = copies_and_collectives(on_ranks(passes.copied), on_ranks(passes.exposed))
     step_s, busy_s = pipeline_s(shape, passes, transfer_s), m * float(busy[slowest])
