@@ -62,7 +62,7 @@ is a lower bound of (O), which is one of the replayed step.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -213,26 +213,27 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
     if not len(sizes):
         return SplitBound(below_s, ())
     n, pp = instance.num_blocks, instance.shape.pp
-    best, choices = np.full(n + 1, np.inf), []
+    best, choices = np.full(n + 2, np.inf), []  # the last entry stands for numbers of blocks that cannot be
     best[0] = 0.0
+    from_before = np.arange(n + 1)[:, None] - sizes
+    from_before = np.where(from_before < 0, -1, from_before)
+    longest = _longest_chains_s(_Passes.of(instance), int(sizes[0]), int(sizes[-1]))
+    once_s = _once_of_chunks_s(instance, sizes) if instance.shape.num_model_chunks > 1 else ()
     for rank in range(pp):
         splits = _rank_splits(instance.shape, n, int(sizes[0]), int(sizes[-1]), rank)
-        reached = np.maximum(best[splits.before], _rank_cost_s(instance, rank, splits))
-        best, choice = np.full(n + 1, np.inf), np.zeros(n + 1, dtype=np.int64)
-        for size, cost_s in zip(sizes, reached.T, strict=True):
-            after = splits.before[:, 0] + size
-            exists = after <= n
-            after, cost_s = after[exists], cost_s[exists]
-            is_better = cost_s < best[after]
-            best[after[is_better]], choice[after[is_better]] = cost_s[is_better], size
-        choices.append(choice)
-    if not best[-1] < below_s:
+        reached = np.full((n + 2, len(sizes)), np.inf)
+        step_s = longest[rank] + (once_s[rank] if len(once_s) else _once_of_blocks_s(instance, rank, splits))
+        reached[splits.before[:, 0]] = np.maximum(best[splits.before], _rank_cost_s(instance, rank, splits, step_s))
+        arriving = reached[from_before, np.arange(len(sizes))]
+        choices.append(sizes[np.argmin(arriving, axis=1)])
+        best[:-1] = arriving.min(axis=1)
+    if not best[n] < below_s:
         return SplitBound(below_s, ())
     chosen, remaining = list[int](), n
     for choice in reversed(choices):
         chosen.insert(0, int(choice[remaining]))
         remaining -= chosen[0]
-    return SplitBound(float(best[-1]), tuple(chosen))
+    return SplitBound(float(best[n]), tuple(chosen))
 
 
 def _promising_sizes(instance: SplitBoundInstance, below_s: float) -> IntArray:
@@ -295,23 +296,54 @@ def _rank_splits(shape: PipelineShape, n: int, min_size: int, max_size: int, ran
     return _RankSplits(before, sizes, can_be, tuple(ways))
 
 
-def _rank_cost_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
-    """Return (O) of one rank [B, Y], max_p chain[p,r] + sum_q max(ONCE_MIN, once), at least; infinite where that cannot be."""
-    can_be = splits.can_be
-    if instance.fits is not None:  # (C3)
-        after = np.minimum(splits.before + splits.sizes, instance.num_blocks)
-        can_be = can_be & instance.fits[rank, splits.before, after]
+@dataclass(frozen=True)
+class _Passes:
+    """What chains depend on: layouts that differ in what they do once share theirs."""
+
+    shape: PipelineShape
+    values: tuple[bytes, ...]
+    instance: SplitBoundInstance = field(compare=False)
+
+    @classmethod
+    def of(cls, instance: SplitBoundInstance) -> _Passes:
+        """Return the passes of an instance."""
+        values = (instance.seconds, instance.kind_of_block, instance.fixed_s)
+        return cls(instance.shape, tuple(array.tobytes() for array in values), instance)
+
+
+@lru_cache(maxsize=512)
+def _longest_chains_s(passes: _Passes, min_size: int, max_size: int) -> tuple[FloatArray, ...]:
+    """Return max_p chain[p,r] of each rank [B, Y]."""
+    instance, n = passes.instance, passes.instance.num_blocks
+    longest = []
+    for rank in range(passes.shape.pp):
+        splits = _rank_splits(passes.shape, n, min_size, max_size, rank)
+        row, ways_s = _chains_s(instance, rank, splits)
+        longest.append(np.max(_passes_on_rank_s(instance, rank, splits, row) + ways_s, axis=0))
+    return tuple(longest)
+
+
+def _chains_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> tuple[IntArray, FloatArray]:
+    """Return the longest chains past a rank: their passes in its row, and the seconds of their ways [P, B, Y]."""
     chains = _longest_chains(instance, rank)
-    row = paths_past(instance.shape)[rank].row[chains]
     ways_s = np.zeros((1, 1, 1))
     for (direction, from_front), (blocks, inverse, ranges) in zip(_WAYS, splits.ways, strict=True):
         sums = instance.sums_s[from_front][direction][blocks]
         fixed = instance.fixed_prefix_s[direction]
         sums = sums + (fixed[ranges[:, 1]] - fixed[ranges[:, 0]])[:, None, None]
         ways_s = ways_s + sums[inverse[chains]]
-    cost_s = np.max(_passes_on_rank_s(instance, rank, splits, row) + ways_s, axis=0)
-    cost_s = cost_s + _step_once_s(instance, rank, splits)
+    return paths_past(instance.shape)[rank].row[chains], ways_s
+
+
+def _rank_cost_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits, cost_s: FloatArray) -> FloatArray:
+    """Return (O) of one rank [B, Y], at least the given sum of separate maxima; infinite where that cannot be."""
+    can_be = splits.can_be
+    if instance.fits is not None:  # (C3)
+        can_be = (
+            can_be & instance.fits[rank, splits.before, np.minimum(splits.before + splits.sizes, instance.num_blocks)]
+        )
     if instance.choices and instance.shape.num_model_chunks == 1:
+        row, ways_s = _chains_s(instance, rank, splits)
         cost_s = np.maximum(cost_s, np.max(_with_choices_s(instance, rank, splits, row[:, :, 0]) + ways_s, axis=0))
     return np.where(can_be, cost_s, np.inf)
 
@@ -346,19 +378,24 @@ def _passes_on_rank_s(instance: SplitBoundInstance, rank: int, splits: _RankSpli
     if instance.shape.num_model_chunks == 1:
         return np.asarray(fixed + _sums_over_blocks(row[:, :, 0] @ instance.seconds, splits))
     weights = np.swapaxes(row, 1, 2) @ instance.kind_s[:3]
-    return np.asarray(fixed + _lightest_chunks(instance, rank, splits.sizes, weights)[:, None, :])
+    return np.asarray(fixed + _lightest_chunks(instance, stages, splits.sizes, weights)[:, None, :])
 
 
-def _step_once_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
-    """Return sum_q max(ONCE_MIN[q], ONCE_FIXED[q] + ONCE[q] of the rank's blocks) [B or 1, Y]."""
-    stages, chunks = instance.stages_of_rank[rank], instance.shape.num_model_chunks
-    if chunks == 1:
-        added = _sums_over_blocks(instance.once_s, splits)
-    else:
-        weights = np.repeat(instance.kind_s[3:, None, :], chunks, axis=1)
-        added = _lightest_chunks(instance, rank, splits.sizes, weights)[:, None, :]
-    added = added + instance.once_fixed_s[:, stages].sum(axis=1)[:, None, None]
+def _once_of_blocks_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
+    """Return sum_q max(ONCE_MIN[q], ONCE_FIXED[q] + ONCE[q] of the rank's blocks) [B, Y], one chunk a rank."""
+    added = _sums_over_blocks(instance.once_s, splits)
+    added = added + instance.once_fixed_s[:, instance.stages_of_rank[rank]].sum(axis=1)[:, None, None]
     return np.asarray(np.maximum(added, instance.min_once_s[:, None, None]).sum(axis=0))
+
+
+def _once_of_chunks_s(instance: SplitBoundInstance, sizes: IntArray) -> FloatArray:
+    """Return the same of all ranks, with several chunks each [R, 1, Y]."""
+    stages = instance.stages_of_rank
+    weights = np.repeat(instance.kind_s[3:, None, :], stages.shape[1], axis=1)
+    added = (
+        _lightest_chunks(instance, stages, sizes, weights) + instance.once_fixed_s[:, stages].sum(axis=2).T[:, :, None]
+    )
+    return np.asarray(np.maximum(added, instance.min_once_s[:, None]).sum(axis=1, keepdims=True))
 
 
 def _sums_over_blocks(values: FloatArray, splits: _RankSplits) -> FloatArray:
@@ -368,25 +405,29 @@ def _sums_over_blocks(values: FloatArray, splits: _RankSplits) -> FloatArray:
     return np.asarray(sums[:, after] - sums[:, splits.before])
 
 
-def _lightest_chunks(instance: SplitBoundInstance, rank: int, sizes: IntArray, weights: FloatArray) -> FloatArray:
-    """Return the lowest sum of the weights [P, V, K] of a rank's y blocks [P, Y], as (C1) and (C2) let kinds into its chunks.
+def _lightest_chunks(
+    instance: SplitBoundInstance, stages: IntArray, sizes: IntArray, weights: FloatArray
+) -> FloatArray:
+    """Return the lowest sum of the weights [P, V, K] of y blocks [..., P, Y] in chunks ``stages`` [..., V], as (C1) and (C2) let
+    kinds into them.
 
     A chunk has y // V or y // V + 1 blocks. All count as the most frequent kind, less what the lightest other kind that can be in
     the chunk saves, for as many blocks as there are of other kinds; the y mod V odd blocks go where they are lightest.
     """
     shape, n, chunks = instance.shape, instance.num_blocks, instance.shape.num_model_chunks
-    stages, min_size = instance.stages_of_rank[rank], max(1, int(sizes[0]) // chunks)
+    min_size = max(1, int(sizes[0]) // chunks)
     before = instance.kinds_before
-    present = before[n - (shape.num_stages - 1 - stages) * min_size] - before[stages * min_size]  # [V, K]
+    present = before[n - (shape.num_stages - 1 - stages) * min_size] - before[stages * min_size]  # [..., V, K]
     main = int(np.argmax(before[-1]))
-    saved = np.where(present > 0, weights[:, :, main, None] - weights, 0.0).max(axis=-1)[:, :, None]
-    others = (present.sum(axis=1) - present[:, main])[None, :, None]
+    lighter = weights[:, :, main, None] - weights
+    saved = np.where(present[..., None, :, :] > 0, lighter, 0.0).max(axis=-1)[..., None]  # [..., P, V, 1]
+    others = (present.sum(axis=-1) - present[..., main])[..., None, :, None]
     even, odd = sizes // chunks, sizes % chunks
     heavy = weights[:, :, main, None]
-    odd_blocks = np.sort(heavy - saved * (even < others), axis=1)
-    up_to = np.concatenate([np.zeros_like(odd_blocks[:, :1]), np.cumsum(odd_blocks, axis=1)], axis=1)
-    even_sum = (heavy * even - saved * np.minimum(even, others)).sum(axis=1)
-    return np.asarray(even_sum + up_to[:, odd, np.arange(len(sizes))])
+    odd_blocks = np.sort(heavy - saved * (even < others), axis=-2)
+    up_to = np.concatenate([np.zeros_like(odd_blocks[..., :1, :]), np.cumsum(odd_blocks, axis=-2)], axis=-2)
+    even_sum = (heavy * even - saved * np.minimum(even, others)).sum(axis=-2)
+    return np.asarray(even_sum + up_to[..., odd, np.arange(len(sizes))])
 
 
 def _min_in_chunks(sizes: IntArray, num_chunks: int, subset: int) -> IntArray:
