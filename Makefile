@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-SOURCES := pyproject.toml $(shell find schema profilers cost_models solvers planner engines runtime cli validation fitting -type f ! -name '*.pyc')
+SOURCES := pyproject.toml $(shell find api schema profilers cost_models solvers planner engines runtime cli validation fitting -type f ! -name '*.pyc')
 
 DEMO_MODEL ?= smollm2-135m
 DEMO_STEPS ?= 36
@@ -52,7 +52,7 @@ $(VENV)/torch:
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	rm -rf build
-	$(PIP) .
+	$(PIP) ".[run]"
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/torch $(SOURCES)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 from pydantic import BaseModel
 
-from ..schema.errors import MeshwrightError, SolverLimitError
+from ..schema.errors import ConfigError, MeshwrightError, SolverLimitError
 from ..schema.units import format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 BAR_WIDTH = 20
 PIPE_WIDTH = 140
+EXTRAS = {"torch": "run", "safetensors": "run"}
+"""Packages that planning does without, and the extra that brings them."""
 
 
 @contextmanager
@@ -39,6 +41,13 @@ def exit_on_error() -> Iterator[None]:
         typer.secho("error: ", err=True, fg=typer.colors.RED, bold=True, nl=False)
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from None
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        typer.secho("error: ", err=True, fg=typer.colors.RED, bold=True, nl=False)
+        typer.echo(f"this needs {error.name}, which is not installed\n  help: pip install 'meshwright[{extra}]'", err=True)
+        raise typer.Exit(ConfigError.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None

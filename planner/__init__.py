@@ -4,7 +4,8 @@ from .cheapest import cheapest
 from .explain.report import explain
 from .explain.why_not import compare
 from .pareto import pareto
-from .plan import default_precision, estimate, not_executed, plan
+from .plan import estimate, not_executed, plan
+from .request import default_precision
 
 __all__ = [
     "cheapest",

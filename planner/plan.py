@@ -33,11 +33,11 @@ from ..schema import (
 )
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, broken_rules, problem_facts, require_valid
 from ..schema.layout_table import LayoutTable
-from ..schema.task import Precision, Task
+from ..schema.task import Task
 from .expand import expand_layout
 from .experts import with_experts_placed, with_imbalance
 from .explain.infeasible import explain_infeasible, explain_no_batch
-from .request import OffloadRequest, PlanRequest, RequestOptions
+from .request import ClusterInput, ModelInput, OffloadRequest, PlanRequest, RequestOptions, read_inputs
 from .tasks.generation import build_generation_plan, search_generation
 from .tasks.offload import Effort, OffloadResult, plan_schedule, schedule_layout, search_offload
 from .tasks.training import WORTH_MOVING, plan_layout, search_layouts
@@ -45,27 +45,36 @@ from .tasks.training import WORTH_MOVING, plan_layout, search_layouts
 
 @overload
 def plan(
-    model: ModelSpec, cluster: ClusterSpec, task: Workload, *, top: int = 4, expert_load: Any = None,
+    model: ModelInput, cluster: ClusterInput, task: Workload, *, top: int = 4, expert_load: Any = None,
     **options: Unpack[RequestOptions],
 ) -> TrainingPlan: ...  # fmt: skip
 @overload
 def plan(
-    model: ModelSpec, cluster: ClusterSpec, task: Generation, *, top: int = 4, **options: Unpack[RequestOptions]
+    model: ModelInput, cluster: ClusterInput, task: Generation, *, top: int = 4, **options: Unpack[RequestOptions]
+) -> GenerationPlan: ...
+@overload
+def plan(
+    model: ModelInput, cluster: ClusterInput, *, global_batch_size: int, seq_len: int, **options: Any
+) -> TrainingPlan: ...
+@overload
+def plan(
+    model: ModelInput, cluster: ClusterInput, *, prompt_len: int, generate_len: int, **options: Any
 ) -> GenerationPlan: ...
 def plan(
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    task: Task,
+    model: ModelInput,
+    cluster: ClusterInput,
+    task: Task | None = None,
     *,
     top: int = 4,
     expert_load: Any = None,
-    **options: Unpack[RequestOptions],
+    **options: Any,
 ) -> Plan:
     """Return the best plan that fits, with a certificate and its runner-ups.
 
     Args:
-        model, cluster, task: what, where, and for what: a Workload is trained as fast as possible, a Generation generates as many
-            tokens a second as possible.
+        model, cluster: as objects or as one types them for the command line: ``"llama-3.1-8b"``, ``"64xH100-SXM-80GB"``.
+        task: a Workload is trained as fast as possible, a Generation generates as many tokens a second as possible; without one its
+            fields stand among the options: ``global_batch_size=1024, seq_len=8192`` or ``prompt_len=512, generate_len=128``.
         top: runner-ups to report.
         expert_load: of training: tokens of each expert [layers with experts, experts], several workloads in front; what their
             imbalance costs enters the choice of ep, and the plan says where experts stand.
@@ -78,6 +87,7 @@ def plan(
         InfeasibleError: plans exist, but none fits the memory; names what binds and the smallest change that fits.
         SolverLimitError: the time limit came before any plan that fits.
     """
+    model, cluster, task, options = read_inputs(model, cluster, task, options)
     if expert_load is None:
         return plan_request(PlanRequest.create(model, cluster, task, **options), top=top)
     if not isinstance(task, Workload):
@@ -126,11 +136,18 @@ PLANNERS: dict[type[Task], Callable[..., Plan]] = {Workload: plan_training, Gene
 
 
 def estimate(
-    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, *, offload: OffloadRequest | None = None
+    model: ModelInput,
+    cluster: ClusterInput,
+    workload: Workload | None = None,
+    layout: Layout | str = "",
+    *,
+    offload: OffloadRequest | None = None,
+    **fields: Any,
 ) -> TrainingEstimate:
     """Return what one given layout costs; its layers are cut into stages as evenly as memory allows. Under mixed recompute each
     block does what is best for the step.
 
+    Inputs are as of `plan`, the layout an object or text: ``"tp=8,dp_shard=8"``.
     Layouts that other engines execute and our runtime does not (`not_executed` says why) have an estimate too. One whose offload is
     scheduled has its best schedule within what ``offload`` says (unset: all that the cluster has).
 
@@ -138,7 +155,11 @@ def estimate(
         ConfigError: the layout breaks a rule that holds for any engine; every broken one is named.
         InfeasibleError: its offload is scheduled and no schedule fits.
     """
-    return estimate_with_schedule(PlanRequest(model, cluster, workload, offload=offload), layout)[0]
+    model, cluster, task, unknown = read_inputs(model, cluster, workload, fields)
+    if unknown or not isinstance(task, Workload):
+        raise ConfigError(f"an estimate is of training and takes no {', '.join(unknown) or type(task).__name__}")
+    layout = Layout.parse(layout) if isinstance(layout, str) else layout
+    return estimate_with_schedule(PlanRequest(model, cluster, task, offload=offload), layout)[0]
 
 
 def estimate_with_schedule(
@@ -176,19 +197,3 @@ def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, lay
     engine = workload.engine_facts
     broken = broken_rules(layout, problem, (engine.rules or ()) + (VERSION_RULES if engine.is_own_runtime else ()))
     return broken if engine.is_own_runtime else (*broken, f"it is costed for {workload.engine}")
-
-
-def default_precision(cluster: ClusterSpec) -> Precision:
-    """Return bf16-mixed where the device has a bf16 rate, else fp16-mixed; fp32 on a CPU.
-
-    Raises:
-        ConfigError: the device has none of the three.
-    """
-    device = cluster.weakest_device
-    if device.backend.is_host:
-        return "fp32"
-    choices: tuple[tuple[Precision, str], ...] = (("bf16-mixed", "bf16"), ("fp16-mixed", "fp16"), ("fp32", "fp32"))
-    for precision, peak in choices:
-        if getattr(device.peak_flops_per_s, peak) is not None:
-            return precision
-    raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")

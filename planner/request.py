@@ -12,12 +12,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from ..cost_models.hardware.streams import HostRates, host_rates
 from ..schema import (
     ClusterSpec,
     ConfigError,
+    Generation,
     ModelSpec,
     OffloadLimits,
     PlanProvenance,
@@ -28,7 +30,7 @@ from ..schema import (
 from ..schema.engine_facts import PLANNED_ENGINES, require_our_engine
 from ..schema.layout import check_fields, format_assignments, parse_assignments
 from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts, why_not_runnable
-from ..schema.task import Task
+from ..schema.task import Precision, Task
 from ..solvers.branch_and_bound import OnProgress
 
 OffloadKinds = Literal["none", "auto", "activations", "optimizer", "params"]
@@ -141,6 +143,39 @@ class RequestOptions(TypedDict, total=False):
     time_limit_s: float
     on_progress: OnProgress | None
     latency_limit_s: float | None
+
+
+ModelInput = ModelSpec | str | Path
+ClusterInput = ClusterSpec | str | Path
+"""As an object, or as one types it for the command line."""
+
+
+def read_inputs(
+    model: ModelInput, cluster: ClusterInput, task: Task | None, options: Mapping[str, Any]
+) -> tuple[ModelSpec, ClusterSpec, Task, dict[str, Any]]:
+    """Return model, cluster and task as objects, and the options that are not fields of the task.
+
+    Raises:
+        ConfigError: a text names no model or cluster; there is neither a task nor the fields of one, or there are both.
+    """
+    model = ModelSpec.resolve(str(model)) if isinstance(model, str | Path) else model
+    cluster = ClusterSpec.parse(str(cluster)) if isinstance(cluster, str | Path) else cluster
+    known = RequestOptions.__annotations__
+    fields = {name: value for name, value in options.items() if name not in known}
+    others = {name: value for name, value in options.items() if name in known}
+    if task is not None:
+        if fields:
+            raise ConfigError(
+                f"unknown options {', '.join(fields)}",
+                help=f"fields of {type(task).__name__} are part of the task that is given; options are {', '.join(known)}",
+            )
+        return model, cluster, task, others
+    kind = Generation if {"prompt_len", "generate_len"} & fields.keys() else Workload
+    if "precision" not in fields:
+        fields["precision"] = default_precision(cluster)
+        if kind is Generation:
+            fields["precision"] = fields["precision"].removesuffix("-mixed")
+    return model, cluster, kind(**fields), others
 
 
 @dataclass(frozen=True)
@@ -260,3 +295,19 @@ class PlanRequest:
 def is_trained_by_apply(model: ModelSpec, workload: Workload) -> bool:
     """Return whether `meshwright apply` of this version trains a model."""
     return workload.engine_facts.is_own_runtime and not why_not_runnable(model, workload)
+
+
+def default_precision(cluster: ClusterSpec) -> Precision:
+    """Return bf16-mixed where the device has a bf16 rate, else fp16-mixed; fp32 on a CPU.
+
+    Raises:
+        ConfigError: the device has none of the three.
+    """
+    device = cluster.weakest_device
+    if device.backend.is_host:
+        return "fp32"
+    choices: tuple[tuple[Precision, str], ...] = (("bf16-mixed", "bf16"), ("fp16-mixed", "fp16"), ("fp32", "fp32"))
+    for precision, peak in choices:
+        if getattr(device.peak_flops_per_s, peak) is not None:
+            return precision
+    raise ConfigError(f"{device.name} has no bf16, fp16 or fp32 rate")

@@ -80,6 +80,8 @@ def measure_profile(machine: Machine, say: Say, **effort: Any) -> Profile:
         ConfigError: too little memory is free.
         ProfileError: a rank failed.
     """
+    import torch  # noqa: F401  ModuleNotFoundError here and not in a rank
+
     ranks, start = machine.num_devices, time.perf_counter()
     check_memory(available_memory(), ranks)
     say(f"measuring {machine.device} with {ranks} {'rank' if ranks == 1 else 'ranks'}: about ten seconds, once")

@@ -127,6 +127,8 @@ def _from_entry_point(point: metadata.EntryPoint, argument: str | None) -> tuple
     try:
         function = point.load()
     except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            raise  # which the command line answers for every command that needs torch
         raise ConfigError(f"the cluster name {point.name} cannot be loaded from {point.value}: {error}") from None
     if argument is not None and not inspect.signature(function).parameters:
         raise ConfigError(f"the cluster name {point.name} takes no number of ranks", help=point.name)

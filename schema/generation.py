@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from .base import Frozen
 from .plan import Estimate, Plan
 from .task import Generation
+from .units import format_bytes, format_seconds
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Layers = tuple[NonNegativeInt, ...]
@@ -161,6 +162,17 @@ class GenerationPlan(Plan):
         if both:
             raise ValueError(f"layer {min(both)} is in host_layers and in storage_layers")
         return self
+
+    @property
+    def summary(self) -> dict[str, str]:
+        """Return the batch, its rate and its memory."""
+        cost = self.estimate
+        return super().summary | {
+            "layout": f"{self.replicas} x tp={self.tp}, {self.num_device_batches} x {self.device_batch_size} sequences on each",
+            "rate": f"{cost.tokens_per_s:,.1f} tokens/s",
+            "latency": format_seconds(cost.latency_s),
+            "memory": f"{format_bytes(cost.device_bytes)} of {format_bytes(cost.device_budget_bytes)}",
+        }
 
     @property
     def batch_size(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -144,6 +146,23 @@ class Plan(Document):
         """Return what the plan is for."""
         task: Task = getattr(self, self.task_field)
         return task
+
+    @property
+    def summary(self) -> dict[str, str]:
+        """Return what a reader wants to know first, as titles and texts; plans of a task add theirs."""
+        return {"model": self.model.name, "cluster": self.cluster.name}
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Show the summary in place of all fields, which fill pages."""
+        return ((title.replace(" ", "_"), text) for title, text in self.summary.items())
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a table, which notebooks show."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(title)}</th><td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for title, text in self.summary.items()
+        )
+        return f"<table><caption>Plan for {self.task_name}</caption>{rows}</table>"
 
     @classmethod
     def class_of(cls, data: dict[str, Any]) -> type[Self]:

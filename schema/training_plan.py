@@ -15,6 +15,7 @@ from .offload import LayerOffload, OffloadSchedule
 from .plan import Estimate, Plan, PlanProvenance
 from .schedules import SCHEDULES, placement
 from .task import Workload
+from .units import format_bytes, format_seconds
 
 _STAGE_OF_PASS = re.compile(r"([0-9]{1,9})[FIWB]")
 """A pass in a line of an order, as in ``0F3``."""
@@ -240,6 +241,18 @@ class TrainingPlan(Plan):
     cost: CostSummary | None = None
     pareto: tuple[ParetoPoint, ...] = ()
     provenance: PlanProvenance
+
+    @property
+    def summary(self) -> dict[str, str]:
+        """Return the layout, its step time and its memory."""
+        cost = self.estimate
+        low_s, high_s = cost.step_time_interval_s.low, cost.step_time_interval_s.high
+        return super().summary | {
+            "layout": str(self.layout),
+            "step time": f"{format_seconds(cost.step_time_s)} ({format_seconds(low_s)} to {format_seconds(high_s)})",
+            "rate": f"{cost.tokens_per_s_per_device:,.0f} tokens/s per device, {cost.mfu:.1%} MFU",
+            "memory": f"{format_bytes(cost.required_bytes)} of {format_bytes(cost.budget_bytes)}",
+        }
 
     @property
     def price_of_simplicity(self) -> float:

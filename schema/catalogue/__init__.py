@@ -40,6 +40,11 @@ def model_names() -> tuple[str, ...]:
     )
 
 
+def device_names() -> tuple[str, ...]:
+    """Return the names of the devices that a cluster can be named with."""
+    return tuple(device_entries())
+
+
 def load_model(name: str) -> dict[str, Any]:
     """Load a shipped model: ``{"name", "source", "config"}`` where config is the published ``config.json``.
 

@@ -101,11 +101,13 @@ def test_options_of_a_page_exist(page: str) -> None:
             command.make_context(words[1], [word for word in rest if word != "&"]).close()
 
 
-def test_python_of_the_tutorial_runs() -> None:
-    (text,) = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs/tutorial.md").read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-    exec(compile(text, "docs/tutorial.md", "exec"), {})
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/python.md"])
+def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for text in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE):
+        exec(compile(text, page, "exec"), names)
+    assert "mw" in names
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
