@@ -46,7 +46,9 @@ def exit_on_error() -> Iterator[None]:
         if extra is None:
             raise
         typer.secho("error: ", err=True, fg=typer.colors.RED, bold=True, nl=False)
-        typer.echo(f"this needs {error.name}, which is not installed\n  help: pip install 'meshwright[{extra}]'", err=True)
+        typer.echo(
+            f"this needs {error.name}, which is not installed\n  help: pip install 'meshwright[{extra}]'", err=True
+        )
         raise typer.Exit(ConfigError.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
