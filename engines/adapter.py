@@ -113,7 +113,13 @@ def rules_of(engine: str) -> Limit:
 
     def broken(plan: TrainingPlan) -> tuple[str, ...]:
         layout, world_size = plan.layout, plan.cluster.num_devices
-        problem = problem_facts(plan.model, plan.workload, world_size=world_size, scaleup_domain=layout.tp)
+        problem = problem_facts(
+            plan.model,
+            plan.workload,
+            world_size=world_size,
+            scaleup_domain=layout.tp,
+            is_nvidia=plan.cluster.is_nvidia,
+        )
         return broken_rules(layout, problem, ENGINES[engine].rules or ())
 
     return Limit(

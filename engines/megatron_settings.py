@@ -68,7 +68,7 @@ def plan_settings(plan: TrainingPlan) -> Settings:
         "use_distributed_optimizer": sharded,
         "overlap_grad_reduce": work.overlap and layout.dp > 1,
         "overlap_param_gather": work.overlap and sharded and layout.dp > 1,
-        "tp_comm_overlap": work.tp_overlap,
+        "tp_comm_overlap": layout.tp_overlap,
     }
     if sharded and layout.dp_replicate > 1:
         settings["num_distributed_optimizer_instances"] = layout.dp_replicate

@@ -50,7 +50,7 @@ def write(plan: TrainingPlan) -> Exported:
     content: dict[str, Any] = {
         section: {name: settings[name] for name in names if name in settings} for section, names in SECTIONS.items()
     }
-    if not plan.workload.tp_overlap:
+    if not plan.layout.tp_overlap:
         del content["comm_overlap"]
     content["dataset"] = {"sequence_length": plan.workload.seq_len}
     content["mixed_precision"] = _PRECISION[plan.workload.precision]

@@ -112,7 +112,7 @@ def _settings(plan: TrainingPlan) -> Table:
         "training.mixed_precision_param": products,
         "training.enable_cpu_offload": layout.offload == "parameters",
         # Graphs take neither pipelines nor experts that are sent to other ranks, and the plan was not made for them.
-        "training.disable_cuda_graphs": not work.cuda_graphs or pipelined or layout.ep > 1,
+        "training.disable_cuda_graphs": not layout.cuda_graphs or pipelined or layout.ep > 1,
         "parallelism.data_parallel_replicate_degree": layout.dp_replicate,
         "parallelism.data_parallel_shard_degree": layout.dp_shard,
         "parallelism.tensor_parallel_degree": layout.tp,

@@ -112,8 +112,13 @@ class Enumeration:
     def problem(self) -> ProblemFacts:
         """The numbers of model, workload and cluster that rules look at."""
         request, cluster = self.request, self.request.cluster
-        sizes = {"world_size": cluster.num_devices, "scaleup_domain": cluster.scaleup_domain}
-        return problem_facts(request.model, request.workload, **sizes)
+        return problem_facts(
+            request.model,
+            request.workload,
+            world_size=cluster.num_devices,
+            scaleup_domain=cluster.scaleup_domain,
+            is_nvidia=cluster.is_nvidia,
+        )
 
     @property
     def _is_ours(self) -> bool:
@@ -228,8 +233,7 @@ class Enumeration:
         without = self._all_hold(
             c | {"sequence_parallel": np.zeros_like(tp)}, request.workload.engine_facts.sequence_rules
         )
-        # Megatron overlaps products with the collectives of sequence parallelism only, and refuses to start otherwise.
-        choice = np.flatnonzero(split & without & (not request.workload.tp_overlap))
+        choice = np.flatnonzero(split & without)
         if len(choice) and costed and not request.fixed.keys() & _IN_LAYERS:
             choice = choice[worth_whole_sequence(_take(c, choice), request)]
         has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)

@@ -193,7 +193,13 @@ def reestimate(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingEstimate:
 
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
     """Return why `apply` of this version does not execute a layout that `estimate` can cost; empty when it does."""
-    problem = problem_facts(model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain)
+    problem = problem_facts(
+        model,
+        workload,
+        world_size=cluster.num_devices,
+        scaleup_domain=cluster.scaleup_domain,
+        is_nvidia=cluster.is_nvidia,
+    )
     engine = workload.engine_facts
     broken = broken_rules(layout, problem, (engine.rules or ()) + (VERSION_RULES if engine.is_own_runtime else ()))
     return broken if engine.is_own_runtime else (*broken, f"it is costed for {workload.engine}")

@@ -330,6 +330,11 @@ class ClusterSpec(Frozen):
         """True where nodes differ in their devices or links."""
         return bool(self.parts)
 
+    @property
+    def is_nvidia(self) -> bool:
+        """True where every device is NVIDIA's."""
+        return all(group.device.vendor == "nvidia" for group in self.groups)
+
     @cached_property
     def weakest_device(self) -> Device:
         """Minimum of memory, bandwidth and peak over all groups: what a layout that treats all ranks alike may count on."""

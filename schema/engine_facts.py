@@ -11,18 +11,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .errors import ConfigError
-from .layout_rules import (
+from .engine_rules import (
     DEEPSPEED_EXCHANGE,
     DEEPSPEED_RULES,
-    EXCHANGE_RULES,
-    FSDP2_RULES,
     MEGATRON_EXCHANGE,
     MEGATRON_RULES,
     MEGATRON_SEQUENCE,
-    TOKENS_OF_EXPERTS,
-    Rule,
 )
+from .errors import ConfigError
+from .layout_rules import EXCHANGE_RULES, FSDP2_RULES, TOKENS_OF_EXPERTS, Rule
 from .units import MIB
 
 

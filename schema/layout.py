@@ -25,6 +25,7 @@ LayoutRecompute = Literal["none", "selective", "full", "mixed"]
 Offload = Literal["none", "optimizer", "parameters", "scheduled"]
 Vocabulary = Literal["ends", "split"]
 OffloadTarget = Literal["host", "storage"]
+Gradients = Literal["fp32", "compute"]
 
 Scope = Literal["layer", "expert_layer", "operators", "data"]
 """What depends on a field: the work of one layer on one micro-batch (of every layer, or only of those with experts), the shapes of
@@ -222,6 +223,11 @@ class Layout(Frozen, Degrees):
         offload_fraction: part of the optimizer states that is offloaded; parameters are offloaded entirely or not at all.
         offload_activations: part of the saved activations that waits for the backward pass in the host's memory.
         offload_to: host memory or, beyond it, the node's storage.
+        gradients: dtype in which an engine other than ours adds up the gradients of micro-batches and reduces them: fp32, or that
+            of the products.
+        tp_overlap: tensor-parallel communication runs chunk by chunk along with the products that need or make it (Transformer
+            Engine's userbuffers).
+        cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators.
         schedule: order of the passes (schema/schedules.py); 1f1b and zb-h1 with chunks are their interleaved forms; synthesised is
             the order that the plan brings along.
     """
@@ -258,6 +264,9 @@ class Layout(Frozen, Degrees):
         ),
     ] = "none"
     recompute_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=lambda _: "")] = 1.0
+    gradients: Annotated[Gradients, LayoutField(("data",), position=3)] = "fp32"
+    tp_overlap: Annotated[bool, LayoutField(("layer",), position=3)] = False
+    cuda_graphs: Annotated[bool, LayoutField(("layer",), position=3)] = False
     offload: Annotated[Offload, LayoutField(("layer", "data"), position=3, text=_offload_text)] = "none"
     offload_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=lambda _: "")] = 1.0
     offload_activations: Annotated[float, Field(ge=0, le=1), LayoutField(("layer",), position=3)] = 0.0
@@ -312,7 +321,7 @@ class Layout(Frozen, Degrees):
             if field.text is not None:
                 texts.append(field.text(self))
             elif value != type(self).model_fields[name].default:
-                texts.append(f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}")
+                texts.append(f"{name}={value:g}" if isinstance(value, float) else format_assignments({name: value}))
         return " ".join(filter(None, texts))
 
 
@@ -321,6 +330,9 @@ LAYOUT_FIELDS: dict[str, LayoutField] = {
     for name, info in Layout.model_fields.items()
 }
 """The table of fields."""
+
+SWITCHES = ("gradients", "tp_overlap", "cuda_graphs")
+"""Fields that change what an engine does within given degrees, off by default; which engine has which: `layout_rules`."""
 
 
 @cache

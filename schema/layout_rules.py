@@ -15,9 +15,8 @@ import numpy as np
 
 from .errors import ConfigError
 from .layers import Attention, Block, DenseMLP, LatentAttention, MoE
-from .layout import Layout
+from .layout import SWITCHES, Layout, choices
 from .layout_table import LayoutRow
-from .schedules import SCHEDULES
 from .units import Numbers
 
 if TYPE_CHECKING:
@@ -50,6 +49,7 @@ class ProblemFacts:
     expert_ffn_dims: tuple[int, ...] = ()
     fused_attention: bool = True
     has_backward: bool = True
+    is_nvidia: bool = True
     has_mtp_heads: bool = False
     latent_attention: bool = False
     traced_len: int = 0
@@ -59,7 +59,9 @@ class ProblemFacts:
         return self.global_batch_size // (t.dp * t.micro_batch_size)
 
 
-def problem_facts(model: ModelSpec, workload: Workload, *, world_size: int, scaleup_domain: int) -> ProblemFacts:
+def problem_facts(
+    model: ModelSpec, workload: Workload, *, world_size: int, scaleup_domain: int, is_nvidia: bool = True
+) -> ProblemFacts:
     """Return the numbers of a model, a workload and a cluster that rules look at."""
     blocks = [block for block, _ in model.block_runs]
     routed = [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
@@ -78,6 +80,7 @@ def problem_facts(model: ModelSpec, workload: Workload, *, world_size: int, scal
         expert_ffn_dims=tuple(sorted({moe.ffn_dim for moe in routed})),
         fused_attention=workload.attention == "flash" and all(block.attention.is_attention for block in blocks),
         has_backward=workload.has_backward,
+        is_nvidia=is_nvidia,
         has_mtp_heads=any(run.layer.kind == "mtp" for run in model.layers),
         latent_attention=any(isinstance(block.attention, LatentAttention) for block in blocks),
         traced_len=model.traced_len or 0,
@@ -220,30 +223,31 @@ ENGINE_RULES: tuple[Rule, ...] = (
         )),
     Rule("expert_ranks", "ep etp dp cp tp", lambda t, p: t.experts_follow_tp | (t.stage_ranks % (t.ep * t.etp) == 0),
         "ep x etp = {t.ep} x {t.etp} does not divide the {t.stage_ranks} ranks of a stage"),
+    Rule("overlap_splits_sequence", "tp_overlap sequence_parallel",
+        lambda t, p: np.equal(t.tp_overlap, 0) | np.not_equal(t.sequence_parallel, 0),
+        "tp_overlap without sequence_parallel (tp {t.tp}): products run in chunks along with the gathers and scatters of a split "
+        "sequence"),
     TOKENS_OF_EXPERTS,
 )
 """What every engine needs."""
 
-MEGATRON_EXCHANGE = Rule("megatron_exchange_of_latent", "cp cp_ulysses",
-    lambda t, p: (t.cp_ulysses == 1) | (t.cp_ulysses < t.cp) | (not p.latent_attention),
-    "cp_ulysses = cp = {t.cp} with latent attention: Transformer Engine takes keys and values of two widths only where they "
-    "go round a ring (cp_comm_type p2p or a2a+p2p)")
 
-MEGATRON_SEQUENCE = Rule("megatron_experts_split_sequence", "tp sequence_parallel",
-    lambda t, p: (t.tp == 1) | (t.sequence_parallel != 0) | (len(p.expert_counts) == 0),
-    "experts with tp {t.tp}: Megatron trains them with sequence_parallel only (MoELayer raises without)")
+def switches_of(engine: str, *names: str) -> Rule:
+    """Return the rule that an engine has these of SWITCHES only."""
+    lacking = tuple(name for name in SWITCHES if name not in names)
+    return Rule(f"switches_of_{engine}", " ".join(lacking),
+        lambda t, p: np.logical_and.reduce([np.equal(getattr(t, name), 0) for name in lacking]),
+        lambda t, p: " and ".join(f"{name}={choices(name)[1] if choices(name) else 'true'}" for name in lacking if getattr(t, name))
+            + f": {engine} has " + (f"of these switches {', '.join(names)} only" if names else "none of these switches"))
 
-DEEPSPEED_EXCHANGE = Rule("deepspeed_exchange", "cp cp_ulysses tp",
-    lambda t, p: (t.cp == 1) | ((t.cp_ulysses == t.cp) & (t.tp == 1)),
-    "cp {t.cp} with cp_ulysses {t.cp_ulysses}, tp {t.tp}: DeepSpeed's sequence parallelism is Ulysses over all of cp, "
-    "without tensor parallelism")
 
-_VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.logical_not(t.splits_vocabulary),
+VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.logical_not(t.splits_vocabulary),
     "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
     "predicted only")
 
 FSDP2_RULES: tuple[Rule, ...] = (
-    _VOCABULARY_AT_ENDS,
+    VOCABULARY_AT_ENDS,
+    switches_of("fsdp2"),
     Rule("zeroth_order", "pp recompute offload offload_activations",
         lambda t, p: p.has_backward | ((t.pp == 1) & ~t.recomputes & ~t.offloads),
         "pp {t.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "
@@ -289,55 +293,6 @@ VERSION_RULES: tuple[Rule, ...] = (
 RULES = (*ENGINE_RULES, *FSDP2_RULES, *VERSION_RULES)
 """What `apply` and `parallelize` need."""
 
-
-def _schedules_of(engine: str) -> Rule:
-    runs = np.array([engine in schedule.engines for schedule in SCHEDULES.values()])
-    return Rule("schedule_of_engine", "pp schedule", lambda t, p: (t.pp == 1) | runs[t.schedule],
-        "the engine's pipelines run 1f1b only")
-
-
-MEGATRON_RULES: tuple[Rule, ...] = (
-    _VOCABULARY_AT_ENDS,
-    Rule("megatron_zero_stage", "zero_stage", lambda t, p: t.zero_stage <= 1,
-        "zero_stage {t.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"),
-    MEGATRON_EXCHANGE,
-    MEGATRON_SEQUENCE,
-    _schedules_of("megatron"),
-)
-"""What Megatron-Core executes besides ENGINE_RULES: DistributedOptimizer shards states over the data-parallel ranks or, with
-num_distributed_optimizer_instances, over groups of them; schedules.py has 1f1b, plain (with fewer micro-batches than stages
-too) and interleaved (micro-batches in multiples of pp: ENGINE_RULES); uneven stages through pipeline_model_parallel_layout;
-no levels of their own for states (Megatron-FSDP, which has them with outer_dp_sharding_strategy=optim, is another engine);
-cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_parallel_sizes: Ulysses inside, a ring of those outside).
-"""
-
-DEEPSPEED_RULES: tuple[Rule, ...] = (
-    _VOCABULARY_AT_ENDS,
-    Rule("deepspeed_zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
-        "zero_stage {t.zero_stage} with pp {t.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only"),
-    Rule("deepspeed_axes", "ep etp num_model_chunks",
-        lambda t, p: (t.ep == 1) & (t.etp == 1) & (t.num_model_chunks == 1),
-        "ep {t.ep}, etp {t.etp}, num_model_chunks {t.num_model_chunks}: planned with 1 of each for DeepSpeed"),
-    DEEPSPEED_EXCHANGE,
-    Rule("deepspeed_exchange_without_pipeline", "cp pp", lambda t, p: (t.cp == 1) | (t.pp == 1),
-        "cp {t.cp} with pp {t.pp}: DeepSpeed's sequence parallelism takes no pipeline"),
-    Rule("deepspeed_shards_over_all", "zero_stage dp_replicate cp",
-        lambda t, p: (t.zero_stage == 0) | (t.dp_replicate == 1) | ((t.zero_stage == 3) & (t.cp == 1)),
-        "dp_replicate {t.dp_replicate} with zero_stage {t.zero_stage}, cp {t.cp}: ZeRO shards over all data-parallel ranks; "
-        "over fewer of them in stage 3 only (MiCS, hpZ), planned without sequence parallelism"),
-    Rule("deepspeed_levels", "dp_replicate dp_shard gradient_shard optimizer_shard zero_stage",
-        lambda t, p: np.logical_not(t.has_levels) | ((t.zero_stage == 3) & (t.gradient_level == t.dp) &
-            (t.gradient_level == t.optimizer_level)),
-        "gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} of {t.dp} ranks "
-        "under zero_stage {t.zero_stage}: ZeRO++ keeps parameters within dp_shard ranks (zero_hpz_partition_size) and "
-        "everything else over all, in stage 3"),
-    _schedules_of("deepspeed"),
-)
-"""What DeepSpeed executes besides ENGINE_RULES: runtime/pipe/engine.py asserts a ZeRO stage below 2 (gradients are summed over
-micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSpeed's, whose parallel_state asserts tp = pp = 1
-with sequence parallelism (--ds-sequence-parallel-size). In stage 3 mics_shard_size shards everything over islands and sums over
-them when the step ends; zero_hpz_partition_size keeps a second copy of the parameters within islands for the backward pass.
-"""
 
 def broken_rules(layout: Layout, problem: ProblemFacts, rules: tuple[Rule, ...] = RULES) -> tuple[str, ...]:
     """Return ``reason [name]`` of every rule that a layout breaks; empty when it can be executed."""

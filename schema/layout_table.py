@@ -25,7 +25,8 @@ LAYOUT_RECOMPUTES: tuple[LayoutRecompute, ...] = (*RECOMPUTES, "mixed")
 OFFLOADS = choices("offload")
 VOCABULARIES = choices("vocabulary")
 
-_SCHEDULED, _SPLIT, _STORAGE = (
+_COMPUTE, _SCHEDULED, _SPLIT, _STORAGE = (
+    choices("gradients").index("compute"),
     OFFLOADS.index("scheduled"),
     VOCABULARIES.index("split"),
     choices("offload_to").index("storage"),
@@ -71,6 +72,11 @@ class _Choices(Degrees):
     def schedule_fact(self, attribute: str) -> Numbers:
         """Return an attribute of the schedule's record (schedules.py)."""
         return by_schedule(attribute)[self.schedule]
+
+    @property
+    def reduces_in_compute_dtype(self) -> Numbers:
+        """Gradients add up and are reduced in the dtype of the products."""
+        return np.equal(self.gradients, _COMPUTE)
 
     @property
     def splits_vocabulary(self) -> Numbers:

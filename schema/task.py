@@ -14,7 +14,6 @@ from .errors import ConfigError
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
 Optimizer = Literal["adamw", "sgd", "muon"]
-Gradients = Literal["fp32", "compute"]
 Selective = Literal["products", "alternate_products"]
 Fusion = Literal["engine", "compiled", "compiled_blocks", "composite_norm", "eager"]
 Passes = Literal["backward", "zeroth_order"]
@@ -106,25 +105,18 @@ class EngineOptions(Frozen):
         fusion: of memory-bound kernels: as the engine has them, by torch.compile (of everything, or of all but the loss), or eager
             with RMSNorm as separate kernels (torch before 2.8); eager is plain model code, where each kernel keeps what it read
             besides.
-        gradients: dtype in which other engines accumulate gradients over micro-batches: fp32, or that of the products.
         selective: what selective recompute keeps besides attention: the outputs of all products, or of every second one.
         fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
         overlap: communication of data parallelism and of interleaved pipelines overlaps with compute where the engine can.
-        tp_overlap: tensor-parallel communication runs chunk by chunk along with the products that need or make it (Transformer
-            Engine's userbuffers); with sequence parallelism only.
-        cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators.
     """
 
     engine: Engine = OWN_ENGINE
     attention: Literal["flash", "math"] = "flash"
     flash_generation: Literal[1, 2] = 2
     fusion: Fusion = "engine"
-    gradients: Gradients = "fp32"
     selective: Selective = "products"
     fp8_activation_input: bool = False
     overlap: bool = True
-    tp_overlap: bool = False
-    cuda_graphs: bool = False
 
     @property
     def engine_facts(self) -> EngineFacts:
@@ -138,7 +130,7 @@ class Workload(EngineOptions, Task):
     Attributes:
         seq_len: tokens of one sequence.
         global_batch_size: sequences of one step over the entire cluster.
-        precision: of the matrix products. The mixed ones keep fp32 master parameters and reduce gradients in fp32; bf16 keeps
+        precision: of the matrix products. The mixed ones keep fp32 master parameters; bf16 keeps
             parameters, gradients and optimizer states in bf16.
         optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
         passes: zeroth_order replaces the backward pass and the optimizer by a second forward pass and a step along a random
@@ -194,11 +186,6 @@ class Workload(EngineOptions, Task):
     def compute_bytes(self) -> int:
         """Return the bytes of one element of gathered parameters and of activations."""
         return 4 if self.precision == "fp32" else 2
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Return the bytes of one accumulated gradient."""
-        return self.master_bytes if self.gradients == "fp32" else self.compute_bytes
 
     @property
     def optimizer_bytes(self) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .errors import ConfigError
-from .layout import Layout, Recompute
+from .layout import SWITCHES, Layout, Recompute
 from .offers import CostSummary, ParetoPoint
 from .offload import LayerOffload, OffloadSchedule
 from .plan import Estimate, Plan, PlanProvenance
@@ -260,6 +260,16 @@ class TrainingPlan(Plan):
         if self.search is None:
             return 0.0
         return max(0.0, self.estimate.step_time_s / self.search.objective_s - 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_switches(cls, data: Any) -> Any:
+        """Read documents of older versions, whose workload has what is the layout's."""
+        if not isinstance(data, dict) or not all(isinstance(data.get(key), dict) for key in ("workload", "layout")):
+            return data
+        moved = {name: data["workload"][name] for name in SWITCHES if name in data["workload"]}
+        workload = {name: value for name, value in data["workload"].items() if name not in moved}
+        return {**data, "workload": workload, "layout": {**moved, **data["layout"]}} if moved else data
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from ..schema import Layout, ModelSpec, Workload
 from ..schema.layers import LatentAttention
 from ..schema.layout import Offload, Recompute
-from ..schema.task import Fusion, Gradients, LowRank, Optimizer, Precision
+from ..schema.task import Fusion, LowRank, Optimizer, Precision
 from .rows import FrameworkDefaults, RunRow, stated
 
 TOKENS_PER_PASS = 8192
@@ -340,8 +340,6 @@ def workload_of(
         precision = defaults.assume("precision")
         if precision == "bf16" and not has_bf16:
             precision = "fp16"
-    # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only.
-    gradients = "compute" if precision == "fp16" else defaults.value("gradients")
     is_mixed = precision == "fp16" or (
         precision == "bf16" and not stated("pure bf16", f"{row.precision}@{row.sharding}")
     )
@@ -358,14 +356,25 @@ def workload_of(
         adapters=adapters,
         engine=defaults.value("engine"),
         flash_generation=defaults.value("flash_generation"),
-        gradients=cast("Gradients", stated("gradients", row.precision) or gradients),
         overlap=defaults.value("overlap") and not stated("no overlap", row.notes),
-        tp_overlap=layout.sequence_parallel and defaults.value("tp_overlap"),
         selective="alternate_products" if is_per_operator else "products",
         dropout=defaults.value("dropout"),
         fusion=_fusion(row, defaults),
         fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),
         attention="math" if keeps_scores(row, model, defaults) else "flash",
+    )
+
+
+def with_switches(
+    layout: Layout, row: RunRow, workload: Workload, defaults: FrameworkDefaults, *, has_graphs: bool
+) -> Layout:
+    """Return the layout with how its engine communicates and dispatches, as the row or the engine's recipes say."""
+    # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only.
+    gradients = "compute" if workload.precision == "fp16-mixed" else defaults.value("gradients")
+    return layout.replace(
+        gradients=stated("gradients", row.precision) or gradients,
+        tp_overlap=layout.sequence_parallel and defaults.value("tp_overlap"),
+        cuda_graphs=has_graphs and defaults.value("cuda_graphs"),
     )
 
 

@@ -31,6 +31,7 @@ from .layouts import (
     stage_cuts,
     stage_layouts,
     stages_differ_in_devices,
+    with_switches,
     workload_of,
 )
 from .models import model_of
@@ -100,7 +101,7 @@ def run_inputs(row: RunRow) -> RunInputs | str:
         layout = layout_of(row, model.spec, defaults)
         has_bf16 = device.peak_flops_per_s.bf16 is not None
         workload = workload_of(row, model.spec, layout, defaults, has_bf16=has_bf16)
-        workload = workload.replace(cuda_graphs=device.vendor == "nvidia" and defaults.value("cuda_graphs"))
+        layout = with_switches(layout, row, workload, defaults, has_graphs=device.vendor == "nvidia")
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
         return f"layout: {'batch does not divide' if 'multiple of dp' in error.message else error.message}"

@@ -124,7 +124,7 @@ def _sharded_s(
     facts = workload.engine_facts.data_parallel
     is_zero3 = layouts.zero_stage == 3
     gathered = num_trained * workload.compute_bytes + frozen_bytes
-    reduced = num_trained * float(workload.gradient_bytes)
+    reduced = num_trained * gradient_bytes(layouts, workload)
     regather = collective_s("all_gather", gathered, groups.parameters, groups.stride, cluster)
     gather = regather
     scatter = collective_s("reduce_scatter", reduced, groups.gradients, groups.stride, cluster)
@@ -175,7 +175,7 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
         # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
         backward = np.where(layouts.pp > 1, 0.0, backward)
     gather_backward = np.where((layouts.zero_stage == 3) & (not is_head), cost.regather_s, 0.0)
-    gathered, reduced = cost.num_params * workload.compute_bytes, cost.num_params * workload.gradient_bytes
+    gathered, reduced = cost.num_params * workload.compute_bytes, cost.num_params * gradient_bytes(layouts, workload)
     # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small next to it.
     shard, dp = layouts.dp_shard, layouts.dp
     again, sent = (shard - 1) / shard * gathered, (dp - 1) / dp * reduced
@@ -244,7 +244,8 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload) -> FloatArr
     which replicas in one dtype have, copies into its buckets and divides there.
     Source: torch.distributed.fsdp, torch.nn.parallel.
     """
-    m, b, g, master = layouts.num_microbatches, workload.compute_bytes, workload.gradient_bytes, workload.master_bytes
+    m, b, master = layouts.num_microbatches, workload.compute_bytes, workload.master_bytes
+    g = gradient_bytes(layouts, workload)
     ranks, owners, is_piped = layouts.dp * layouts.cp, layouts.num_optimizer_shards, layouts.pp > 1
     gathers = np.where(is_piped | (layouts.zero_stage < 2), 1, np.where(layouts.zero_stage == 3, 2 * m, m))
     gathered = gathers * (np.where(owners > 1, 2 * b, 0) + (b + master) / owners * (b != master))
@@ -257,6 +258,11 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload) -> FloatArr
     buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g))
     reductions = np.where(waits, 1, m)
     return np.asarray(gathered + summed + np.where(ranks > 1, reductions * buffered, 0), dtype=np.float64)
+
+
+def gradient_bytes(layouts: Any, workload: Workload) -> Array:
+    """Return the bytes of one gradient as it adds up and is reduced; of a StepShape or a LayoutTable."""
+    return np.where(layouts.reduces_in_compute_dtype, float(workload.compute_bytes), float(workload.master_bytes))
 
 
 def has_copies(layouts: Any, workload: Workload) -> Array:

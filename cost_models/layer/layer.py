@@ -343,9 +343,10 @@ def passes_s(
     host_forward = host_s + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = host_s + host.operator_s * sum(time.backward_dispatches for time in times)
     host_recompute = repeated * host.operator_s + repeats * collectives * each_s
-    if workload.cuda_graphs:  # collectives and recompute are in the graph
-        host_forward = host_backward = np.full(len(layouts), host.operator_s)
-        host_recompute = zero
+    if layouts.cuda_graphs.any():  # collectives and recompute are in the graph
+        is_graph = layouts.cuda_graphs == 1
+        host_forward, host_backward = (np.where(is_graph, host.operator_s, s) for s in (host_forward, host_backward))
+        host_recompute = np.where(is_graph, 0.0, host_recompute)
     if host.adds:
         return forward + host_forward, backward + host_backward, recompute + host_recompute
     comm_forward, comm_backward = comm_s

@@ -96,7 +96,8 @@ def overlapped_s(
         for name, time in timed:
             if name in ("qkv", "mlp_up", "logits"):
                 reduced = reduced + np.minimum(one_s, time.backward_s / 2)
-    if not workload.tp_overlap or workload.adapters is not None:
+    chunked = (layouts.tp_overlap == 1) & (layouts.sequence_parallel == 1) & (layouts.tp > 1)
+    if not chunked.any() or workload.adapters is not None:
         return none, reduced
     size, stride = inputs.hidden_bytes, np.ones_like(layouts.tp)
     gather = collective_s("all_gather", size, layouts.tp, stride, inputs.cluster)
@@ -107,7 +108,6 @@ def overlapped_s(
         elif name in ("attention_out", "mlp_down"):
             forward = forward + np.minimum(scatter, time.forward_s)
             backward = backward + np.minimum(gather, time.backward_s / 2)
-    chunked = (layouts.sequence_parallel == 1) & (layouts.tp > 1)
     return np.where(chunked, forward, 0.0), reduced + np.where(chunked, backward, 0.0)
 
 

@@ -36,6 +36,7 @@ def step_shape(
         optimizer_shards=(layouts.num_optimizer_shards[idx], layouts.expert_optimizer_shards[idx]),
         zero_stage=layouts.zero_stage[idx],
         is_replicated=layouts.is_replicated[idx],
+        reduces_in_compute_dtype=layouts.reduces_in_compute_dtype[idx],
         tp=layouts.tp[idx],
         num_microbatches=layouts.num_microbatches[idx],
         in_flight=in_flight,

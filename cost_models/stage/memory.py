@@ -48,7 +48,7 @@ from ...schema import Workload
 from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array
 from ..coefficients import Scenario
-from ..layer.data import has_copies, has_plain_replicas
+from ..layer.data import gradient_bytes, has_copies, has_plain_replicas
 from ..layer.parallel import sharded_params
 
 _EAGER_LOGIT_BYTES = 14.0
@@ -77,6 +77,7 @@ class StepShape:
         expert_shards: ranks over which the states of experts are sharded.
         gradient_shards, optimizer_shards: both for gradients and for optimizer states, multiples of the former.
         is_replicated: ranks hold replicas of one stage and nothing more.
+        reduces_in_compute_dtype: gradients add up and are reduced in the dtype of the products.
         tp: ranks that share a stage's matrices.
         in_flight: micro-batches whose activations are stored.
         num_neighbours: stages that activations or gradients are received from.
@@ -89,6 +90,7 @@ class StepShape:
     optimizer_shards: tuple[Array, Array]
     zero_stage: Array
     is_replicated: Array
+    reduces_in_compute_dtype: Array
     tp: Array
     num_microbatches: Array
     in_flight: Array
@@ -341,14 +343,14 @@ def _gradients_in_buffer(
     DeepSpeed's BF16_Optimizer adds gradients in the compute dtype up in an fp32 copy of all of them. With the states on the host
     each shard leaves for it as soon as it is reduced.
     """
-    g, sharded = workload.gradient_bytes, stage.owned(step)
-    if keeps_fp32 and g == 4:
-        g += workload.compute_bytes
+    g, sharded = gradient_bytes(step, workload), stage.owned(step)
+    if keeps_fp32:
+        g = np.where(g == 4, g + workload.compute_bytes, g)
     # With offloaded parameters every engine streams so.
     leaves = (keeps_fp32 & (step.zero_stage >= 2) & (step.offload > 0)) | (step.offload == 2)
     buffer = np.where(leaves, 0.0, g * np.where(step.zero_stage >= 2, stage.reduced(step), stage.trained))
     updated = np.where(step.zero_stage == 3, np.minimum(_SUB_GROUP_PARAMS, sharded), sharded) * step.on_device
-    final = buffer + (0.0 if g >= workload.master_bytes else 4.0 * updated)
+    final = buffer + np.where(g >= workload.master_bytes, 0.0, 4.0 * updated)
     return np.where(keeps_fp32 & (step.zero_stage < 3), final, buffer), final
 
 

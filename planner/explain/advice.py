@@ -384,8 +384,11 @@ def _precisions(a: _Advisor) -> Iterator[VerifiedChange]:
     workload = a.request.workload
     has_bf16 = a.request.cluster.weakest_device.peak_flops_per_s.bf16 is not None
     changes: list[tuple[str, dict[str, str]]] = []
-    if not workload.engine_facts.is_own_runtime and workload.gradients == "fp32" and workload.precision != "fp32":
-        changes.append(("accumulate gradients in the dtype of the products", {"gradients": "compute"}))
+    if not workload.engine_facts.is_own_runtime and workload.precision != "fp32":
+        text = "accumulate gradients in the dtype of the products (--fix gradients=compute)"
+        changed = replace(a.request, fixed={**a.request.fixed, "gradients": "compute"})
+        if changed != a.request:
+            yield from a.change("precision", text, changed)
     if has_bf16 and workload.precision == "fp32":
         changes.append(("train in mixed precision (--precision bf16-mixed)", {"precision": "bf16-mixed"}))
     if has_bf16 and workload.precision != "bf16":

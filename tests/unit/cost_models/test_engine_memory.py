@@ -77,9 +77,10 @@ def test_bytes_of_states(engine: str, gradients: str, zero_stage: int, per_param
         dp_replicate=1 if zero_stage else 8,
         zero_stage=zero_stage,  # type: ignore[arg-type]
         micro_batch_size=8,
+        gradients=gradients,  # type: ignore[arg-type]
     )
     spec = ModelSpec.named("llama-3.1-8b")
-    workload = Workload(seq_len=4096, global_batch_size=64, engine=engine, gradients=gradients)  # type: ignore[arg-type]
+    workload = Workload(seq_len=4096, global_batch_size=64, engine=engine)
     parts = estimate(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload, layout).memory_bytes
     states = parts.parameters + parts.optimizer + parts.gradients + parts.unsharded
     assert states == pytest.approx(per_param * spec.num_params, rel=1e-6)

@@ -84,7 +84,7 @@ def test_second_partition_serves_the_backward_pass_of_our_engine_and_of_deepspee
         assert cost.gather_s[0] == pytest.approx(seconds("all_gather", size, 64))
         assert cost.regather_s[0] == pytest.approx(seconds("all_gather", size, 8))
         assert cost.reduce_s[0] == pytest.approx(
-            seconds("reduce_scatter", float(cost.num_params[0]) * WORKLOAD.replace(engine=engine).gradient_bytes, 64)
+            seconds("reduce_scatter", float(cost.num_params[0]) * WORKLOAD.replace(engine=engine).master_bytes, 64)
         )
         assert cost.levels_s[0] == 0
 
@@ -93,7 +93,7 @@ def test_three_levels_cross_each_link_once_a_step() -> None:
     """Passes gather within 4 and reduce within 8 ranks; once a step gradients go on to 64, and parameters come back to 4."""
     cost, workload = cost_of(three_levels(), "internevo"), WORKLOAD.replace(engine="internevo")
     size = float(cost.num_params[0])
-    reduced = size * workload.gradient_bytes
+    reduced = size * workload.master_bytes
     assert cost.gather_s[0] == cost.regather_s[0] == pytest.approx(seconds("all_gather", 2 * size, 4))
     assert cost.reduce_s[0] == pytest.approx(seconds("reduce_scatter", reduced, 8))
     onward = seconds("reduce_scatter", reduced / 8, 8, stride=8)
@@ -105,7 +105,7 @@ def test_islands_are_summed_once_a_step_by_mics() -> None:
     """MiCS (arXiv:2205.00119 section 3.4) sums over islands when micro-batches have been added up, fully_shard after each."""
     layout = Layout(dp_shard=8, dp_replicate=8, zero_stage=3)
     ours, theirs = cost_of(layout, "fsdp2"), cost_of(layout, "deepspeed")
-    shard = float(ours.num_params[0]) * WORKLOAD.replace(engine="deepspeed").gradient_bytes / 8
+    shard = float(ours.num_params[0]) * WORKLOAD.replace(engine="deepspeed").master_bytes / 8
     assert theirs.levels_s[0] == pytest.approx(seconds("all_reduce", shard, 8, stride=8))
     assert ours.levels_s[0] == 0
     assert ours.reduce_s[0] > theirs.reduce_s[0]
@@ -116,7 +116,7 @@ def test_bytes_follow_the_level_of_each_state() -> None:
     workload, size = WORKLOAD.replace(engine="internevo"), LLAMA.num_params
     found = estimate(LLAMA, NODES, workload, three_levels(recompute="full")).memory_bytes
     assert found.parameters + found.optimizer == pytest.approx(12 * size / 64, rel=1e-6)
-    assert found.gradients == pytest.approx(workload.gradient_bytes * size / 8, rel=1e-6)
+    assert found.gradients == pytest.approx(workload.master_bytes * size / 8, rel=1e-6)
     alone = estimate(
         LLAMA, NODES, workload, Layout(dp_shard=4, dp_replicate=16, zero_stage=3, recompute="full")
     ).memory_bytes

@@ -203,10 +203,9 @@ def test_context_parallelism_needs_fused_attention() -> None:
 
 CHANGES: tuple[dict[str, object], ...] = (
     {},
-    {"tp_overlap": True},
     {"adapters": LowRank(targets=("qkv", "mlp"), frozen="nf4")},
     {"attention": "math", "precision": "bf16"},
-    {"cuda_graphs": True, "precision": "fp8"},
+    {"precision": "fp8"},
 )
 
 
@@ -218,6 +217,9 @@ def _neighbours(layout: Layout) -> list[Layout]:
         {"offload": "parameters", "zero_stage": 3},
         {"recompute": "full", "recompute_fraction": 0.5},
         {"recompute": "selective"},
+        {"cuda_graphs": True},
+        {"tp_overlap": True},
+        {"gradients": "compute"},
         {"sequence_parallel": not layout.sequence_parallel},
         {"zero_stage": 0},
         {"dp_shard": 1, "dp_replicate": 1, "zero_stage": 0},

@@ -21,10 +21,9 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.base import read_json, write_atomically
+from meshwright.schema.engine_rules import DEEPSPEED_RULES, MEGATRON_RULES
 from meshwright.schema.layout import check_fields
 from meshwright.schema.layout_rules import (
-    DEEPSPEED_RULES,
-    MEGATRON_RULES,
     RULES,
     Rule,
     broken_rules,
@@ -125,12 +124,36 @@ def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: 
         (Layout(pp=2, schedule="zb-h1", recompute="full"), "split_backward_keeps_activations"),
         (Layout(pp=2, schedule="zb-h2", num_model_chunks=2), "schedule_in_chunks"),
         (Layout(dp_shard=48), "batch_divides"),
+        (Layout(tp=2, sequence_parallel=False, tp_overlap=True), "overlap_splits_sequence"),
+        (Layout(cuda_graphs=True), "switches_of_fsdp2"),
+        (Layout(gradients="compute"), "switches_of_fsdp2"),
     ],
 )
 def test_each_rule_says_its_name_and_reason(layout: Layout, rule: str) -> None:
     model, workload = ModelSpec.named("qwen2.5-7b"), Workload(seq_len=1024, global_batch_size=64)
     problem = problem_facts(model, workload, world_size=layout.world_size, scaleup_domain=16)
     assert any(f"[{rule}]" in reason for reason in broken_rules(layout, problem))
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_nvidia", "rule"),
+    [
+        (Layout(tp=4, tp_overlap=True), False, "megatron_switches_on_nvidia"),
+        (Layout(tp=16, tp_overlap=True), True, "megatron_overlap_in_domain"),
+        (Layout(cuda_graphs=True, recompute="full"), True, "megatron_graphs_recompute"),
+        (Layout(cuda_graphs=True, recompute="mixed"), True, "megatron_graphs_recompute"),
+        (Layout(pp=2, offload_activations=0.5), True, "megatron_offload_activations"),
+        (Layout(offload_activations=0.5, cuda_graphs=True), True, "megatron_offload_activations"),
+        (Layout(tp=4, tp_overlap=True, cuda_graphs=True, recompute="selective", gradients="compute"), True, ""),
+        (Layout(offload_activations=0.5), True, ""),
+    ],
+)
+def test_switches_of_megatron(layout: Layout, is_nvidia: bool, rule: str) -> None:
+    model, workload = ModelSpec.named("llama-3.1-8b"), Workload(seq_len=1024, global_batch_size=64)
+    sizes = {"world_size": layout.world_size, "scaleup_domain": 8}
+    problem = problem_facts(model, workload, **sizes, is_nvidia=is_nvidia)
+    broken = " ".join(broken_rules(layout, problem, MEGATRON_RULES))
+    assert f"[{rule}]" in broken if rule else not broken
 
 
 @pytest.mark.parametrize("rule", [*RULES, *MEGATRON_RULES, *DEEPSPEED_RULES], ids=lambda rule: rule.name)

@@ -75,6 +75,15 @@ def test_offloaded_activations_need_their_recompute() -> None:
         Stage(first_layer_idx=0, num_layers=1, layer_offload=("none", "none"))
 
 
+def test_switches_that_an_older_plan_has_in_its_workload_are_the_layouts(planned: TrainingPlan) -> None:
+    document = planned.model_dump()
+    for name, value in {"gradients": "compute", "tp_overlap": False, "cuda_graphs": True}.items():
+        del document["layout"][name]
+        document["workload"][name] = value
+    layout = TrainingPlan(**document).layout
+    assert layout == planned.layout.replace(gradients="compute", cuda_graphs=True)
+
+
 def test_a_plan_and_its_schedule_go_together(planned: TrainingPlan) -> None:
     with pytest.raises(ConfigError, match="go together"):
         planned.replace(offload=OffloadSchedule())

@@ -1,0 +1,91 @@
+"""What other engines than ours execute besides `ENGINE_RULES`: rules for layouts, each with its reason.
+
+The record of an engine (engine_facts.py) names its rules.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .layout_rules import VOCABULARY_AT_ENDS, Rule, switches_of
+from .layout_table import RECOMPUTES
+from .schedules import SCHEDULES
+
+# fmt: off
+MEGATRON_EXCHANGE = Rule("megatron_exchange_of_latent", "cp cp_ulysses",
+    lambda t, p: (t.cp_ulysses == 1) | (t.cp_ulysses < t.cp) | (not p.latent_attention),
+    "cp_ulysses = cp = {t.cp} with latent attention: Transformer Engine takes keys and values of two widths only where they "
+    "go round a ring (cp_comm_type p2p or a2a+p2p)")
+
+MEGATRON_SEQUENCE = Rule("megatron_experts_split_sequence", "tp sequence_parallel",
+    lambda t, p: (t.tp == 1) | (t.sequence_parallel != 0) | (len(p.expert_counts) == 0),
+    "experts with tp {t.tp}: Megatron trains them with sequence_parallel only (MoELayer raises without)")
+
+DEEPSPEED_EXCHANGE = Rule("deepspeed_exchange", "cp cp_ulysses tp",
+    lambda t, p: (t.cp == 1) | ((t.cp_ulysses == t.cp) & (t.tp == 1)),
+    "cp {t.cp} with cp_ulysses {t.cp_ulysses}, tp {t.tp}: DeepSpeed's sequence parallelism is Ulysses over all of cp, "
+    "without tensor parallelism")
+
+
+def _schedules_of(engine: str) -> Rule:
+    runs = np.array([engine in schedule.engines for schedule in SCHEDULES.values()])
+    return Rule("schedule_of_engine", "pp schedule", lambda t, p: (t.pp == 1) | runs[t.schedule],
+        "the engine's pipelines run 1f1b only")
+
+
+MEGATRON_RULES: tuple[Rule, ...] = (
+    VOCABULARY_AT_ENDS,
+    Rule("megatron_zero_stage", "zero_stage", lambda t, p: t.zero_stage <= 1,
+        "zero_stage {t.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"),
+    MEGATRON_EXCHANGE,
+    MEGATRON_SEQUENCE,
+    Rule("megatron_switches_on_nvidia", "tp_overlap cuda_graphs",
+        lambda t, p: p.is_nvidia | (np.equal(t.tp_overlap, 0) & np.equal(t.cuda_graphs, 0)),
+        "tp_overlap and cuda_graphs on other devices than NVIDIA's: userbuffers and CUDA graphs are theirs"),
+    Rule("megatron_overlap_in_domain", "tp tp_overlap", lambda t, p: np.equal(t.tp_overlap, 0) | (p.scaleup_domain % t.tp == 0),
+        "tp_overlap with tp {t.tp} beyond the {p.scaleup_domain} devices that share the fastest link: userbuffers write into each "
+        "other's memory"),
+    Rule("megatron_graphs_recompute", "cuda_graphs recompute",
+        lambda t, p: np.equal(t.cuda_graphs, 0) | (t.recompute <= RECOMPUTES.index("selective")),
+        "cuda_graphs with full recompute of blocks: Megatron captures a layer as it runs forward and backward "
+        "(transformer_config.py)"),
+    Rule("megatron_offload_activations", "offload_activations pp recompute cuda_graphs",
+        lambda t, p: (t.offload_activations == 0) | ((t.pp == 1) & ~t.recomputes & np.equal(t.cuda_graphs, 0)),
+        "offload_activations with pp {t.pp}, recompute or cuda_graphs: Megatron's --cpu-offloading takes none of them"),
+    _schedules_of("megatron"),
+)
+"""What Megatron-Core executes besides ENGINE_RULES: DistributedOptimizer shards states over the data-parallel ranks or, with
+num_distributed_optimizer_instances, over groups of them; schedules.py has 1f1b, plain (with fewer micro-batches than stages
+too) and interleaved (micro-batches in multiples of pp: ENGINE_RULES); uneven stages through pipeline_model_parallel_layout;
+no levels of their own for states (Megatron-FSDP, which has them with outer_dp_sharding_strategy=optim, is another engine);
+cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_parallel_sizes: Ulysses inside, a ring of those outside).
+"""
+
+DEEPSPEED_RULES: tuple[Rule, ...] = (
+    VOCABULARY_AT_ENDS,
+    switches_of("deepspeed", "gradients"),
+    Rule("deepspeed_zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
+        "zero_stage {t.zero_stage} with pp {t.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only"),
+    Rule("deepspeed_axes", "ep etp num_model_chunks",
+        lambda t, p: (t.ep == 1) & (t.etp == 1) & (t.num_model_chunks == 1),
+        "ep {t.ep}, etp {t.etp}, num_model_chunks {t.num_model_chunks}: planned with 1 of each for DeepSpeed"),
+    DEEPSPEED_EXCHANGE,
+    Rule("deepspeed_exchange_without_pipeline", "cp pp", lambda t, p: (t.cp == 1) | (t.pp == 1),
+        "cp {t.cp} with pp {t.pp}: DeepSpeed's sequence parallelism takes no pipeline"),
+    Rule("deepspeed_shards_over_all", "zero_stage dp_replicate cp",
+        lambda t, p: (t.zero_stage == 0) | (t.dp_replicate == 1) | ((t.zero_stage == 3) & (t.cp == 1)),
+        "dp_replicate {t.dp_replicate} with zero_stage {t.zero_stage}, cp {t.cp}: ZeRO shards over all data-parallel ranks; "
+        "over fewer of them in stage 3 only (MiCS, hpZ), planned without sequence parallelism"),
+    Rule("deepspeed_levels", "dp_replicate dp_shard gradient_shard optimizer_shard zero_stage",
+        lambda t, p: np.logical_not(t.has_levels) | ((t.zero_stage == 3) & (t.gradient_level == t.dp) &
+            (t.gradient_level == t.optimizer_level)),
+        "gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} of {t.dp} ranks "
+        "under zero_stage {t.zero_stage}: ZeRO++ keeps parameters within dp_shard ranks (zero_hpz_partition_size) and "
+        "everything else over all, in stage 3"),
+    _schedules_of("deepspeed"),
+)
+"""What DeepSpeed executes besides ENGINE_RULES: runtime/pipe/engine.py asserts a ZeRO stage below 2 (gradients are summed over
+micro-batches) and has one schedule (TrainSchedule, 1f1b); tp is Megatron-DeepSpeed's, whose parallel_state asserts tp = pp = 1
+with sequence parallelism (--ds-sequence-parallel-size). In stage 3 mics_shard_size shards everything over islands and sums over
+them when the step ends; zero_hpz_partition_size keeps a second copy of the parameters within islands for the backward pass.
+"""
