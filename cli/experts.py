@@ -13,7 +13,7 @@ import typer
 
 from ..schema.base import write_atomically
 from ..schema.errors import ConfigError
-from .options import JsonOption, Mode, OptionModel, command, option
+from .options import JsonOption, Mode, OptionModel, SolverOptions, command, option
 from .terminal import headed_table, show
 
 if TYPE_CHECKING:
@@ -76,15 +76,30 @@ class PlacementOptions(OptionModel):
     plot: Path | None = option(None, "GPU loads before and after, as a picture.", metavar="FILE.svg")
 
 
+class TrafficSolverOptions(SolverOptions):
+    """The same of placements, which have such programs where traffic counts."""
+
+    solver: str = option("highs", "solver of integer programs, as of `plan`.", metavar="NAME", needs=("objective",))
+    write_lp: Path | None = option(
+        None, "write every integer program there, as an .lp file.", metavar="FOLDER", needs=("objective",)
+    )
+
+
 @experts_app.command()
 @command()
 def place(
-    routing: RoutingOptions, options: PlacementOptions, loads: LoadsArgument = None, json: JsonOption = False
+    routing: RoutingOptions,
+    options: PlacementOptions,
+    solver: TrafficSolverOptions,
+    context: typer.Context,
+    loads: LoadsArgument = None,
+    json: JsonOption = False,
 ) -> None:
     """Place the experts of every layer; balance, bound and gap of each."""
     from ..planner.expert_files import read_loads, read_placement, read_trace, write_placement
     from ..solvers.experts.placement import place_experts
 
+    context.with_resource(solver.chosen())
     if not loads and routing.trace is None:
         raise ConfigError("nothing to place for: name a file of loads, or --trace")
     if options.plot and options.plot.suffix != ".svg":

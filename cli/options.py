@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -349,3 +350,28 @@ class ProfileOptions(OptionModel):
         for problem in problems:
             typer.echo(f"foreign profile {self.profile}: {problem}", err=True)
         return profiled_cluster(profile)
+
+
+def complete_solvers(incomplete: str) -> list[str]:
+    """Return the solvers that begin so."""
+    from ..solvers.solver_choice import PULP_NAMES
+
+    return [name for name in PULP_NAMES if name.startswith(incomplete)]
+
+
+class SolverOptions(OptionModel):
+    """Who solves linear and integer programs, of which a search without offload has none."""
+
+    solver: str = option(
+        "highs", "solver of linear and integer programs: highs, cbc, scip, gurobi, cplex, xpress, mosek or another of PuLP.",
+        metavar="NAME", complete=complete_solvers, needs=("offload",),
+    )  # fmt: skip
+    write_lp: Path | None = option(
+        None, "write every linear or integer program there, as an .lp file.", metavar="FOLDER", needs=("offload",)
+    )
+
+    def chosen(self) -> AbstractContextManager[Any]:
+        """Return the context in which programs go to the solver; entering it raises ConfigError where it is not installed."""
+        from ..solvers.solver_choice import linear_solver
+
+        return linear_solver(self.solver, write_to=self.write_lp)

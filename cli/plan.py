@@ -13,7 +13,7 @@ from ..schema.engine_facts import ENGINES, OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
 from ..schema.task import Generation, Workload
 from ..schema.units import GB, GIB
-from .options import JsonOption, Mode, ModelArgument, OptionModel, ProfileOptions, command, option
+from .options import JsonOption, Mode, ModelArgument, OptionModel, ProfileOptions, SolverOptions, command, option
 from .terminal import INTERRUPTED, search_progress, show_answer, spinner, stopping_on_interrupt
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class PlanOptions(PrecisionOptions):
     as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
 
 
-_ALWAYS = (ClusterOptions, OffloadOptions, PlanOptions)
+_ALWAYS = (ClusterOptions, OffloadOptions, SolverOptions, PlanOptions)
 _TRAINING = (*_ALWAYS, TrainingOptions, SearchOptions)
 
 GENERATION = Mode(
@@ -260,7 +260,9 @@ def plan(
     cost: CostOptions | None,
     generation: GenerationOptions | None,
     offload: OffloadOptions,
+    solver: SolverOptions,
     output: PlanOptions,
+    context: typer.Context,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
 
@@ -274,6 +276,7 @@ def plan(
     from ..planner.request import Deadline
     from .show.plan import plan_tables
 
+    context.with_resource(solver.chosen())
     deadline = Deadline() if search is None else Deadline(search.time_limit_s)
     if generation is not None:
         answer: Plan = _plan_generation(model, cluster, generation, offload, output)

@@ -1,4 +1,4 @@
-"""What every solver answers with, and the only names of solvers: HiGHS, by itself and through PuLP, and CP-SAT of OR-tools.
+"""What every solver answers with: HiGHS by itself, it and all others through PuLP (solver_choice.py), and CP-SAT of OR-tools.
 
 A file with a problem has an instance (frozen, prepared, validated), `solve` and `check`:
 
@@ -22,12 +22,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from ..schema.units import FloatArray
 from .linear_program import LinearAnswer, LinearProgram
 from .tolerances import ROUNDING, SOLVER
 
 if TYPE_CHECKING:
     import pulp
     from ortools.sat.python import cp_model
+
+    from .solver_choice import PulpProgram
 
 
 Choice = TypeVar("Choice")
@@ -111,20 +114,33 @@ def solve_linear(problem: pulp.LpProblem, limits: Limits) -> Outcome:
     """Solve a PuLP model; its variables hold the answer, and mean nothing where there is none."""
     import pulp
 
-    options = {"timeLimit": limits.time_limit_s, "gapRel": limits.rel_gap, "random_seed": limits.seed % 2**31}
-    problem.solve(pulp.HiGHS(msg=False, threads=1, **options))
-    status = {
+    from .solver_choice import solver_choice  # here: most plans have no such program
+
+    choice = solver_choice()
+    choice.write(problem)
+    problem.solve(choice.pulp_solver(time_limit_s=limits.time_limit_s, rel_gap=limits.rel_gap, seed=limits.seed))
+    status = _status(problem)
+    objective = bound = float(pulp.value(problem.objective)) if status.has_answer else None
+    if status is not Status.INFEASIBLE and any(each.cat == pulp.LpInteger for each in problem.variables()):
+        # In the model's own sense: PuLP hands a maximisation to the solver with its sign changed.
+        sign = -1.0 if problem.sense == pulp.LpMaximize else 1.0
+        bound = None
+        if isinstance(problem.solver, pulp.HiGHS):
+            bound = sign * float(problem.solverModel.getInfo().mip_dual_bound) + float(problem.objective.constant)
+        elif status is Status.OPTIMAL and objective is not None:
+            bound = objective - sign * limits.rel_gap * abs(objective)
+        bound = bound if bound is not None and math.isfinite(bound) else None
+    return _without_allowed_gap(Outcome(status, objective, bound))
+
+
+def _status(problem: pulp.LpProblem) -> Status:
+    import pulp
+
+    return {
         pulp.LpSolutionOptimal: Status.OPTIMAL,
         pulp.LpSolutionIntegerFeasible: Status.FEASIBLE,
         pulp.LpSolutionInfeasible: Status.INFEASIBLE,
     }.get(problem.sol_status, Status.UNKNOWN)
-    objective = bound = float(pulp.value(problem.objective)) if status.has_answer else None
-    if status is not Status.INFEASIBLE and any(each.cat == pulp.LpInteger for each in problem.variables()):
-        # In the model's own sense: PuLP hands a maximisation to HiGHS with its sign changed.
-        sign = -1.0 if problem.sense == pulp.LpMaximize else 1.0
-        dual = sign * float(problem.solverModel.getInfo().mip_dual_bound) + float(problem.objective.constant)
-        bound = dual if math.isfinite(dual) else None
-    return _without_allowed_gap(Outcome(status, objective, bound))
 
 
 def _without_allowed_gap(outcome: Outcome) -> Outcome:
@@ -134,7 +150,7 @@ def _without_allowed_gap(outcome: Outcome) -> Outcome:
 
 
 class RowSolver:
-    """A linear program in HiGHS, which can be solved again with other sides of its rows.
+    """A linear program in HiGHS, or in the solver of `solver_choice`, which can be solved again with other sides of its rows.
 
     Each time from the start, so that an answer does not depend on what was solved before. With integer variables: until the answer
     is within ``rel_gap`` of its bound, or for ``max_nodes`` nodes.
@@ -151,6 +167,13 @@ class RowSolver:
         """Hand the program over."""
         import highspy
 
+        from .solver_choice import HIGHS, as_pulp, solver_choice
+
+        choice = solver_choice()
+        if choice.write_to is not None:
+            choice.write(as_pulp(program).problem)
+        self._program, self._time_limit_s, self._rel_gap = program, time_limit_s, rel_gap
+        self._elsewhere = None if choice.name == HIGHS else as_pulp(program)
         self._has_integers, self._lower = bool(program.integer), program.lower
         self._solver = solver = highspy.Highs()
         solver.silent()
@@ -174,9 +197,13 @@ class RowSolver:
     def change_upper(self, row: int, upper: float) -> None:
         """Set the upper side of one row."""
         self._solver.changeRowBounds(row, self._lower[row], upper)
+        if self._elsewhere is not None:
+            self._elsewhere.change_upper(row, upper)
 
     def solve(self) -> tuple[Status, LinearAnswer | None]:
         """Solve the program as it is now."""
+        if self._elsewhere is not None:
+            return self._solve_elsewhere(self._elsewhere)
         import highspy
 
         solver = self._solver
@@ -195,6 +222,33 @@ class RowSolver:
         answer = LinearAnswer(objective, np.array(solution.col_value), np.array(solution.row_dual), bound)
         proved = objective - bound <= SOLVER * max(abs(objective), ROUNDING)
         return (Status.OPTIMAL if proved else Status.FEASIBLE), answer
+
+    def _solve_elsewhere(self, model: PulpProgram) -> tuple[Status, LinearAnswer | None]:
+        """Solve by PuLP. Of a search that was stopped PuLP says no bound: then it is that of the linear relaxation."""
+        from .solver_choice import solver_choice
+
+        choice, limit_s = solver_choice(), self._time_limit_s if math.isfinite(self._time_limit_s) else None
+        model.problem.solve(choice.pulp_solver(time_limit_s=limit_s, rel_gap=self._rel_gap or None))
+        status = _status(model.problem)
+        if not status.has_answer:
+            return status, None
+        values, duals = model.values, model.duals
+        objective = float(np.dot(self._program.cost, values))
+        if not self._has_integers:
+            return status, LinearAnswer(objective, values, self._dual_values() if duals is None else duals, objective)
+        bound = objective - self._rel_gap * abs(objective)
+        if status is not Status.OPTIMAL:
+            model.problem.solve(choice.pulp_solver(time_limit_s=limit_s, relaxed=True))
+            bound = float(np.dot(self._program.cost, model.values))
+        proved = objective - bound <= SOLVER * max(abs(objective), ROUNDING)
+        answer = LinearAnswer(objective, values, np.zeros(len(self._lower)), bound)
+        return (Status.OPTIMAL if proved else Status.FEASIBLE), answer
+
+    def _dual_values(self) -> FloatArray:
+        """Return HiGHS' duals, for solvers that give none."""
+        self._solver.clearSolver()
+        self._solver.run()
+        return np.array(self._solver.getSolution().row_dual)
 
 
 def new_constraint_program() -> cp_model.CpModel:

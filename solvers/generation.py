@@ -255,7 +255,7 @@ def solve_relaxation(
     i = instance
     allowed = np.stack([np.ones_like(i.may_store), np.full_like(i.may_store, i.streams), i.may_store & i.streams], 1)
     upper = i.counts[:, None] * allowed
-    lp, stored = LinearProgram(), float(i.rates.storage > 0)
+    lp, stored = LinearProgram("generation"), float(i.rates.storage > 0)
     away = _AWAY_COST * i.min_s / 3 if goal == "seconds" else 0.0
     variables = _Variables(
         lp.add_variables(

@@ -21,8 +21,9 @@ Term = tuple[Any, Any]
 
 @dataclass
 class LinearProgram:
-    """min cost x, lower <= A x <= upper, x_min <= x <= x_max, some of x ``integer``."""
+    """min cost x, lower <= A x <= upper, x_min <= x <= x_max, some of x ``integer``; ``name`` says of what problem."""
 
+    name: str = "program"
     cost: list[float] = field(default_factory=list)
     x_min: list[float] = field(default_factory=list)
     x_max: list[float] = field(default_factory=list)

@@ -88,7 +88,7 @@ class CountProgram:
     @cached_property
     def _solver(self) -> RowSolver:
         i, first, n = self._instance, self._first, self._n
-        self._lp = lp = LinearProgram()
+        self._lp = lp = LinearProgram("offload_bound")
         self._decisions = v = add_decisions_C1(lp, i, first, n)
         cost = i.num_microbatches * self._timed
         self._passes, self._idle = lp.add_variables(2, cost=cost), lp.add_variables(3, cost=cost)

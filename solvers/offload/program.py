@@ -78,7 +78,7 @@ class FluidProgram:
         self, instance: OffloadInstance, choice: OffloadChoice | None = None, min_working_bytes: float = 0.0
     ) -> None:
         """State all rows, named by the labels of offload/instance.py."""
-        self.instance, self.choice, self.lp = instance, choice, LinearProgram()
+        self.instance, self.choice, self.lp = instance, choice, LinearProgram("offload")
         i, lp, size, m = instance, self.lp, instance.num_layers, instance.num_microbatches
         self.decisions = add_decisions_C1(lp, i, np.arange(size), 1.0, choice)
         self.forward, self.backward = lp.add_variables(size, cost=m), lp.add_variables(size, cost=m)

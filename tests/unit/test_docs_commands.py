@@ -101,7 +101,7 @@ def test_options_of_a_page_exist(page: str) -> None:
             command.make_context(words[1], [word for word in rest if word != "&"]).close()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md", "docs/python.md", "docs/solvers.md"])
 def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
