@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -372,6 +372,8 @@ class SolverOptions(OptionModel):
 
     def chosen(self) -> AbstractContextManager[Any]:
         """Return the context in which programs go to the solver; entering it raises ConfigError where it is not installed."""
+        if self == type(self)():
+            return nullcontext()
         from ..solvers.solver_choice import linear_solver
 
         return linear_solver(self.solver, write_to=self.write_lp)

@@ -68,7 +68,7 @@ def proved_by(program: LinearProgram, duals: np.ndarray) -> float:
         np.add.at(matrix, (rows, columns), values)
 
     def cheapest(prices: np.ndarray, low: list[float], high: list[float]) -> float:
-        used = np.abs(prices) > 1e-7
+        used = np.abs(prices) > 1e-5  # CBC writes seven digits
         return float(prices[used] @ np.where(prices > 0, low, high)[used])
 
     reduced_cost = np.array(program.cost) - duals @ matrix
