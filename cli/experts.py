@@ -13,12 +13,12 @@ import typer
 
 from ..schema.base import write_atomically
 from ..schema.errors import ConfigError
+from ..schema.units import counted, format_percent, format_seconds
 from .options import JsonOption, Mode, OptionModel, SolverOptions, command, option
-from .terminal import headed_table, show
+from .terminal import Table, headed_table, show
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from rich.table import Table
 
     from ..solvers.experts.placement import Evaluation, ExpertPlacement, TraceEvaluation
 
@@ -134,14 +134,14 @@ def _plain_fields(document: Any) -> dict[str, Any]:
 def _placement_table(placement: ExpertPlacement) -> Table:
     """Show a row for each layer and one for their mean."""
     table = headed_table(
-        f"{len(placement.balance)} layers x {placement.num_experts} experts in "
-        f"{placement.physical_to_logical.shape[1]} slots of {placement.num_gpus} GPUs, {placement.split} shares, "
-        f"{placement.solve_s:.2f} s",
-        "layer", "max / mean", "lower bound", "gap", "most replicas", "moves", "off-node tokens", bold=False,
+        f"{counted(len(placement.balance), 'layer')} of {counted(placement.num_experts, 'expert')} in "
+        f"{counted(placement.physical_to_logical.shape[1], 'slot')} on {counted(placement.num_gpus, 'GPU')}, "
+        f"{placement.split} shares, placed in {format_seconds(placement.solve_s)}",
+        "layer", "max / mean", "lower bound", "gap", "most replicas", "moves", "off-node tokens",
     )  # fmt: skip
 
     def figures(balance: float, bound: float, gap: float) -> tuple[str, ...]:
-        return f"{balance:.4f}", f"{bound:.4f}", f"{100 * gap:.2f} %"
+        return f"{balance:.4f}", f"{bound:.4f}", format_percent(gap, 2)
 
     p = placement
     for layer, measured in enumerate(zip(p.balance, p.lower_bound, p.gap, strict=True)):
@@ -220,7 +220,7 @@ def _evaluation_table(result: Evaluation, visits: TraceEvaluation | None) -> Tab
     """Show a row for each workload and layer."""
     columns = ("nodes of a token", "node load of the tokens") if visits is not None else ()
     measured = ("max / mean", "with best shares", "lower bound", "node max / mean")
-    table = headed_table("", "workload", "layer", *measured, *columns)
+    table = headed_table("", "workload", "layer", *measured, *columns, num_keys=2)
     for d, layer in np.ndindex(result.balance.shape):
         values = [result.balance, result.weighted_balance, result.lower_bound, result.node_balance]
         row = [f"{value[d, layer]:.4f}" for value in values]
@@ -325,19 +325,8 @@ def bench(cases: BenchOptions, loads: LoadsArgument = None, json: JsonOption = F
     if json:
         typer.echo(json_module.dumps(rows, indent=1))
         return
-    table = headed_table(
-        "",
-        "loads",
-        "slots",
-        "GPUs",
-        "lower bound",
-        "ours / bound",
-        "worst layer",
-        "s",
-        "EPLB / bound",
-        "worst layer",
-        "s",
-    )
+    ours, theirs = ("ours / bound", "worst layer", "s"), ("EPLB / bound", "worst layer", "s")
+    table = headed_table("", "loads", "slots", "GPUs", "lower bound", *ours, *theirs, text=("loads",))
     for row in rows:
         figures = ("lower_bound", "mean", "worst", "solve_s", "eplb_mean", "eplb_worst", "eplb_s")
         table.add_row(row["loads"], str(row["slots"]), str(row["gpus"]), *(f"{row[name]:.4f}" for name in figures))

@@ -15,7 +15,7 @@ from .explain import compare, explain, export, import_configuration, report
 from .options import JsonOption, command
 from .plan import estimate, plan
 from .profile import profile_app
-from .terminal import list_table, show
+from .terminal import headed_table, show
 from .validate import calibrate, validate
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ def models(json: JsonOption = False) -> None:
         rows = [{name: getattr(spec, name) for name in _MODEL_FIELDS} for spec in specs]
         typer.echo(json_module.dumps(rows, indent=2))
         return
-    table = list_table("model", "parameters", "active", "layers", "width", "longest sequence")
+    table = headed_table("", "model", "parameters", "active", "layers", "width", "longest sequence", text=("model",))
     for spec in specs:
         counts = (format_count(spec.num_params), format_count(spec.num_active_params))
         table.add_row(spec.name, *counts, str(spec.num_blocks), str(spec.hidden_dim), str(spec.max_seq_len))
@@ -73,7 +73,8 @@ def devices(json: JsonOption = False) -> None:
         typer.echo(json_module.dumps(entries, indent=2))
         return
     links = ("in node", "between nodes")
-    table = list_table("device", "memory", "GB/s", "bf16 TFLOP/s", "fp16", "fp8", *links, text=links)
+    columns = ("device", "memory", "GB/s", "bf16 TFLOP/s", "fp16", "fp8", *links)
+    table = headed_table("", *columns, text=("device", *links))
     for name, entry in entries.items():
         peaks = [entry["peak_flops_per_s"].get(dtype) for dtype in ("bf16", "fp16", "fp8")]
         table.add_row(
@@ -94,9 +95,7 @@ def doctor(json: JsonOption = False) -> None:
 
     Exit code 1 where something is broken; what is merely limited is 0.
     """
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from ..profilers.doctor import examine
 
@@ -104,7 +103,7 @@ def doctor(json: JsonOption = False) -> None:
     if json:
         typer.echo("[" + ",\n".join(finding.model_dump_json() for finding in findings) + "]")
     else:
-        table = Table("", "", "found", "means", box=box.SIMPLE)
+        table = headed_table("", "part", "state", "found", "means", text=("part", "state", "found", "means"))
         for finding in findings:
             means = finding.means + (f"; {finding.help}" if finding.help and finding.status != "ok" else "")
             table.add_row(finding.subject, _SIGNS[finding.status], escape(finding.found), escape(means))

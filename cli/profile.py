@@ -14,14 +14,12 @@ import typer
 
 from ..schema import ConfigError, Profile
 from ..schema.base import Count
-from ..schema.units import GB, TFLOP, format_bytes, format_seconds
+from ..schema.units import GB, TFLOP, counted, format_bytes, format_percent, format_seconds
 from .options import JsonOption, Mode, OptionModel, command, complete_models, option
-from .terminal import headed_table, show_answer
+from .terminal import Table, figures_table, headed_table, show_answer
 from .terminal import show as show_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..profilers.run.protocol import MeasurementStep, ProfileProgress, ProfileTask, RankPlace
 
 _FINISH_S = 0.4
@@ -212,16 +210,16 @@ def diff(first: File, second: File, json: JsonOption = False) -> None:
         typer.echo(dumps(differences, indent=2))
         return
     title = "machine" if differences["machine"] else "the same machine"
-    machines = headed_table(title, "", "first", "second", text=("", "first", "second"), bold=False)
+    machines = headed_table(title, "", "first", "second", text=("", "first", "second"))
     for name, (a, b) in differences["machine"].items():
         machines.add_row(name.replace("_", " "), str(a), str(b))
-    rates = headed_table("rates", "", "first", "second", "second / first", bold=False)
+    rates = headed_table("rates", "", "first", "second", "second / first")
     for name, (a, b) in differences["rates"].items():
         ratio = f"{b / a:.2f}" if a and b else ""
         first_rate, second_rate = (_in_usual_units(name, value)[1] if value else "" for value in (a, b))
         rates.add_row(_in_usual_units(name, a or b)[0], first_rate, second_rate, ratio)
     ratio_title = "seconds, second / first"
-    points = headed_table("points", "", "in both", "only first", "only second", ratio_title, bold=False)
+    points = headed_table("points", "", "in both", "only first", "only second", ratio_title)
     for name, row in differences["points"].items():
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         points.add_row(name.replace("_", " "), *(str(row[count]) for count in ("both", "first", "second")), ratio)
@@ -246,39 +244,34 @@ def merge(
 
 def _show_profile(profile: Profile) -> None:
     """Print sections with their points and time, the figures that matter most, and what is slow, on stdout."""
-    from rich.console import Console
+    from rich.markup import escape
 
-    console = Console(soft_wrap=True)
     machine = profile.machine
-    nodes = f", {machine.num_nodes} nodes" if machine.num_nodes > 1 else ""
-    console.print(
-        f"{machine.device}: {machine.num_devices} ranks{nodes}, {machine.backend}, torch {machine.torch}",
-        highlight=False,
-    )
-    sections = headed_table(
-        f"measured in {format_seconds(profile.duration_s)}", "part", "points", "time", "", text=("part", ""), bold=False
-    )
+    nodes = f" on {counted(machine.num_nodes, 'node')}" if machine.num_nodes > 1 else ""
+    head = f"{machine.device}: {counted(machine.num_devices, 'rank')}{nodes}, {machine.backend}, torch {machine.torch}"
+    title = f"measured in {format_seconds(profile.duration_s)}"
+    sections = headed_table(title, "part", "points", "time", "", text=("part", ""))
     for section in profile.parts:
         state = section.state if not section.reason else f"{section.state}: {section.reason}"
         duration = format_seconds(section.duration_s) if section.num_points else "-"
         sections.add_row(section.name, str(section.num_points), duration, state)
-    console.print(sections)
-    console.print(_rates_table(profile))
+    remarks, lines = figures_table("", 0), []
     if profile.foreign_load_fraction > 0.2:
-        load = 100 * profile.foreign_load_fraction
-        console.print(f"other work used {load:.0f} % of the cores when it began: rates are too low")
-    for slow in profile.slow:
-        console.print(
-            f"slow: {slow.name}: {slow.what} takes {slow.ratio:.2f} times as long as elsewhere (noise {slow.noise:.2f})",
-            highlight=False,
-        )
+        load = format_percent(profile.foreign_load_fraction, 0)
+        lines.append(f"other work used {load} of the cores when it began: rates are too low")
+    lines += [
+        f"slow: {slow.name}: {slow.what} takes {slow.ratio:.2f} times as long as elsewhere (noise {slow.noise:.2f})"
+        for slow in profile.slow
+    ]
     if len(profile.ranks) > 1 and not profile.slow:
-        console.print("no rank or link is slower than its peers beyond noise")
+        lines.append("no rank or link is slower than its peers beyond noise")
+    for line in lines:
+        remarks.add_row("", escape(line))
+    show_table(figures_table(head, 0), sections, _rates_table(profile), remarks)
 
 
 def _rates_table(profile: Profile) -> Table:
-    table = headed_table("", "", "rate")
-    table.show_header = False
+    table = Table("", ("", ""), words=False)
     rates: dict[str, float] = {}
     for point in profile.matmuls:
         rates[point.dtype] = max(rates.get(point.dtype, 0.0), 2 * point.m * point.n * point.k / point.time_s)
@@ -313,27 +306,27 @@ def _summary_tables(profile: Profile) -> Iterator[Table]:
 
     machine = profile.machine
     title = f"{machine.device}, {machine.num_devices} x {machine.backend}"
-    origin = headed_table(title, "", " ", text=("", " "), bold=False)
+    origin = Table(title, ("", ""))
     rows = {
         "nodes": str(machine.num_nodes),
         "torch, python": f"{machine.torch}, {machine.python}",
         "driver": machine.driver,
         "hosts": ", ".join(profile.provenance.hosts),
         "measured": f"{profile.created} in {format_seconds(profile.duration_s)}",
-        "other work on the cores": f"{100 * profile.foreign_load_fraction:.0f} %",
+        "other work on the cores": format_percent(profile.foreign_load_fraction, 0),
         "runs folded in": str(profile.calibration.num_runs) if profile.calibration.num_runs else "",
         "content": "altered since" if profile.is_altered else "as measured" if profile.content_sha256 else "not sealed",
     }
     for name, value in rows.items():
         if value:
             origin.add_row(name, value)
-    measured = headed_table("rates", "", "measured", bold=False)
+    measured = headed_table("rates", "", "measured")
     for name, value in summary(profile).items():
         measured.add_row(*_in_usual_units(name, value))
-    points = headed_table("points", "", "points", "median spread", bold=False)
+    points = headed_table("points", "", "points", "median spread")
     for name, values in point_lists(profile).items():
         spread = sorted(value.spread for value in values)[len(values) // 2]
-        points.add_row(name.replace("_", " "), str(len(values)), f"{100 * spread:.0f} %")
+        points.add_row(name.replace("_", " "), str(len(values)), format_percent(spread, 0))
     yield from (origin, measured, points)
 
 

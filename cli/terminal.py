@@ -1,5 +1,7 @@
 """Talk to the terminal: answers and tables on standard output; progress, errors with their exit codes and Ctrl-C next to it.
 
+A `Table` is laid out for the width it is printed at, and no character of a cell is lost: words that find no room next to the
+figures stand below them, and figures that find none side by side follow below, with the first column again.
 Rich is imported where something is drawn: a command that draws nothing starts without it.
 """
 
@@ -7,8 +9,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -16,20 +20,25 @@ import typer
 from pydantic import BaseModel
 
 from ..schema.errors import ConfigError, MeshwrightError, SolverLimitError
-from ..schema.units import format_count, format_seconds
+from ..schema.units import format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.text import Text
 
     from ..planner.request import Deadline
     from ..schema import Certificate, ClusterSpec, ModelSpec, Plan
 
 INTERRUPTED = 130
 BAR_WIDTH = 20
-PIPE_WIDTH = 140
 EXTRAS = {"torch": "run", "safetensors": "run"}
 """Packages that planning does without, and the extra that brings them."""
+GAP = 2
+INDENT = 4
+MIN_WORDS = 36
+"""Columns that words next to figures need; with less they stand below."""
+MAX_NAME = 12
+"""Letters of a column's name that is not broken into lines."""
 
 
 @contextmanager
@@ -111,20 +120,19 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
                 text = f"none that fits yet, bound {format_seconds(bound_s)}"
             else:
                 gap = max(0.0, 1 - bound_s / incumbent_s)
-                text = f"best {format_seconds(incumbent_s)}, bound {format_seconds(bound_s)}, gap {100 * gap:.1f} %"
+                text = f"best {format_seconds(incumbent_s)}, bound {format_seconds(bound_s)}, gap {format_percent(gap)}"
             progress.update(task, description=f"{evaluated} layouts evaluated, {text}")
 
         yield update
 
 
 def show(*renderables: RenderableType) -> None:
-    """Print on stdout; a pipe or a narrow terminal still gets full columns."""
+    """Print on stdout, in a pipe as wide as COLUMNS says, without blanks at the ends of lines."""
     from rich.console import Console
 
-    console = Console(soft_wrap=False)
-    console = console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
+    console = Console()
     for renderable in renderables:
-        console.print(renderable)
+        console.print(renderable, highlight=False)
 
 
 def show_answer(document: BaseModel, *tables: RenderableType, as_json: bool) -> None:
@@ -135,43 +143,192 @@ def show_answer(document: BaseModel, *tables: RenderableType, as_json: bool) -> 
         show(*tables)
 
 
-def headed_table(
-    title: str, *columns: str, text: Collection[str] = ("",), bold: bool = True, wraps: bool = False
-) -> Table:
-    """Return an empty table with a line of column names, right-aligned but for those in ``text``."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+@dataclass
+class Table:
+    """Rows of what something is, some figures, and words about them; cells may have Rich's markup.
 
-    style = Text(title, style="bold" if bold else "") if title else None
-    table = Table(title=style, title_justify="left", box=box.SIMPLE, pad_edge=False)
-    for idx, name in enumerate(columns):
-        is_text = name in text
-        no_wrap = idx == 0 or not (is_text or wraps)
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=no_wrap, overflow="fold")
-    return table
+    Attributes:
+        title: above it, broken where it is longer than a line.
+        columns: their names; all empty: no heading.
+        left: columns that begin at the left; figures end at the right.
+        words: the last column holds words, broken into lines; each line of a cell begins a new one.
+        num_keys: columns that stand again in every part of a table whose figures do not fit side by side.
+    """
+
+    title: str
+    columns: Sequence[str]
+    left: Collection[int] = (0,)
+    words: bool = True
+    num_keys: int = 1
+    sections: list[list[tuple[tuple[Text, ...], float | None]]] = field(default_factory=lambda: [[]])
+
+    def add_section(self) -> None:
+        """Begin a new group of rows, after an empty line."""
+        if self.sections[-1]:
+            self.sections.append([])
+
+    def add_row(self, *cells: str, share: float | None = None) -> None:
+        """Add a row; with a share of a whole, a bar of it before the words where there is room."""
+        from rich.text import Text
+
+        assert len(cells) <= len(self.columns), cells
+        cells = (*cells, *("",) * (len(self.columns) - len(cells)))
+        self.sections[-1].append((tuple(map(Text.from_markup, cells)), share))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Yield the lines at the width of a console."""
+        from rich.text import Text
+
+        width, figures = options.max_width, self._figure_widths(options.max_width)
+        if self.title:
+            yield from (_stripped(line) for line in Text(self.title, style="bold").wrap(console, width))
+            yield Text()
+        parts = list(self._parts(figures, width))
+        for columns in parts:
+            placed = _Placed(
+                console, width, tuple((idx, figures[idx], idx in self.left) for idx in columns if figures[idx])
+            )
+            is_last = columns is parts[-1]
+            if any(self.columns):
+                words = self.columns[-1] if self.words and is_last else ""
+                yield from placed.heading([Text(name, style="bold") for name in self.columns], words)
+            for section in self.sections:
+                for cells, share in section:
+                    words = cells[-1] if self.words else Text()
+                    if is_last or any(cells[idx].plain for idx in columns[self.num_keys :]):
+                        yield from placed.row(cells, words if is_last else Text(), share)
+                if section:
+                    yield Text()
+
+    def _figure_widths(self, width: int) -> list[int]:
+        """Return the widths of all columns but that of words."""
+        rows = [cells for section in self.sections for cells, _ in section]
+        widths = []
+        for idx in range(len(self.columns) - self.words):
+            # a row without figures has its words right behind its first cell
+            cells = [
+                row[idx] for row in rows if idx or any(cell.plain for cell in row[1 : len(self.columns) - self.words])
+            ]
+            longest = max((cell.cell_len for cell in cells), default=0)
+            name = self.columns[idx]
+            unbroken = max(map(len, name.split()), default=0) if len(name) > MAX_NAME else len(name)
+            widths.append(min(max(longest, unbroken), width // 2 if idx < self.num_keys else width // 2 - GAP))
+        return widths
+
+    def _parts(self, widths: Sequence[int], width: int) -> Iterator[list[int]]:
+        """Yield the columns that stand side by side, the keys first."""
+        keys = list(range(min(self.num_keys, len(widths))))
+        used = of_keys = 1 + sum(widths[idx] + GAP for idx in keys) - GAP
+        part = list(keys)
+        for idx in range(len(keys), len(widths)):
+            if len(part) > len(keys) and used + GAP + widths[idx] > width:
+                yield part
+                part, used = list(keys), of_keys
+            part.append(idx)
+            used += GAP + widths[idx]
+        yield part
 
 
-def figures_table(title: str, num_figures: int = 2, *, has_text: bool = True) -> Table:
+@dataclass(frozen=True)
+class _Placed:
+    """Columns of a table side by side: each with its index, its width, and whether it begins at the left."""
+
+    console: Console
+    width: int
+    columns: tuple[tuple[int, int, bool], ...]
+
+    def heading(self, names: Sequence[Text], words: str) -> Iterator[Text]:
+        """Yield the names of the columns, broken into lines that end together."""
+        from rich.text import Text
+
+        cells = [names[idx].wrap(self.console, width) for idx, width, _ in self.columns]
+        height = max(map(len, cells))
+        cells = [[Text()] * (height - len(lines)) + list(lines) for lines in cells]
+        yield from self._lines(
+            cells, [Text()] * (height - 1) + [Text(words if len(words) <= self.room else "", style="bold")]
+        )
+        if words and len(words) > self.room:
+            yield Text(" " * INDENT + words, style="bold")
+
+    @property
+    def room(self) -> int:
+        """Return the columns of the screen that remain for words."""
+        return self.width - 1 - sum(width + GAP for _, width, _ in self.columns)
+
+    def row(self, cells: Sequence[Text], words: Text, share: float | None) -> Iterator[Text]:
+        """Yield the lines of a row."""
+        from rich.text import Text
+
+        label, filled = cells[0], [n for n, (idx, _, _) in enumerate(self.columns) if idx and cells[idx].plain]
+        if not filled and share is None and words.plain and label.cell_len < self.width // 2:
+            yield from self._words_behind(label, words)
+            return
+        longest = max((text.cell_len for text in words.split()), default=0)
+        up_to_last = replace(self, columns=self.columns[: filled[-1] + 1]) if filled else self
+        if share is None and self.room < longest <= up_to_last.room:
+            yield from up_to_last.row(cells, words, None)
+            return
+        bar = _bar(share) if share is not None and self.room >= BAR_WIDTH else ""
+        is_beside = longest + len(bar) <= self.room or self.room >= MIN_WORDS
+        beside = self._wrapped(words if is_beside else Text(), self.room, before=bar)
+        yield from self._lines([cells[idx].wrap(self.console, width) for idx, width, _ in self.columns], beside)
+        if not is_beside:
+            indent = INDENT + len(label.plain) - len(label.plain.lstrip())
+            for line in self._wrapped(words, self.width - indent):
+                yield _stripped(Text.assemble(" " * indent, line))
+
+    def _words_behind(self, label: Text, words: Text) -> Iterator[Text]:
+        """Yield the lines of a row without figures."""
+        from rich.text import Text
+
+        used = 1 + label.cell_len + GAP
+        for first, line in zip_longest((label,), self._wrapped(words, self.width - used), fillvalue=Text()):
+            yield _stripped(Text.assemble(" ", _padded(first, used - 1), line))
+
+    def _wrapped(self, words: Text, width: int, *, before: str = "") -> list[Text]:
+        """Return the lines of words, each paragraph on lines of its own, the first one behind a bar."""
+        from rich.text import Text
+
+        first, *others = words.split()
+        if before:
+            first = Text.assemble((before, "cyan"), " " * bool(first.plain), first)
+        return [line for text in (first, *others) if text.plain for line in text.wrap(self.console, width)]
+
+    def _lines(self, cells: Sequence[Sequence[Text]], words: Sequence[Text]) -> Iterator[Text]:
+        from rich.text import Text
+
+        for *row, line in zip_longest(*cells, words, fillvalue=Text()):
+            joined = Text(" ")
+            for cell, (_, width, is_left) in zip(row, self.columns, strict=True):
+                joined.append_text(_padded(_stripped(cell), width, is_left=is_left)).append(" " * GAP)
+            yield _stripped(joined.append_text(line))
+
+
+def _padded(text: Text, width: int, *, is_left: bool = True) -> Text:
+    padded = text.copy()
+    padded.align("left" if is_left else "right", max(width, text.cell_len))
+    return padded
+
+
+def _stripped(text: Text) -> Text:
+    stripped = text.copy()
+    stripped.rstrip()
+    return stripped
+
+
+def _bar(share: float) -> str:
+    return "#" * max(0, min(BAR_WIDTH, round(BAR_WIDTH * share)))
+
+
+def headed_table(title: str, *columns: str, text: Collection[str] = ("",), num_keys: int = 1) -> Table:
+    """Return an empty table with a line of column names; figures but for those in ``text``, of which the last holds words."""
+    left = {idx for idx, name in enumerate(columns) if name in text}
+    return Table(title, columns, left=left, words=len(columns) - 1 in left and len(columns) > 1, num_keys=num_keys)
+
+
+def figures_table(title: str, num_figures: int = 2) -> Table:
     """Return an empty table of rows: what it is, some figures, and words about them."""
-    table = headed_table(title)
-    table.show_header = False
-    table.add_column(min_width=26, overflow="fold")
-    for _ in range(num_figures):
-        table.add_column(justify="right", no_wrap=True)
-    if has_text:
-        table.add_column(overflow="fold")
-    return table
-
-
-def list_table(*columns: str, text: Collection[str] = ()) -> Table:
-    """Return an empty table without lines for a long list: a name, and right-aligned figures but for those in ``text``."""
-    from rich.table import Table
-
-    table = Table(*columns, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "left" if column.header in text else "right"
-    return table
+    return Table(title, ("",) * (num_figures + 2))
 
 
 def model_title(model: ModelSpec, cluster: ClusterSpec) -> str:
@@ -186,23 +343,18 @@ def cluster_title(cluster: ClusterSpec) -> str:
     return f"{groups} ({links})" if links else groups
 
 
-def bar(share: float) -> str:
-    """Return a bar of BAR_WIDTH for all."""
-    return "[cyan]" + "#" * max(0, min(BAR_WIDTH, round(BAR_WIDTH * share))) + "[/]"
-
-
 def add_search(table: Table, search: Certificate, effort: str, remark: str = "") -> None:
     """Add what a search proved, and what it took."""
     table.add_section()
-    took = f"{effort}, {format_seconds(search.search_s)}{remark}"
-    table.add_row("[bold]search", search.status, f"gap {100 * search.gap:.2g} %", took)
+    table.add_row(
+        "[bold]search", "", "", f"[bold]{search.verdict}[/]; {effort} in {format_seconds(search.search_s)}{remark}"
+    )
 
 
 def add_notes(table: Table, plan: Plan) -> None:
     """Add the notes of a plan of any task."""
     from rich.markup import escape
 
-    if plan.notes:
-        table.add_section()
+    table.add_section()
     for note in plan.notes:
         table.add_row("[bold]note", "", "", escape(note))

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..schema.errors import ConfigError
-from ..schema.units import format_seconds
+from ..schema.units import counted, format_percent, format_seconds
 from .options import JsonOption, OptionModel, ProfileOptions, command, option
-from .terminal import headed_table, show, show_answer
+from .terminal import Table, headed_table, show, show_answer
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..schema import Calibration, ClusterSpec
     from ..validation import Prediction, RunRow
     from ..validation.run_calibration import PlanRun
@@ -189,8 +187,8 @@ def time_table(scores: dict[str, SourceScore]) -> Table:
     """Show errors of the step time, rank correlation, coverage and regret of each source."""
     table = headed_table(
         "step time, predicted against measured", "source", "rows", "scored", "skipped", "C/flag", "MAPE", "median ratio",
-        "bias", "rank corr.", "in interval", "groups", "regret mean", "median", "max",
-        text=("source",), wraps=True,
+        "bias", "rank correlation", "in interval", "groups", "regret mean", "median", "max",
+        text=("source",),
     )  # fmt: skip
     for source, score in scores.items():
         counts = (str(score.rows), str(score.scored), str(sum(score.skipped.values())), str(score.unscored))
@@ -211,7 +209,7 @@ def memory_table(scores: dict[str, SourceScore]) -> Table:
     """Show errors of the peak by kind of measurement, out-of-memory recall and false alarms of each source."""
     table = headed_table(
         "memory, predicted against measured", "source", "kind", "rows", "MAPE", "bias", "in interval", "failed",
-        "recalled", "ran", "false alarms", text=("source",), wraps=True,
+        "recalled", "ran", "false alarms", text=("source", "kind"), num_keys=2,
     )  # fmt: skip
     for source, score in scores.items():
         fit = score.fit
@@ -243,15 +241,15 @@ def notes_table(scores: dict[str, SourceScore]) -> Table:
 def _percent(value: float | None, *, sign: bool = False) -> str:
     if value is None:
         return "-"
-    return f"{100 * value:+.1f} %" if sign else f"{100 * value:.1f} %"
+    return format_percent(value, sign=sign)
 
 
 def calibration_table(scores: dict[str, CalibrationScore], num_runs: int) -> Table:
     """Show the mean error without and with a few calibration runs of the same source and device."""
     table = headed_table(
-        f"step time with {num_runs} runs of the same source as calibration, draw by draw",
+        f"step time with {counted(num_runs, 'run')} of the same source as calibration, draw by draw",
         "source", "device", "draws", "rows", "MAPE without", "with", "worst draw", "bias with", "memory without", "with",
-        text=("source", "device"), wraps=True,
+        text=("source", "device"), num_keys=2,
     )  # fmt: skip
     for source, score in scores.items():
         times = (_percent(score.mape_before), _percent(score.mape_after), _percent(score.worst_after))
@@ -311,12 +309,14 @@ def _profiled_cluster(planned: ClusterSpec, profile: ProfileOptions) -> ClusterS
 
 def runs_table(runs: Sequence[PlanRun], cluster: ClusterSpec, calibration: Calibration) -> Table:
     """Compare the step times of runs with their predictions, without a calibration and with this one."""
+    from rich.markup import escape
+
     from ..planner.plan import reestimate
     from ..schema import Calibration
 
-    table = headed_table("step time of the runs", "layout", "measured", "predicted", "calibrated", text=("layout",))
+    table = headed_table("step time of the runs", "measured", "predicted", "calibrated", "layout", text=("layout",))
     clusters = [cluster.replace(calibration=ratios) for ratios in (Calibration(), calibration)]
     for run in runs:
         predicted = [reestimate(run.plan, changed).step_time_s for changed in clusters]
-        table.add_row(str(run.plan.layout), *map(format_seconds, (run.step_time_s, *predicted)))
+        table.add_row(*map(format_seconds, (run.step_time_s, *predicted)), escape(str(run.plan.layout)))
     return table

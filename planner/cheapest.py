@@ -328,7 +328,7 @@ def _search_schedules(size: Size, limit_s: float, plain_s: float | None) -> bool
             size.close("too slow" if limit_s == size.slowest_s else "dearer", reason)
         return False
     size.bound_s = min(size.min_s, result.certificate.bound_s)
-    size.is_stopped |= result.certificate.status == "feasible"
+    size.is_stopped |= result.certificate.status == "stopped"
     if result.estimate.step_time_s >= known_s * (1 - WORTH_MOVING):
         return False
     size.offloaded, size.step_time_s = result, result.estimate.step_time_s
@@ -404,6 +404,7 @@ def summarise_cost(
     per_step, tokens_per_step = best.value(plan.estimate.step_time_s), plan.workload.tokens_per_step
     reach = (size for size in sizes if size.outcome in ("chosen", "on the front", "dearer", "not examined"))
     bound = min([per_step, *(size.value(size.min_s) for size in reach)])
+    gap = (per_step - bound) / per_step
     hours = None if tokens is None else tokens / tokens_per_step * plan.estimate.step_time_s / HOUR_S
     is_complete = not any(size.is_stopped or size.outcome == "not examined" for size in sizes)
     price = price_per_hour(best.request.cluster)
@@ -418,9 +419,9 @@ def summarise_cost(
         tokens=tokens,
         hours=hours,
         total=None if hours is None else hours * price,
-        status="optimal" if is_complete else "feasible",
+        status=CostSummary.status_of(finished=is_complete, gap=gap),
         bound_usd_per_million_tokens=1e6 * bound / tokens_per_step,
-        gap=(per_step - bound) / per_step,
+        gap=gap,
         search_s=0.0,
         sizes=tuple(_size_tried(size, tokens_per_step) for size in sizes),
     )

@@ -14,6 +14,7 @@ from .cluster import ClusterSpec, LinkLevel
 from .cluster_files import check_keys, count_from_table
 from .errors import ConfigError
 from .layout import Layout
+from .plan import Proof
 
 Outcome = Literal["chosen", "on the front", "dearer", "too slow", "does not fit", "no layout", "not examined"]
 
@@ -42,7 +43,7 @@ class SizeTried(Frozen):
     host_bytes: NonNegativeInt = 0
 
 
-class CostSummary(Frozen):
+class CostSummary(Proof):
     """Money, in USD; devices are paid for as long as the training takes.
 
     Attributes:
@@ -51,7 +52,7 @@ class CostSummary(Frozen):
         tokens, hours, total: the whole run, where its tokens are given.
         bound_usd_per_million_tokens: no size of any offer that reaches the floor is cheaper, within the cost model.
         gap: (usd - bound) / usd; above zero where a simpler layout was taken over a faster one, or a time limit came first.
-        status: optimal: every size was bounded; feasible: a time limit stopped that.
+        status: as of a `Certificate`, with sizes in place of layouts.
         sizes: every size of every offer, in the order of the offers.
     """
 
@@ -65,9 +66,7 @@ class CostSummary(Frozen):
     tokens: PositiveFloat | None = None
     hours: PositiveFloat | None = None
     total: PositiveFloat | None = None
-    status: Literal["optimal", "feasible"]
     bound_usd_per_million_tokens: NonNegativeFloat
-    gap: NonNegativeFloat
     search_s: NonNegativeFloat
     sizes: tuple[SizeTried, ...] = ()
 

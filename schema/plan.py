@@ -13,17 +13,65 @@ from .cluster import ClusterSpec
 from .model import ModelSpec
 from .offload import OffloadLimits
 from .task import Task
+from .units import format_percent
 
 Unit = Literal["s", "tokens_per_s", "usd_per_million_tokens"]
 _UNITS: tuple[Unit, ...] = ("s", "tokens_per_s", "usd_per_million_tokens")
 _MORE_IS_BETTER: frozenset[Unit] = frozenset({"tokens_per_s"})
 
+SearchStatus = Literal["optimal", "complete", "stopped"]
+"""optimal: everything was bounded, and the gap is below PROVED_GAP; complete: it was bounded, and a larger gap remains; stopped: a
+time limit or Ctrl-C ended the search before."""
 
-class Certificate(Frozen):
+PROVED_GAP = 1e-3
+"""Below it a search is called optimal: a tenth of a percent is less than anyone can measure of a step."""
+
+
+class Proof(Frozen):
+    """Abstract base of what a search proved, and the words for it.
+
+    Attributes:
+        status: how far it came.
+        gap: what it leaves open, as a part of the objective.
+    """
+
+    status: SearchStatus
+    gap: NonNegativeFloat
+
+    @staticmethod
+    def status_of(*, finished: bool, gap: float) -> SearchStatus:
+        """Return the status of a search that bounded everything or was stopped before, with the gap that it leaves."""
+        if not finished:
+            return "stopped"
+        return "optimal" if gap < PROVED_GAP else "complete"
+
+    @property
+    def verdict(self) -> str:
+        """Return what may be said of the answer: ``optimal``, or ``complete, within 4.8 %`` of the best possible."""
+        if self.status == "optimal":
+            return "optimal"
+        within = f"within {format_percent(self.gap)}" if self.gap < 1 else "nothing proved"
+        return f"complete, {within}" if self.status == "complete" else f"stopped early, {within}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_status(cls, data: Any) -> Any:
+        """Read documents of older versions: feasible was stopped, optimal was any search that was not."""
+        if (
+            isinstance(data, dict)
+            and data.get("status") in ("optimal", "feasible")
+            and isinstance(data.get("gap"), int | float)
+        ):
+            return {**data, "status": cls.status_of(finished=data["status"] == "optimal", gap=data["gap"])}
+        return data
+
+
+class Certificate(Proof):
     """What a search proved. In JSON the unit is part of the names: ``objective_s``, ``bound_s``.
 
     Attributes:
-        status: optimal: everything was bounded; feasible: a time limit stopped that.
+        status: optimal: everything was bounded, and the gap is below 0.1 %; complete: it was bounded, and a larger gap remains;
+            stopped: a time limit or Ctrl-C came first.
         objective: of the best candidate, in ``unit``.
         bound: nothing in the searched space is better.
         gap: what the search leaves open, |objective - bound| over the larger of the two: another candidate, whose bound is better
@@ -35,11 +83,9 @@ class Certificate(Frozen):
         bounded: candidates whose bound was a linear program of its own.
     """
 
-    status: Literal["optimal", "feasible"]
     objective: PositiveFloat
     bound: NonNegativeFloat
     unit: Unit = "s"
-    gap: NonNegativeFloat
     evaluated: NonNegativeInt
     pruned: NonNegativeInt
     pruned_in_groups: NonNegativeInt = 0
@@ -58,7 +104,7 @@ class Certificate(Frozen):
         """
         low, high = (objective, bound) if unit in _MORE_IS_BETTER else (bound, objective)
         gap = max(0.0, (high - low) / high)
-        status: Any = "optimal" if finished else "feasible"
+        status = cls.status_of(finished=finished, gap=gap)
         return cls(status=status, objective=objective, bound=bound, unit=unit, gap=gap, **counts)
 
     @property

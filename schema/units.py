@@ -49,6 +49,21 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_percent(fraction: float, digits: int = 1, *, sign: bool = False) -> str:
+    """Format a part of a whole for the screen, zero without a sign: ``format_percent(0.0476) == '4.8 %'``."""
+    text = f"{100 * fraction:.{digits}f}"
+    if float(text) == 0:
+        text = text.lstrip("-")
+    elif sign and fraction > 0:
+        text = "+" + text
+    return f"{text} %"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: ``counted(1, "node") == '1 node'``, ``counted(2, "batch", "batches")``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def where(condition: Numbers, one: Numbers, other: Numbers) -> Numbers:
     """Return ``one`` where the condition holds, else ``other``; a plain number for plain numbers."""
     return (one if condition else other) if isinstance(condition, bool) else np.where(condition, one, other)

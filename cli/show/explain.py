@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-from ...schema.units import format_bytes, format_seconds
-from ..terminal import bar, figures_table, model_title
-from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_offload
+from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ..terminal import Table, figures_table, model_title
+from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_headline, add_offload
 
 if TYPE_CHECKING:
     from ...planner.explain.report import Explanation, StageHeadroom
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
 HOST_TITLES = {
     "host_bytes": "host memory of a node",
     "storage_bytes": "storage of a node",
-    "to_host_bytes": "to the host, a step and rank",
-    "to_device_bytes": "to the device",
+    "to_host_bytes": "to the host, per rank and step",
+    "to_device_bytes": "back to the device",
 }
 
 SAME = 1e-6
@@ -44,37 +42,45 @@ def explanation_tables(plan: TrainingPlan, explanation: Explanation) -> Iterator
         policies = [(policy.name, policy) for policy in explanation.policies]
         title = "the same layout under uniform policies: difference to the plan"
         yield side_by_side(title, layout, step_time_s, policies)
-        yield Text("\n".join(f"  {name}: {policy.reason}" for name, policy in policies))
+        yield _reasons(policies)
     others = sorted(explanation.runner_ups, key=lambda other: not other.fits)[:MAX_COLUMNS]
     if others:
         named = [(f"runner-up {idx}", other) for idx, other in enumerate(others, 1)]
         yield side_by_side("runner-ups: difference to the plan", layout, step_time_s, named)
-        yield Text("\n".join(f"  {name}: {other.reason}" for name, other in named))
+        yield _reasons(named)
 
 
 def _summary(plan: TrainingPlan, explanation: Explanation) -> Table:
     step_time_s = explanation.step_time_s
     table = figures_table(model_title(plan.model, plan.cluster))
-    table.add_row("[bold]plan", format_seconds(step_time_s), "", f"[bold]{explanation.layout}")
+    add_headline(table, plan.estimate)
+    table.add_row("[bold]layout", "", "", f"[bold]{escape(str(explanation.layout))}")
     table.add_section()
-    table.add_row("[bold]what binds", "costs or saves", "of the step", "")
+    table.add_row("[bold]what binds", "time", "share", "of a step: spent, or to be saved without the limit")
     for binding in explanation.binds:
         if binding.seconds is None:
             table.add_row(f"  {binding.resource}", "?", "", escape(binding.text))
             continue
         share = binding.seconds / step_time_s
-        text = f"{bar(share)} {escape(binding.text)}"
-        table.add_row(f"  {binding.resource}", format_seconds(binding.seconds), f"{100 * share:.1f} %", text)
+        figures = format_seconds(binding.seconds), format_percent(share)
+        table.add_row(f"  {binding.resource}", *figures, escape(binding.text), share=share)
     _add_headroom(table, explanation.stages, explanation.budget_bytes)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
     table.add_section()
-    table.add_row("[bold]step time saved by", "this layout", "the best layout", "which is then")
+    table.add_row("[bold]what more would save", "time", "share", "with this layout; then with the best one")
     for value in explanation.worth:
-        best = "" if value.best_s is None else _saved(value.best_s, step_time_s)
-        table.add_row(f"  {value.change}", _saved(value.kept_s, step_time_s), best, str(value.best or ""))
+        best = ""
+        if value.best_s is not None:
+            best = f"with the best layout {_saved(value.best_s, step_time_s)}"
+            best += f": {escape(str(value.best))}" if value.best else ""
+        saved = value.kept_s > 0
+        figures = (
+            (format_seconds(value.kept_s), format_percent(value.kept_s / step_time_s)) if saved else ("nothing", "")
+        )
+        table.add_row(f"  {value.change}", *figures, best)
+    table.add_section()
     for note in explanation.notes:
-        table.add_section()
         table.add_row("[bold]note", "", "", escape(note))
     return table
 
@@ -82,18 +88,18 @@ def _summary(plan: TrainingPlan, explanation: Explanation) -> Table:
 def _add_headroom(table: Table, stages: Sequence[StageHeadroom], budget_bytes: int) -> None:
     """Add the stages with the least headroom, in the order of the pipeline."""
     table.add_section()
-    table.add_row("[bold]memory of stages", "required", "free", f"of {format_bytes(budget_bytes)}")
+    table.add_row("[bold]memory of stages", "needed", "free", f"of {format_bytes(budget_bytes)} on each device")
     tightest = sorted(stages, key=lambda stage: stage.free_bytes)[:MAX_STAGE_ROWS]
     for stage in sorted(tightest, key=lambda stage: stage.stage_idx):
         table.add_row(
             f"  stage {stage.stage_idx}",
             format_bytes(stage.required_bytes),
             format_bytes(stage.free_bytes),
-            f"most: {stage.largest} {format_bytes(stage.largest_bytes)}; {format_seconds(stage.busy_s)} a micro-batch"
+            f"largest: {stage.largest} {format_bytes(stage.largest_bytes)}; busy for {format_seconds(stage.busy_s)} a micro-batch"
             + (f" on {stage.device}" if stage.device else ""),
         )
     if len(tightest) < len(stages):
-        table.add_row("  ...", "", "", f"{len(stages) - len(tightest)} more with more head-room")
+        table.add_row("  ...", "", "", f"{counted(len(stages) - len(tightest), 'more stage')} with more headroom")
 
 
 _VERDICTS = {
@@ -108,24 +114,32 @@ _VERDICTS = {
 
 def _why_not(explanation: Explanation, answer: WhyNot) -> Iterator[RenderableType]:
     fields = answer.asked + (f" (and {answer.kept}, as the plan had to)" if answer.kept else "")
-    yield Text(f"why not {fields}: {_VERDICTS[answer.status]}", style="bold")
-    yield Text("\n".join(f"  {reason}" for reason in answer.reasons))
+    table = figures_table(f"why not {fields}: {_VERDICTS[answer.status]}", 0)
+    for reason in answer.reasons:
+        table.add_row("", escape(reason))
+    yield table
     if answer.best is not None:
         yield side_by_side("line by line", explanation.layout, explanation.step_time_s, [("with it", answer.best)])
+
+
+def _reasons(named: Sequence[tuple[str, Comparison]]) -> Table:
+    table = figures_table("", 0)
+    for name, other in named:
+        table.add_row(f"[bold]{name}", escape(other.reason))
+    return table
 
 
 def side_by_side(title: str, layout: Layout, step_time_s: float, named: Sequence[tuple[str, Comparison]]) -> Table:
     """Show the plan's layout and others: a row for each term, a column for each layout with its figure less the plan's."""
     others = [other for _, other in named]
-    table = figures_table(title, 1 + len(others), has_text=False)
-    table.add_row("", "[bold]plan", *(f"[bold]{name}" for name, _ in named))
+    table = Table(title, ("", "plan", *(name for name, _ in named)), words=False, num_keys=2)
     values = [{name: value for name, _, value in other.fields} for other in others]
     for name in type(layout).model_fields:
         if any(name in fields for fields in values):
             theirs = (escape(fields.get(name, "")) for fields in values)
             table.add_row(f"  {name}", escape(str(getattr(layout, name))), *theirs)
     table.add_section()
-    slower = (f"{100 * o.slower_fraction:+.1f} %" if o.slower_fraction else "=" for o in others)
+    slower = (format_percent(o.slower_fraction, sign=True) if o.slower_fraction else "=" for o in others)
     table.add_row("[bold]step time", format_seconds(step_time_s), *slower)
     _add_terms(table, [other.time_s for other in others], TIME_TITLES, format_seconds)
     table.add_section()
@@ -157,4 +171,4 @@ def _signed(line: tuple[float, float, float], show: Callable[[float], str]) -> s
 
 
 def _saved(seconds: float, of_s: float) -> str:
-    return "nothing" if seconds == 0 else f"{format_seconds(seconds)}  {100 * seconds / of_s:5.2f} %"
+    return "nothing" if seconds == 0 else f"{format_seconds(seconds)} ({format_percent(seconds / of_s)})"

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Table
 
 from ...schema import GenerationPlan, Plan, TrainingPlan
-from ...schema.units import format_bytes, format_count, format_seconds
-from ..terminal import add_notes, add_search, bar, figures_table, headed_table, model_title
+from ...schema.units import counted, format_bytes, format_count, format_percent, format_seconds
+from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
 from .generation import generation_table
 
 if TYPE_CHECKING:
     from ...schema import (
+        Certificate,
         ClusterSpec,
         CostSummary,
         Layout,
@@ -51,6 +51,7 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
         yield plan_table(plan)
         if plan.cost is not None:
             yield cost_table(plan.cost, plan.workload.tokens_per_step)
+            yield money_table(plan.cost)
         if plan.pareto:
             yield pareto_table(plan.pareto)
     else:
@@ -61,7 +62,7 @@ def task_table(plan: Plan) -> Table:
     """Show what every plan has: the phases of its task, what was chosen, the figures of its estimate, its search and its notes."""
     table = figures_table(model_title(plan.model, plan.cluster))
     for phase in plan.task.phases:
-        table.add_row(f"[bold]{phase.name}", f"{phase.num_passes} x", f"{phase.tokens} tokens", "")
+        table.add_row(f"[bold]{phase.name}", f"{phase.num_passes} x", f"{phase.tokens} tokens")
     table.add_section()
     for name in [name for name in type(plan).model_fields if name not in (*Plan.model_fields, plan.task_field)]:
         table.add_row(f"[bold]{name.replace('_', ' ')}", "", "", escape(str(getattr(plan, name))))
@@ -69,11 +70,9 @@ def task_table(plan: Plan) -> Table:
     for name, value in plan.estimate:
         unit = next((unit for unit in units if name.endswith(unit) and not name.endswith("_per_s")), "")
         if isinstance(value, int | float):
-            table.add_row(
-                f"[bold]{name.removesuffix(unit).replace('_', ' ')}", units.get(unit, format_count)(value), "", ""
-            )
+            table.add_row(f"[bold]{name.removesuffix(unit).replace('_', ' ')}", units.get(unit, format_count)(value))
     if plan.search is not None:
-        add_search(table, plan.search, f"{plan.search.evaluated} evaluated, {plan.search.pruned} excluded by bounds")
+        add_search(table, plan.search, _effort(plan.search))
     add_notes(table, plan)
     return table
 
@@ -84,98 +83,99 @@ def plan_table(plan: TrainingPlan) -> Table:
     _add_stages(table, plan)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
-    if (search := plan.search) is not None:
-        grouped = f" ({search.pruned_in_groups} of them by those of their degrees)" if search.pruned_in_groups else ""
-        price = plan.price_of_simplicity
-        simpler = f"; simpler for {100 * price:.2g} % of time" if price > 0 else ""
-        effort = f"{search.evaluated} layouts evaluated, {search.pruned} excluded by bounds{grouped}"
-        add_search(table, search, effort, simpler)
+    if plan.search is not None:
+        add_search(table, plan.search, _effort(plan.search))
     if plan.alternatives:
         table.add_section()
-        table.add_row("[bold]runner-ups", "step time", "memory", "why not")
-        for other in plan.alternatives:
-            memory = format_bytes(other.peak_reserved_bytes)
-            table.add_row(f"  {other.layout}", format_seconds(other.step_time_s), memory, other.reason)
+        table.add_row("[bold]runner-ups", "step time", "memory")
+    for idx, other in enumerate(plan.alternatives, 1):
+        memory = format_bytes(other.peak_reserved_bytes)
+        words = f"{escape(str(other.layout))}\n{escape(other.reason)}"
+        table.add_row(f"  runner-up {idx}", format_seconds(other.step_time_s), memory, words)
     add_notes(table, plan)
     return table
+
+
+def _effort(search: Certificate) -> str:
+    return f"{counted(search.evaluated, 'layout')} evaluated, {search.pruned:,} ruled out by bounds,"
 
 
 def estimate_table(
     model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: TrainingEstimate
 ) -> Table:
-    """Show layout, step time and what it consists of, throughput, and memory against the budget."""
+    """Show step time and memory, the layout, what the step consists of, and memory against the budget."""
     table = figures_table(model_title(model, cluster))
+    add_headline(table, estimate)
     _add_layout(table, workload, layout)
     _add_time(table, estimate)
     _add_memory(table, cluster, estimate)
     return table
 
 
-def _add_layout(table: Table, workload: Workload, layout: Layout) -> None:
-    microbatches = layout.num_microbatches(workload.global_batch_size)
-    table.add_row("[bold]layout", "", "", f"[bold]{layout}")
-    table.add_row(
-        "  batch",
-        f"{workload.global_batch_size} x {workload.seq_len}",
-        workload.precision,
-        f"{_counted(microbatches, 'micro-batch', 'es')} of {_counted(layout.micro_batch_size, 'sequence')} on "
-        + (f"each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "the one data-parallel rank"),
+def add_headline(table: Table, estimate: TrainingEstimate) -> None:
+    """Add what a reader looks for first: the time of a step with what it gives, and whether it fits."""
+    rate = f"{estimate.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {format_percent(estimate.mfu)}"
+    table.add_row("[bold]step time", f"[bold]{format_seconds(estimate.step_time_s)}", "", rate)
+    verdict = "[green]fits" if estimate.fits else "[red]does not fit"
+    budget = (
+        f"{verdict}[/]: needs up to {format_bytes(estimate.required_bytes)} of {format_bytes(estimate.budget_bytes)}"
     )
+    table.add_row("[bold]memory per device", f"[bold]{format_bytes(estimate.peak_allocated_bytes)}", "", budget)
 
 
-def _counted(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{plural if number != 1 else ''}"
+def _add_layout(table: Table, workload: Workload, layout: Layout) -> None:
+    table.add_section()
+    microbatches = layout.num_microbatches(workload.global_batch_size)
+    table.add_row("[bold]layout", "", "", f"[bold]{escape(str(layout))}")
+    ranks = f"each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "the one data-parallel rank"
+    table.add_row(
+        "[bold]batch",
+        "",
+        "",
+        f"{counted(workload.global_batch_size, 'sequence')} of {counted(workload.seq_len, 'token')} in {workload.precision}: "
+        f"{counted(microbatches, 'micro-batch', 'micro-batches')} of {counted(layout.micro_batch_size, 'sequence')} on {ranks}",
+    )
 
 
 def _add_time(table: Table, estimate: TrainingEstimate) -> None:
     table.add_section()
     interval = estimate.step_time_interval_s
-    between = f"between {format_seconds(interval.low)} and {format_seconds(interval.high)}"
-    table.add_row("[bold]step time", f"[bold]{format_seconds(estimate.step_time_s)}", "", between)
+    between = f"between {format_seconds(interval.low)} and {format_seconds(interval.high)}, nine times in ten"
+    table.add_row("[bold]where the time goes", format_seconds(estimate.step_time_s), "", between)
     for name, title in TIME_TITLES.items():
         seconds = getattr(estimate.breakdown_s, name)
         if seconds > 0:
             share = seconds / estimate.step_time_s
-            table.add_row(f"  {title}", format_seconds(seconds), f"{100 * share:.1f} %", bar(share))
-    per_device = f"{estimate.tokens_per_s_per_device:,.0f} tokens/s per device"
-    table.add_row(
-        "[bold]throughput",
-        f"{format_count(estimate.tokens_per_s)} tok/s",
-        f"MFU {100 * estimate.mfu:.1f} %",
-        per_device,
-    )
+            table.add_row(f"  {title}", format_seconds(seconds), format_percent(share), share=share)
+    table.add_row("[bold]throughput", format_count(estimate.tokens_per_s), "", "tokens/s on all devices together")
 
 
 def _add_memory(table: Table, cluster: ClusterSpec, estimate: TrainingEstimate) -> None:
     table.add_section()
     total, reserved = estimate.budget_bytes + cluster.reserved_bytes, cluster.reserved_bytes
-    verdict = "[green]fits" if estimate.fits else "[red]does not fit"
-    budget = (
-        f"{verdict}[/]: needs up to {format_bytes(estimate.required_bytes)} of {format_bytes(estimate.budget_bytes)}"
-    )
     table.add_row(
-        "[bold]memory per device",
-        f"[bold]{format_bytes(estimate.peak_allocated_bytes)}",
-        f"{100 * estimate.peak_allocated_bytes / estimate.budget_bytes:.0f} %",
-        f"{budget} = {format_bytes(total)} - {format_bytes(reserved)} reserved",
+        "[bold]where the memory goes",
+        format_bytes(estimate.peak_allocated_bytes),
+        format_percent(estimate.peak_allocated_bytes / estimate.budget_bytes, 0),
+        f"of {format_bytes(estimate.budget_bytes)} = {format_bytes(total)} - {format_bytes(reserved)} reserved",
     )
     for name, size in estimate.memory_bytes.model_dump().items():
         if size:
             share = size / estimate.budget_bytes
-            table.add_row(f"  {name}", format_bytes(size), f"{100 * share:.1f} %", bar(share))
+            table.add_row(f"  {name}", format_bytes(size), format_percent(share), share=share)
 
 
 def add_offload(table: Table, stage: Stage, schedule: OffloadSchedule) -> None:
     """Add what lies where, what moves, and what a little more of each resource would save."""
     table.add_section()
     down, up = format_bytes(schedule.to_host_bytes), format_bytes(schedule.to_device_bytes)
-    table.add_row("[bold]offload", format_bytes(schedule.host_bytes), "a node", f"{down} down, {up} up a step and rank")
+    moved = f"of host memory a node; each rank moves {down} down and {up} up in a step"
+    table.add_row("[bold]offload", format_bytes(schedule.host_bytes), "", moved)
     for name, title in (("activations", "activations of"), ("boundary", "inputs of recomputed")):
         count = sum(stage.offload_of(idx) == name for idx in stage.layer_idxs)
         if count:
-            table.add_row(
-                f"  {title}", _counted(count, "block"), "", f"{schedule.prefetch_layers} ahead on the way back"
-            )
+            ahead = f"fetched back {counted(schedule.prefetch_layers, 'block')} ahead"
+            table.add_row(f"  {title}", counted(count, "block"), "", ahead)
     for layers, what in (
         (schedule.host_optimizer_layers, "updated by the host"),
         (schedule.streamed_optimizer_layers, "states streamed to the device"),
@@ -183,16 +183,20 @@ def add_offload(table: Table, stage: Stage, schedule: OffloadSchedule) -> None:
         (schedule.storage_optimizer_layers, f"states in {schedule.storage_path}"),
     ):
         if layers:
-            table.add_row(f"  {what}", _counted(len(layers), "layer"), "", escape(_ranges(layers)))
+            table.add_row(f"  {what}", counted(len(layers), "layer"), "", escape(_ranges(layers)))
     values = schedule.worth
     device_s, link_s = values.device_s_per_gib, values.to_host_s_per_gb_per_s + values.to_device_s_per_gb_per_s
-    table.add_row("  1 GiB more of each device", f"-{format_seconds(device_s)}", "", "saved a step, at the margin")
-    table.add_row("  1 GB/s more both ways", f"-{format_seconds(link_s)}", "", "")
-    bound = f"at least {format_seconds(schedule.bound_s)} with this layout"
-    table.add_row("  schedule", format_seconds(schedule.simulated_s), f"gap {100 * schedule.gap:.2g} %", bound)
+    table.add_row("  1 GiB more of each device", _saving(device_s), "", "a step, at the margin")
+    table.add_row("  1 GB/s more both ways", _saving(link_s), "", "a step, at the margin")
+    proof = f"within {format_percent(schedule.gap)} of {format_seconds(schedule.bound_s)}, the least that this layout allows"
+    table.add_row("  step when simulated", format_seconds(schedule.simulated_s), "", proof)
 
 
-def _ranges(layers: tuple[int, ...]) -> str:
+def _saving(seconds: float) -> str:
+    return f"-{format_seconds(seconds)}" if seconds > 0 else "nothing"
+
+
+def _ranges(layers: Sequence[int]) -> str:
     """Return layers as ``0-3, 7``."""
     runs: list[list[int]] = []
     for idx in layers:
@@ -209,12 +213,14 @@ def _add_stages(table: Table, plan: TrainingPlan) -> None:
     if num_stages == 1:
         return
     table.add_section()
-    table.add_row("[bold]stages", "per micro-batch", "memory", "layers")
+    table.add_row("[bold]stages", "time", "memory", "both passes of one micro-batch")
     half = MAX_STAGE_ROWS // 2
     for s, (stage, rank) in enumerate(zip(plan.stages, plan.rank_of_stage, strict=True)):
         if num_stages > MAX_STAGE_ROWS and half <= s < num_stages - half:
             if s == half:
-                table.add_row("  ...", "", "", f"{num_stages - MAX_STAGE_ROWS} more, all in plan.json")
+                table.add_row(
+                    "  ...", "", "", f"{counted(num_stages - MAX_STAGE_ROWS, 'more stage')}, all in the plan file"
+                )
             continue
         costs = plan.estimate.stages[rank]
         table.add_row(
@@ -228,7 +234,7 @@ def _add_stages(table: Table, plan: TrainingPlan) -> None:
 def _stage_layers(stage: Stage, model: ModelSpec) -> str:
     layers = list(model.iter_layers())
     idxs = [idx for idx in stage.layer_idxs if layers[idx].kind == "block"]
-    names = [f"{len(idxs)} blocks ({idxs[0] - 1}-{idxs[-1] - 1})"]
+    names = [f"{counted(len(idxs), 'block')} ({_ranges(tuple(idx - 1 for idx in idxs))})"] if idxs else []
     if stage.first_layer_idx == 0:
         names.insert(0, "embedding")
     names += [layers[idx].kind for idx in stage.layer_idxs if layers[idx].kind in ("head", "mtp")]
@@ -239,25 +245,25 @@ _STYLES = {"chosen": "[bold green]", "on the front": "[bold]", "dearer": "", "no
 
 
 def cost_table(cost: CostSummary, tokens_per_step: int) -> Table:
-    """Show what is rented, what it costs, and every size that was tried."""
-    title = f"cheapest: {cost.num_nodes} nodes of {cost.offer}"
-    table = headed_table(title, "", "nodes", "USD/h", "step", "tok/s", "USD/1e9 tok", "")
+    """Show every size that was tried: what it costs, and why it was not chosen."""
+    title = f"cheapest: {counted(cost.num_nodes, 'node')} of {cost.offer}"
+    table = headed_table(title, "", "nodes", "USD/h", "step", "tokens/s", "USD/1e9 tokens", "")
     for group in _grouped(cost.sizes):
         table.add_row(*_size_row(group, tokens_per_step))
-    table.add_section()
-    for title, value, note in _money_rows(cost):
-        table.add_row(f"[bold]{title}", "", "", "", "", value, note)
     return table
 
 
-def _money_rows(cost: CostSummary) -> Iterator[tuple[str, str, str]]:
-    yield "rent", f"{cost.price_per_hour:,.2f}", "USD/h"
-    yield "a step", f"{cost.usd_per_step:,.4g}", "USD"
-    yield "1e9 tokens", f"{cost.usd_per_billion_tokens:,.2f}", "USD"
+def money_table(cost: CostSummary) -> Table:
+    """Show what the chosen size costs, and what the search for it proved."""
+    table = Table("", ("", "USD", ""))
+    table.add_row("[bold]rent", f"{cost.price_per_hour:,.2f}", "an hour")
+    table.add_row("[bold]a step", f"{cost.usd_per_step:,.4g}")
+    table.add_row("[bold]1e9 tokens", f"{cost.usd_per_billion_tokens:,.2f}")
     if cost.total is not None and cost.tokens is not None and cost.hours is not None:
-        yield "whole run", f"{cost.total:,.0f}", f"USD for {cost.tokens:.3g} tokens in {cost.hours:,.1f} h"
-    note = f"gap {100 * cost.gap:.2g} %, {len(cost.sizes)} sizes in {format_seconds(cost.search_s)}"
-    yield "search", cost.status, note
+        table.add_row("[bold]whole run", f"{cost.total:,.0f}", f"for {cost.tokens:.3g} tokens in {cost.hours:,.1f} h")
+    took = f"{counted(len(cost.sizes), 'size')} in {format_seconds(cost.search_s)}"
+    table.add_row("[bold]search", "", f"[bold]{cost.verdict}[/]: {took}")
+    return table
 
 
 def _grouped(sizes: Sequence[SizeTried]) -> Iterator[list[SizeTried]]:
@@ -300,7 +306,7 @@ def _size_row(group: Sequence[SizeTried], tokens_per_step: int) -> tuple[str, ..
 def pareto_table(points: Sequence[ParetoPoint]) -> Table:
     """Show layouts that no other beats in both time and memory, fastest first; with the host memory that some offload to."""
     offloads = any(point.host_bytes for point in points)
-    columns = ["step", "tok/s", "needs", *(["host"] if offloads else []), "gap", "layout"]
+    columns = ["step", "tokens/s", "needs", *(["host"] if offloads else []), "gap", "layout"]
     title = "time against memory: each layout is the fastest that needs no more"
     table = headed_table(title, *columns, text=("layout",))
     for point in points:
@@ -310,7 +316,7 @@ def pareto_table(points: Sequence[ParetoPoint]) -> Table:
             format_count(point.tokens_per_s),
             format_bytes(point.required_bytes),
             *([format_bytes(point.host_bytes) if point.host_bytes else ""] if offloads else []),
-            f"{100 * gap:.2g} %" if gap > 1e-9 else "0 %",
-            str(point.layout),
+            format_percent(gap),
+            escape(str(point.layout)),
         )
     return table

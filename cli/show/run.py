@@ -16,11 +16,10 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from ...schema import MeshwrightError
-from ...schema.units import format_bytes, format_count, format_seconds
-from ..terminal import headed_table
+from ...schema.units import format_bytes, format_count, format_percent, format_seconds
+from ..terminal import Table, headed_table
 
 _LOG_LINES = 20
 """Lines of progress for an entire run where standard error is not a terminal."""
@@ -99,14 +98,14 @@ class Screen:
             return
         predicted, measured, ratio = (self._comparison[name] for name in ("predicted", "measured", "ratio"))
         title = f"predicted and measured, median of {measured['steps'] - measured['warmup_steps']} steps"
-        table = headed_table(title, "", "predicted", "measured", "measured / predicted", bold=False)
+        table = headed_table(title, "", "predicted", "measured", "measured / predicted")
         rows = [
             ("step time", "step_time_s", format_seconds),
             ("tokens/s", "tokens_per_s", format_count),
             ("peak memory", "peak_reserved_bytes", format_bytes),
         ]
         if measured["peak_allocated_bytes"] != measured["peak_reserved_bytes"]:
-            rows.append(("  of it tensors", "peak_allocated_bytes", format_bytes))
+            rows.append(("  of which tensors", "peak_allocated_bytes", format_bytes))
         for title, key, show in rows:
             table.add_row(title, show(predicted[key]), show(measured[key]), f"{ratio[key]:.2f}")
             if key == "step_time_s":
@@ -115,7 +114,7 @@ class Screen:
         for slow in measured.get("stragglers", ()):
             stage = next(rank["stage_idx"] for rank in measured["ranks"] if rank["rank"] == slow["rank"])
             line = (
-                f"slow: rank {slow['rank']} (stage {stage}) computes {100 * slow['slower_fraction']:.0f} % longer than its "
+                f"slow: rank {slow['rank']} (stage {stage}) computes {format_percent(slow['slower_fraction'], 0)} longer than its "
                 f"peers, by chance once in {1 / slow['chance']:,.0f} runs"
             )
             self._console.print(line, highlight=False, soft_wrap=True)

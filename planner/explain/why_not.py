@@ -143,7 +143,7 @@ def _compare_completion(plan: TrainingPlan, request: PlanRequest, asked: Mapping
         return _compare_search(plan, request, result)
     scheduled, lacking = _search_schedules(request, result)
     if scheduled is not None:
-        bound_s = scheduled.certificate.bound_s if scheduled.certificate.status == "feasible" else None
+        bound_s = scheduled.certificate.bound_s if scheduled.certificate.status == "stopped" else None
         return _compare_feasible(plan, request, scheduled.layout, scheduled.estimate, bound_s, scheduled.schedule)
     if result is None:
         return WhyNot(status="too_large", reasons=lacking)
@@ -210,7 +210,7 @@ def _verdict(plan: TrainingPlan, request: PlanRequest, slower: float) -> str:
         return f"{faster}: within the model's error, so that the simpler one was taken"
     if not request.runnable and PlanRequest.from_plan(plan).runnable:
         return f"{faster}, but `meshwright apply` does not execute it"
-    if plan.search is not None and plan.search.status == "feasible":
+    if plan.search is not None and plan.search.status == "stopped":
         return f"{faster}: the plan's search was stopped with a gap of {100 * plan.search.gap:.1f} %"
     return f"{faster}: the plan's search did not cover it, or this version predicts other times; plan again with --fix"
 

@@ -12,6 +12,9 @@ from meshwright.schema import ConfigError, Profile, TrainingPlan
 from meshwright.schema.generation import GenerationPlan
 from meshwright.schema.layout import SWITCHES
 
+RENAMED = ("status: optimal -> complete",)
+"""A search that bounded everything was called optimal whatever its gap; now only below 0.1 %."""
+
 FOLDER = Path(__file__).parent / "documents"
 PROFILES = ("profile.json", "profile-corrected.json")
 GENERATION = ("generation.json",)
@@ -43,7 +46,7 @@ def test_quick_stored_document_is_saved_with_equal_content(name: str, tmp_path: 
     before, after = (json.loads((folder / name).read_text()) for folder in (FOLDER, tmp_path))
     for switch in {*SWITCHES} & before.get("workload", {}).keys():  # they were the workload's until 2026-11-23
         before["layout"][switch] = before["workload"].pop(switch)
-    assert not list(lost(before, after))
+    assert not [line for line in lost(before, after) if not line.endswith(RENAMED)]
 
 
 @pytest.mark.parametrize("lines", [0, 1, 3])

@@ -22,7 +22,7 @@ def in_empty_folder(tmp_path, monkeypatch):
 def test_cost_of_a_cluster_is_shown_with_every_size(tmp_path) -> None:
     result = CliRunner().invoke(app, [*PLAN, *CLUSTER, *COST, "--tokens", "1e11", "--deadline-h", "100"])
     assert result.exit_code == 0, result.output
-    for expected in ("cheapest:", "chosen", "USD/1e9 tok", "whole run", "too slow"):
+    for expected in ("cheapest:", "chosen", "1e9 tokens", "whole run", "too slow"):
         assert expected in result.stdout
     cost = TrainingPlan.load(tmp_path / "plan.json").cost
     assert cost.hours <= 100
@@ -50,7 +50,8 @@ def test_pareto_front_is_part_of_the_plan(tmp_path) -> None:
     assert result.exit_code == 0, result.output
     points = TrainingPlan.load(tmp_path / "plan.json").pareto
     assert len(points) >= 3
-    assert all(str(point.layout) in result.stdout for point in points)
+    shown = " ".join(result.stdout.split())
+    assert all(str(point.layout) in shown for point in points)
 
 
 @pytest.mark.parametrize(

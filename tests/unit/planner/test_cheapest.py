@@ -63,7 +63,7 @@ def test_cheapest_size_equals_exhaustive_search_of_all_sizes(engine: str) -> Non
         reach = {key: usd(*key, s) for key, s in times.items() if workload.tokens_per_step / s >= floor}
         found = cheapest(MODEL, OFFERS, workload, min_tokens_per_s=floor)
         cost = found.cost
-        assert cost.status == "optimal"
+        assert cost.status == ("optimal" if cost.gap < 1e-3 else "complete")
         chosen = (cost.offer, cost.num_nodes)
         assert usd(*chosen, times[chosen]) <= min(reach.values()) * (1 + 2 * REL_GAP)
         assert cost.bound_usd_per_million_tokens * workload.tokens_per_step / 1e6 <= min(reach.values()) * (1 + 1e-9)

@@ -63,7 +63,7 @@ def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
         assert len(stopped.feasible) == wants_incumbent
         assert 0 < stopped.bound_s <= best_s
     certificate = stopped.certificate()
-    assert certificate.status == "feasible"
+    assert certificate.status == "stopped"
     assert certificate.objective_s >= best_s
     assert certificate.gap == pytest.approx(1 - certificate.bound_s / certificate.objective_s)
 
