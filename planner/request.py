@@ -29,7 +29,7 @@ from ..schema import (
 )
 from ..schema.engine_facts import PLANNED_ENGINES, require_our_engine
 from ..schema.layout import check_fields, format_assignments, parse_assignments
-from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts, why_not_runnable
+from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts, why_not_runnable, why_not_trainable
 from ..schema.task import Precision, Task
 from ..solvers.branch_and_bound import OnProgress
 
@@ -253,6 +253,12 @@ class PlanRequest:
             offload = offload or OffloadRequest()
         elif offload is not None and offload.kinds == "none":
             offload = None
+        if model.code is not None and (task.adapters is not None or offload is not None):
+            what = "adapters beside" if task.adapters is not None else "offload of"
+            raise ConfigError(
+                f"{what} {model.name}: it was traced from code, in which their places are not known",
+                help="leave them out",
+            )
         if runnable is None:
             runnable = is_trained_by_apply(model, task)
         elif runnable:
@@ -293,8 +299,9 @@ class PlanRequest:
 
 
 def is_trained_by_apply(model: ModelSpec, workload: Workload) -> bool:
-    """Return whether `meshwright apply` of this version trains a model."""
-    return workload.engine_facts.is_own_runtime and not why_not_runnable(model, workload)
+    """Return whether `meshwright apply` of this version trains a model, one traced from code by a script of the user's."""
+    lacking = why_not_runnable(model, workload) if model.code is None else why_not_trainable(workload)
+    return workload.engine_facts.is_own_runtime and not lacking
 
 
 def default_precision(cluster: ClusterSpec) -> Precision:

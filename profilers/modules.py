@@ -32,11 +32,12 @@ from ..schema.layers import (
     Head,
     LayerRun,
     SoftmaxAttention,
-    Traced,
-    TracedAttention,
-    TracedProduct,
 )  # fmt: skip
 from ..schema.model import ModelSpec
+from ..schema.traced import CodeFacts, Traced, TracedAttention, TracedProduct
+from .module.fakes import on_fakes
+from .module.structure import Structure, find_structure
+from .module.trials import why_not_sharded, why_not_staged
 
 _STAND_INS = {
     "attention": SoftmaxAttention(kind="mha", num_heads=1, num_kv_heads=1, head_dim=1, rope_fraction=0),
@@ -80,12 +81,17 @@ def profile_module(
             f"{type(model).__name__} has no repeated blocks: no list of two or more modules of one class",
             help="name the container of its blocks: profile_module(..., blocks='encoder.layers')",
         )
-    tracer = _Tracer(model, container)
+    tracer, structure = _Tracer(model, container), find_structure(model, container)
     tracer.run(example_inputs)
     kinds = [tracer.traced_block(block) for block in tracer.blocks]
     before, after = tracer.outside()
     # Parameters that both ends use (tied embeddings) are counted in the first.
-    first, last = Embedding(vocab_size=1, traced=before), Head(vocab_size=1, traced=after)
+    vocab_size = tracer.vocab_size(structure)
+    is_tied = structure.is_tied and vocab_size > 1
+    first, last = (
+        Embedding(vocab_size=vocab_size, traced=before),
+        Head(vocab_size=vocab_size, traced=after, tied=is_tied),
+    )
     runs = (
         LayerRun(layer=Block(traced=traced, **_STAND_INS), count=len(list(same))) for traced, same in groupby(kinds)
     )
@@ -94,8 +100,14 @@ def profile_module(
         architecture=type(model).__name__,
         hidden_dim=tracer.width,
         layers=(LayerRun(layer=first), *runs, LayerRun(layer=last)),
-        tie_embeddings=False,
+        tie_embeddings=is_tied,
         max_seq_len=tracer.seq_len,
+        code=CodeFacts(
+            class_name=type(model).__name__,
+            blocks=container,
+            not_staged=why_not_staged(model, structure, example_inputs),
+            not_sharded=why_not_sharded(model, tracer.read_outside),
+        ),
         source=f"traced from {type(model).__module__}.{type(model).__qualname__}, blocks {container}",
     )
 
@@ -118,19 +130,26 @@ def _largest_container(model: nn.Module) -> str | None:
 
 @dataclass
 class _Counts(TorchDispatchMode):
-    """Operators that run while it is active: products [m, k] x [k, n], attentions, bytes read and written by all other kernels."""
+    """Operators that run while it is active: products [m, k] x [k, n], attentions, bytes read and written by all other kernels.
 
-    products: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    ``read`` names those of the ``watched`` storages that they read.
+    """
+
+    products: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
     attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
     traffic_bytes: float = 0.0
     kernels: int = 0
     saved_outputs: dict[int, Any] = field(default_factory=dict)
+    watched: Mapping[int, str] = field(default_factory=dict)
+    read: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.watched:
+            self.read += [self.watched[key] for t in _tensors((args, kwargs)) if (key := _storage(t)) in self.watched]
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if (product := _product(name, args, result)) is not None:
@@ -155,7 +174,9 @@ class _Counts(TorchDispatchMode):
             self.kernels += 1
 
     def traced(self, seq_len: int, num_params: int, element_bytes: int, **others: int) -> Traced:
-        products = tuple(TracedProduct(rows=m, n=n, k=k, count=c) for (m, n, k), c in sorted(self.products.items()))
+        products = tuple(
+            TracedProduct(rows=m, n=n, k=k, matrices=e, count=c) for (m, n, k, e), c in sorted(self.products.items())
+        )
         attentions = tuple(
             TracedAttention(
                 num_heads=heads, num_kv_heads=kv_heads, head_dim=width, v_head_dim=v_width, query_len=batch * length,
@@ -169,14 +190,17 @@ class _Counts(TorchDispatchMode):
         )  # fmt: skip
 
 
-def _product(name: str, args: Sequence[Any], result: Any) -> tuple[int, int, int] | None:
-    """Return rows, columns and inner size of a product."""
+def _product(name: str, args: Sequence[Any], result: Any) -> tuple[int, int, int, int] | None:
+    """Return rows, columns and inner size of a product, and how many matrices share the rows."""
     if name in ("mm", "addmm", "bmm", "baddbmm"):
         a, b = args[1:3] if "add" in name else args[-2:]
-        return math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1]
+        return math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1], 1
+    if name == "_grouped_mm":
+        a, b = args[:2]
+        return a.shape[0], b.shape[-1], a.shape[-1], b.shape[0] if b.ndim == 3 else 1
     if name == "convolution":
         weight, out = args[1], result
-        return out.numel() // out.shape[1], out.shape[1], weight.numel() // weight.shape[0]
+        return out.numel() // out.shape[1], out.shape[1], weight.numel() // weight.shape[0], 1
     return None
 
 
@@ -214,7 +238,6 @@ class _Tracer:
         self._names = {module: name for name, module in model.named_modules()}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._calls: dict[nn.Module, tuple[Any, Any]] = {}
-        self._before, self._after = _Counts(), _Counts()
         self._saved_bytes: dict[nn.Module | None, int] = dict.fromkeys([*self.blocks, None], 0)
         self._counted: dict[Any, Traced] = {}
         self._element_bytes = next((t.element_size() for t in model.parameters()), 4)
@@ -223,6 +246,9 @@ class _Tracer:
             fakes |= {t: _fake(t).requires_grad_(t.dtype.is_floating_point) for t in model.parameters()}
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._state = {name: fakes[tensor] for name, tensor in tensors}
+        in_blocks = {_storage(fakes[p]): self._names[block] for block in self.blocks for p in block.parameters()}
+        own = {_storage(fakes[p]): name for name, p in model.named_parameters() if _storage(fakes[p]) in in_blocks}
+        self._before, self._after = _Counts(watched=own), _Counts(watched=own)
 
     def run(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run one sequence through the entire model: what blocks are called with and keep, what runs before the first and after."""
@@ -245,7 +271,7 @@ class _Tracer:
                 saved.setdefault(_storage(tensor), (tensor.untyped_storage(), inside[0] if inside else None))
             return tensor
 
-        with ExitStack() as hooks, self._mode, ExitStack() as counting:
+        with ExitStack() as hooks, on_fakes(self._model, self._mode), ExitStack() as counting:
             for block in self.blocks:
                 hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.enter_context(block.register_forward_hook(leave))
@@ -258,6 +284,7 @@ class _Tracer:
             read_by = Counter(key for call in self._calls.values() for key in {_storage(t) for t in _tensors(call)})
             for key, (storage, keeper) in saved.items():
                 self._saved_bytes[None if read_by[key] > 1 else keeper] += storage.nbytes()
+            self._outputs = next((t.shape[-1] for t in _tensors(output) if t.ndim == 3), 0)
             del output  # until here autograd holds all that it keeps
         if len(self._calls) < len(self.blocks):
             raise ConfigError(f"{len(self.blocks) - len(self._calls)} of {len(self.blocks)} blocks are not called")
@@ -285,7 +312,7 @@ class _Tracer:
             return tensor
 
         forward, backward = _Counts(), _Counts()
-        with self._mode:
+        with on_fakes(self._model, self._mode):
             args, kwargs = tree_map(_leaf, self._calls[block])
             input_bytes = _hidden((args, kwargs)).untyped_storage().nbytes()
             with saved_tensors_hooks(save, lambda t: t), forward:
@@ -302,6 +329,21 @@ class _Tracer:
             saved_elements=math.ceil(self._saved_bytes[block] / size),
             selective_elements=round((product_bytes + input_bytes) / size), full_elements=round(input_bytes / size),
         )  # fmt: skip
+
+    @property
+    def read_outside(self) -> list[str]:
+        """Parameters of blocks that are read outside of their forward passes."""
+        return self._before.read + self._after.read
+
+    def vocab_size(self, structure: Structure) -> int:
+        """Return the width of the output where it is that of the token embedding, of a language model; else 1, a stand-in."""
+        weight = (
+            None
+            if structure.embedding is None
+            else getattr(self._model.get_submodule(structure.embedding), "weight", None)
+        )
+        is_language = weight is not None and tuple(weight.shape) == (self._outputs, self.width)
+        return self._outputs if is_language else 1
 
     def outside(self) -> tuple[Traced, Traced]:
         """Count what lies before and after the blocks; parameters go where they are used first, the others to the end."""

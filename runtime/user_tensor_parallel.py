@@ -169,6 +169,12 @@ def split_plain(module: nn.Module, tp: DeviceMesh) -> None:
     for region in regions:
         _require_even(module, region.rules, tp)
         before = _trial(module, region)
+        if isinstance(before, str) and not region.is_attention:
+            # Two layers in a row may be anything; names of projections are not there by chance.
+            raise RuntimeMismatchError(
+                f"{', '.join(region.rules)} look like layers that can be split together, which cannot be tried: {before}",
+                help="plan with --fix tp=1",
+            )
         if region.is_attention:
             _divide_heads(module.get_submodule(region.parent), region, tp)
         for path, rule in region.rules.items():

@@ -34,6 +34,7 @@ class ProblemFacts:
     Attributes:
         head_counts, kv_head_counts, ffn_dims, expert_counts, expert_ffn_dims: those that occur in some block.
         traced_len: tokens of the sequences that a traced model was counted for; 0 for a model of known layers.
+        not_staged, not_sharded: what was found out of a traced model by trial (`CodeFacts`).
     """
 
     world_size: int
@@ -53,6 +54,9 @@ class ProblemFacts:
     has_mtp_heads: bool = False
     latent_attention: bool = False
     traced_len: int = 0
+    not_staged: str = ""
+    not_sharded: str = ""
+    is_fp32: bool = False
 
     def num_microbatches(self, t: Rows) -> Numbers:
         """Return the micro-batches of one step on each data-parallel rank, rounded down."""
@@ -84,6 +88,9 @@ def problem_facts(
         has_mtp_heads=any(run.layer.kind == "mtp" for run in model.layers),
         latent_attention=any(isinstance(block.attention, LatentAttention) for block in blocks),
         traced_len=model.traced_len or 0,
+        not_staged="" if model.code is None else model.code.not_staged,
+        not_sharded="" if model.code is None else model.code.not_sharded,
+        is_fp32=workload.precision == "fp32",
     )
 
 
@@ -276,6 +283,9 @@ FSDP2_RULES: tuple[Rule, ...] = (
 """What torch's parts execute, and execute well, besides."""
 
 VERSION_RULES: tuple[Rule, ...] = (
+    Rule("stages_of_code", "pp", lambda t, p: (t.pp == 1) | (len(p.not_staged) == 0), "pp {t.pp}: {p.not_staged}"),
+    Rule("shards_of_code", "dp_shard pp", lambda t, p: (len(p.not_sharded) == 0) | (p.is_fp32 & (t.dp_shard == 1) & (t.pp == 1)),
+        "dp_shard {t.dp_shard}: {p.not_sharded}; whole replicas run, in fp32"),
     Rule("levels_of_this_version", "dp_shard gradient_shard optimizer_shard", lambda t, p: np.logical_not(t.has_levels),
         "gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard}: this version shards every state over dp_shard"),
     Rule("expert_width_alignment", "ep etp tp", lambda t, p: all_divide(p.expert_ffn_dims, 8 * t.expert_tp),

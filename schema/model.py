@@ -18,6 +18,7 @@ from .catalogue import load_model, model_names
 from .errors import ConfigError
 from .hf import fields_from_hf
 from .layers import Block, Embedding, Head, LayerRun, MTPHead, Rope
+from .traced import CodeFacts
 
 
 class ModelSpec(Frozen):
@@ -27,6 +28,7 @@ class ModelSpec(Frozen):
         architecture: the class name in the published config, e.g. ``LlamaForCausalLM``.
         max_seq_len: longest sequence the published config allows.
         source: where the numbers are from.
+        code: of a model traced from somebody else's code what `parallelize` can do with it.
     """
 
     name: str = Field(min_length=1)
@@ -38,6 +40,7 @@ class ModelSpec(Frozen):
     norm_eps: PositiveFloat = 1e-5
     rope: Rope | None = None
     source: str = ""
+    code: CodeFacts | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

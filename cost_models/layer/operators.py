@@ -32,9 +32,9 @@ from ...schema.layers import (
     MoE,
     MTPHead,
     SoftmaxAttention,
-    Traced,
 )
 from ...schema.layout_table import LayoutTable
+from ...schema.traced import Traced
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario
 
@@ -275,7 +275,7 @@ def traced_operators(traced: Traced) -> tuple[Operator, ...]:
     """Return the operators counted of a layer, none of them split; rows are fractions of one for each token of the sequence."""
     each = 1 / traced.seq_len
     products = tuple(
-        Gemm(f"product_{i}", p.n, p.k, "none", p.rows * each)
+        Gemm(f"product_{i}", p.n, p.k, "none", p.rows * each, p.matrices)
         for i, p in enumerate(traced.products)
         for _ in range(p.count)
     )

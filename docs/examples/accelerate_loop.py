@@ -1,5 +1,6 @@
 """A loop of Hugging Face Accelerate around a model that a plan has spread over data-parallel ranks, whole or sharded.
 
+    meshwright plan docs/examples/tiny --cluster local --global-batch-size 8 --seq-len 32 --out plan.json
     meshwright apply plan.json docs/examples/accelerate_loop.py --steps 3
 
 The model is spread before Accelerate sees it; `_is_accelerate_prepared` tells it so. Gradients are clipped by
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from meshwright.runtime import build_optimizer, clip_gradients, parallelize
 from meshwright.schema import TrainingPlan
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def main() -> None:
@@ -28,10 +30,7 @@ def main() -> None:
     plan = TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"])
 
     torch.manual_seed(0)  # the same weights on every rank
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    config = AutoConfig.from_pretrained(Path(__file__).parent / "tiny")
     spread = parallelize(AutoModelForCausalLM.from_config(config), plan, device=accelerator.device)
     spread.module._is_accelerate_prepared = True
     model, optimizer = accelerator.prepare(spread.module, build_optimizer(spread, learning_rate=1e-2))

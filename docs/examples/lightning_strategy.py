@@ -1,5 +1,6 @@
 """A strategy for Lightning that spreads the model as a plan says: data, sharded data and tensor parallelism.
 
+    meshwright plan docs/examples/tiny --cluster local --global-batch-size 8 --seq-len 32 --out plan.json
     meshwright apply plan.json docs/examples/lightning_strategy.py --steps 3
 
 `PlanStrategy` is Lightning's ModelParallelStrategy with the plan's degrees; the module spreads itself in `configure_model`, which
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from lightning import LightningModule, Trainer
@@ -18,7 +20,7 @@ from meshwright.runtime import build_optimizer, clip_gradients, parallelize
 from meshwright.runtime.parallel_model import ParallelModel
 from meshwright.schema import RuntimeMismatchError, TrainingPlan
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class PlanStrategy(ModelParallelStrategy):
@@ -47,10 +49,7 @@ class LanguageModel(LightningModule):
         if self.model is not None:
             return
         torch.manual_seed(0)  # the same weights on every rank
-        config = LlamaConfig(
-            vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
+        config = AutoConfig.from_pretrained(Path(__file__).parent / "tiny")
         self.spread = self.trainer.strategy.spread(AutoModelForCausalLM.from_config(config))
         self.model = self.spread.module
 

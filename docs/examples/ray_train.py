@@ -1,5 +1,6 @@
 """Ray Train starts the ranks, a plan spreads the model over them.
 
+    meshwright plan docs/examples/tiny --cluster local --global-batch-size 8 --seq-len 32 --out plan.json
     python docs/examples/ray_train.py plan.json --steps 3
 
 Ray starts one worker a rank and joins them in a process group; each runs `train_on_rank`. The plan travels in the configuration, so
@@ -20,17 +21,14 @@ from meshwright.runtime import build_optimizer, clip_gradients, parallelize
 from meshwright.schema import TrainingPlan
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def train_on_rank(settings: dict[str, Any]) -> None:
     """What every worker does; the process group is there."""
     plan = TrainingPlan(**json.loads(settings["plan"]))
     torch.manual_seed(0)  # the same weights on every rank
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    config = AutoConfig.from_pretrained(Path(__file__).parent / "tiny")
     model = parallelize(AutoModelForCausalLM.from_config(config), plan)
     optimizer = build_optimizer(model, learning_rate=1e-2)
     for step in range(settings["steps"]):

@@ -1,5 +1,6 @@
 """A plain torch loop around a model of transformers, spread as a plan says.
 
+    meshwright plan docs/examples/tiny --cluster local --global-batch-size 8 --seq-len 32 --out plan.json
     meshwright apply plan.json docs/examples/train_loop.py --steps 3
 
 `apply` starts one process a device; each runs this script. Works under data, sharded data and tensor parallelism; with a pipeline
@@ -10,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from meshwright.runtime import build_optimizer, clip_gradients, parallelize
 from meshwright.schema import TrainingPlan
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def main() -> None:
@@ -26,10 +28,7 @@ def main() -> None:
     plan = TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"])
 
     torch.manual_seed(0)  # the same weights on every rank
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    config = AutoConfig.from_pretrained(Path(__file__).parent / "tiny")
     model = parallelize(AutoModelForCausalLM.from_config(config), plan)  # model.module is the LlamaForCausalLM, spread
     optimizer = build_optimizer(model, learning_rate=1e-2)
 

@@ -1,5 +1,6 @@
 """`transformers.Trainer` around a model that a plan has spread over data-parallel ranks, whole or sharded.
 
+    meshwright plan docs/examples/tiny --cluster local --global-batch-size 8 --seq-len 32 --out plan.json
     meshwright apply plan.json docs/examples/trainer.py
 
 The model is spread before the Trainer sees it, and `_is_accelerate_prepared` tells Accelerate, on which the Trainer is built,
@@ -11,6 +12,7 @@ parameters of which some are split (`meshwright.runtime.clip_gradients` does).
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from meshwright.runtime import build_optimizer, parallelize
 from meshwright.schema import TrainingPlan
 from torch.utils.data import DataLoader, Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -46,10 +48,7 @@ def main() -> None:
     dist.init_process_group("gloo" if not torch.cuda.is_available() else "nccl")
     plan = TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"])
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    config = AutoConfig.from_pretrained(Path(__file__).parent / "tiny")
     model = parallelize(AutoModelForCausalLM.from_config(config), plan)
     model.module._is_accelerate_prepared = True
     arguments = TrainingArguments(

@@ -43,7 +43,7 @@ from ...schema.layout import format_assignments
 from ...schema.layout_rules import why_not_runnable
 from ...schema.units import format_bytes, format_seconds
 from ..expand import Candidate, expand_fitting, expand_layout
-from ..request import OffloadRequest, PlanRequest
+from ..request import OffloadRequest, PlanRequest, is_trained_by_apply
 from ..space import build_space
 from ..tasks.offload import schedule_layout, search_offload
 
@@ -431,5 +431,5 @@ def _shrunk(
 def _with_workload(request: PlanRequest, **changes: Any) -> PlanRequest:
     """Return the request for another workload, in the space that our runtime executes where it did and still trains it."""
     workload = request.workload.replace(**changes)
-    runnable = request.runnable and not why_not_runnable(request.model, workload)
+    runnable = request.runnable and is_trained_by_apply(request.model, workload)
     return replace(request, task=workload, runnable=runnable)

@@ -26,7 +26,7 @@ from ...schema import (
     TrainingPlan,
 )
 from ...schema.layout import Recompute
-from ...schema.layout_rules import why_not_runnable
+from ...schema.layout_rules import why_not_runnable, why_not_trainable
 from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
 from ...schema.schedules import OVER_A_V, SCHEDULES
 from ...schema.units import format_bytes
@@ -296,7 +296,14 @@ def notes_on_measured(request: PlanRequest) -> list[str]:
 
 def notes_on_runtime(request: PlanRequest) -> list[str]:
     """Say why `apply` cannot train the model, where it cannot."""
-    lacking = why_not_runnable(request.model, request.workload)
+    if request.model.code is not None:
+        name, lacking = request.model.code.class_name, why_not_trainable(request.workload)
+        if not lacking:
+            return [
+                f"traced from the code of {name}: run it in a script of your own with `parallelize(model, plan)` (docs/models.md)"
+            ]
+    else:
+        lacking = why_not_runnable(request.model, request.workload)
     return ["`meshwright apply` cannot train this model yet: " + "; ".join(lacking)] if lacking else []
 
 

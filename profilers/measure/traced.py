@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = _unknown_to_torch(func, args, kwargs or {})
+        result = shape_unknown_to_torch(func, args, kwargs or {})
         if result is None:
             result = func(*args, **(kwargs or {}))
         self.track(tree_leaves(result))
@@ -68,7 +68,7 @@ class LiveBytes(TorchDispatchMode):
         self.current -= self._alive.pop(key)[1]
 
 
-def _unknown_to_torch(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+def shape_unknown_to_torch(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """Return the result of an operator whose shape torch cannot tell of fake tensors; None for all others.
 
     The length of a count depends on the data, but a router asks for one; torch knows the shape of a grouped product in bf16 only.

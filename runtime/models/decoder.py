@@ -9,14 +9,13 @@ parallelism H, K, F and V are this rank's share, and with sequence parallelism t
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Collection, Mapping
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ...profilers.module.structure import shell
 from ...schema.errors import RuntimeMismatchError
 from ...schema.layers import Block, MoE, SoftmaxAttention
 from ...schema.layout_rules import why_not_runnable
@@ -25,8 +24,6 @@ from ..loss import VocabShard, cross_entropy
 from .attention import AttentionKind, LatentSelfAttention, Rotary, SelfAttention
 from .experts import MixtureOfExperts
 from .layers import FeedForward, LayerNorm, PositionEmbedding, RMSNorm, build_norm, local_part, local_tensor
-
-_Module = TypeVar("_Module", bound=nn.Module)
 
 ADAPTER_DOWN, ADAPTER_UP = "lora_A", "lora_B"
 """Names of the two parameters of a low-rank adapter of a product."""
@@ -148,15 +145,6 @@ class Decoder(nn.Module):
             return hidden
         logits: Tensor = self.lm_head(hidden)
         return logits if targets is None else cross_entropy(logits, targets, self.vocab_shard)
-
-
-def shell(module: _Module) -> _Module:
-    """Return another module with the same children, that may lose some of them and get hooks of its own."""
-    other = copy.copy(module)
-    for name, value in vars(module).items():
-        if isinstance(value, dict):
-            vars(other)[name] = copy.copy(value)
-    return other
 
 
 @torch.no_grad()

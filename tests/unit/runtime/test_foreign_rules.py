@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from meshwright.runtime.user_modules import find_structure, parallelize_user_module, require_decoder
+from meshwright.profilers import profile_module
+from meshwright.profilers.module.structure import find_structure
+from meshwright.runtime.user_modules import parallelize_user_module
 from meshwright.runtime.user_tensor_parallel import (
     _compare,
     _trial,
     derived_regions,
+    split_plain,
     split_transformers,
     transformers_rules,
 )
@@ -120,7 +123,39 @@ def test_model_of_another_plan_is_refused() -> None:
     refused("llama", Layout(micro_batch_size=4), "layers differ", num_blocks=2)
 
 
-def test_pipeline_of_a_plain_module_is_refused(tmp_path: Path) -> None:
-    structure = find_structure(build("plain", "meta"))
-    with pytest.raises(RuntimeMismatchError, match="PlainModel is a plain module"):
-        require_decoder(build("plain", "meta"), structure, "pp 2")
+def test_pipeline_of_a_plain_module_is_refused() -> None:
+    refused("plain", Layout(pp=2, micro_batch_size=2), "PlainModel is a plain module")
+
+
+def test_plain_module_of_another_plan_is_refused() -> None:
+    refused("plain", Layout(micro_batch_size=4), "with 5 blocks, PlainModel has 3", num_blocks=5)
+
+
+def test_traced_plan_of_another_class_or_size_is_refused() -> None:
+    tokens = torch.zeros((2, 16), dtype=torch.long)
+    spec = profile_module(build("plain", "meta"), [tokens])
+    plan = make_plan(spec, Layout(micro_batch_size=4), workload=WORKLOAD)
+    for other in (build("llama", "meta"), type(build("plain", "meta"))(width=64).to("meta")):
+        with pytest.raises(RuntimeMismatchError, match=r"the plan is for PlainModel with [\d,]+ parameters, this is"):
+            parallelize_user_module(other, plan, device=CPU, seed=0)
+
+
+def test_two_layers_that_cannot_be_tried_are_not_split() -> None:
+    """A chain of square layers looks like a pair: only a trial could tell, and this module takes a graph as well."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = edges @ layer(x)
+            return x
+
+    class One:
+        def size(self) -> int:
+            return 2
+
+    with pytest.raises(RuntimeMismatchError, match=r"layers\.0, layers\.1 .* cannot be tried"):
+        split_plain(Graph(), One())  # type: ignore[arg-type]

@@ -1,0 +1,41 @@
+"""Running a user's module on fake tensors: without caches of keys and values, and with the shapes that torch does not know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..measure.traced import shape_unknown_to_torch
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+class _Shapes(TorchDispatchMode):
+    """Makes the result of operators whose shape torch cannot tell."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = shape_unknown_to_torch(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if result is None else result
+
+
+@contextmanager
+def on_fakes(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Run what is inside on fake tensors; a model of transformers keeps no keys and values, which every call would add to."""
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    cached = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    level = _LOG.level
+    with ExitStack() as stack:
+        _LOG.setLevel(logging.CRITICAL)  # it writes what it raises as well
+        stack.callback(_LOG.setLevel, level)
+        for config in cached:
+            config.use_cache = False
+            stack.callback(setattr, config, "use_cache", True)
+        stack.enter_context(mode)
+        stack.enter_context(_Shapes())
+        yield

@@ -1,0 +1,73 @@
+"""What was counted, and found out by trial, of a model that is somebody else's code.
+
+profilers/modules.py counts; cost_models/ turn the counts into seconds and bytes as they do for known layers.
+"""
+
+from __future__ import annotations
+
+from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+
+class TracedProduct(Frozen):
+    """``count`` products [rows, k] x [k, n] of one sequence; those of attention without a fused kernel are products, too.
+
+    ``matrices`` of experts share the rows.
+    """
+
+    rows: PositiveInt
+    n: PositiveInt
+    k: PositiveInt
+    matrices: PositiveInt = 1
+    count: PositiveInt = 1
+
+
+class TracedAttention(Frozen):
+    """``count`` fused attentions of one sequence; a query sees ``context`` of ``kv_len`` keys on average."""
+
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    query_len: PositiveInt
+    kv_len: PositiveInt
+    context: NonNegativeFloat
+    count: PositiveInt = 1
+
+
+class Traced(Frozen):
+    """One layer and one sequence of ``seq_len`` tokens; elements are those of the compute dtype.
+
+    Attributes:
+        products, attentions: of the forward pass; the backward pass follows from them.
+        forward_elements, backward_elements: read and written by all other kernels; *_kernels: how many there are.
+        saved_elements: kept from the forward to the backward pass; selective_elements, full_elements: the same where all but
+            products and attention, and where everything is computed again.
+    """
+
+    seq_len: PositiveInt
+    num_params: NonNegativeInt
+    products: tuple[TracedProduct, ...] = ()
+    attentions: tuple[TracedAttention, ...] = ()
+    forward_elements: NonNegativeInt = 0
+    backward_elements: NonNegativeInt = 0
+    forward_kernels: NonNegativeInt = 0
+    backward_kernels: NonNegativeInt = 0
+    saved_elements: NonNegativeInt = 0
+    selective_elements: NonNegativeInt = 0
+    full_elements: NonNegativeInt = 0
+
+
+class CodeFacts(Frozen):
+    """What `parallelize` can do with a module, found out by trial when it was traced: reasons are empty where it can.
+
+    Attributes:
+        class_name: of the module.
+        blocks: path of the container of its blocks.
+        not_staged: why its blocks cannot be stages of a pipeline.
+        not_sharded: why `fully_shard` does not take it, so that only whole fp32 replicas run.
+    """
+
+    class_name: str
+    blocks: str
+    not_staged: str = ""
+    not_sharded: str = ""
