@@ -61,16 +61,17 @@ class DrawingOptions(OptionModel):
 
     report: Path | None = None
     trace: Path | None = None
+    explain_limit_s: float = 30.0
 
 
 @command()
 def report(plan: PlanArgument, drawings: DrawingOptions) -> None:
     """Draw a plan: a page that opens in any browser without a network, and the predicted step as a trace."""
-    from .show.report import write_report
-
     if drawings.report is None and drawings.trace is None:
         raise ConfigError("nothing to write", help="give --report report.html, --trace trace.json, or both")
-    write_report(TrainingPlan.load(plan), drawings.report, drawings.trace)
+    from .page.document import write_report
+
+    write_report(TrainingPlan.load(plan), drawings.report, drawings.trace, explain_limit_s=drawings.explain_limit_s)
 
 
 class SourceOptions(OptionModel):

@@ -191,11 +191,16 @@ class SearchOptions(OptionModel):
         None, "measured tokens of each expert (docs/experts.md): decide ep and where experts go."
     )
     report: Path | None = option(
-        None, "a self-contained page: where the step goes, timeline, memory, rank map.", metavar="FILE.html"
-    )
+        None, "a self-contained page: where the step goes, what binds it, groups on nodes and links, timeline, memory.",
+        metavar="FILE.html",
+    )  # fmt: skip
     trace: Path | None = option(
         None, "the predicted step for chrome://tracing or ui.perfetto.dev.", metavar="FILE.json"
     )
+    explain_limit_s: float = option(
+        30.0, "for what binds the plan in the page of --report; what was not reached is left out, with 0 all of it.",
+        ge=0, metavar="S", needs=("report",),
+    )  # fmt: skip
 
 
 class CostOptions(OptionModel):
@@ -292,9 +297,9 @@ def plan(
     answer.save(output.out)
     show_answer(answer, *plan_tables(answer), as_json=output.as_json)
     if search is not None and (search.report is not None or search.trace is not None):
-        from .show.report import write_report
+        from .page.document import write_report
 
-        write_report(answer, search.report, search.trace)
+        write_report(answer, search.report, search.trace, explain_limit_s=search.explain_limit_s)
     typer.echo(f"wrote {output.out}; {hint}", err=True)
     if deadline.is_stopped:
         raise typer.Exit(INTERRUPTED)

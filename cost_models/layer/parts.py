@@ -11,7 +11,7 @@ attention's backward pass counts twice the forward one, without the scores that 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class ComputeParts(NamedTuple):
     """Seconds of compute, forward and backward: arrays [N] of one layer and micro-batch, or sums of a step.
 
     Attributes:
-        products_at_peak, attention_at_peak: their FLOPs at the peak of the data sheet.
+        products_ideal, attention_ideal: their FLOPs at the peak of the data sheet.
         products_loss, attention_loss: what they take beyond that.
         memory_bound: norms, activations, sums, casts: kernels that move more than they compute.
         dispatch: the device waits for the host to launch work.
@@ -45,9 +45,9 @@ class ComputeParts(NamedTuple):
         parameter_copies: casts, copies and sums of parameters and gradients, once a step or pass.
     """
 
-    products_at_peak: FloatArray | float
+    products_ideal: FloatArray | float
     products_loss: FloatArray | float
-    attention_at_peak: FloatArray | float
+    attention_ideal: FloatArray | float
     attention_loss: FloatArray | float
     memory_bound: FloatArray | float
     dispatch: FloatArray | float
@@ -61,21 +61,21 @@ def layer_parts(layer: Layer, inputs: CostInputs, cost: LayerCost) -> ComputePar
     none = np.zeros(len(inputs.layouts))
     seconds = {"products": none, "attention": none, "memory_bound": none}
     ideal_s = {"products": none, "attention": none}
-    for op, time, ideal in zip(passes.operators, passes.times, times_at_peak(passes.operators, inputs), strict=True):
+    for op, time, ideal in zip(passes.operators, passes.times, ideal_times(passes.operators, inputs), strict=True):
         part = part_of(op)
         seconds[part] = seconds[part] + _step_s(time.forward_s, time.backward_s, workload)
         if part in ideal_s:
             ideal_s[part] = ideal_s[part] + _step_s(ideal.forward_s, ideal.backward_s, workload)
     # A calibration may say that a device is faster than its data sheet.
-    at_peak = {part: np.minimum(ideal, seconds[part]) for part, ideal in ideal_s.items()}
+    peak_s = {part: np.minimum(ideal, seconds[part]) for part, ideal in ideal_s.items()}
     written_s = unpacked_s(passes.operators, inputs)
     seconds["memory_bound"] = seconds["memory_bound"] + _step_s(written_s, written_s, workload)
     of_passes = _step_s(passes.forward_s, passes.backward_s, workload)
     return ComputeParts(
-        products_at_peak=at_peak["products"],
-        products_loss=seconds["products"] - at_peak["products"],
-        attention_at_peak=at_peak["attention"],
-        attention_loss=seconds["attention"] - at_peak["attention"],
+        products_ideal=peak_s["products"],
+        products_loss=seconds["products"] - peak_s["products"],
+        attention_ideal=peak_s["attention"],
+        attention_loss=seconds["attention"] - peak_s["attention"],
         memory_bound=seconds["memory_bound"],
         dispatch=of_passes - sum(seconds.values(), start=none),
         host_copies=cost.forward_s + cost.backward_s - of_passes,
@@ -96,9 +96,11 @@ def _step_s(forward_s: FloatArray, backward_s: FloatArray, workload: Workload) -
     return forward_s * sum(phase.num_passes for phase in workload.phases)
 
 
-def times_at_peak(operators: tuple[Operator, ...], inputs: CostInputs) -> list[OperatorTime]:
-    """Return the seconds of the FLOPs of each operator at the peak of the device; zero of what is bound by memory."""
-    layouts, rates = inputs.layouts, _at_peak(inputs)
+def ideal_times(
+    operators: tuple[Operator, ...], inputs: CostInputs, limit: Literal["arithmetic", "traffic"] = "arithmetic"
+) -> list[OperatorTime]:
+    """Return the seconds of each operator on a device with the data sheet's peak, or bandwidth, as its only limit."""
+    layouts, rates = inputs.layouts, _ideal_rates(inputs, limit)
     routed_tokens = inputs.tokens * token_share(layouts, inputs.workload)
     times = []
     for op in operators:
@@ -108,26 +110,29 @@ def times_at_peak(operators: tuple[Operator, ...], inputs: CostInputs) -> list[O
             )
         else:
             time = operator_time(op, inputs.tokens, layouts.tp, layouts.sequence_parallel, rates=rates)
-        if isinstance(op, FusedAttention):
+        if isinstance(op, FusedAttention) and limit == "arithmetic":
             time = time._replace(backward_s=time.backward_s * 2 / BACKWARD_ATTENTION_RATIO)
         times.append(time)
     return times
 
 
-def _at_peak(inputs: CostInputs) -> DeviceRates:
+def _ideal_rates(inputs: CostInputs, limit: Literal["arithmetic", "traffic"]) -> DeviceRates:
     device = inputs.cluster.weakest_device
-    at_once = GroupedGemm(expert_s=0.0, ratio=1.0)
+    is_traffic = limit == "traffic"
+    flops_per_s = np.inf if is_traffic else peak_flops_per_s(device, inputs.workload.precision)
+    bytes_per_s = device.memory_bandwidth_bytes_per_s if is_traffic else np.inf
+    in_one_product = GroupedGemm(expert_s=0.0, ratio=1.0)
     return device_rates(inputs.scenario)._replace(
         gemm=None,
         full_gemm=None,
         attention=None,
-        gemm_flops_per_s=peak_flops_per_s(device, inputs.workload.precision),
+        gemm_flops_per_s=flops_per_s,
         vector_flops_per_s=np.inf,
         quantize_bytes=0.0,
         expert_by_expert=False,
-        grouped=dict.fromkeys(("forward", "dgrad", "wgrad"), at_once),
-        gemm_bytes_per_s=np.inf,
-        elementwise_bytes_per_s=np.inf,
+        grouped=dict.fromkeys(("forward", "dgrad", "wgrad"), in_one_product),
+        gemm_bytes_per_s=bytes_per_s,
+        elementwise_bytes_per_s=bytes_per_s,
         launch_s=0.0,
         kernel_s=0.0,
     )

@@ -29,7 +29,7 @@ MODES: dict[str, dict[str, list[str]]] = {
 POSITIONALS = {
     "estimate": ["gpt2", "--global-batch-size=8", "--seq-len=64", "--layout=tp=1"],
     "experts synth": ["--out=x.npz"], "calibrate": ["plan.json", "metrics.jsonl"], "validate": ["runs.csv"],
-    "experts place": ["loads.npy"], "experts evaluate": ["placement.npz"],
+    "experts place": ["loads.npy"], "experts evaluate": ["placement.npz"], "report": ["plan.json"],
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from meshwright.cli.show.report import figures
+from meshwright.cli.page.document import page_data
 from meshwright.planner import compare, explain, plan
 from meshwright.planner.explain.offload import NO_OFFLOAD, POLICIES
 from meshwright.planner.explain.report import Explanation
@@ -165,16 +165,15 @@ def test_the_timeline_is_the_simulated_step() -> None:
 
 
 def test_the_page_draws_every_layer_and_the_whole_step() -> None:
-    drawn = {title: figure for title, figure, _ in figures(made())}
-    (layers,) = drawn["What leaves the device, layer by layer"]["data"]
-    assert [len(row) for row in layers["z"]] == [MODEL.num_layers] * 3
+    drawn = page_data(made())
+    strips = {strip["name"]: strip["cells"] for strip in drawn["offload"]["strips"]}
+    assert [len(cells) for cells in strips.values()] == [MODEL.num_layers] * 3
     schedule = made().offload
     assert schedule is not None
-    on_device = {idx for idx, text in enumerate(layers["text"][2]) if text == "on the device"}
+    on_device = {idx for idx, (_, text) in enumerate(strips["parameters"]) if text == "on the device"}
     assert on_device == set(range(MODEL.num_layers)) - set(schedule.streamed_parameter_layers)
-    (waterfall,) = drawn["Where the step goes"]["data"]
-    assert sum(waterfall["y"]) == pytest.approx(made().estimate.step_time_s)
-    assert drawn["The step, pass by pass"] is not None
+    assert sum(group["share"] for group in drawn["parts"]["groups"]) == pytest.approx(100)
+    assert "copies to the host" in drawn["pipeline"]["rows"]
 
 
 def test_compared_plans_have_lines_of_what_lies_on_the_host() -> None:
