@@ -2,6 +2,7 @@
 # make test   run the short tier of the test suite, in about five minutes on two cores
 # make test-all   run all of it
 # make check  lint, types, and words that the glossary replaces
+# make site   write the documentation as a site to site/
 # make docs   write the pages, the picture and the table that are made from the code
 # Each works by itself from a clean checkout. Python 3.11 or newer is all it needs.
 
@@ -16,7 +17,7 @@ SOURCES := pyproject.toml $(shell find api schema profilers cost_models solvers 
 DEMO_MODEL ?= smollm2-135m
 DEMO_STEPS ?= 36
 
-.PHONY: demo test test-all check docs clean
+.PHONY: demo test test-all check docs site clean
 
 demo: $(VENV)/installed
 	mkdir -p demo
@@ -41,8 +42,12 @@ docs: $(VENV)/installed
 	$(BIN)/python docs/generate
 	$(BIN)/python docs/generate picture
 
+site: $(VENV)/installed
+	$(PIP) ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) build *.egg-info demo
+	rm -rf $(VENV) build *.egg-info demo site
 
 $(VENV)/torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshwright needs Python 3.11 or newer; set PYTHON=")'

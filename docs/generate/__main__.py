@@ -1,6 +1,6 @@
 """Pages that are made from the code: `python docs/generate` writes them, with `--check` it says which are out of date.
 
-`python docs/generate picture` draws docs/picture.svg, which changes with every prediction and is therefore not checked.
+`python docs/generate picture` draws docs/picture.svg and docs/plan.svg, which change with every prediction and are not checked.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pages import PAGES, ROOT, is_stale, write
 def main(words: list[str]) -> int:
     """Exit code 1 where a page is not what the code says."""
     if words == ["picture"]:
+        import annotated_plan
         import picture
 
         (ROOT / "docs/picture.svg").write_text(picture.drawing())
+        (ROOT / "docs/plan.svg").write_text(annotated_plan.drawing())
         return 0
     if words != ["--check"]:
         for name in PAGES:

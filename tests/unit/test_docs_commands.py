@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ROOT / "docs" / "generate"
 sys.path.append(str(GENERATE))
 
+import annotated_plan  # noqa: E402
 import pages  # noqa: E402
 import picture  # noqa: E402
 import problems  # noqa: E402
@@ -125,6 +126,18 @@ def test_every_constraint_has_a_name_and_a_function(file: str) -> None:
     for statement in problem.statements:
         assert statement.name
         assert problem.functions[statement.label], f"no function of {file} says that it is about ({statement.label})"
+
+
+def test_every_page_has_a_place_in_the_site() -> None:
+    placed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1])
+    assert sorted(placed) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
+
+
+def test_parts_of_a_printed_plan_are_numbered_as_their_page_explains_them() -> None:
+    drawn = ET.fromstring(annotated_plan.drawing())
+    numbers = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text") if text.get("class") == "number"]
+    explained = re.findall(r"^(\d)\. \*\*(.*?)\*\*", (ROOT / "docs/reading-a-plan.md").read_text(), flags=re.MULTILINE)
+    assert explained == list(zip(numbers, annotated_plan.PARTS, strict=True))
 
 
 def test_picture_is_drawn_from_a_plan() -> None:
