@@ -117,7 +117,6 @@ def missing_of(model: ModelSpec) -> tuple[str, ...]:
         *(["experts of several kinds"] if len(experts) > 1 else []),
         *(reason for block in blocks for reason in _missing(block)),
         *_missing_rope(model),
-        *(["heads for further tokens"] if model.num_layers > model.num_blocks + 2 else []),
     ]
     return tuple(dict.fromkeys(missing))
 

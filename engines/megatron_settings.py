@@ -69,6 +69,7 @@ def plan_settings(plan: TrainingPlan) -> Settings:
         "overlap_grad_reduce": work.overlap and layout.dp > 1,
         "overlap_param_gather": work.overlap and sharded and layout.dp > 1,
         "tp_comm_overlap": layout.tp_overlap,
+        "mtp_num_layers": num_mtp_layers(plan.model) or None,
     }
     if sharded and layout.dp_replicate > 1:
         settings["num_distributed_optimizer_instances"] = layout.dp_replicate
@@ -79,6 +80,7 @@ def plan_settings(plan: TrainingPlan) -> Settings:
     settings |= _stages(plan) | _recompute(plan)
     if layout.offload == "optimizer":
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": layout.offload_fraction}
+        settings["use_precision_aware_optimizer"] = True  # whose code the update on the host is
     return settings
 
 
@@ -92,7 +94,7 @@ def _exchange(cp: int, ulysses: int) -> Settings:
 
 def _stages(plan: TrainingPlan) -> Settings:
     """Return an even pipeline by its number of chunks, any other by its layout: stages in the order of the model, E embedding, t
-    block, L head and loss.
+    block, m multi-token prediction, L head and loss.
     """
     if plan.layout.pp == 1:
         return {}
@@ -101,8 +103,14 @@ def _stages(plan: TrainingPlan) -> Settings:
         chunks = plan.layout.num_model_chunks
         return {"num_virtual_stages_per_pipeline_rank": chunks} if chunks > 1 else {}
     last = len(blocks) - 1
-    texts = [f"{'E' * (s == 0)}{f't*{n}' if n else ''}{'L' * (s == last)}" for s, n in enumerate(blocks)]
+    end = "m" * num_mtp_layers(plan.model) + "L"
+    texts = [f"{'E' * (s == 0)}{f't*{n}' if n else ''}{end * (s == last)}" for s, n in enumerate(blocks)]
     return {"pipeline_model_parallel_layout": "|".join(texts)}
+
+
+def num_mtp_layers(model: ModelSpec) -> int:
+    """Return the multi-token-prediction modules, which stand on the last stage."""
+    return sum(run.count for run in model.layers if run.layer.kind == "mtp")
 
 
 def _leading(plan: TrainingPlan) -> int | None:

@@ -82,6 +82,10 @@ DEEPSPEED_RULES: tuple[Rule, ...] = (
         "gradients over {t.gradient_level}, optimizer states over {t.optimizer_level} of {t.dp} ranks "
         "under zero_stage {t.zero_stage}: ZeRO++ keeps parameters within dp_shard ranks (zero_hpz_partition_size) and "
         "everything else over all, in stage 3"),
+    Rule("deepspeed_partial_offload", "offload_fraction zero_stage",
+        lambda t, p: (t.offload_fraction == 1) | (t.zero_stage == 3),
+        "offload of {t.offload_fraction:g} of the states with zero_stage {t.zero_stage}: DeepSpeed moves a part of them in stage 3 "
+        "only (Twin-Flow; DeepSpeedZeroConfig refuses it elsewhere)"),
     _schedules_of("deepspeed"),
 )
 """What DeepSpeed executes besides ENGINE_RULES: runtime/pipe/engine.py asserts a ZeRO stage below 2 (gradients are summed over

@@ -32,6 +32,7 @@ FLAGS = [
     "tp-comm-overlap",
     "recompute-activations",
     "optimizer-cpu-offload",
+    "use-precision-aware-optimizer",
 ]
 
 INTEGERS = [
@@ -69,6 +70,7 @@ INTEGERS = [
     "num-virtual-stages-per-pipeline-rank",
     "num-layers-per-virtual-pipeline-stage",
     "recompute-num-layers",
+    "mtp-num-layers",
 ]
 
 NUMBERS = [

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_options import megatron_parser
 from meshwright.engines import ENGINES, TARGETS, Exported, export, exportable, read_configuration
 from meshwright.schema import ConfigError, Layout, ModelSpec, TrainingPlan, Workload
+from meshwright.schema.layers import Block, LayerRun, MTPHead
 from meshwright.schema.training_plan import LayerSlots
 from plans import make_plan
 
@@ -129,7 +130,8 @@ def test_accelerate_and_back(layout: Layout, tmp_path: Path) -> None:
         Layout(dp_shard=8, micro_batch_size=4),
         Layout(dp_replicate=8),
         Layout(dp_shard=4, tp=2, sequence_parallel=False, zero_stage=1),
-        Layout(dp_shard=8, zero_stage=2, offload="optimizer", offload_fraction=0.25),
+        Layout(dp_shard=8, zero_stage=2, offload="optimizer"),
+        Layout(dp_shard=8, offload="optimizer", offload_fraction=0.25),
         Layout(dp_shard=8, offload="parameters", offload_to="storage"),
         Layout(dp_replicate=2, dp_shard=4, gradient_shard=8, optimizer_shard=8),
         Layout(dp_shard=4, cp=2, cp_ulysses=2),
@@ -165,6 +167,20 @@ def test_every_option_is_megatrons(name: str, tmp_path: Path) -> None:
     assert (found.num_experts is not None) == model.is_moe
 
 
+def test_prediction_of_further_tokens_stands_before_the_loss() -> None:
+    layout = Layout(pp=2, dp_shard=2, zero_stage=1)
+    plan = make_plan(LLAMA, layout, workload=Workload(seq_len=1024, global_batch_size=32), blocks_per_stage=(17, 15))
+    block = next(run.layer for run in LLAMA.layers if isinstance(run.layer, Block))
+    model = LLAMA.replace(layers=(*LLAMA.layers, LayerRun(layer=MTPHead(block=block))))
+    first, last = plan.stages
+    last = last.replace(num_layers=last.num_layers + 1)
+    plan = plan.replace(model=model, stages=(first, last))
+    script = export(plan, "megatron").files[0][1]
+    assert "--pipeline-model-parallel-layout 'Et*17|t*15mL'" in script and "--mtp-num-layers 1" in script
+    overrides = yaml.safe_load(export(plan, "nemo").files[0][1])["model"]
+    assert overrides["mtp_num_layers"] == 1 and overrides["pipeline_model_parallel_layout"] == "Et*17|t*15mL"
+
+
 def test_uneven_stages_are_said() -> None:
     layout = Layout(pp=2, dp_shard=2)
     plan = make_plan(LLAMA, layout, workload=Workload(seq_len=1024, global_batch_size=32), blocks_per_stage=(17, 15))
@@ -185,6 +201,7 @@ def test_uneven_stages_are_said() -> None:
         (Layout(dp_shard=2, recompute="selective"), "accelerate", "full_recompute_only"),
         (Layout(dp_shard=4, pp=2, zero_stage=1, num_model_chunks=2), "deepspeed", "deepspeed_axes"),
         (Layout(dp_replicate=2, dp_shard=4), "deepspeed", "no_islands"),
+        (Layout(dp_shard=2, zero_stage=2, offload="optimizer", offload_fraction=0.5), "deepspeed", "deepspeed_rules"),
         (Layout(dp_shard=2, cp=2, cp_ulysses=2), "torchtitan", "no_ulysses"),
         (Layout(dp_shard=2, gradient_shard=4, optimizer_shard=4, dp_replicate=2), "torchtitan", "no_levels"),
     ],
