@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from ..schema.errors import ConfigError
 from ..schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
 from .adapter import Adapter, Exported, Imported, Limit
+from .launch import megatron as launch
 from .megatron_settings import (
     LIMITS,
     VERSION,
     Settings,
-    layout_from_settings,
     plan_settings,
     recompute_not_expressed,
 )
@@ -26,17 +24,6 @@ from .megatron_settings import (
 SCRIPT = "pretrain.sh"
 ORIGINAL_YARN_LEN = 4096
 """MLATransformerConfig.original_max_position_embeddings, which has no option."""
-
-_LAUNCHER = frozenset({"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint"})
-
-_USED = _LAUNCHER | {
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-    "pipeline_model_parallel_layout", "cp_comm_type", "hierarchical_context_parallel_sizes", "use_distributed_optimizer",
-    "num_distributed_optimizer_instances", "sequence_parallel", "micro_batch_size", "global_batch_size", "seq_length",
-    "num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-    "recompute_activations", "optimizer_cpu_offload", "optimizer_offload_fraction", "bf16", "fp16", "fp8_format",
-}  # fmt: skip
 
 
 def write(plan: TrainingPlan) -> Exported:
@@ -237,99 +224,17 @@ def read(text: str, num_devices: int | None, model: ModelSpec | None) -> Importe
     Raises:
         ConfigError: it has none of them, or its numbers do not fit together.
     """
-    settings = read_options(text)
-    used = {name: value for name, value in settings.items() if name in _USED}
-    if not used.keys() - _LAUNCHER:
-        raise ConfigError("no option of Megatron-LM was found", help="e.g. --tensor-model-parallel-size 8")
+    settings = launch.settings_of(text)
     devices = num_devices or _world_size(settings)
-    layout, assumed = layout_from_settings(used, devices, model)
-    return Imported(
-        engine="megatron",
-        layout=layout,
-        num_devices=devices,
-        global_batch_size=adapter.optional_integer(settings, "global_batch_size"),
-        seq_len=adapter.optional_integer(settings, "seq_length"),
-        precision=_precision(settings),
-        ignored=tuple(sorted(settings.keys() - used.keys())),
-        assumed=assumed,
-    )
+    imported = launch.imported_from(settings, devices, model)
+    return imported.replace(ignored=tuple(sorted(name.lstrip("-").replace("-", "_") for name in settings.ignored())))
 
 
-def _world_size(settings: Settings) -> int:
-    first = {name: value[0] if isinstance(value, list) else value for name, value in settings.items()}
-    per_node = adapter.require_num_devices(first.get("nproc_per_node"))
-    return adapter.positive_integer(first.get("nnodes") or 1, "nnodes") * adapter.positive_integer(
-        per_node, "nproc-per-node"
-    )
-
-
-def _precision(settings: Settings) -> str:
-    if settings.get("fp8_format"):
-        return "fp8"
-    return "bf16-mixed" if settings.get("bf16") else "fp16-mixed" if settings.get("fp16") else "fp32"
-
-
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-
-_SEPARATORS = re.compile(r"[();&|\n]+")
-
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::?[-=?][^}]*)?\}|\$([A-Za-z_][A-Za-z0-9_]*)")
-
-
-def read_options(text: str) -> Settings:
-    """Return the options of a script or of a command line by their names with underscores; variables that it sets are put in.
-
-    A value is True (a bare flag), a number, a text, or a list of those.
-
-    Raises:
-        ConfigError: a quote is not closed.
-    """
-    lexer = shlex.shlex(
-        text.replace("\\\n", " "), posix=True, punctuation_chars=";&|\n"
-    )  # ends of commands are words too
-    lexer.whitespace, lexer.whitespace_split = " \t\r", True
-    try:
-        words = list(lexer)
-    except ValueError as error:
-        raise ConfigError(f"not a shell script: {error}") from None
-    options: dict[str, list[Any]] = {}
-    current: list[Any] | None = None
-    for word in _expanded(words):
-        if _SEPARATORS.fullmatch(word) or _ASSIGNMENT.fullmatch(word):
-            current = None
-        elif word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
-            current = options[name.replace("-", "_")] = [_scalar(value)] if equals else []
-        elif current is not None:
-            current.append(_scalar(word))
-    return {name: True if not values else values[0] if len(values) == 1 else values for name, values in options.items()}
-
-
-def _expanded(words: list[str]) -> Iterator[str]:
-    """Yield the words with variables of the text put in; one that is only a variable is taken apart, as the shell does."""
-    variables: dict[str, str] = {}
-
-    def filled(word: str) -> str:
-        return _VARIABLE.sub(lambda m: variables.get(m[1] or m[2], m[0]), word)
-
-    for word in words:
-        match = _ASSIGNMENT.fullmatch(word)
-        if match and not match[2].startswith("("):
-            variables[match[1]] = filled(match[2])
-            yield word
-        elif _VARIABLE.fullmatch(word):
-            yield from filled(word).split()
-        else:
-            yield filled(word)
-
-
-def _scalar(word: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
+def _world_size(settings: Mapping[str, Any]) -> int:
+    per_node, nodes = (settings.get(name) for name in ("nproc_per_node", "nnodes"))
+    per_node, nodes = (value[0] if isinstance(value, list) else value for value in (per_node, nodes))
+    per_node = adapter.require_num_devices(per_node)
+    return adapter.positive_integer(nodes or 1, "nnodes") * adapter.positive_integer(per_node, "nproc-per-node")
 
 
 ADAPTER = Adapter(version=VERSION, limits=(MODEL, *LIMITS), write=write, read_text=read)

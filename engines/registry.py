@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from ..schema.base import read_text
 from ..schema.engine_facts import ENGINES as FACTS
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from .adapter import Adapter, Exported, Imported, Limit, Table
+from .adapter import Adapter, Exported, Imported, Limit
+from .tables import PARSERS, parse_table
 
 _EXPORTERS = tuple(facts.exporter for facts in FACTS.values() if facts.exporter)
 
@@ -25,9 +20,6 @@ ENGINES = tuple(dict.fromkeys(("torchtitan", "megatron", "nemo", "deepspeed", "a
 
 TARGETS = (*ENGINES, "kubernetes")
 """What a plan can be written for: engines, and what starts our own one."""
-
-MAX_YAML_NODES = 100_000
-"""Values of a YAML file, those that aliases stand for counted each time."""
 
 
 def export(plan: TrainingPlan, engine: str) -> Exported:
@@ -73,11 +65,11 @@ def read_configuration(
     candidates = [_adapter(name) for name in ENGINES if engine in (None, name)]
     try:
         for reader in candidates:
-            if reader.read_text and (suffix in reader.suffixes or not (reader.suffixes or suffix in _PARSERS)):
+            if reader.read_text and (suffix in reader.suffixes or not (reader.suffixes or suffix in PARSERS)):
                 return reader.read_text(text, num_devices, model)
-        if suffix not in _PARSERS:
+        if suffix not in PARSERS:
             raise ConfigError(f"not a configuration file of {engine}", help="its name ends in .toml, .json or .yaml")
-        content = _parse(suffix, text)
+        content = parse_table(suffix, text)
         for reader in candidates:
             if reader.read_table and (engine or (reader.is_own_table and reader.is_own_table(content))):
                 return reader.read_table(content, num_devices, model)
@@ -93,51 +85,3 @@ def _broken(adapter: Adapter, plan: TrainingPlan) -> list[Limit]:
 def _adapter(engine: str) -> Adapter:
     adapter: Adapter = import_module(f".{engine}", __package__).ADAPTER
     return adapter
-
-
-def _parse(suffix: str, text: str) -> Table:
-    try:
-        content = _PARSERS[suffix](text)
-    except (ValueError, yaml.YAMLError, RecursionError, KeyError, TypeError) as error:  # PyYAML's last two: odd tags
-        raise ConfigError(f"not valid {suffix[1:]}: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(content, dict):
-        raise ConfigError("holds no table of settings")
-    if {"schema_version", "estimate"} <= content.keys():
-        raise ConfigError(
-            "is a plan, not an engine's configuration", help="meshwright explain, export and compare take it"
-        )
-    return content
-
-
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML without code; an alias of what has aliases in it may stand for more than any memory holds, and is refused."""
-    sizes: dict[str, int] = {}
-    open_nodes: list[tuple[str | None, int]] = [(None, 0)]
-
-    def add(size: int) -> None:
-        anchor, before = open_nodes[-1]
-        open_nodes[-1] = anchor, before + size
-        if before + size > MAX_YAML_NODES:
-            raise ValueError(f"its aliases stand for more than {MAX_YAML_NODES} values")
-
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            add(sizes.get(event.anchor, MAX_YAML_NODES))
-        elif isinstance(event, yaml.ScalarEvent):
-            sizes[event.anchor] = 1
-            add(1)
-        elif isinstance(event, yaml.CollectionStartEvent):
-            open_nodes.append((event.anchor, 1))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, size = open_nodes.pop()
-            sizes[str(anchor)] = size
-            add(size)
-    return yaml.safe_load(text)
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    ".toml": tomllib.loads,
-    ".json": json.loads,
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
-}

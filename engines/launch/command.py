@@ -1,0 +1,87 @@
+"""A command that a script starts, as the readers of the engines get it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...schema.base import read_text
+from ..tables import parse_table
+from .job import Given
+from .settings import Entry, Settings, from_options, from_table, given
+from .shell import Script
+from .shell_values import Field, options_of
+
+TABLES = (".toml", ".json", ".yaml", ".yml")
+"""Ends of the names of configuration files that are tables."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command that starts a job, as a reader of an engine gets it.
+
+    Attributes:
+        options: by name with underscores; what the user gave with --set has won.
+        words: all words, for what is no option.
+        script: where it stands; ``folder``: of that file.
+    """
+
+    options: Settings
+    words: tuple[Field, ...]
+    script: Script
+    folder: Path
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The words as texts."""
+        return tuple(word.text for word in self.words)
+
+    def table_named(self, name: str) -> Settings | None:
+        """Return a configuration file that the command names: one that the script writes, or one beside it; None: neither."""
+        if name in self.script.files:
+            text, place = self.script.files[name]
+            return from_table(
+                parse_table(Path(name).suffix or ".json", text), "\n" * (place.line - 1) + text, place.file
+            )
+        path = self.folder / name
+        if path.suffix in TABLES and path.is_file():
+            text = read_text(path)
+            return from_table(parse_table(path.suffix, text), text, path.name)
+        return None
+
+
+def launch_of(words: Sequence[Field], script: Script, sets: Mapping[str, str], folder: Path) -> Launch:
+    """Return a command with its options."""
+    entries: dict[str, Entry] = from_options(options_of(words))
+    return Launch(Settings(entries | given(sets)), tuple(words), script, folder)
+
+
+def devices_of(launch: Launch, known: Given) -> tuple[int, list[str]]:
+    """Return the devices of the job, which are the cluster's, and what the launch line says otherwise."""
+    per_node = _number(launch, "nproc_per_node", "num_gpus", "gpus_per_node", slurm="gpus-per-node")
+    nodes = _number(launch, "nnodes", "num_nodes", "num_machines", slurm="nodes")
+    processes = _number(launch, "num_processes")
+    if isinstance(nodes, str) or isinstance(per_node, str):
+        unknown = nodes if isinstance(nodes, str) else per_node
+        return known.num_devices, [f"{known.num_devices} devices, as the cluster has: the file says {unknown}"]
+    total = processes if isinstance(processes, int) else per_node * (nodes or 1) if per_node else None
+    if total is None or total == known.num_devices:
+        return known.num_devices, []
+    return known.num_devices, [f"{known.num_devices} devices, as the cluster has: the file starts {total}"]
+
+
+def _number(launch: Launch, *names: str, slurm: str = "") -> int | str | None:
+    """Return the first of some options as a number, as a text where it is not known, or what Slurm was asked for."""
+    for name in names:
+        entry = launch.options.entries.get(name)
+        if entry is None:
+            continue
+        value: Any = entry.value[0] if isinstance(entry.value, list) else entry.value
+        if isinstance(value, int) and not isinstance(value, bool):
+            launch.options.read[name] = None
+            return value
+        return f"{entry.setting} {value}"
+    found = launch.script.slurm.get(slurm)
+    return found[0] if found else None

@@ -1,0 +1,282 @@
+"""Launch files of every engine as jobs; the files are written here, in the forms that users' files have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from meshwright.engines import export
+from meshwright.engines.launch import Given, Job, read_job
+from meshwright.schema import ConfigError, Layout, ModelSpec, Workload
+from plans import make_plan
+
+MEGATRON = """#!/bin/bash
+#SBATCH --nodes=8
+#SBATCH --gres=gpu:8
+GPUS_PER_NODE=8
+NNODES=${SLURM_NNODES:-1}
+TP=${TP:-2}   # tensor parallel
+PP=2
+SEQ=4096
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES
+    --master_addr $(hostname)
+)
+MODEL_ARGS=(
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8
+    --seq-length $SEQ --max-position-embeddings 8192
+    --position-embedding-type rope --swiglu --normalization RMSNorm
+    --disable-bias-linear --untie-embeddings-and-output-weights
+    --attention-dropout 0.0 --hidden-dropout 0.0
+)
+TRAIN="--micro-batch-size 1 \\
+    --global-batch-size $((NNODES * 32)) \\
+    --lr 3e-4 --train-iters 100 --data-path $1"
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size ${TP}
+    --pipeline-model-parallel-size $PP
+    # --context-parallel-size 2
+)
+if [ $TP -gt 1 ]; then PARALLEL_ARGS+=(--sequence-parallel); fi
+if [ "$FP8" = "1" ]; then PARALLEL_ARGS+=("--fp8-format hybrid"); fi
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py "${MODEL_ARGS[@]}" $TRAIN ${PARALLEL_ARGS[@]} \\
+    --bf16 --use-distributed-optimizer --overlap-grad-reduce --tokenizer-type HuggingFaceTokenizer \\
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \\
+    --rampup-batch-size 32 32 1000 --brand-new-switch 3
+"""
+
+
+def read(folder: Path, text: str, name: str = "launch.sh", *, devices: int = 64, **given: Any) -> Job:
+    path = folder / name
+    path.write_text(text)
+    return read_job(path, Given(num_devices=devices, **given))
+
+
+def facts(job: Job) -> dict[str, tuple[str, str, str]]:
+    return {fact.setting: (fact.value, fact.place, fact.variable) for fact in job.facts}
+
+
+def test_megatron_script_says_the_entire_job_and_where(tmp_path: Path) -> None:
+    job = read(tmp_path, MEGATRON)
+    assert (job.engine, job.model, job.num_devices) == ("megatron", ModelSpec.named("llama-3.1-8b"), 64)
+    assert job.layout == Layout(tp=2, pp=2, dp_shard=16, zero_stage=1, recompute="full")
+    assert job.workload == Workload(seq_len=4096, global_batch_size=256, engine="megatron")
+    found = facts(job)
+    assert found["--tensor-model-parallel-size"] == ("2", "launch.sh:6", "TP")
+    assert found["--micro-batch-size"] == ("1", "launch.sh:21", "")
+    assert found["--global-batch-size"][:2] == ("256", "launch.sh:22")
+    assert found["--recompute-granularity"] == ("full", "launch.sh:33", "")
+    assert "--context-parallel-size" not in found and "--fp8-format" not in found
+    assert any(line.startswith("vocabulary 128256") for line in job.assumed)
+    assert any(line.startswith("context_parallel_size 1") for line in job.assumed)
+    assert job.unmodelled == ("--rampup-batch-size: costed at the full batch",)
+    assert job.unknown == ("--brand-new-switch",) and {"--lr", "--data-path"} <= set(job.ignored)
+
+
+def test_what_is_set_wins_over_the_script(tmp_path: Path) -> None:
+    job = read(tmp_path, MEGATRON, sets={"TP": "4", "FP8": "1", "micro_batch_size": "2"})
+    assert (job.layout.tp, job.layout.micro_batch_size, job.workload.precision) == (4, 2, "fp8")
+    assert facts(job)["--set micro_batch_size"][1] == "command line:0"
+
+
+def test_the_clusters_devices_count(tmp_path: Path) -> None:
+    job = read(tmp_path, MEGATRON, devices=128)
+    assert job.layout.dp_shard == 32
+    assert job.assumed[0] == "128 devices, as the cluster has: the file starts 64"
+    with pytest.raises(ConfigError, match="does not divide 6 devices"):
+        read(tmp_path, MEGATRON, devices=6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason", "help_"),
+    [
+        ("PP=2", "PP=$STAGES", r"launch.sh:7: --pipeline-model-parallel-size is \$STAGES", "--set STAGES=VALUE"),
+        ("PP=2", "PP=$(cat pp)", r"is \$\(cat pp\)", "--set pipeline_model_parallel_size=VALUE"),
+        ("--num-layers 32", "", "--num-layers is missing", "--model"),
+        ("--num-layers 32", "--num-layers 31", "vocabulary", "--set vocab_size=N"),
+        ("torchrun", "echo", "starts no engine", "--from"),
+        ("TP=${TP:-2}", "TP='2", "line 6", ""),
+    ],
+)
+def test_what_is_open_is_named(tmp_path: Path, before: str, after: str, reason: str, help_: str) -> None:
+    text = MEGATRON.replace(before, after)
+    if before == "torchrun":
+        text = "echo nothing\npython train.py --lr 1\n"
+    with pytest.raises(ConfigError, match=reason) as raised:
+        read(tmp_path, text)
+    assert help_ in (raised.value.help or "")
+
+
+def test_megatron_deepspeed_script_with_its_configuration_inside(tmp_path: Path) -> None:
+    text = """
+        MBS=2; GBS=2048; ZERO=0
+        config="./ds.$SLURM_JOB_ID.json"
+        cat <<EOT > $config
+{ "train_micro_batch_size_per_gpu": $MBS, "zero_optimization": {"stage": $ZERO}, "bf16": {"enabled": true} }
+EOT
+        LAUNCHER="python -m torch.distributed.run --nproc_per_node 8 --nnodes $NODES"
+        CMD="`pwd`/pretrain_gpt.py --tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 \\
+            --num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-length 2048 \\
+            --position-embedding-type alibi --checkpoint-activations --pad-vocab-size-to 250880 --bf16 \\
+            --micro-batch-size $MBS --global-batch-size $GBS --deepspeed --deepspeed_config ${config} --zero-stage $ZERO"
+        srun bash -c "$LAUNCHER --node_rank \\$SLURM_PROCID $CMD" 2>&1 | tee log
+    """
+    job = read(tmp_path, text, devices=384)
+    assert job.layout == Layout(
+        tp=4, pp=12, dp_shard=8, micro_batch_size=2, recompute="full", sequence_parallel=False, zero_stage=1
+    )
+    assert (job.workload.engine, job.workload.attention, job.workload.dropout) == ("deepspeed", "math", True)
+    assert round(job.model.num_params / 1e9, 1) == 176.2
+    assert any("BF16_Optimizer" in line for line in job.assumed)
+    assert any("--nnodes $NODES" in line for line in job.assumed)
+
+
+def test_experts_of_megatron(tmp_path: Path) -> None:
+    model = ModelSpec.named("deepseek-v3")
+    layout = Layout(tp=2, ep=4, dp_shard=8, zero_stage=1, pp=2)
+    script = export(make_plan(model, layout, workload=Workload(seq_len=4096, global_batch_size=256)), "megatron").files[
+        0
+    ][1]
+    job = read(tmp_path, script, devices=32)
+    assert job.model.num_params == model.num_params and job.layout.ep == 4
+
+
+def test_megatron_yaml_of_arguments(tmp_path: Path) -> None:
+    text = (
+        "ENV_VARS:\n  NCCL_ALGO: Ring\nMODEL_ARGS:\n  --num-layers: 32\n  --hidden-size: 4096\n  --ffn-hidden-size: 11008\n"
+        "  --num-attention-heads: 32\n  --swiglu: true\n  --disable-bias-linear: true\n  --vocab-size: 32000\n"
+        "  --position-embedding-type: rope\n  --seq-length: 2048\n  --micro-batch-size: 2\n  --global-batch-size: 64\n"
+        "  --tensor-model-parallel-size: 2\n  --sequence-parallel: false\n  --bf16: true\n"
+    )
+    job = read(tmp_path, text, "model_config.yaml", devices=8)
+    assert job.layout == Layout(tp=2, dp_replicate=4, micro_batch_size=2, sequence_parallel=False)
+    assert facts(job)["MODEL_ARGS.--tensor-model-parallel-size"][1] == "model_config.yaml:15"
+
+
+NEMO = """
+torchrun --nproc_per_node=8 --nnodes=$N scripts/run.py --recipe llama31_70b_pretrain_config \\
+    model.tensor_model_parallel_size=4 model.pipeline_model_parallel_size=4 \\
+    model.virtual_pipeline_model_parallel_size=5 +model.context_parallel_size=2 \\
+    train.micro_batch_size=1 train.global_batch_size=128 model.seq_length=8192
+"""
+
+
+def test_nemo_overrides(tmp_path: Path) -> None:
+    job = read(tmp_path, NEMO)
+    assert (job.engine, job.model.name, job.workload.engine) == ("nemo", "llama-3.1-70b", "megatron")
+    assert job.layout == Layout(tp=4, pp=4, cp=2, dp_shard=2, num_model_chunks=5, zero_stage=1)
+    assert facts(job)["model.tensor_model_parallel_size"] == ("4", "launch.sh:3", "")
+    with pytest.raises(ConfigError, match="global_batch_size, seq_length are the recipe's own") as raised:
+        read(tmp_path, NEMO.replace("train.global_batch_size=128 model.seq_length=8192", ""))
+    assert raised.value.help == "add --set global_batch_size=N --set seq_length=N"
+
+
+def test_nemo_yaml_of_a_recipe(tmp_path: Path) -> None:
+    text = (
+        "trainer:\n  devices: 8\n  num_nodes: 8\n  precision: bf16\nmodel:\n  micro_batch_size: 1\n  global_batch_size: 256\n"
+        "  tensor_model_parallel_size: 2\n  pipeline_model_parallel_size: 1\n  encoder_seq_length: 4096\n  num_layers: 32\n"
+        "  hidden_size: 4096\n  ffn_hidden_size: 11008\n  num_attention_heads: 32\n  activation: fast-swiglu\n  bias: false\n"
+        "  position_embedding_type: rope\n  normalization: rmsnorm\n  share_embeddings_and_output_weights: false\n"
+        "  vocab_size: 32000\n  activations_checkpoint_granularity: selective\n  optim:\n    name: distributed_fused_adam\n"
+    )
+    job = read(tmp_path, text, "gpt.yaml")
+    assert job.model == ModelSpec.named("llama-2-7b") or job.model.num_params == 6738415616
+    assert job.layout == Layout(tp=2, dp_shard=32, zero_stage=1, recompute="selective")
+
+
+TOML = """
+[model]
+name = "llama3"
+flavor = "70B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = 16
+tensor_parallel_degree = 8
+[activation_checkpoint]
+mode = "full"
+[compile]
+enable = true
+"""
+
+
+def test_torchtitan_table_and_overrides(tmp_path: Path) -> None:
+    job = read(tmp_path, TOML, "llama3_70b.toml")
+    assert (job.model.name, job.workload.fusion) == ("llama-3.1-70b", "compiled")
+    assert job.layout == Layout(tp=8, dp_shard=8, recompute="full") and job.workload.global_batch_size == 8
+    assert facts(job)["parallelism.tensor_parallel_degree"][1] == "llama3_70b.toml:10"
+    script = (
+        'CONFIG_FILE=${CONFIG_FILE:-"./llama3_70b.toml"}\n'
+        "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file ${CONFIG_FILE} \\\n"
+        '  --parallelism.tensor_parallel_degree 4 --training.seq_len=4096 "$@"\n'
+    )
+    job = read(tmp_path, script, "run_train.sh")
+    assert (job.layout.tp, job.layout.dp_shard, job.workload.seq_len, job.layout.recompute) == (4, 16, 4096, "full")
+
+
+def test_torchtitan_module(tmp_path: Path) -> None:
+    folder = tmp_path / "llama3"
+    folder.mkdir()
+    text = (
+        "def llama3_8b() -> Trainer.Config:\n    return Trainer.Config(\n        model_spec=model_registry('8B'),\n"
+        "        training=TrainingConfig(local_batch_size=2, seq_len=4096, steps=10),\n"
+        "        parallelism=ParallelismConfig(tensor_parallel_degree=2),\n"
+        "        activation_checkpoint=FullAC.Config(),\n    )\n\n\n"
+        "def wide() -> Trainer.Config:\n    config = llama3_8b()\n    config.parallelism.tensor_parallel_degree = 4\n"
+        "    return config\n"
+    )
+    job = read(folder, text, "config_registry.py", sets={"config": "wide"})
+    assert job.model.name == "llama-3.1-8b"
+    assert job.layout == Layout(tp=4, dp_shard=16, micro_batch_size=2, recompute="full")
+    assert facts(job)["parallelism.tensor_parallel_degree"][1] == "config_registry.py:12"
+    with pytest.raises(ConfigError, match="the configurations llama3_8b, wide"):
+        read(folder, text, "config_registry.py")
+
+
+def test_accelerate_with_its_command(tmp_path: Path) -> None:
+    yaml = (
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing: true\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
+        "  fsdp_version: 1\nmixed_precision: bf16\nnum_processes: 16\n"
+    )
+    (tmp_path / "fsdp.yaml").write_text(yaml)
+    script = (
+        "accelerate launch --config_file fsdp.yaml --num_processes 32 train.py --model_name_or_path meta-llama/Llama-3.1-8B \\\n"
+        "  --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --max_seq_length 4096\n"
+    )
+    job = read(tmp_path, script)
+    assert job.layout == Layout(dp_shard=64, zero_stage=2, micro_batch_size=2, recompute="full")
+    assert (job.workload.global_batch_size, job.workload.seq_len, job.model.name) == (512, 4096, "llama-3.1-8b")
+    with pytest.raises(ConfigError, match="which model") as raised:
+        read(tmp_path, yaml, "fsdp.yaml")
+    assert "--model" in (raised.value.help or "")
+    job = read(tmp_path, yaml, "fsdp.yaml", model=ModelSpec.named("qwen3-32b"), seq_len=2048, global_batch_size=128)
+    assert job.layout.zero_stage == 2 and job.workload.global_batch_size == 128
+
+
+def test_deepspeed_with_its_command(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": "auto"},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config, indent=1))
+    script = (
+        "deepspeed --num_nodes 8 --num_gpus 8 train.py --deepspeed ds.json --model_name_or_path Qwen/Qwen3-32B \\\n"
+        "  --per_device_train_batch_size 1 --gradient_accumulation_steps 16 --gradient_checkpointing True \\\n"
+        "  --bf16 True --model_max_length 8192\n"
+    )
+    job = read(tmp_path, script)
+    assert job.layout == Layout(dp_shard=64, recompute="full", offload="optimizer")
+    assert (job.workload.global_batch_size, job.workload.engine, job.workload.overlap) == (1024, "deepspeed", True)
+    assert facts(job)["zero_optimization.stage"][:2] == ("3", "ds.json:5")
+    plugin = (
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  offload_optimizer_device: none\n"
+        "mixed_precision: bf16\nnum_processes: 64\n"
+    )
+    job = read(tmp_path, plugin, "acc.yaml", model=ModelSpec.named("llama-3.1-8b"), seq_len=4096)
+    assert (job.engine, job.layout.zero_stage, job.workload.precision) == ("accelerate", 2, "bf16-mixed")
