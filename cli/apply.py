@@ -187,7 +187,7 @@ def _predicted_by(path: Path, profile: ProfileOptions) -> Iterator[tuple[Path, T
     if cluster is None:
         yield path, plan
         return
-    from ..planner.plan import reestimate
+    from ..planner.planned_stages import reestimate
 
     if cluster.num_devices != plan.cluster.num_devices:
         raise ConfigError(

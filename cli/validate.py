@@ -311,7 +311,7 @@ def runs_table(runs: Sequence[PlanRun], cluster: ClusterSpec, calibration: Calib
     """Compare the step times of runs with their predictions, without a calibration and with this one."""
     from rich.markup import escape
 
-    from ..planner.plan import reestimate
+    from ..planner.planned_stages import reestimate
     from ..schema import Calibration
 
     table = headed_table("step time of the runs", "measured", "predicted", "calibrated", "layout", text=("layout",))

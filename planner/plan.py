@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Unpack, overload
 
-from ..cost_models.pipeline.orders import planned_order
-from ..cost_models.stage.step import estimate_step
-from ..cost_models.stage.table import CostTable
 from ..schema import (
     ClusterSpec,
     ConfigError,
@@ -32,7 +28,6 @@ from ..schema import (
     Workload,
 )
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, broken_rules, problem_facts, require_valid
-from ..schema.layout_table import LayoutTable
 from ..schema.task import Task
 from .expand import expand_layout
 from .experts import with_experts_placed, with_imbalance
@@ -179,16 +174,6 @@ def estimate_with_schedule(
         result = schedule_layout(request, layout, effort=effort)
         return result.estimate, result
     return expand_layout(request, layout).estimate, None
-
-
-def reestimate(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingEstimate:
-    """Return the estimate of a plan's layout and stages on a cluster; where blocks recompute differently, of new stages."""
-    if plan.layout.recompute == "mixed" or cluster.parts:
-        return estimate(plan.model, cluster, plan.workload, plan.layout)
-    table = LayoutTable.from_layouts([plan.layout], plan.workload.global_batch_size)
-    costs = CostTable.from_layouts(plan.model, plan.workload, cluster, table)
-    boundaries = [*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers]
-    return estimate_step(replace(costs, order=planned_order(plan)), 0, boundaries)
 
 
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:

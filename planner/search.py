@@ -80,8 +80,8 @@ class Pool:
         costs = CostTable.from_layouts(request.model, request.workload, request.cluster, table, checkpoint=checkpoint)
         self._space, self.bound_s = space, np.inf
         self.costs, self.bounding = costs, bounding_costs(costs)
-        self.positions: IntArray = np.arange(len(table))
         if not by_groups:
+            self.positions: IntArray = space.positions
             return
         self._of_groups = self.costs, self.bounding
         bound_s = quick_time_bounds(self.bounding)
@@ -364,8 +364,15 @@ class SearchResult:
         )
 
 
-def search(request: PlanRequest, space: Space, *, runner_ups: int = 0, worse_than_s: float = np.inf) -> SearchResult:
-    """Expand layouts best first, then ``runner_ups`` more combinations of degrees for comparison.
+def search(
+    request: PlanRequest,
+    space: Space,
+    *,
+    runner_ups: int = 0,
+    worse_than_s: float = np.inf,
+    max_expanded: float = np.inf,
+) -> SearchResult:
+    """Expand layouts best first, ``max_expanded`` at most, then ``runner_ups`` more combinations of degrees for comparison.
 
     The result has no feasible layout when nothing fits, when none is faster than ``worse_than_s`` (slower ones are of no use), or
     when the deadline came first.
@@ -376,7 +383,7 @@ def search(request: PlanRequest, space: Space, *, runner_ups: int = 0, worse_tha
     start, deadline = time.perf_counter(), request.deadline
     problem = LayoutProblem(request, space, worse_than_s=worse_than_s)
     tree = Search(problem)
-    stop = Stop(rel_gap=REL_GAP, below=worse_than_s * (1 - REL_GAP), deadline=deadline)
+    stop = Stop(rel_gap=REL_GAP, below=worse_than_s * (1 - REL_GAP), deadline=deadline, max_effort=max_expanded)
     answer = tree.run(stop, on_progress=request.on_progress)
     # A split of a layout that was expanded may be faster than the best one known, down to that layout's own bound.
     result = SearchResult(

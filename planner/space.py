@@ -115,14 +115,26 @@ class Space:
     groups: DegreeGroups | None = None
     without: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    @cached_property
+    @property
     def batch(self) -> LayoutTable:
         """All layouts."""
+        return self._members[0]
+
+    @property
+    def positions(self) -> IntArray:
+        """Where each of them stands among those that were enumerated."""
+        return self._members[1]
+
+    @cached_property
+    def _members(self) -> tuple[LayoutTable, IntArray]:
         table, positions = self.given, np.arange(0 if self.given is None else len(self.given))
         if table is None:
             assert self.groups is not None
             table, _, positions = self.groups.members(np.arange(len(self.groups)))
-        return table if not len(self.without) else table.select(self.keeps(positions))
+        if not len(self.without):
+            return table, positions
+        kept = np.flatnonzero(self.keeps(positions))
+        return table.select(kept), positions[kept]
 
     def keeps(self, positions: IntArray) -> NDArray[np.bool_]:
         """Return which layouts at these positions are not left out."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..cost_models.stage.parts import compute_parts
 from ..schema import TrainingPlan
-from .timeline import costed_stages
+from .planned_stages import costed_stages
 
 
 def step_parts(plan: TrainingPlan) -> dict[str, float]:

@@ -10,21 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from ..cost_models.pipeline.orders import planned_order
 from ..cost_models.pipeline.replay import PipelineShape, order_of
 from ..cost_models.pipeline.simulation import simulate
-from ..cost_models.stage.contents import RecomputeCosts, pipeline_shape
+from ..cost_models.stage.contents import pipeline_shape
 from ..cost_models.stage.step import StagePasses, copies_and_collectives, pass_seconds, transfer_of_stages
-from ..cost_models.stage.table import CostTable
 from ..schema import TrainingPlan
-from ..schema.cluster import part_label
-from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.trace import COPIED, COPIES, DATA_PARALLEL, OPTIMIZER, SPLIT_VOCABULARY, Slice, StepTimeline, Stream
-from ..schema.units import FloatArray, IntArray
+from ..schema.units import FloatArray
 from ..solvers.offload.instance import OPTIONS, OffloadChoice
 from ..solvers.offload.simulation import (
     COMPUTE,
@@ -37,9 +33,9 @@ from ..solvers.offload.simulation import (
     run_jobs,
     update_jobs,
 )
-from .rank_map import in_order_of_pools, place_as_planned
+from .planned_stages import CostedStages, costed_stages
 from .stage_choice import build_pipeline
-from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan, without_schedule
+from .tasks.offload_problem import PlanProblem, constant_s, problem_of_plan
 
 
 def timeline(plan: TrainingPlan) -> StepTimeline:
@@ -67,39 +63,6 @@ def timeline(plan: TrainingPlan) -> StepTimeline:
     size = plan.layout.stage_ranks
     ranks = tuple(range(r * size, (r + 1) * size) for r in range(shape.pp))
     return StepTimeline(tuple(slices), ranks, max(s.start_s + s.seconds for s in slices))
-
-
-class CostedStages(NamedTuple):
-    """The stages of a plan as `estimate_step` takes them.
-
-    Attributes:
-        costs: row 0 is the plan's layout, each layer with the recompute that its stage gives it.
-        boundaries, pool_of_stage: as in `estimate_step`.
-    """
-
-    costs: CostTable
-    boundaries: tuple[int, ...]
-    pool_of_stage: IntArray | None
-
-
-def costed_stages(plan: TrainingPlan) -> CostedStages:
-    """Cost the layers of a plan again; where it has an offload schedule, as if everything stayed on the devices."""
-    parts = plan.cluster.parts
-    is_on_pools = bool(parts) and all(stage.device for stage in plan.estimate.stages)
-    layout = plan.layout if plan.offload is None else without_schedule(plan.layout)
-    batch = LayoutTable.from_layouts([layout], plan.workload.global_batch_size)
-    cluster = plan.cluster if is_on_pools else place_as_planned(plan, plan.cluster)
-    costs = CostTable.from_layouts(plan.model, plan.workload, cluster, batch)
-    if layout.recompute == "mixed":
-        options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
-        costs = RecomputeCosts(costs).assigned(0, options)
-    boundaries = (*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers)
-    if not is_on_pools:
-        return CostedStages(costs, boundaries, None)
-    pool_of_label = {part_label(parts, g): g for g in range(len(parts))}
-    pool_of_stage = np.array([pool_of_label[stage.device] for stage in plan.estimate.stages])
-    placed = in_order_of_pools(costs, tuple(dict.fromkeys(pool_of_stage.tolist())))
-    return CostedStages(placed, boundaries, pool_of_stage)
 
 
 def _passes(stages: CostedStages, shape: PipelineShape) -> tuple[StagePasses, FloatArray]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..planner.plan import reestimate
+from ..planner.planned_stages import reestimate
 from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate, TrainingPlan
 from ..schema.base import read_text, shown
 from .predict import RunInputs

@@ -14,7 +14,8 @@ What they are worth to a plan with an offload schedule stands in offload.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -26,13 +27,23 @@ from ...schema.base import Frozen
 from ...schema.profile import CollectivePoint
 from ...schema.units import GB, GIB, format_bytes
 from ..plan import estimate
+from ..planned_stages import reestimate
 from ..rank_map import place_as_planned
 from ..request import PlanRequest
-from ..search import REL_GAP
+from ..search import SearchResult, search
 from ..space import Space, build_space
-from ..tasks.training import search_layouts
+from ..tasks.training import plan_candidate, search_layouts
 
 MORE_COMPUTE = 1.1
+
+WORTH_SWITCHING = 0.005
+"""Another layout is the best of a changed cluster where it is so much faster than the old one there: less is not worth a move."""
+
+MAX_EXPANDED = 96
+"""Layouts that each search of a changed cluster cuts into stages; on the largest clusters more of them are close."""
+
+SAME_PREDICTION = 1e-3
+"""An estimate that differs by more from the plan's was made by another version of the model."""
 
 LARGEST_RATIO = 19.9
 """Calibration ratios stay below 20."""
@@ -84,9 +95,9 @@ class MarginalValue(Frozen):
 
     Attributes:
         change: in words.
-        kept_s: what the plan's layout gains, seconds of a step; best_s: what the fastest layout gains over the fastest one of the
-            unchanged cluster; None where the time limit came before that search. Of plans with an offload schedule both are
-            differences of bounds (planner/explain/offload.py).
+        kept_s: what the plan's layout gains, seconds of a step; best_s: what the fastest gains at least over the fastest one of
+            the unchanged cluster (`Fastest.with_change`); None where the time limit came before that search. Of plans with an
+            offload schedule both are differences of bounds (planner/explain/offload.py).
         best: the fastest layout of the changed cluster, where it is another one.
     """
 
@@ -99,12 +110,18 @@ class MarginalValue(Frozen):
 
 @dataclass(frozen=True)
 class ClusterChange:
-    """A changed cluster and what to call it; ``searched``: whether the best layout on it is of interest."""
+    """A changed cluster and what to call it.
+
+    Attributes:
+        searched: whether the best layout on it is of interest.
+        most_times_as_fast: no layout gains more than this ratio, which is that of the rate.
+    """
 
     resource: Resource
     text: str
     cluster: ClusterSpec
     searched: bool = True
+    most_times_as_fast: float = math.inf
 
     @property
     def adds_memory(self) -> bool:
@@ -127,6 +144,7 @@ def resource_changes(cluster: ClusterSpec) -> tuple[ClusterChange, ...]:
                 "link",
                 f"1 GB/s more on {level.link.name} ({level.link.bandwidth_bytes_per_s / GB:g} GB/s)",
                 with_bandwidth(cluster, idx, float(GB)),
+                most_times_as_fast=1 + GB / level.link.bandwidth_bytes_per_s,
             )
             for idx, level in enumerate(cluster.levels)
             if level.domain_size > 1
@@ -188,13 +206,14 @@ def _faster_points(points: Sequence[CollectivePoint], ratio: float) -> tuple[Col
     )
 
 
-def marginal_values(plan: TrainingPlan, request: PlanRequest) -> tuple[float | None, tuple[MarginalValue, ...]]:
-    """Return seconds of the fastest layout, and what each change gains for the plan's layout and for the fastest one."""
+def marginal_values(plan: TrainingPlan, request: PlanRequest, fastest: Fastest | None) -> Iterator[MarginalValue]:
+    """Yield what each change gains for the plan's layout and for the fastest one, in the order in which they are searched.
+
+    With more memory the layout is cut and ordered anew; otherwise its stages and their order are kept.
+    """
     planned_s = _planned_s(plan, plan.cluster)
-    fastest = _fastest(request)
-    values = []
     for change in resource_changes(plan.cluster):
-        changed_s = _planned_s(plan, change.cluster)
+        changed_s = _expanded_s(plan, change.cluster) if change.adds_memory else _planned_s(plan, change.cluster)
         if planned_s is None or changed_s is None:
             continue
         gain_s = planned_s - changed_s
@@ -202,15 +221,11 @@ def marginal_values(plan: TrainingPlan, request: PlanRequest) -> tuple[float | N
             gain_s = max(0.0, gain_s)
         best_s, best = None, None
         if fastest is not None and change.searched:
-            layout, seconds = _fastest_with(request, change, fastest) or (None, None)
+            layout, seconds = fastest.with_change(request, change) or (None, None)
             if seconds is not None:
-                best_s = fastest.step_time_s - seconds
-                best_s = best_s if abs(best_s) > REL_GAP * seconds else 0.0  # a search does not look for less
-                best = layout if layout != fastest.layout else None
-        values.append(
-            MarginalValue(resource=change.resource, change=change.text, kept_s=gain_s, best_s=best_s, best=best)
-        )
-    return None if fastest is None else fastest.step_time_s, tuple(values)
+                best_s = max(0.0, fastest.step_time_s - seconds)
+                best = None if layout == fastest.layout else layout
+        yield MarginalValue(resource=change.resource, change=change.text, kept_s=gain_s, best_s=best_s, best=best)
 
 
 def link_uses(
@@ -245,56 +260,106 @@ def link_uses(
 
 
 def _planned_s(plan: TrainingPlan, cluster: ClusterSpec) -> float | None:
-    """Return the step time of the plan's layout on a cluster; None where this version cannot estimate it."""
+    """Return the step time of the plan's stages on a cluster; None where this version cannot estimate it."""
+    try:
+        return reestimate(plan, cluster).step_time_s
+    except MeshwrightError:
+        return None
+
+
+def _expanded_s(plan: TrainingPlan, cluster: ClusterSpec) -> float | None:
+    """Return the step time of the plan's layout on a cluster, cut into stages anew."""
     try:
         return estimate(plan.model, place_as_planned(plan, cluster), plan.workload, plan.layout).step_time_s
     except MeshwrightError:
         return None
 
 
-@dataclass(frozen=True)
-class _Fastest:
-    """The fastest layout of the unchanged cluster, the entire space, and what of it has a split that fits, as far as known."""
+@dataclass
+class Fastest:
+    """The fastest layout of the unchanged cluster, and the layouts among which searches of a changed one look.
 
-    layout: Layout
-    step_time_s: float
+    Attributes:
+        plan: its stages; where the plan has a simpler layout, the same plan with the fastest one.
+        bound_s: no layout of the unchanged cluster is faster.
+        space: all layouts; may_fit: without those that a search with no less memory than there is found no room for.
+    """
+
+    plan: TrainingPlan
+    bound_s: float
     space: Space
     may_fit: Space
 
+    @property
+    def layout(self) -> Layout:
+        """Of the plan."""
+        return self.plan.layout
 
-def _fastest(request: PlanRequest) -> _Fastest | None:
-    """Search the unchanged cluster; None unless the search ended in time and something fits."""
-    try:
-        space = build_space(request)
-        result = search_layouts(request, space)
-    except MeshwrightError:
-        return None
-    if result.stopped_early or not result.feasible:
-        return None
-    best, problem = result.feasible[0], result.problem
-    rejected = problem.pool.positions[np.array(problem.rejected, dtype=np.int64)]
-    may_fit = replace(space, without=np.sort(rejected))
-    return _Fastest(best.layout(result.costs.layouts), best.estimate.step_time_s, space, may_fit)
+    @property
+    def step_time_s(self) -> float:
+        """Of the plan."""
+        return self.plan.estimate.step_time_s
+
+    @classmethod
+    def of(cls, plan: TrainingPlan, request: PlanRequest) -> Fastest | None:
+        """Return the plan itself where its search proved that and this version agrees; else search again.
+
+        None unless the search ended in time and something fits.
+        """
+        try:
+            space = build_space(request)
+            if plan.search is not None and _is_still_fastest(plan):
+                return cls(plan, plan.search.bound_s, space, space)
+            result = search_layouts(request, space)
+        except MeshwrightError:
+            return None
+        if result.stopped_early or not result.feasible:
+            return None
+        fastest = plan_candidate(request, result, result.feasible[0])
+        return cls(fastest, result.bound_s, space, _without_rejected(space, result))
+
+    def with_change(self, request: PlanRequest, change: ClusterChange) -> tuple[Layout, float] | None:
+        """Return the fastest layout of a changed cluster and its seconds; None unless the search ended in time.
+
+        It begins with the old one, which another has to beat by WORTH_SWITCHING, and looks at MAX_EXPANDED layouts. What fits in no
+        more memory than there was is left out where memory stays as it is; only where it grows are orders of passes made anew.
+        """
+        try:
+            known_s = reestimate(self.plan, change.cluster).step_time_s
+            if change.adds_memory:
+                known_s = min(known_s, self.step_time_s)
+            below_s = known_s * (1 - WORTH_SWITCHING)
+            if self.bound_s / change.most_times_as_fast >= below_s:
+                return self.layout, known_s
+            run = search_layouts if change.adds_memory else search
+            space = self.space if change.adds_memory else self.may_fit
+            result = run(
+                replace(request, cluster=change.cluster), space, worse_than_s=below_s, max_expanded=MAX_EXPANDED
+            )
+        except MeshwrightError:
+            return None
+        if result.stopped_early:
+            return None
+        if change.resource == "memory":
+            self.may_fit = _without_rejected(self.may_fit, result)
+        best = result.feasible[0] if result.feasible else None
+        if best is None or best.estimate.step_time_s >= below_s:
+            return self.layout, known_s
+        return best.layout(result.costs.layouts), best.estimate.step_time_s
 
 
-def _fastest_with(request: PlanRequest, change: ClusterChange, fastest: _Fastest) -> tuple[Layout, float] | None:
-    """Return the fastest layout of a changed cluster and its seconds; None unless the search ended in time.
+def _is_still_fastest(plan: TrainingPlan) -> bool:
+    """Return whether the plan has the fastest layout of a search that ended, and this version predicts the same of it."""
+    if plan.search is None or plan.search.status != "optimal":
+        return False
+    again_s = _planned_s(plan, plan.cluster)
+    same = (plan.estimate.step_time_s, plan.search.objective_s)
+    return again_s is not None and all(math.isclose(again_s, seconds, rel_tol=SAME_PREDICTION) for seconds in same)
 
-    It is at least as good as the old one is there, and where memory stays as it is, so does what fits.
-    """
-    try:
-        old_s = estimate(request.model, change.cluster, request.workload, fastest.layout).step_time_s
-        known_s = min(old_s, fastest.step_time_s) if change.adds_memory else old_s
-        space = fastest.space if change.adds_memory else fastest.may_fit
-        result = search_layouts(replace(request, cluster=change.cluster), space, worse_than_s=known_s)
-    except MeshwrightError:
-        return None
-    if result.stopped_early:
-        return None
-    best = result.feasible[0] if result.feasible else None
-    if best is None or best.estimate.step_time_s >= known_s:
-        return fastest.layout, known_s
-    return best.layout(result.costs.layouts), best.estimate.step_time_s
+
+def _without_rejected(space: Space, result: SearchResult) -> Space:
+    rejected = result.problem.pool.positions[np.array(result.problem.rejected, dtype=np.int64)]
+    return replace(space, without=np.union1d(space.without, rejected))
 
 
 def _axes_on(layout: Layout, cluster: ClusterSpec, level_idx: int) -> tuple[str, ...]:

@@ -6,20 +6,31 @@ offload schedule is also compared with uniform policies: what switches for all l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingPlan
 from ...schema.base import Frozen
 from ...schema.layout import check_fields
 from ...schema.layout_rules import ENGINE_RULES, require_valid
 from ...schema.units import GB, format_bytes
-from ..plan import estimate, estimate_with_schedule
-from ..rank_map import place_as_planned
+from ...solvers.branch_and_bound import OnProgress
+from ..plan import estimate_with_schedule
+from ..planned_stages import reestimate
 from ..request import Deadline, PlanRequest
 from ..tasks.offload_problem import problem_of_plan
 from .infeasible import stage_demands, tightest_stage
-from .marginal_values import Binding, BoundBy, LinkUse, MarginalValue, link_uses, marginal_values
+from .marginal_values import (
+    SAME_PREDICTION,
+    Binding,
+    BoundBy,
+    Fastest,
+    LinkUse,
+    MarginalValue,
+    link_uses,
+    marginal_values,
+)
 from .offload import ScheduleMarginalValues, under_policies
 from .why_not import Comparison, WhyNot, compare
 from .why_not import why_not as answer_why_not
@@ -27,8 +38,9 @@ from .why_not import why_not as answer_why_not
 MIN_SHARE = 0.005
 """Terms of the step below this are not named among what binds."""
 
-SAME_PREDICTION = 1e-3
-"""An estimate that differs by more from the plan's was made by another version of the model."""
+Part = Literal["binds", "runner_ups", "value", "worth", "why_not"]
+"""What of an explanation is complete: what binds with the headroom of the stages, runner-ups and policies, one more of the marginal
+values, all of them with the notes; or the answer to a question, which is all there is then."""
 
 
 class StageHeadroom(Frozen):
@@ -97,6 +109,22 @@ def explain(
     Raises:
         ConfigError: a field of ``why_not`` is unknown or out of range, or the plan breaks a rule that holds for any engine.
     """
+    *_, (_, explanation) = explain_in_parts(plan, why_not=why_not, deadline=deadline or Deadline(time_limit_s))
+    return explanation
+
+
+def explain_in_parts(
+    plan: TrainingPlan,
+    *,
+    why_not: Mapping[str, Any] | None = None,
+    deadline: Deadline,
+    on_progress: OnProgress | None = None,
+) -> Iterator[tuple[Part, Explanation]]:
+    """Yield what `explain` returns as it grows, each time with the part that is now complete: cheap parts come first.
+
+    Args:
+        on_progress: called while the completion for a ``why_not`` is searched.
+    """
     asked = check_fields(why_not or {})
     require_valid(
         plan.model,
@@ -106,37 +134,62 @@ def explain(
         scaleup_domain=plan.cluster.scaleup_domain,
         rules=ENGINE_RULES,
     )
-    request = PlanRequest.from_plan(plan, deadline or Deadline(time_limit_s))
-    answer = answer_why_not(plan, request, asked) if asked else None
+    request = replace(PlanRequest.from_plan(plan, deadline), on_progress=on_progress)
     schedule = None if plan.offload is None else ScheduleMarginalValues(plan, request)
     links = link_uses(plan, None if schedule is None else schedule.seconds_on)
-    fastest_s: float | None = None
-    values: tuple[MarginalValue, ...] = ()
-    if not asked and schedule is not None:
-        values = schedule.marginal_values()
-    elif not asked:
-        fastest_s, values = marginal_values(plan, request)
-    binds = [*_bindings(plan, links, values), *(schedule.bindings() if schedule else ())]
-    was_searched = fastest_s is not None
-    if schedule is not None:
-        was_searched = all(value.best_s is not None for value in values if value.resource == "memory")
     terms = sorted(plan.estimate.breakdown_s.model_dump().items(), key=lambda item: -item[1])
-    return Explanation(
+    explanation = Explanation(
         layout=plan.layout,
-        binds=tuple(sorted(binds, key=lambda binding: -(binding.seconds or 0.0))),
+        binds=_sorted_bindings(plan, links, (), schedule),
         step_time_s=plan.estimate.step_time_s,
-        fastest_s=fastest_s,
+        fastest_s=None,
         time_s={name: seconds for name, seconds in terms if seconds},
         budget_bytes=plan.estimate.budget_bytes,
         stages=_stages(plan),
         links=links,
-        worth=values,
-        runner_ups=() if asked and schedule else tuple(_runner_ups(plan, request)),
-        policies=() if asked or not schedule else tuple(under_policies(plan)),
+        worth=(),
+        runner_ups=(),
         offload=plan.offload,
-        why_not=answer,
-        notes=_notes(plan, was_searched=bool(asked) or was_searched),
     )
+    if asked:
+        explanation = explanation.replace(
+            why_not=answer_why_not(plan, request, asked),
+            runner_ups=() if schedule else tuple(_runner_ups(plan, request)),
+            notes=_notes(plan, was_searched=True),
+        )
+        yield "why_not", explanation
+        return
+    yield "binds", explanation
+    explanation = explanation.replace(
+        runner_ups=tuple(_runner_ups(plan, request)), policies=tuple(under_policies(plan)) if schedule else ()
+    )
+    yield "runner_ups", explanation
+    fastest = Fastest.of(plan, request) if schedule is None else None
+    was_searched = fastest is not None
+    if fastest is not None:
+        explanation = explanation.replace(fastest_s=fastest.step_time_s)
+    for value in schedule.marginal_values() if schedule else marginal_values(plan, request, fastest):
+        if schedule is not None and value.resource == "memory":
+            was_searched = value.best_s is not None
+        explanation = explanation.replace(worth=(*explanation.worth, value))
+        yield "value", explanation
+    yield (
+        "worth",
+        explanation.replace(
+            binds=_sorted_bindings(plan, links, explanation.worth, schedule),
+            notes=_notes(plan, was_searched=was_searched),
+        ),
+    )
+
+
+def _sorted_bindings(
+    plan: TrainingPlan,
+    links: Sequence[LinkUse],
+    values: Sequence[MarginalValue],
+    schedule: ScheduleMarginalValues | None,
+) -> tuple[Binding, ...]:
+    binds = [*_bindings(plan, links, values), *(schedule.bindings() if schedule else ())]
+    return tuple(sorted(binds, key=lambda binding: -(binding.seconds or 0.0)))
 
 
 def _stages(plan: TrainingPlan) -> tuple[StageHeadroom, ...]:
@@ -218,18 +271,15 @@ def _runner_ups(plan: TrainingPlan, request: PlanRequest) -> Iterable[Comparison
 def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
     notes = []
     try:
-        if plan.offload is None:
-            again = estimate(plan.model, place_as_planned(plan, plan.cluster), plan.workload, plan.layout)
-        else:
-            again = problem_of_plan(plan).estimate
-        again_s = again.step_time_s
+        estimate = reestimate(plan, plan.cluster) if plan.offload is None else problem_of_plan(plan).estimate
+        again_s = estimate.step_time_s
         if abs(again_s / plan.estimate.step_time_s - 1) > SAME_PREDICTION:
             notes.append(
-                f"estimated by itself the layout takes {again_s:.4g} s, in the plan {plan.estimate.step_time_s:.4g} s: its stages "
-                f"were refined, or another version made it ({plan.provenance.meshwright}); gains are differences of new estimates"
+                f"this version predicts {again_s:.4g} s for the plan, which says {plan.estimate.step_time_s:.4g} s: another "
+                f"version made it ({plan.provenance.meshwright}); gains are differences of new estimates"
             )
     except MeshwrightError as error:
-        notes.append(f"this version cannot estimate the plan's layout by itself: {error.message}")
+        notes.append(f"this version cannot estimate the plan's layout: {error.message}")
     if not was_searched:
         notes.append("the time limit came before the space was searched again: gains of the best layout are left out")
     if plan.provenance.fixed:

@@ -67,7 +67,12 @@ _OVER_A_V = frozenset(schedule.idx for schedule in OVER_A_V)
 
 
 def search_layouts(
-    request: PlanRequest, space: Space | None = None, *, runner_ups: int = 0, worse_than_s: float = math.inf
+    request: PlanRequest,
+    space: Space | None = None,
+    *,
+    runner_ups: int = 0,
+    worse_than_s: float = math.inf,
+    max_expanded: float = math.inf,
 ) -> SearchResult:
     """Search the layouts of a request (`search`), then try orders of passes made for the best ones.
 
@@ -75,7 +80,13 @@ def search_layouts(
         ConfigError: there are no layouts; the message names the rules.
         SolverLimitError: the deadline came before every layout had a bound.
     """
-    result = search(request, space or build_space(request), runner_ups=runner_ups, worse_than_s=worse_than_s)
+    result = search(
+        request,
+        space or build_space(request),
+        runner_ups=runner_ups,
+        worse_than_s=worse_than_s,
+        max_expanded=max_expanded,
+    )
     if "schedule" not in request.fixed:
         add_synthesised_orders(result, request.deadline)
     return result
@@ -121,17 +132,23 @@ def device_of_rank(cluster: ClusterSpec, nodes: Sequence[int]) -> tuple[int, ...
 
 def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest_s: float = math.inf) -> TrainingPlan:
     """Return the plan of the simplest of the fastest layouts that a search found, none slower than ``slowest_s``."""
-    chosen, batch = choose_simplest(result, slowest_s=slowest_s), result.costs.layouts
+    chosen = choose_simplest(result, slowest_s=slowest_s)
+    return plan_candidate(request, result, chosen).replace(
+        alternatives=build_alternatives(result, chosen, top),
+        notes=tuple(_notes(request, chosen, result.feasible[0])),
+    )
+
+
+def plan_candidate(request: PlanRequest, result: SearchResult, chosen: Candidate) -> TrainingPlan:
+    """Return the plan of one layout that a search found, with neither runner-ups nor notes."""
     return build_plan(
         request,
-        chosen.layout(batch),
+        chosen.layout(result.costs.layouts),
         _stages(request.model, chosen),
         chosen.estimate,
         result.certificate(),
         nodes=chosen.nodes,
         order=chosen.order,
-        alternatives=build_alternatives(result, chosen, top),
-        notes=_notes(request, chosen, result.feasible[0]),
     )
 
 

@@ -292,7 +292,7 @@ def _profile(path: Path) -> None:
 
 @cache
 def _measured_plan() -> TrainingPlan:
-    from meshwright.planner.plan import reestimate
+    from meshwright.planner.planned_stages import reestimate
 
     plan = small_plans()[1]
     return plan.replace(cluster=cpu_cluster(2), estimate=reestimate(plan, cpu_cluster(2)))

@@ -9,9 +9,9 @@ from meshwright.cost_models.stage.parts import compute_parts
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
+from meshwright.planner.planned_stages import costed_stages
 from meshwright.planner.request import OffloadRequest
 from meshwright.planner.step_parts import step_parts
-from meshwright.planner.timeline import costed_stages
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layout_table import LayoutTable
 from meshwright.schema.task import parse_training

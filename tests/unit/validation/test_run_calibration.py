@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cli.validate import calibrate
 from meshwright.planner import plan
-from meshwright.planner.plan import reestimate
+from meshwright.planner.planned_stages import reestimate
 from meshwright.schema import Calibration, ConfigError, Layout, TrainingPlan, Workload
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
 from meshwright.validation.run_calibration import PlanRun, calibrate_from_runs, read_run
