@@ -12,7 +12,7 @@ from ..schema import TrainingPlan
 from ..schema.errors import ConfigError
 from .options import JsonOption, OptionModel, PlanArgument, command, option
 from .plan import SearchOptions
-from .terminal import INTERRUPTED, show_answer, spinner, stopping_on_interrupt
+from .terminal import INTERRUPTED, progress_bar, show_answer, stopping_on_interrupt
 
 if TYPE_CHECKING:
     from ..engines import Imported
@@ -35,20 +35,27 @@ def explain(plan: PlanArgument, question: QuestionOptions, json: JsonOption = Fa
     """Say what binds a plan: memory of which stage, which link, bubbles, compute; what one more GiB or GB/s would be worth; how
     the runner-ups differ, line by line.
 
+    Each part is printed as soon as it is known; Ctrl-C leaves out the searches that are still to come.
+
     --why-not completes the given fields as well as can be and compares that with the plan; where a rule or the memory excludes
     them, this is the answer (exit code 0), with its numbers. Everything comes from the plan file, and every figure from estimating
     or searching again.
     """
-    from ..planner import explain as make_explanation
+    from ..planner.explain.report import explain_in_parts
     from ..planner.request import Deadline
     from ..schema.layout import parse_assignments
-    from .show.explain import explanation_tables
+    from .show.explain import part_tables
 
     fields, given = parse_assignments(question.why_not), TrainingPlan.load(plan)
     deadline = Deadline(question.time_limit_s)
-    with spinner("searching again with more of each resource", quiet=json), stopping_on_interrupt(deadline):
-        explanation = make_explanation(given, why_not=fields, deadline=deadline)
-    show_answer(explanation, *explanation_tables(given, explanation), as_json=json)
+    with progress_bar("searching again", quiet=json) as bar, stopping_on_interrupt(deadline):
+        for part in explain_in_parts(given, why_not=fields, deadline=deadline):
+            if not json:
+                bar.show(*part_tables(given, part))
+            worth = part.explanation.worth
+            bar.set(part.done, worth[-1].change if part.name == "value" else "searching again")
+    if json:
+        typer.echo(part.explanation.model_dump_json(indent=2))
     if deadline.is_stopped:
         raise typer.Exit(INTERRUPTED)
     typer.echo(f"next: meshwright explain {plan} --why-not tp=2,... compares any other layout", err=True)

@@ -24,6 +24,7 @@ from ..schema.units import format_count, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.progress import Progress, TaskID
     from rich.text import Text
 
     from ..planner.request import Deadline
@@ -124,6 +125,52 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
             progress.update(task, description=f"{evaluated} layouts evaluated, {text}")
 
         yield update
+
+
+@dataclass
+class Bar:
+    """A progress bar on stderr that makes room for what is printed while it runs; nothing where it is quiet."""
+
+    progress: Progress | None
+    task: TaskID | None
+
+    def set(self, done: float, text: str) -> None:
+        """Fill it so far, and say what was done last."""
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=done, description=text)
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Print on stdout."""
+        if not renderables:
+            return
+        if self.progress is not None:
+            self.progress.stop()
+        show(*renderables)
+        if self.progress is not None:
+            self.progress.start()
+
+
+@contextmanager
+def progress_bar(text: str, *, quiet: bool = False) -> Iterator[Bar]:
+    """Show a bar of what is done, from 0 to 1, with a text."""
+    if quiet:
+        yield Bar(None, None)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), BarColumn(BAR_WIDTH), TextColumn("{task.description}"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    progress = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with progress:
+        yield Bar(progress, progress.add_task(text, total=1.0))
 
 
 def show(*renderables: RenderableType) -> None:

@@ -13,7 +13,7 @@ from ..terminal import Table, figures_table, model_title
 from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_headline, add_offload
 
 if TYPE_CHECKING:
-    from ...planner.explain.report import Explanation, StageHeadroom
+    from ...planner.explain.report import Explanation, Part, StageHeadroom
     from ...planner.explain.why_not import Comparison, WhyNot
     from ...schema import Layout, TrainingPlan
 
@@ -31,13 +31,23 @@ MAX_COLUMNS = 4
 """Runner-ups side by side."""
 
 
-def explanation_tables(plan: TrainingPlan, explanation: Explanation) -> Iterator[RenderableType]:
-    """Yield what to print: the comparison that was asked for, or everything else."""
+def part_tables(plan: TrainingPlan, part: Part) -> Iterator[RenderableType]:
+    """Yield what to print of a part: the comparison that was asked for, or what it adds to everything before it."""
+    explanation = part.explanation
+    match part.name:
+        case "why_not":
+            assert explanation.why_not is not None
+            yield from _why_not(explanation, explanation.why_not)
+        case "binds":
+            yield _binds(plan, explanation)
+        case "runner_ups":
+            yield from _others(explanation)
+        case "worth":
+            yield _worth(explanation)
+
+
+def _others(explanation: Explanation) -> Iterator[RenderableType]:
     layout, step_time_s = explanation.layout, explanation.step_time_s
-    if explanation.why_not is not None:
-        yield from _why_not(explanation, explanation.why_not)
-        return
-    yield _summary(plan, explanation)
     if explanation.policies:
         policies = [(policy.name, policy) for policy in explanation.policies]
         title = "the same layout under uniform policies: difference to the plan"
@@ -50,7 +60,7 @@ def explanation_tables(plan: TrainingPlan, explanation: Explanation) -> Iterator
         yield _reasons(named)
 
 
-def _summary(plan: TrainingPlan, explanation: Explanation) -> Table:
+def _binds(plan: TrainingPlan, explanation: Explanation) -> Table:
     step_time_s = explanation.step_time_s
     table = figures_table(model_title(plan.model, plan.cluster))
     add_headline(table, plan.estimate)
@@ -59,7 +69,7 @@ def _summary(plan: TrainingPlan, explanation: Explanation) -> Table:
     table.add_row("[bold]what binds", "time", "share", "of a step: spent, or to be saved without the limit")
     for binding in explanation.binds:
         if binding.seconds is None:
-            table.add_row(f"  {binding.resource}", "?", "", escape(binding.text))
+            table.add_row(f"  {binding.resource}", "", "", escape(binding.text))
             continue
         share = binding.seconds / step_time_s
         figures = format_seconds(binding.seconds), format_percent(share)
@@ -67,7 +77,12 @@ def _summary(plan: TrainingPlan, explanation: Explanation) -> Table:
     _add_headroom(table, explanation.stages, explanation.budget_bytes)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
-    table.add_section()
+    return table
+
+
+def _worth(explanation: Explanation) -> Table:
+    step_time_s = explanation.step_time_s
+    table = figures_table("")
     table.add_row("[bold]what more would save", "time", "share", "with this layout; then with the best one")
     for value in explanation.worth:
         best = ""

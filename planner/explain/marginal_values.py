@@ -213,7 +213,7 @@ def marginal_values(plan: TrainingPlan, request: PlanRequest, fastest: Fastest |
     """
     planned_s = _planned_s(plan, plan.cluster)
     for change in resource_changes(plan.cluster):
-        changed_s = _expanded_s(plan, change.cluster) if change.adds_memory else _planned_s(plan, change.cluster)
+        changed_s = _kept_s(plan, change)
         if planned_s is None or changed_s is None:
             continue
         gain_s = planned_s - changed_s
@@ -221,7 +221,8 @@ def marginal_values(plan: TrainingPlan, request: PlanRequest, fastest: Fastest |
             gain_s = max(0.0, gain_s)
         best_s, best = None, None
         if fastest is not None and change.searched:
-            layout, seconds = fastest.with_change(request, change) or (None, None)
+            old_s = changed_s if fastest.plan is plan else _kept_s(fastest.plan, change)
+            layout, seconds = fastest.with_change(request, change, old_s) or (None, None)
             if seconds is not None:
                 best_s = max(0.0, fastest.step_time_s - seconds)
                 best = None if layout == fastest.layout else layout
@@ -267,10 +268,13 @@ def _planned_s(plan: TrainingPlan, cluster: ClusterSpec) -> float | None:
         return None
 
 
-def _expanded_s(plan: TrainingPlan, cluster: ClusterSpec) -> float | None:
-    """Return the step time of the plan's layout on a cluster, cut into stages anew."""
+def _kept_s(plan: TrainingPlan, change: ClusterChange) -> float | None:
+    """Return the step time of the plan's layout on a changed cluster; with more memory it is cut into stages anew."""
+    if not change.adds_memory:
+        return _planned_s(plan, change.cluster)
     try:
-        return estimate(plan.model, place_as_planned(plan, cluster), plan.workload, plan.layout).step_time_s
+        placed = place_as_planned(plan, change.cluster)
+        return estimate(plan.model, placed, plan.workload, plan.layout).step_time_s
     except MeshwrightError:
         return None
 
@@ -318,19 +322,22 @@ class Fastest:
         fastest = plan_candidate(request, result, result.feasible[0])
         return cls(fastest, result.bound_s, space, _without_rejected(space, result))
 
-    def with_change(self, request: PlanRequest, change: ClusterChange) -> tuple[Layout, float] | None:
+    def with_change(
+        self, request: PlanRequest, change: ClusterChange, old_s: float | None
+    ) -> tuple[Layout, float] | None:
         """Return the fastest layout of a changed cluster and its seconds; None unless the search ended in time.
 
-        It begins with the old one, which another has to beat by WORTH_SWITCHING, and looks at MAX_EXPANDED layouts. What fits in no
-        more memory than there was is left out where memory stays as it is; only where it grows are orders of passes made anew.
+        It begins with the old one's ``old_s``, which another has to beat by WORTH_SWITCHING, and looks at MAX_EXPANDED layouts.
+        What fits in no more memory than there was is left out where memory stays as it is; only where it grows are orders of passes
+        made anew.
         """
+        if old_s is None:
+            return None
+        known_s = min(old_s, self.step_time_s)
+        below_s = known_s * (1 - WORTH_SWITCHING)
+        if self.bound_s / change.most_times_as_fast >= below_s:
+            return self.layout, known_s
         try:
-            known_s = reestimate(self.plan, change.cluster).step_time_s
-            if change.adds_memory:
-                known_s = min(known_s, self.step_time_s)
-            below_s = known_s * (1 - WORTH_SWITCHING)
-            if self.bound_s / change.most_times_as_fast >= below_s:
-                return self.layout, known_s
             run = search_layouts if change.adds_memory else search
             space = self.space if change.adds_memory else self.may_fit
             result = run(
@@ -350,7 +357,7 @@ class Fastest:
 
 def _is_still_fastest(plan: TrainingPlan) -> bool:
     """Return whether the plan has the fastest layout of a search that ended, and this version predicts the same of it."""
-    if plan.search is None or plan.search.status != "optimal":
+    if plan.search is None or plan.search.status == "stopped":
         return False
     again_s = _planned_s(plan, plan.cluster)
     same = (plan.estimate.step_time_s, plan.search.objective_s)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...cost_models.stage.contents import RecomputeCosts
 from ...schema import ClusterSpec, Layout, MeshwrightError, OffloadSchedule, TrainingEstimate, TrainingPlan
@@ -103,12 +104,15 @@ class ScheduleMarginalValues:
     def _gain_s(self, change: Changed) -> float:
         return self._base_s - self._bound_s(self._plan.cluster, change)
 
-    def marginal_values(self) -> tuple[MarginalValue, ...]:
-        """Return what each change gains for the plan's layout, and for the one where the bound is then lowest."""
+    def marginal_values(self) -> Iterator[MarginalValue]:
+        """Yield what each change gains for the plan's layout, and for the one where the bound is then lowest."""
         lowest = self._lowest(ScheduleChange("memory", "", self._plan.cluster))
-        return tuple(self._value(change, lowest) for change in self._changes())
+        for change in self.changes:
+            yield self._value(change, lowest)
 
-    def _changes(self) -> Sequence[ScheduleChange]:
+    @cached_property
+    def changes(self) -> Sequence[ScheduleChange]:
+        """What is changed, in this order."""
         cluster = self._plan.cluster
         changes = [ScheduleChange(c.resource, c.text, c.cluster, c.searched) for c in resource_changes(cluster)]
         rates, ranks = self._offload.rates(self._plan.workload, cluster), cluster.largest_node

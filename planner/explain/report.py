@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingPlan
 from ...schema.base import Frozen
@@ -30,6 +30,7 @@ from .marginal_values import (
     MarginalValue,
     link_uses,
     marginal_values,
+    resource_changes,
 )
 from .offload import ScheduleMarginalValues, under_policies
 from .why_not import Comparison, WhyNot, compare
@@ -38,7 +39,7 @@ from .why_not import why_not as answer_why_not
 MIN_SHARE = 0.005
 """Terms of the step below this are not named among what binds."""
 
-Part = Literal["binds", "runner_ups", "value", "worth", "why_not"]
+PartName = Literal["binds", "runner_ups", "value", "worth", "why_not"]
 """What of an explanation is complete: what binds with the headroom of the stages, runner-ups and policies, one more of the marginal
 values, all of them with the notes; or the answer to a question, which is all there is then."""
 
@@ -59,6 +60,14 @@ class StageHeadroom(Frozen):
     free_bytes: int
     largest: str
     largest_bytes: int
+
+
+class Part(NamedTuple):
+    """An explanation as far as it has come: ``done`` of it, with the part called ``name``."""
+
+    name: PartName
+    done: float
+    explanation: Explanation
 
 
 class Explanation(Frozen):
@@ -109,8 +118,8 @@ def explain(
     Raises:
         ConfigError: a field of ``why_not`` is unknown or out of range, or the plan breaks a rule that holds for any engine.
     """
-    *_, (_, explanation) = explain_in_parts(plan, why_not=why_not, deadline=deadline or Deadline(time_limit_s))
-    return explanation
+    *_, last = explain_in_parts(plan, why_not=why_not, deadline=deadline or Deadline(time_limit_s))
+    return last.explanation
 
 
 def explain_in_parts(
@@ -119,8 +128,8 @@ def explain_in_parts(
     why_not: Mapping[str, Any] | None = None,
     deadline: Deadline,
     on_progress: OnProgress | None = None,
-) -> Iterator[tuple[Part, Explanation]]:
-    """Yield what `explain` returns as it grows, each time with the part that is now complete: cheap parts come first.
+) -> Iterator[Part]:
+    """Yield what `explain` returns as it grows: cheap parts come first.
 
     Args:
         on_progress: called while the completion for a ``why_not`` is searched.
@@ -140,7 +149,7 @@ def explain_in_parts(
     terms = sorted(plan.estimate.breakdown_s.model_dump().items(), key=lambda item: -item[1])
     explanation = Explanation(
         layout=plan.layout,
-        binds=_sorted_bindings(plan, links, (), schedule),
+        binds=_sorted_bindings(plan, links, (), schedule) if asked else _sorted_bindings(plan, links, None, schedule),
         step_time_s=plan.estimate.step_time_s,
         fastest_s=None,
         time_s={name: seconds for name, seconds in terms if seconds},
@@ -157,13 +166,14 @@ def explain_in_parts(
             runner_ups=() if schedule else tuple(_runner_ups(plan, request)),
             notes=_notes(plan, was_searched=True),
         )
-        yield "why_not", explanation
+        yield Part("why_not", 1.0, explanation)
         return
-    yield "binds", explanation
+    num_values = len(schedule.changes if schedule else resource_changes(plan.cluster))
+    yield Part("binds", 0.5 / (num_values + 1), explanation)
     explanation = explanation.replace(
         runner_ups=tuple(_runner_ups(plan, request)), policies=tuple(under_policies(plan)) if schedule else ()
     )
-    yield "runner_ups", explanation
+    yield Part("runner_ups", 1 / (num_values + 1), explanation)
     fastest = Fastest.of(plan, request) if schedule is None else None
     was_searched = fastest is not None
     if fastest is not None:
@@ -172,9 +182,10 @@ def explain_in_parts(
         if schedule is not None and value.resource == "memory":
             was_searched = value.best_s is not None
         explanation = explanation.replace(worth=(*explanation.worth, value))
-        yield "value", explanation
-    yield (
+        yield Part("value", (1 + len(explanation.worth)) / (num_values + 1), explanation)
+    yield Part(
         "worth",
+        1.0,
         explanation.replace(
             binds=_sorted_bindings(plan, links, explanation.worth, schedule),
             notes=_notes(plan, was_searched=was_searched),
@@ -185,7 +196,7 @@ def explain_in_parts(
 def _sorted_bindings(
     plan: TrainingPlan,
     links: Sequence[LinkUse],
-    values: Sequence[MarginalValue],
+    values: Sequence[MarginalValue] | None,
     schedule: ScheduleMarginalValues | None,
 ) -> tuple[Binding, ...]:
     binds = [*_bindings(plan, links, values), *(schedule.bindings() if schedule else ())]
@@ -212,7 +223,8 @@ def _stages(plan: TrainingPlan) -> tuple[StageHeadroom, ...]:
     return tuple(rows)
 
 
-def _bindings(plan: TrainingPlan, links: Sequence[LinkUse], values: Sequence[MarginalValue]) -> list[Binding]:
+def _bindings(plan: TrainingPlan, links: Sequence[LinkUse], values: Sequence[MarginalValue] | None) -> list[Binding]:
+    """Return what binds; without ``values`` before any is worked out."""
     terms, schedule = plan.estimate.breakdown_s, plan.offload
     busy = [stage.forward_s + stage.backward_s for stage in plan.estimate.stages]
     evenness = f"slowest stage / mean of {len(busy)}: {max(busy) * len(busy) / sum(busy):.3f}"
@@ -235,19 +247,21 @@ def _bindings(plan: TrainingPlan, links: Sequence[LinkUse], values: Sequence[Mar
         bindings.append(Binding(resource="link", seconds=link.seconds, text=text))
     bindings += [
         Binding(resource="host", seconds=max(0.0, value.kept_s), text="dispatch by the host")
-        for value in values
+        for value in values or ()
         if value.resource == "host"
     ]
     min_s = MIN_SHARE * plan.estimate.step_time_s
     return [*(b for b in bindings if (b.seconds or 0.0) >= min_s), _memory_binding(plan, values)]
 
 
-def _memory_binding(plan: TrainingPlan, values: Sequence[MarginalValue]) -> Binding:
+def _memory_binding(plan: TrainingPlan, values: Sequence[MarginalValue] | None) -> Binding:
     demands = stage_demands(plan.estimate, plan.workload, plan.cluster)
     fullest = tightest_stage(demands)
     free, budget = demands[fullest].free_bytes, demands[fullest].budget_bytes
     where = f"stage {fullest} has " if len(demands) > 1 else ""
     text = f"{where}{format_bytes(free)} free of {format_bytes(budget)}"
+    if values is None:
+        return Binding(resource="memory", seconds=None, text=text + "; below: what more of it would save")
     unlimited = next((value.best_s for value in values if value.resource == "unlimited_memory"), None)
     if unlimited is None:
         return Binding(resource="memory", seconds=None, text=text + "; not searched whether more of it would help")

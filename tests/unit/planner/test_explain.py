@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 from meshwright.planner import estimate, explain, plan
-from meshwright.planner.explain.marginal_values import with_bandwidth, with_memory
-from meshwright.planner.explain.report import Explanation
+from meshwright.planner.explain.marginal_values import WORTH_SWITCHING, with_bandwidth, with_memory
+from meshwright.planner.explain.report import Explanation, explain_in_parts
+from meshwright.planner.planned_stages import reestimate
 from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.planner.tasks.training import search_layouts
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
@@ -67,25 +68,50 @@ def test_worth_is_what_searching_again_finds() -> None:
     worth = {gain.resource: gain for gain in found.worth if gain.resource != "link"}
     assert found.fastest_s == pytest.approx(fastest_s(CLUSTER), rel=1e-12)
     more = fastest_s(CLUSTER) - fastest_s(with_memory(CLUSTER, GIB))
-    assert worth["memory"].best_s == pytest.approx(more if more > 1e-4 * found.step_time_s else 0.0, abs=1e-12)
+    assert worth["memory"].best_s == pytest.approx(more, abs=WORTH_SWITCHING * found.fastest_s)
     assert worth["unlimited_memory"].best_s >= worth["memory"].best_s >= 0
     assert worth["unlimited_memory"].best_s > 0.01 * found.step_time_s  # 13 B parameters in 40 GB
     assert worth["unlimited_memory"].best is not None
     links = [gain for gain in found.worth if gain.resource == "link"]
     for idx, gain in enumerate(links):
-        faster = estimate(MODEL, with_bandwidth(CLUSTER, idx, GB), WORKLOAD, made().layout)
+        faster = reestimate(made(), with_bandwidth(CLUSTER, idx, GB))
         assert gain.kept_s == pytest.approx(made().estimate.step_time_s - faster.step_time_s, abs=1e-12)
         assert gain.best_s is not None
         assert gain.best_s >= 0
     assert 0 < worth["compute"].kept_s < found.step_time_s / 11 * 1.001  # at most what a tenth more of everything gives
 
 
+def test_parts_grow_into_the_whole_and_a_stop_keeps_those_before_it() -> None:
+    deadline = Deadline()
+    parts = list(explain_in_parts(made(), deadline=deadline))
+    whole = parts[-1].explanation
+    assert [part.name for part in parts if part.name != "value"] == ["binds", "runner_ups", "worth"]
+    assert [part.done for part in parts] == sorted(part.done for part in parts)
+    assert whole == explained()
+    for part in parts[1:-1]:
+        assert part.explanation.runner_ups == whole.runner_ups
+        assert part.explanation.worth == whole.worth[: len(part.explanation.worth)]
+    stopped = []
+    for part in explain_in_parts(made(), deadline=deadline):
+        stopped.append(part)
+        if part.explanation.worth:
+            deadline.stop()
+    left = stopped[-1].explanation
+    assert left.stages == whole.stages
+    assert left.runner_ups == whole.runner_ups
+    assert left.worth[0] == whole.worth[0]
+    later = list(zip(left.worth[1:], whole.worth[1:], strict=True))  # what a bound decides needs no search
+    assert all(value.best_s in (None, searched.best_s) for value, searched in later)
+    assert any(value.best_s is None and searched.best_s is not None for value, searched in later)
+    assert [value.kept_s for value in left.worth] == [value.kept_s for value in whole.worth]
+
+
 def test_a_link_binds_as_far_as_the_step_gains_from_twice_its_rate() -> None:
     found = explain(made(), why_not={"tp": 1})
     assert [link.name for link in found.links] == [level.link.name for level in CLUSTER.levels]
     for idx, link in enumerate(found.links):
-        without = estimate(
-            MODEL, with_bandwidth(CLUSTER, idx, CLUSTER.levels[idx].link.bandwidth_bytes_per_s), WORKLOAD, made().layout
+        without = reestimate(
+            made(), with_bandwidth(CLUSTER, idx, CLUSTER.levels[idx].link.bandwidth_bytes_per_s)
         ).step_time_s
         assert link.seconds == pytest.approx(max(0.0, made().estimate.step_time_s - without), abs=1e-12)
         for axis in link.axes:
