@@ -320,10 +320,10 @@ def _plan_training(
     from ..planner import pareto as pareto_front
     from ..planner import plan as fastest
     from ..planner.expert_files import read_loads
-    from ..schema import ModelSpec
+    from ..planner.request import resolve_model
     from ..schema.layout import parse_assignments
 
-    spec, fixed = ModelSpec.resolve(model), parse_assignments(search.fix)
+    spec, fixed = resolve_model(model, step.seq_len), parse_assignments(search.fix)
     machine, offers = _machines(cluster, step, cost)
     workload = step.workload(spec, machine, output.precision)
     loads = None if search.expert_load is None else read_loads([search.expert_load])
@@ -415,15 +415,15 @@ def estimate(
     """Predict step time and memory of one layout, whether it fits or not; with --offload, of its best offload schedule."""
     from ..planner import not_executed
     from ..planner.plan import estimate_with_schedule
-    from ..planner.request import PlanRequest
-    from ..schema import Layout, ModelSpec
+    from ..planner.request import PlanRequest, resolve_model
+    from ..schema import Layout
     from .show.plan import add_offload, estimate_table
 
     given = Layout.parse(layout)
     allowed = offload.request()
     if allowed is not None:
         given = given.replace(offload="scheduled")
-    spec, machine = ModelSpec.resolve(model), step.calibrated(cluster.read())
+    spec, machine = resolve_model(model, step.seq_len), step.calibrated(cluster.read())
     workload = step.workload(spec, machine, precision.precision)
     costs, scheduled = estimate_with_schedule(PlanRequest(spec, machine, workload, offload=allowed), given)
     table = estimate_table(spec, machine, workload, given, costs)

@@ -28,6 +28,7 @@ from ..schema import (
     Workload,
 )
 from ..schema.engine_facts import PLANNED_ENGINES, require_our_engine
+from ..schema.errors import UnknownModelError
 from ..schema.layout import check_fields, format_assignments, parse_assignments
 from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts, why_not_runnable, why_not_trainable
 from ..schema.task import Precision, Task
@@ -158,7 +159,8 @@ def read_inputs(
     Raises:
         ConfigError: a text names no model or cluster; there is neither a task nor the fields of one, or there are both.
     """
-    model = ModelSpec.resolve(str(model)) if isinstance(model, str | Path) else model
+    length = options.get("seq_len") if task is None else getattr(task, "seq_len", None)
+    model = resolve_model(str(model), length) if isinstance(model, str | Path) else model
     cluster = ClusterSpec.parse(str(cluster)) if isinstance(cluster, str | Path) else cluster
     known = RequestOptions.__annotations__
     fields = {name: value for name, value in options.items() if name not in known}
@@ -176,6 +178,23 @@ def read_inputs(
         if kind is Generation:
             fields["precision"] = fields["precision"].removesuffix("-mixed")
     return model, cluster, kind(**fields), others
+
+
+def resolve_model(text: str, seq_len: int | None) -> ModelSpec:
+    """Read what a user types for MODEL; one of no known family is traced for sequences of ``seq_len`` tokens, if they are known.
+
+    Raises:
+        ConfigError: there is no such name or file, or transformers cannot build its model either.
+    """
+    try:
+        return ModelSpec.resolve(text)
+    except UnknownModelError:
+        if seq_len is None:
+            raise
+        # With torch and transformers, which plans of known families do without.
+        from ..profilers.module.configs import trace_config
+
+        return trace_config(text, seq_len=seq_len)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def located(place: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         message = f"{place}: {error.message}" if place else error.message
-        raise ConfigError(message, details=error.details, help=error.help) from None
+        raise type(error)(message, details=error.details, help=error.help) from None
 
 
 def read_text(path: str | Path) -> str:

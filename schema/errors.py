@@ -2,6 +2,7 @@
 
 MeshwrightError
  +- ConfigError            bad input from the user or a file                          exit code 2
+ |   +- UnknownModelError  a config.json of no known family
  +- ProfileError           a profile that does not belong to this hardware/software   exit code 2
  +- InfeasibleError        nothing fits; names the binding resource                   exit code 1
  +- SolverLimitError       a time limit ended the search before any answer            exit code 1
@@ -43,6 +44,10 @@ class ConfigError(MeshwrightError):
     """Bad input: a name, number, string or file that cannot mean anything."""
 
     exit_code = 2
+
+
+class UnknownModelError(ConfigError):
+    """A config.json of no known family; its model may be traced where transformers has it."""
 
 
 class ProfileError(MeshwrightError):

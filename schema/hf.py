@@ -28,7 +28,7 @@ from pydantic import (
 
 from .base import Frozen, located, read_json, shown
 from .catalogue import family_entries
-from .errors import ConfigError
+from .errors import ConfigError, UnknownModelError
 from .layers import (
     MAX_LAYERS,
     Block,
@@ -409,7 +409,7 @@ def _family(content: Mapping[str, Any]) -> Family:
     known = model_type if first is None else by_architecture.get(first)
     if known not in families():
         what = f"model_type {shown(model_type)}" if first is None else f"architecture {shown(first)}"
-        raise ConfigError(f"{what} is not supported", help=f"supported are {', '.join(sorted(by_architecture))}")
+        raise UnknownModelError(f"{what} is not supported", help=f"supported are {', '.join(sorted(by_architecture))}")
     if model_type not in (None, known):
         raise ConfigError(f"architecture {first} is of model_type {known}, but model_type = {shown(model_type)}")
     return families()[known]

@@ -1,0 +1,127 @@
+"""The config.json of a model that is no known family, traced: the architecture from the installed transformers, without weights.
+
+Only code of the installed package runs: a config.json that names code of its own (`auto_map`) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...schema.base import read_json, shown
+from ...schema.errors import ConfigError
+from ...schema.model import ModelSpec
+from ..modules import profile_module
+from .trials import first_line
+
+INSTALL = "pip install 'transformers>=5' 'meshwright[run]'"
+
+
+def trace_config(path: str | Path, *, seq_len: int) -> ModelSpec:
+    """Return what a model of transformers costs for sequences of ``seq_len`` tokens, in bf16.
+
+    Args:
+        path: of a config.json, or of the folder that holds it.
+
+    Raises:
+        ConfigError: transformers is not installed, does not have the architecture, or the model cannot be traced; the message says
+            why.
+    """
+    place = Path(path)
+    place = place / "config.json" if place.is_dir() else place
+    content = read_json(place)
+    label = content.get("_name_or_path") or (
+        place.absolute().parent.name if place.name == "config.json" else place.stem
+    )
+    return trace_model(build_model(content, where=str(path)), seq_len=seq_len, name=label)
+
+
+def build_model(content: dict[str, Any], *, where: str = "config") -> Any:
+    """Return the causal language model of a config.json on the meta device."""
+    try:
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    except ImportError:
+        raise ConfigError(
+            f"{where}: {_described(content)} is no known family; its code in transformers would be traced, which is not installed",
+            help=INSTALL,
+        ) from None
+    from transformers import __version__
+
+    model_type = content.get("model_type")
+    if model_type is None:
+        raise ConfigError(
+            f"{where}: {_described(content)} is not supported, and there is no model_type by which transformers knows it"
+        )
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        own = " and code of its own (auto_map), which is never run" if "auto_map" in content else ""
+        raise ConfigError(
+            f"{where}: {_described(content)} is no known family{own}; transformers {__version__} does not have it either",
+            help="`meshwright models` lists known ones; any module can be traced with profile_module (docs/models.md)",
+        )
+    kind = CONFIG_MAPPING[model_type]
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"{where}: {_described(content)} is no language model that continues a text",
+            help="trace it from Python with profile_module and inputs of its own (docs/models.md)",
+        )
+    try:
+        config = kind.from_dict({key: value for key, value in content.items() if key != "auto_map"})
+        with _quiet(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    except Exception as error:  # transformers checks its settings as it builds a model, with errors of any kind
+        raise ConfigError(
+            f"{where}: transformers {__version__} cannot build {model_type}: {first_line(error)}"
+        ) from None
+
+
+def default_model_types() -> list[str]:
+    """Return the model_types of which the installed transformers has a causal language model."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def trace_model(model: Any, *, seq_len: int, name: str) -> ModelSpec:
+    """Return the spec of a causal language model of transformers."""
+    tokens = torch.zeros((1, seq_len), dtype=torch.long, device="meta")
+    try:
+        with _quiet():
+            return profile_module(model, {"input_ids": tokens}, name=name)
+    except ConfigError:
+        raise
+    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be traced: what it computes depends on the values of its input ({error.func})",
+            help="plan a model of a known family of its size (`meshwright models`)",
+        ) from None
+    except Exception as error:  # the model's own code, which may raise anything
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        too_long = (
+            f"; the model has {longest} positions, the sequences {seq_len} tokens"
+            if longest and seq_len > longest
+            else ""
+        )
+        raise ConfigError(f"{type(model).__name__} cannot be traced: {first_line(error)}{too_long}") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let transformers not say which kernels are not installed here: that says nothing about where the plan will run."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _described(content: dict[str, Any]) -> str:
+    listed = content.get("architectures")
+    return shown(listed[0] if listed else content.get("model_type"))
