@@ -142,6 +142,12 @@ def apply(
         raise ConfigError(f"no such script: {script[0]}")
     with _predicted_by(plan, profile) as (path, loaded):
         require_our_engine(loaded.workload.engine)
+        if lacking := loaded.why_not_applied(own_model=bool(script)):
+            raise RuntimeMismatchError(
+                "`meshwright apply` cannot run this plan",
+                details=lacking,
+                help="meshwright export may write it for an engine",
+            )
         meeting = job.rendezvous()
         work = Job(
             plan=str(path.resolve()), timeout_s=job.collective_timeout_s, hang_timeout_s=job.hang_timeout_s,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..schema.base import Count
-from ..schema.engine_facts import ENGINES, OWN_ENGINE, Engine
+from ..schema.engine_facts import OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
 from ..schema.task import Generation, Workload
 from ..schema.units import GB, GIB
@@ -288,19 +288,23 @@ def plan(
         hint = "it is an estimate: meshwright runs no generation"
     else:
         assert step is not None and search is not None
-        answer = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
-        engine, hint = ENGINES[step.engine], f"next: meshwright apply {output.out}"
-        if not engine.is_own_runtime:
-            hint = f"next: meshwright export {output.out} --to {engine.exporter}"
+        answer = trained = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
+        is_code = trained.model.code is not None
+        script = " SCRIPT, which calls parallelize(model, plan)" if is_code else ""
+        hint = f"next: meshwright apply {output.out}{script}"
+        if trained.why_not_applied(own_model=is_code):
+            from .show.next_step import instead_of_apply
+
+            hint = instead_of_apply(trained, output.out)
         elif cluster.profile is None and not str(cluster.cluster).startswith("local"):
-            hint = f"next: meshwright explain {output.out}, and on the cluster meshwright apply {output.out}"
+            hint = f"next: meshwright explain {output.out}, and on the cluster meshwright apply {output.out}{script}"
     answer.save(output.out)
     show_answer(answer, *plan_tables(answer), as_json=output.as_json)
     if search is not None and (search.report is not None or search.trace is not None):
         from .page.document import write_report
 
         write_report(answer, search.report, search.trace, explain_limit_s=search.explain_limit_s)
-    typer.echo(f"wrote {output.out}; {hint}", err=True)
+    typer.echo(f"wrote {output.out}; {hint}" if "\n" not in hint else f"wrote {output.out}\n{hint}", err=True)
     if deadline.is_stopped:
         raise typer.Exit(INTERRUPTED)
 

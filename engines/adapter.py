@@ -150,6 +150,14 @@ def offload_of(engine: str, kinds: tuple[str, ...], reason: str) -> Limit:
     )
 
 
+DRIVEN = Limit(
+    "driven_devices",
+    lambda p: not p.cluster.why_not_driven,
+    lambda p: f"{'; '.join(p.cluster.why_not_driven)}: the files start torch for GPUs or CPUs",
+    "plan for NVIDIA or AMD GPUs, or for CPUs",
+)
+"""A limit of every target."""
+
 ONE_RECOMPUTE = Limit(
     "recompute_of_all_blocks",
     lambda p: p.layout.recompute != "mixed" and p.layout.recompute_fraction == 1,

@@ -39,6 +39,14 @@ LIMITS = (
         "plan again without --engine",
     ),
     Limit(
+        "applied",
+        lambda p: not p.why_not_applied(own_model=p.model.code is not None),
+        lambda p: (
+            f"the pods run `meshwright apply`: {'; '.join(p.why_not_applied(own_model=p.model.code is not None))}"
+        ),
+        "export the plan for an engine that runs it",
+    ),
+    Limit(
         "alike_nodes",
         lambda p: len(p.cluster.groups) == 1,
         lambda p: f"{p.cluster.name} has several kinds of nodes: the pods of a job ask for the same devices",

@@ -10,7 +10,7 @@ from ..schema.engine_facts import ENGINES as FACTS
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from .adapter import Adapter, Exported, Imported, Limit
+from .adapter import DRIVEN, Adapter, Exported, Imported, Limit
 from .tables import PARSERS, parse_table
 
 _EXPORTERS = tuple(facts.exporter for facts in FACTS.values() if facts.exporter)
@@ -79,7 +79,7 @@ def read_configuration(
 
 
 def _broken(adapter: Adapter, plan: TrainingPlan) -> list[Limit]:
-    return [limit for limit in adapter.limits if not limit.holds(plan)]
+    return [limit for limit in (DRIVEN, *adapter.limits) if not limit.holds(plan)]
 
 
 def _adapter(engine: str) -> Adapter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, Self
 
@@ -18,7 +18,7 @@ from .profile import Calibration, CollectivePoint, Profile
 from .units import GIB
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
-Vendor = Literal["nvidia", "amd", "cpu", "other"]
+Vendor = Literal["nvidia", "amd", "cpu", "google", "intel", "aws", "other"]
 
 DEFAULT_RESERVED_BYTES = int(2.5 * GIB)
 """Memory of an accelerator that a plan may not use: CUDA context, NCCL channels, cuBLAS workspace and allocator fragmentation.
@@ -41,18 +41,28 @@ class DeviceBackend:
             host and device are within one memory, and no context of a driver takes memory.
         has_streams: work may be queued on several streams that overlap.
         fuses_norms: a norm is one kernel.
+        why_not_run: why our runtime and the files for other engines do not drive these devices; empty where they do.
     """
 
     collectives: Literal["nccl", "gloo"]
     is_host: bool
     has_streams: bool
     fuses_norms: bool
+    why_not_run: str = ""
 
 
 _CUDA = DeviceBackend(collectives="nccl", is_host=False, has_streams=True, fuses_norms=True)
 _CPU = DeviceBackend(collectives="gloo", is_host=True, has_streams=False, fuses_norms=False)
-BACKENDS: dict[Vendor, DeviceBackend] = {"nvidia": _CUDA, "amd": _CUDA, "cpu": _CPU, "other": _CUDA}
-"""AMD's torch answers to the names of CUDA and NCCL."""
+BACKENDS: dict[Vendor, DeviceBackend] = {
+    "nvidia": _CUDA,
+    "amd": _CUDA,
+    "cpu": _CPU,
+    "google": replace(_CUDA, why_not_run="torch drives TPUs through torch_xla"),
+    "intel": replace(_CUDA, why_not_run="torch drives Gaudi through Intel's own build of it"),
+    "aws": replace(_CUDA, why_not_run="torch drives Trainium through torch_neuronx"),
+    "other": _CUDA,
+}
+"""AMD's torch answers to the names of CUDA and NCCL; what others would need is taken to cost the same."""
 
 
 class PeakFlops(Frozen):
@@ -329,6 +339,12 @@ class ClusterSpec(Frozen):
     def is_mixed(self) -> bool:
         """True where nodes differ in their devices or links."""
         return bool(self.parts)
+
+    @property
+    def why_not_driven(self) -> tuple[str, ...]:
+        """Return of each kind of device why nothing of ours drives it; empty where all are driven."""
+        backends = {group.device.name: group.device.backend for group in self.groups}
+        return tuple(f"{name}: {backend.why_not_run}" for name, backend in backends.items() if backend.why_not_run)
 
     @property
     def is_nvidia(self) -> bool:

@@ -363,8 +363,8 @@ def why_not_trainable(workload: Workload) -> tuple[str, ...]:
     ]
     if workload.adapters is not None:
         frozen = workload.adapters.frozen
-        lacks.append((frozen != "16-bit", f"adapters beside a model frozen in {frozen}"))
-        lacks.append((workload.adapters.dropout, "adapters with dropout"))
+        lacks.append((frozen != "16-bit", f"adapters next to a model frozen in {frozen} (leave frozen out of --train)"))
+        lacks.append((workload.adapters.dropout, "adapters with dropout (add dropout=false to --train)"))
     return tuple(text for is_lacking, text in lacks if is_lacking)
 
 

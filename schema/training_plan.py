@@ -10,8 +10,9 @@ from pydantic import Field, model_validator
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .errors import ConfigError
 from .layout import SWITCHES, Layout, Recompute
+from .layout_rules import broken_rules, problem_facts, why_not_runnable, why_not_trainable
 from .offers import CostSummary, ParetoPoint
-from .offload import LayerOffload, OffloadSchedule
+from .offload import LayerOffload, OffloadSchedule, why_not_offloadable
 from .plan import Estimate, Plan, PlanProvenance
 from .schedules import SCHEDULES, placement
 from .task import Workload
@@ -253,6 +254,23 @@ class TrainingPlan(Plan):
             "rate": f"{cost.tokens_per_s_per_device:,.0f} tokens/s per device, {cost.mfu:.1%} MFU",
             "memory": f"{format_bytes(cost.required_bytes)} of {format_bytes(cost.budget_bytes)}",
         }
+
+    def why_not_applied(self, *, own_model: bool = False) -> tuple[str, ...]:
+        """Return why `meshwright apply` of this version does not run the plan, with a model of the user's own or with the plan's.
+
+        Machine and data are not looked at: an empty answer means that the right ones are all it takes.
+        """
+        cluster, workload = self.cluster, self.workload
+        if not workload.engine_facts.is_own_runtime:
+            return (f"it is for {workload.engine}",)
+        lacking = why_not_trainable(workload) if own_model else why_not_runnable(self.model, workload)
+        problem = problem_facts(
+            self.model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain,
+            is_nvidia=cluster.is_nvidia,
+        )  # fmt: skip
+        lacking = tuple(f"this version does not train {text}" for text in lacking)
+        moved = () if self.offload is None else why_not_offloadable(self)
+        return (*cluster.why_not_driven, *lacking, *moved, *broken_rules(self.layout, problem))
 
     @property
     def price_of_simplicity(self) -> float:

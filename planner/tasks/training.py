@@ -312,7 +312,7 @@ def notes_on_measured(request: PlanRequest) -> list[str]:
 
 
 def notes_on_runtime(request: PlanRequest) -> list[str]:
-    """Say why `apply` cannot train the model, where it cannot."""
+    """Say why `apply` cannot run the plan, where it cannot."""
     if request.model.code is not None:
         name, lacking = request.model.code.class_name, why_not_trainable(request.workload)
         if not lacking:
@@ -320,8 +320,8 @@ def notes_on_runtime(request: PlanRequest) -> list[str]:
                 f"traced from the code of {name}: run it in a script of your own with `parallelize(model, plan)` (docs/models.md)"
             ]
     else:
-        lacking = why_not_runnable(request.model, request.workload)
-    return ["`meshwright apply` cannot train this model yet: " + "; ".join(lacking)] if lacking else []
+        lacking = (*request.cluster.why_not_driven, *why_not_runnable(request.model, request.workload))
+    return ["`meshwright apply` cannot run this plan: " + "; ".join(lacking)] if lacking else []
 
 
 def _note_on_pools(chosen: Candidate) -> str:
