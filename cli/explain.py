@@ -1,4 +1,4 @@
-"""`meshwright explain`, `report`, `compare`, `export` and `import`: look at a plan that was made, next to other engines' words."""
+"""`meshwright explain`, `report`, `export` and `import`: look at a plan that was made, next to other engines' words."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from ..schema import TrainingPlan
 from ..schema.errors import ConfigError
 from .options import JsonOption, OptionModel, PlanArgument, command, option
 from .plan import SearchOptions
-from .terminal import INTERRUPTED, progress_bar, show_answer, stopping_on_interrupt
+from .terminal import INTERRUPTED, progress_bar, stopping_on_interrupt
 
 if TYPE_CHECKING:
     from ..engines import Imported
-    from ..schema import OffloadSchedule, TrainingEstimate
 
 
 class QuestionOptions(OptionModel):
@@ -90,81 +89,6 @@ class SourceOptions(OptionModel):
 
 
 @command()
-def compare(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="A configuration as `meshwright import` reads it, or another plan.json."),
-    ],
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json of the same model and cluster.")],
-    source: SourceOptions,
-    json: JsonOption = False,
-) -> None:
-    """Set a present configuration, or another plan, next to a plan: what it costs with the plan's model, cluster and batch."""
-    from ..engines import read_configuration
-    from ..planner import compare as make_comparison
-    from ..planner import estimate
-    from .show.explain import side_by_side
-
-    given = TrainingPlan.load(plan)
-    schedule = imported = None
-    if _is_plan(file):
-        if source.engine is not None:
-            raise ConfigError(f"--from {source.engine} with {file}, which is a plan of ours", help="leave out --from")
-        other = TrainingPlan.load(file)
-        name, layout = "the other plan", other.layout
-        costs, schedule, notes = _costs_of_plan(other, given, file)
-    else:
-        devices = given.cluster.num_devices
-        imported = read_configuration(file, engine=source.engine, num_devices=devices, model=given.model)
-        name, layout = imported.engine, imported.layout
-        costs = estimate(given.model, given.cluster, given.workload, layout)
-        notes = [
-            f"{field} is {value} in the configuration; both are costed with the plan's {getattr(given.workload, field)}"
-            for field in ("global_batch_size", "seq_len", "precision")
-            if (value := getattr(imported, field)) not in (None, getattr(given.workload, field))
-        ]
-    comparison = make_comparison(given, layout, costs, schedule=schedule)
-    planned_s = given.estimate.step_time_s
-    table = side_by_side(f"{file} next to {plan}", given.layout, planned_s, [(name, comparison)])
-    show_answer(comparison, table, as_json=json)
-    if imported is not None:
-        _tell_assumptions(imported)
-    for line in notes:
-        typer.echo(f"note: {line}", err=True)
-    percent = 100 * min(costs.step_time_s, planned_s) / max(costs.step_time_s, planned_s)
-    if costs.step_time_s > planned_s:
-        verdict = f"the plan takes {percent:.1f} % of its time"
-    else:
-        verdict = f"it takes {percent:.1f} % of the plan's time" if percent < 100 else "both take the same time"
-    typer.echo(verdict, err=True)
-
-
-def _is_plan(file: Path) -> bool:
-    from ..schema.base import read_json
-
-    if file.suffix != ".json":
-        return False
-    content = read_json(file)
-    return isinstance(content, dict) and {"schema_version", "estimate"} <= content.keys()
-
-
-def _costs_of_plan(
-    other: TrainingPlan, given: TrainingPlan, file: Path
-) -> tuple[TrainingEstimate, OffloadSchedule | None, list[str]]:
-    """Return what a plan costs with the model, cluster and workload of the given one, its offload schedule, and what differs."""
-    from ..planner.plan import estimate_with_schedule
-    from ..planner.request import OffloadRequest, PlanRequest
-
-    differing = [name for name in ("model", "cluster", "workload") if getattr(other, name) != getattr(given, name)]
-    if not differing:
-        return other.estimate, other.offload, []
-    request = PlanRequest(given.model, given.cluster, given.workload, offload=OffloadRequest.from_plan(other))
-    costs, scheduled = estimate_with_schedule(request, other.layout)
-    note = f"{file} is for another {' and '.join(differing)}; its layout is costed with the plan's"
-    return costs, None if scheduled is None else scheduled.schedule, [note]
-
-
-@command()
 def export(
     plan: PlanArgument,
     to: Annotated[str, typer.Option(metavar="ENGINE", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}.")],
@@ -220,14 +144,14 @@ def import_configuration(
     else:  # what a layout of these degrees has by itself is not said
         fields = imported.layout.model_dump(exclude_defaults=True).items()
         typer.echo(format_assignments({name: value for name, value in fields if value != 1 or name == "zero_stage"}))
-    _tell_assumptions(imported)
+    tell_assumptions(imported)
     typer.echo(
         "next: meshwright estimate MODEL --cluster C --layout ... costs it, meshwright compare sets it next to a plan",
         err=True,
     )
 
 
-def _tell_assumptions(imported: Imported) -> None:
+def tell_assumptions(imported: Imported) -> None:
     """Say on stderr what a configuration left open, and which of its settings are not about the layout."""
     for line in imported.assumed:
         typer.echo(f"assumed: {line}", err=True)

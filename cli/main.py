@@ -10,8 +10,9 @@ import json as json_module
 import typer
 
 from .apply import ApplyCommand, apply, tokens
+from .compare import compare
 from .experts import experts_app
-from .explain import compare, explain, export, import_configuration, report
+from .explain import explain, export, import_configuration, report
 from .options import JsonOption, command
 from .plan import estimate, plan
 from .profile import profile_app
@@ -33,7 +34,7 @@ app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your o
 app.command()(tokens)
 app.command()(export)
 app.command("import", short_help="Read an engine's configuration as a layout.")(import_configuration)
-app.command(short_help="Set a present configuration next to a plan.")(compare)
+app.command(short_help="What the job that runs today loses, and what to change.")(compare)
 app.command(short_help="Correct a profile by what `apply` measured.")(calibrate)
 app.command(short_help="Score predictions against a table of measured runs.")(validate)
 

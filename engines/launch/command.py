@@ -83,5 +83,5 @@ def _number(launch: Launch, *names: str, slurm: str = "") -> int | str | None:
             launch.options.read[name] = None
             return value
         return f"{entry.setting} {value}"
-    found = launch.script.slurm.get(slurm)
-    return found[0] if found else None
+    requested = launch.script.slurm.get(slurm)
+    return requested[0] if requested else None

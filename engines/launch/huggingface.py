@@ -128,8 +128,8 @@ def _deepspeed(
     if "bf16" not in config and "fp16" not in config:
         kind = next((name for name in ("bf16", "fp16") if options.get(name) is True), None)
         imported = imported.replace(precision=f"{kind}-mixed" if kind else None)
-    kept = tuple(line for line in imported.assumed if not line.startswith("pp 1"))
-    return _finish(imported.replace(assumed=kept), config, launch, known, source, notes, cost="deepspeed")
+    assumed_else = tuple(line for line in imported.assumed if not line.startswith("pp 1"))
+    return _finish(imported.replace(assumed=assumed_else), config, launch, known, source, notes, cost="deepspeed")
 
 
 def _finish(

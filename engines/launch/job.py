@@ -21,6 +21,14 @@ COSTED_AS = {"nemo": "megatron"}
 """Engine -> whose kernels and buffers it has, where it has no record of its own; any other one: torch's, as our runtime has."""
 
 
+_SHARDS_ALIKE = {"cp_ulysses": 1, "gradient_shard": 1, "optimizer_shard": 1, "vocabulary": "ends"}
+_WITHIN: dict[str, tuple[dict[str, Any], ...]] = {
+    "torchtitan": tuple(_SHARDS_ALIKE | {"etp": 1, "recompute": each} for each in ("none", "selective", "full")),
+    "accelerate": tuple(_SHARDS_ALIKE | {"etp": 1, "ep": 1, "pp": 1, "recompute": each} for each in ("none", "full")),
+}
+"""What the configuration of an engine has words for, where the engine has no rules of its own: fields to keep, a plan for each."""
+
+
 class Job(Frozen):
     """A job, and what is known of how it was read.
 
@@ -83,6 +91,11 @@ class Given:
 def stands_for(engine: str) -> str:
     """Return the engine record that a configuration is costed with."""
     return engine if engine in ENGINES else COSTED_AS.get(engine, OWN_ENGINE)
+
+
+def choices_of(engine: str) -> tuple[dict[str, Any], ...]:
+    """Return fields that a plan for an engine keeps, one set for each plan to make; none where the engine has rules of its own."""
+    return ({},) if engine in ENGINES else _WITHIN.get(engine, ({},))
 
 
 def complete(
@@ -151,9 +164,9 @@ def _is_harmless(setting: str) -> bool:
 
 def model_called(name: str) -> ModelSpec | None:
     """Return the catalogue's model that a name or a path of Hugging Face's hub means; None where there is none."""
-    wanted = _letters(name.rstrip("/").split("/")[-1])
+    letters = _letters(name.rstrip("/").split("/")[-1])
     for ours in sorted(model_names(), key=len, reverse=True):
-        if wanted == _letters(ours):
+        if letters == _letters(ours):
             return ModelSpec.named(ours)
     return None
 

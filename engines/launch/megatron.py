@@ -18,13 +18,13 @@ from .settings import Entry, Settings, from_options, given
 from .shell import assigned_words, read_script
 from .shell_values import options_of
 
-OWN = frozenset({
+TYPICAL = frozenset({
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "micro_batch_size", "num_layers", "hidden_size",
     "num_attention_heads", "use_distributed_optimizer", "sequence_parallel", "seq_length",
 })  # fmt: skip
 """Some options by which Megatron's command line is recognised."""
 
-KNOWN = OWN | {
+KNOWN = TYPICAL | {
     "context_parallel_size",
     "expert_model_parallel_size",
     "recompute_granularity",
@@ -114,13 +114,13 @@ def unmodelled(settings: Settings) -> tuple[str, ...]:
 
 def is_started(launch: Launch) -> bool:
     """Return whether a command has Megatron's options."""
-    return len(OWN & launch.options.keys()) >= 2
+    return len(TYPICAL & launch.options.keys()) >= 2
 
 
 def is_table(settings: Settings) -> bool:
     """Return whether a table has Megatron's options, spelled as on the command line or by their names."""
     names = {name.removeprefix("--").replace("-", "_") for name in leaves(settings)}
-    return any(name.startswith("--") for name in leaves(settings)) and len(OWN & names) > 1
+    return any(name.startswith("--") for name in leaves(settings)) and len(TYPICAL & names) > 1
 
 
 def settings_of(text: str) -> Settings:
@@ -132,18 +132,18 @@ def settings_of(text: str) -> Settings:
     script = read_script(text, Path("script.sh"))
     commands = [*(each.words for each in script.commands), assigned_words(script)]
     settings = [Settings(from_options(options_of(words))) for words in commands]
-    most = max(settings, key=lambda each: len(KNOWN & each.keys()))
-    if not KNOWN & most.keys():
+    settings_of_launch = max(settings, key=lambda each: len(KNOWN & each.keys()))
+    if not KNOWN & settings_of_launch.keys():
         raise ConfigError("no option of Megatron-LM was found", help="e.g. --tensor-model-parallel-size 8")
-    return most
+    return settings_of_launch
 
 
 def leaves(settings: Settings) -> dict[str, Entry]:
     """Return all settings of a table and of the tables within by their last names."""
-    found: dict[str, Entry] = {}
+    by_name: dict[str, Entry] = {}
     for name, entry in settings.entries.items():
-        found |= leaves(entry.value) if isinstance(entry.value, Settings) else {name: entry}
-    return found
+        by_name |= leaves(entry.value) if isinstance(entry.value, Settings) else {name: entry}
+    return by_name
 
 
 def read_table(settings: Settings, known: Given, source: str) -> Job:
@@ -208,14 +208,14 @@ def _job(
         shards = dp if zero_stage else 1
         sharded = {"dp_replicate": dp // shards, "dp_shard": shards, "zero_stage": zero_stage if shards > 1 else 0}
         imported = imported.replace(layout=imported.layout.replace(**sharded))
-    found = switches(settings, has_flash_attention=not is_deepspeed)
+    switched = switches(settings, has_flash_attention=not is_deepspeed)
     settings.read |= {name: None for name in ALSO_READ if name in settings}
     return complete(
         imported,
         known,
         source=source,
         model=model,
-        switches=found,
+        switches=switched,
         engine="deepspeed" if is_deepspeed else "megatron",
         facts=(*settings.facts(), *(deepspeed.facts() if deepspeed else ())),
         assumed=(*assumed, *assumed_defaults(settings, is_deepspeed=is_deepspeed)),

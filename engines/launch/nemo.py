@@ -49,7 +49,7 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)")
 
 def is_started(launch: Launch) -> bool:
     """Return whether a command has overrides of a recipe."""
-    return bool(megatron.OWN & _overrides(launch).keys())
+    return bool(megatron.TYPICAL & _overrides(launch).keys())
 
 
 def read_launch(launch: Launch, known: Given, source: str) -> Job:
@@ -72,15 +72,15 @@ def read_table(settings: Settings, known: Given, source: str) -> Job:
 
 
 def _overrides(launch: Launch) -> dict[str, Entry]:
-    found = {}
+    settings_by_name = {}
     for word in launch.words:
         match = _OVERRIDE.fullmatch(word.text)
         if match and not word.text.startswith("--"):
             main = word.pieces[-1]
             variable = main.variable if main.place != word.place else ""
             entry = Entry(scalar(match[2]), match[1], main.place, variable, word.unknown)
-            found[match[1].rpartition(".")[2]] = entry
-    return found
+            settings_by_name[match[1].rpartition(".")[2]] = entry
+    return settings_by_name
 
 
 def _job(
@@ -139,11 +139,11 @@ def _job(
 
 def _as_options(entries: dict[str, Entry]) -> dict[str, Entry]:
     """Return settings as Megatron's options have them: what NeMo says the other way round is turned."""
-    found = dict(entries)
+    settings_by_name = dict(entries)
 
     def turn(name: str, option: str, value: Any, *, when: Any) -> None:
         if name in entries and entries[name].value in when:
-            found[option] = replace(entries[name], value=value)
+            settings_by_name[option] = replace(entries[name], value=value)
 
     turn("bias", "disable_bias_linear", True, when=(False,))
     turn("add_bias_linear", "disable_bias_linear", True, when=(False,))
@@ -152,8 +152,8 @@ def _as_options(entries: dict[str, Entry]) -> dict[str, Entry]:
     turn("gated_linear_unit", "swiglu", True, when=(True,))
     turn("normalization", "normalization", "RMSNorm", when=("rmsnorm", "RMSNorm"))
     if "num_query_groups" in entries:
-        found["group_query_attention"] = replace(entries["num_query_groups"], value=True)
-    return found
+        settings_by_name["group_query_attention"] = replace(entries["num_query_groups"], value=True)
+    return settings_by_name
 
 
 def _precision(text: str) -> str:

@@ -61,8 +61,8 @@ def read_job(path: str | Path, known: Given, *, engine: str | None = None) -> Jo
     try:
         if path.suffix in TABLES:
             settings = from_table(parse_table(path.suffix, text), text, path.name)
-            for name, is_own, reader in FILES:
-                if engine == name or (engine is None and is_own(settings)):
+            for name, is_engines, reader in FILES:
+                if engine == name or (engine is None and is_engines(settings)):
                     return reader(settings, known, str(path))
             raise ConfigError(
                 "no engine is recognised by its content",

@@ -128,12 +128,14 @@ def from_table(table: Mapping[Any, Any], text: str, file: str, *, prefix: str = 
     entries = {}
     for key, value in table.items():
         name = str(key)
-        found = re.compile(rf"""["']?{re.escape(name)}["']?\s*[:=\]]""").search(text, start)
-        at = found.start() if found else start
+        key_match = re.compile(rf"""["']?{re.escape(name)}["']?\s*[:=\]]""").search(text, start)
+        start_of_key = key_match.start() if key_match else start
         inner = (
-            from_table(value, text, file, prefix=f"{prefix}{name}.", start=at) if isinstance(value, Mapping) else value
+            from_table(value, text, file, prefix=f"{prefix}{name}.", start=start_of_key)
+            if isinstance(value, Mapping)
+            else value
         )
-        entries[name] = Entry(inner, prefix + name, Place(file, text.count("\n", 0, at) + 1))
+        entries[name] = Entry(inner, prefix + name, Place(file, text.count("\n", 0, start_of_key) + 1))
     return Settings(entries)
 
 

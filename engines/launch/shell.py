@@ -19,7 +19,7 @@ from ...schema.errors import ConfigError
 from . import shell_tree as syntax
 from .shell_syntax import parse_script
 from .shell_tree import Literal, Word, plain_text
-from .shell_values import Field, Piece, Place, Value, computed, separated, split_at, taken_apart
+from .shell_values import Field, Piece, Place, Value, computed, separate_by, separated, taken_apart
 
 MAX_TEXT = 2_000_000
 """Characters of all values together: a script may double a variable in every line."""
@@ -160,10 +160,10 @@ class _Reader:
 
     def conditional(self, command: syntax.Conditional) -> None:
         for condition, body in command.branches:
-            held = self.follow(condition)
-            if held is None:
+            holds = self.follow(condition)
+            if holds is None:
                 self.script.undecided.append(f"{self.place(command.line)}: this condition is taken as not met")
-            if held:
+            if holds:
                 self.follow(body)
                 return
 
@@ -265,7 +265,7 @@ class _Reader:
         """Return whether a test holds; || binds loosest."""
         for joint, combine in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
             if any(word.text == joint for word in words):
-                parts = [self.decide(part) for part in split_at(words, joint)]
+                parts = [self.decide(part) for part in separate_by(words, joint)]
                 decided = [part for part in parts if part is not None]
                 if combine(decided) == (combine is any) and decided and (combine is any or len(decided) == len(parts)):
                     return combine is any or True
@@ -365,8 +365,8 @@ class _Reader:
             return [(Piece(str(count), place),)]
         values = self.script.variables.get(name)
         if values is not None and part.index not in ("@", "*") and name != "@":
-            at = int(part.index) if part.index.isdigit() else 0
-            values = values[at : at + 1]
+            index = int(part.index) if part.index.isdigit() else 0
+            values = values[index : index + 1]
         is_set = values is not None and (not part.operator.startswith(":") or any(p.text for v in values for p in v))
         if kind in ("-", "=", "?") and not is_set:
             if kind != "?":
@@ -392,11 +392,11 @@ class _Reader:
             name = match[1] or match[3]
             value = self.script.variables.get(name) if name else None
             texts.append(match[4] or (Field(value[0]).text if value and value[0] else match[2] or name))
-        found = computed("".join(texts))
-        if found is None:
+        result = computed("".join(texts))
+        if result is None:
             shown = f"$(({' '.join(text.split())}))"
             return Piece(shown, place, unknown=shown)
-        return Piece(str(found), place)
+        return Piece(str(result), place)
 
 
 def _changed(value: Field, part: syntax.Variable, reader: _Reader) -> Value | None:

@@ -42,26 +42,26 @@ def parse_script(text: str) -> list[Command]:
     """
     parser = _Parser(text.replace("\r\n", "\n"))
     commands = parser.commands(())
-    if parser.at < len(parser.text):
-        raise ConfigError(f"line {parser.line}: unexpected {parser.text[parser.at : parser.at + 10]!r}")
+    if parser.pos < len(parser.text):
+        raise ConfigError(f"line {parser.line}: unexpected {parser.text[parser.pos : parser.pos + 10]!r}")
     return commands
 
 
 class _Parser(WordReader):
     def commands(self, ends: tuple[str, ...]) -> list[Command]:
         """Read commands up to one of the ends, which are keywords, ``)`` or ``;;``, or the end of the text."""
-        found: list[Command] = []
+        commands_read: list[Command] = []
         while True:
             self.gaps()
             if (
-                self.at >= len(self.text)
+                self.pos >= len(self.text)
                 or self.keyword(*ends)
                 or any(self.peek(len(e)) == e for e in ends if e in (")", ";;"))
             ):
-                return found
-            before = self.at
-            found.append(self.chain())
-            if self.at == before:
+                return commands_read
+            before = self.pos
+            commands_read.append(self.chain())
+            if self.pos == before:
                 raise ConfigError(f"line {self.line}: unexpected {self.peek(10)!r}")
 
     def chain(self) -> Command:
@@ -96,8 +96,8 @@ class _Parser(WordReader):
             self.take()
             return self._until(Group, line, ")")
         word = self.keyword("if", "case", "for", "while", "until", "{", "[[", "function", "select")
-        if match := _FUNCTION.match(self.text, self.at):
-            self.take(match.end() - self.at)
+        if match := _FUNCTION.match(self.text, self.pos):
+            self.take(match.end() - self.pos)
             self.gaps()
             body = self.command()
             return Function(match[1] or match[2], [body])
@@ -150,13 +150,13 @@ class _Parser(WordReader):
         if self.peek(2) == "((":
             self.enclosed("((", "))")
             return Loop(line, "", [], [], self._do(line))
-        name, words = NAME.match(self.text, self.at), []
+        name, words = NAME.match(self.text, self.pos), []
         self.take(len(name[0]) if name else 0)
         self.gaps()
         if self.keyword("in"):
             self.take(2)
             self.blanks()
-            while self.at < len(self.text) and self.peek() not in ENDS:
+            while self.pos < len(self.text) and self.peek() not in ENDS:
                 words.append(self.word())
                 self.blanks()
         return Loop(line, name[0] if name else "", words, [], self._do(line))
@@ -172,10 +172,10 @@ class _Parser(WordReader):
                 if self.peek() in "(|":
                     self.take()
                 self.blanks()
-                before = self.at
+                before = self.pos
                 patterns.append(self.word())
                 self.blanks()
-                if self.at == before:
+                if self.pos == before:
                     raise ConfigError(f"line {line}: this `case` has no `esac`")
             self.take()
             branches.append((patterns, self.commands((";;", "esac"))))
@@ -194,7 +194,7 @@ class _Parser(WordReader):
             elif self.peek(2) == "]]":
                 self.take(2)
                 return words
-            elif self.at >= len(self.text):
+            elif self.pos >= len(self.text):
                 raise ConfigError(f"line {line}: this [[ has no ]]")
             elif self.peek(2) in ("&&", "||"):
                 words.append((Literal(self.take(2), self.line),))
@@ -204,13 +204,13 @@ class _Parser(WordReader):
                 words.append(self.word())
 
     def simple(self) -> Simple:
-        found = Simple(self.line)
+        command = Simple(self.line)
         declares = False
-        while self.at < len(self.text):
+        while self.pos < len(self.text):
             self.blanks()
             if not self.peek() or self.peek() in "\n;)|":
                 break
-            redirection = _REDIRECTION.match(self.text, self.at)
+            redirection = _REDIRECTION.match(self.text, self.pos)
             if self.peek() == "&" and not redirection:
                 break
             if self.peek() == "(":
@@ -218,18 +218,18 @@ class _Parser(WordReader):
             elif self.peek() == "#":
                 self.comment()
             elif redirection:
-                self.redirect(found, redirection)
-            elif (not found.words or declares) and (match := _ASSIGNED.match(self.text, self.at)):
-                found.assignments.append(self.assignment(match))
+                self.redirect(command, redirection)
+            elif (not command.words or declares) and (match := _ASSIGNED.match(self.text, self.pos)):
+                command.assignments.append(self.assignment(match))
             else:
                 word = self.word()
-                declares = declares or (not found.words and plain_text(word) in _DECLARING)
-                found.words.append(word)
-        return found
+                declares = declares or (not command.words and plain_text(word) in _DECLARING)
+                command.words.append(word)
+        return command
 
     def assignment(self, match: re.Match[str]) -> Assignment:
         line = self.line
-        self.take(match.end() - self.at)
+        self.take(match.end() - self.pos)
         appends = match[3] == "+=" or bool(match[2])
         if self.peek() != "(":
             blank = not self.peek() or self.peek() in BLANK + ENDS
@@ -239,7 +239,7 @@ class _Parser(WordReader):
         values: list[Word] = []
         self.gaps()
         while self.peek() != ")":
-            if self.at >= len(self.text):
+            if self.pos >= len(self.text):
                 raise ConfigError(f"line {line}: the array {match[1]}=( has no )")
             if self.peek() in "&|(":
                 self.take()
@@ -250,7 +250,7 @@ class _Parser(WordReader):
         return Assignment(match[1], tuple(values), True, appends)
 
     def redirect(self, command: Simple, match: re.Match[str]) -> None:
-        self.take(match.end() - self.at)
+        self.take(match.end() - self.pos)
         self.blanks()
         word = self.word() if self.peek() and self.peek() not in ENDS else ()
         if match[1] in ("<<", "<<-"):

@@ -64,7 +64,7 @@ class Field:
 
     @property
     def unknown(self) -> str:
-        """What is not known of it; empty: all is."""
+        """The variable or command that is not known; empty: all is."""
         return next((piece.unknown for piece in self.pieces if piece.unknown), "")
 
     @property
@@ -106,7 +106,7 @@ def _bounded(value: int) -> int:
     return value
 
 
-def split_at(words: list[Field], joint: str) -> Iterator[list[Field]]:
+def separate_by(words: list[Field], joint: str) -> Iterator[list[Field]]:
     """Yield the words between those that are ``joint``."""
     part: list[Field] = []
     for word in words:

@@ -21,22 +21,22 @@ class WordReader:
 
     def __init__(self, text: str, line: int = 1) -> None:
         """Begin at the first character, in a line of that number."""
-        self.text, self.at, self.line = text, 0, line
+        self.text, self.pos, self.line = text, 0, line
         self.pending: list[tuple[Simple, str, bool, bool]] = []
 
     def peek(self, count: int = 1) -> str:
         """Return the next characters."""
-        return self.text[self.at : self.at + count]
+        return self.text[self.pos : self.pos + count]
 
     def take(self, count: int = 1) -> str:
         """Return the next characters and go on after them."""
-        taken = self.text[self.at : self.at + count]
-        self.at, self.line = self.at + count, self.line + taken.count("\n")
+        taken = self.text[self.pos : self.pos + count]
+        self.pos, self.line = self.pos + count, self.line + taken.count("\n")
         return taken
 
     def blanks(self) -> None:
         """Go past blanks and ends of lines that are continued."""
-        while self.at < len(self.text):
+        while self.pos < len(self.text):
             if self.peek() in BLANK:
                 self.take()
             elif self.peek(2) == "\\\n":
@@ -46,8 +46,8 @@ class WordReader:
 
     def comment(self) -> None:
         """Go to the end of the line."""
-        end = self.text.find("\n", self.at)
-        self.at = len(self.text) if end < 0 else end
+        end = self.text.find("\n", self.pos)
+        self.pos = len(self.text) if end < 0 else end
 
     def newline(self) -> None:
         """Go to the next line, past here-documents that begin there."""
@@ -58,7 +58,7 @@ class WordReader:
 
     def gaps(self) -> None:
         """Go to the next word of a list of commands or of an array."""
-        while self.at < len(self.text):
+        while self.pos < len(self.text):
             self.blanks()
             if self.peek() == "#":
                 self.comment()
@@ -71,7 +71,7 @@ class WordReader:
 
     def keyword(self, *names: str) -> str:
         """Return the keyword that stands here, one of ``names``; empty: none does."""
-        match = re.compile(r"[a-z]+|[{}]|\[\[").match(self.text, self.at)
+        match = re.compile(r"[a-z]+|[{}]|\[\[").match(self.text, self.pos)
         if not match or match[0] not in names:
             return ""
         after = self.text[match.end() : match.end() + 1]
@@ -86,9 +86,9 @@ class WordReader:
 
     def _here_document(self, delimiter: str, quoted: bool, stripped: bool) -> Word:
         lines, first = [], self.line
-        while self.at < len(self.text):
-            end = self.text.find("\n", self.at)
-            content = self.take((len(self.text) if end < 0 else end + 1) - self.at)
+        while self.pos < len(self.text):
+            end = self.text.find("\n", self.pos)
+            content = self.take((len(self.text) if end < 0 else end + 1) - self.pos)
             content = content.lstrip("\t") if stripped else content
             if content.rstrip("\r\n") == delimiter:
                 break
@@ -101,7 +101,7 @@ class WordReader:
     def word(self, end: str = "") -> Word:
         """Read a word up to a blank or an operator, or within braces up to ``end``."""
         parts: list[Part] = []
-        while self.at < len(self.text):
+        while self.pos < len(self.text):
             char = self.peek()
             if end and char == end:
                 break
@@ -123,21 +123,21 @@ class WordReader:
             elif char in "$`":
                 parts.append(self.expansion(quoted=False))
             else:
-                start, line = self.at, self.line
-                while self.at < len(self.text) and self.peek() not in BLANK + "\n;&|()<>'\"\\$`" + end:
-                    self.at += 1
-                if self.at == start:
+                start, line = self.pos, self.line
+                while self.pos < len(self.text) and self.peek() not in BLANK + "\n;&|()<>'\"\\$`" + end:
+                    self.pos += 1
+                if self.pos == start:
                     self.take()
-                parts.append(Literal(self.text[start : self.at], line))
+                parts.append(Literal(self.text[start : self.pos], line))
         return tuple(parts)
 
     def _single_quoted(self) -> list[Part]:
         line = self.line
         self.take()
-        end = self.text.find("'", self.at)
+        end = self.text.find("'", self.pos)
         if end < 0:
             raise ConfigError(f"line {line}: this ' is not closed")
-        content = self.take(end - self.at)
+        content = self.take(end - self.pos)
         self.take()
         return [
             Literal(part, line + idx, quoted=True) for idx, part in enumerate(content.splitlines(keepends=True) or [""])
@@ -148,7 +148,7 @@ class WordReader:
         parts: list[Part] = []
         line, content, opened = self.line, "", self.line
         while True:
-            if self.at >= len(self.text):
+            if self.pos >= len(self.text):
                 if end:
                     raise ConfigError(f"line {opened}: this {end} is not closed")
                 break
@@ -181,10 +181,10 @@ class WordReader:
         line = self.line
         if self.peek() == "`":
             self.take()
-            end = self.text.find("`", self.at)
+            end = self.text.find("`", self.pos)
             if end < 0:
                 raise ConfigError(f"line {line}: this ` is not closed")
-            content = self.take(end - self.at)
+            content = self.take(end - self.pos)
             self.take()
             return Computed(content, line, quoted, is_arithmetic=False)
         self.take()
@@ -194,7 +194,7 @@ class WordReader:
             return Computed(self.enclosed("(", ")"), line, quoted, is_arithmetic=False)
         if self.peek() == "{":
             return self._braced(line, quoted)
-        match = NAME.match(self.text, self.at) or re.compile(r"[0-9@*#?$!-]").match(self.text, self.at)
+        match = NAME.match(self.text, self.pos) or re.compile(r"[0-9@*#?$!-]").match(self.text, self.pos)
         if not match:
             return Literal("$", line, quoted)
         self.take(len(match[0]))
@@ -202,12 +202,12 @@ class WordReader:
 
     def _braced(self, line: int, quoted: bool) -> Part:
         self.take()
-        match = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]\n]*)\])?").match(self.text, self.at)
+        match = re.compile(r"(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?:\[([^\]\n]*)\])?").match(self.text, self.pos)
         if not match:
-            end = self.text.find("}", self.at)
-            return Computed(self.take(max(end + 1 - self.at, 1)), line, quoted, is_arithmetic=False)
+            end = self.text.find("}", self.pos)
+            return Computed(self.take(max(end + 1 - self.pos, 1)), line, quoted, is_arithmetic=False)
         self.take(len(match[0]))
-        operator = re.compile(r":?[-=?+]|##?|%%?|//?|,,?|\^\^?|:|@").match(self.text, self.at)
+        operator = re.compile(r":?[-=?+]|##?|%%?|//?|,,?|\^\^?|:|@").match(self.text, self.pos)
         self.take(len(operator[0]) if operator else 0)
         argument = self.word("}")
         if self.peek() != "}":
@@ -218,19 +218,19 @@ class WordReader:
 
     def enclosed(self, begin: str, end: str) -> str:
         """Return what stands between two brackets, which may nest."""
-        line, start = self.line, self.at
+        line, start = self.line, self.pos
         self.take(len(begin))
         depth = 1
         inside = begin[0], end[0]
         while depth:
-            if self.at >= len(self.text):
+            if self.pos >= len(self.text):
                 raise ConfigError(f"line {line}: this {begin} has no {end}")
             if len(end) == 2 and depth == 1 and self.peek(2) == end:
                 self.take(2)
                 break
             char = self.take()
             if char in "'\"" and begin == "(":
-                close = self.text.find(char, self.at)
-                self.take(close + 1 - self.at if close >= 0 else 0)
+                close = self.text.find(char, self.pos)
+                self.take(close + 1 - self.pos if close >= 0 else 0)
             depth += (char == inside[0]) - (char == inside[1])
-        return self.text[start + len(begin) : self.at - len(end)]
+        return self.text[start + len(begin) : self.pos - len(end)]

@@ -66,19 +66,25 @@ def read_module(text: str, known: Given, path: Path) -> Job:
         tree = ast.parse(text)
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         named = [name for name, node in functions.items() if _configures(node)]
-        wanted = known.sets.get("config", named[0] if len(named) == 1 else "")
-        if wanted not in functions:
+        function_name = known.sets.get("config", named[0] if len(named) == 1 else "")
+        if function_name not in functions:
             raise ConfigError(
                 f"it has the configurations {', '.join(named) or 'none'}",
                 help=f"add --set config={named[0]}" if named else "give a module of configurations",
             )
-        settings, base = _of_function(wanted, functions, path.name, path.absolute().parent.name)
+        settings, base = _of_function(function_name, functions, path.name, path.absolute().parent.name)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"not a Python module: {error}") from None
     except (RecursionError, MemoryError):
         raise ConfigError("not a configuration: its expressions are nested too deeply") from None
     _merge(settings, _nested({k: v for k, v in given(known.sets).items() if k != "config"}))
     return _job(settings, known, str(path), [], base)
+
+
+def settings_of(text: str) -> Settings:
+    """Return the settings that the only function of a module makes."""
+    functions = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    return _of_function(next(iter(functions)), functions, "", "")[0]
 
 
 def _configures(node: ast.FunctionDef) -> bool:
@@ -105,7 +111,8 @@ def _of_function(name: str, functions: dict[str, ast.FunctionDef], file: str, pa
             _merge(settings, _of_call(node.value, file))
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("config."):
             path = ast.unparse(node.targets[0]).split(".")[1:]
-            _merge(settings, _nested({".".join(path): _entry(node.value, ".".join(path), file)}))
+            entry = _entry(node.value, ".".join(path), file)
+            _merge(settings, Settings({path[0]: entry}) if len(path) == 1 else _nested({".".join(path): entry}))
     for inner in ast.walk(functions[name]):
         if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "model_registry" and inner.args:
             flavor = ast.unparse(inner.args[0]).strip("'\"")
@@ -124,7 +131,7 @@ def _entry(node: ast.expr, name: str, file: str) -> Entry:
     if name.endswith("activation_checkpoint"):
         shown = ast.unparse(node)
         mode = next((mode for kind, mode in _CHECKPOINTING.items() if kind in shown), "none")
-        return Entry(Settings({"mode": Entry(mode, f"{name} = {shown}", place)}), name, place)
+        return Entry(Settings({"mode": Entry(mode, f"{name}.mode", place)}), name, place)
     try:
         return Entry(ast.literal_eval(node), name, place)
     except (ValueError, TypeError):
@@ -146,15 +153,15 @@ def _product(node: ast.BinOp) -> int | None:
 
 def _nested(entries: dict[str, Entry]) -> Settings:
     """Return ``section.name`` settings as tables."""
-    found: dict[str, Entry] = {}
+    tables: dict[str, Entry] = {}
     for name, entry in entries.items():
         section, dot, rest = name.partition(".")
         if not dot:
             continue
-        if section not in found:
-            found[section] = Entry(Settings({}), section, entry.place)
-        found[section].value.entries[rest.replace("-", "_")] = entry
-    return Settings(found)
+        if section not in tables:
+            tables[section] = Entry(Settings({}), section, entry.place)
+        tables[section].value.entries[rest.replace("-", "_")] = entry
+    return Settings(tables)
 
 
 def _merge(settings: Settings, others: Settings) -> None:
@@ -243,11 +250,11 @@ def _model(content: Settings, function: str) -> ModelSpec | None:
 
 
 def _switches(content: Settings) -> dict[str, Any]:
-    tables = {name: content.get(name) for name in ("training", "compile", "parallelism", "optimizer")}
-    found = {name: table if isinstance(table, Settings) else Settings({}) for name, table in tables.items()}
-    compiled = found["training"].get("compile") or found["compile"].get("enable")
-    is_async = any(found[name].get("enable_async_tensor_parallel") for name in ("parallelism", "training"))
-    optimizer = str(found["optimizer"].get("name") or "AdamW").lower()
+    named = {name: content.get(name) for name in ("training", "compile", "parallelism", "optimizer")}
+    tables = {name: table if isinstance(table, Settings) else Settings({}) for name, table in named.items()}
+    compiled = tables["training"].get("compile") or tables["compile"].get("enable")
+    is_async = any(tables[name].get("enable_async_tensor_parallel") for name in ("parallelism", "training"))
+    optimizer = str(tables["optimizer"].get("name") or "AdamW").lower()
     return {
         "fusion": "compiled" if compiled else "engine",
         "tp_overlap": bool(is_async),
