@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ..schema.errors import ConfigError
 from ..schema.layers import (
@@ -34,26 +32,18 @@ from ..schema.layers import (
     SoftmaxAttention,
 )  # fmt: skip
 from ..schema.model import ModelSpec
-from ..schema.traced import CodeFacts, Traced, TracedAttention, TracedProduct
+from ..schema.traced import CodeFacts, Traced, TracedSplit
+from .module.counts import Counts, tensors_in
 from .module.fakes import on_fakes
+from .module.split_rules import Rule
+from .module.splits import Splits, storage_key
 from .module.structure import Structure, find_structure
-from .module.trials import why_not_sharded, why_not_staged
+from .module.trials import split_facts, why_not_sharded, why_not_staged
 
 _STAND_INS = {
     "attention": SoftmaxAttention(kind="mha", num_heads=1, num_kv_heads=1, head_dim=1, rope_fraction=0),
     "mlp": DenseMLP(ffn_dim=1),
 }
-
-_SDPA = {
-    "_scaled_dot_product_flash_attention_for_cpu": 4,
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_cudnn_attention": 6,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_fused_attention_overrideable": 5,
-}
-"""Fused attention, and which positional argument says that it is causal."""
-
-_NO_TRAFFIC = ("detach", "empty", "empty_like", "empty_strided", "_unsafe_view", "lift_fresh", "alias")
 
 
 def profile_module(
@@ -81,7 +71,9 @@ def profile_module(
             f"{type(model).__name__} has no repeated blocks: no list of two or more modules of one class",
             help="name the container of its blocks: profile_module(..., blocks='encoder.layers')",
         )
-    tracer, structure = _Tracer(model, container), find_structure(model, container)
+    structure = find_structure(model, container)
+    facts = split_facts(model, structure)
+    tracer = _Tracer(model, container, facts.rules)
     tracer.run(example_inputs)
     kinds = [tracer.traced_block(block) for block in tracer.blocks]
     before, after = tracer.outside()
@@ -105,6 +97,9 @@ def profile_module(
         code=CodeFacts(
             class_name=type(model).__name__,
             blocks=container,
+            not_split=facts.not_split,
+            not_along_sequence=facts.not_along_sequence,
+            split_widths=facts.widths,
             not_staged=why_not_staged(model, structure, example_inputs),
             not_sharded=why_not_sharded(model, tracer.read_outside),
         ),
@@ -125,101 +120,6 @@ def _largest_container(model: nn.Module) -> str | None:
     return best if best is not None and sizes[best] else None
 
 
-# --- counting --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Counts(TorchDispatchMode):
-    """Operators that run while it is active: products [m, k] x [k, n], attentions, bytes read and written by all other kernels.
-
-    ``read`` names those of the ``watched`` storages that they read.
-    """
-
-    products: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
-    attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    traffic_bytes: float = 0.0
-    kernels: int = 0
-    saved_outputs: dict[int, Any] = field(default_factory=dict)
-    watched: Mapping[int, str] = field(default_factory=dict)
-    read: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.watched:
-            self.read += [self.watched[key] for t in _tensors((args, kwargs)) if (key := _storage(t)) in self.watched]
-        result = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if (product := _product(name, args, result)) is not None:
-            self.products[product] += 1
-        elif name in _SDPA:
-            self.attentions[_attention(name, args, kwargs)] += 1
-        else:
-            is_free = func.is_view or "::" in name or name in _NO_TRAFFIC
-            if not is_free and not ("scaled_dot_product" in name and name.endswith("_backward")):
-                self._add_elementwise(args, kwargs, result)
-            return result
-        # Referenced, so that no other storage takes its place.
-        self.saved_outputs |= {_storage(output): output.untyped_storage() for output in _tensors(result)}
-        return result
-
-    def _add_elementwise(self, args: Any, kwargs: Any, result: Any) -> None:
-        tensors = _tensors((args, kwargs, result))
-        if tensors and isinstance(tree_leaves(result)[0], Tensor):
-            for tensor in tensors:  # what is broadcast is read once
-                sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-                self.traffic_bytes += math.prod(sizes) * tensor.element_size()
-            self.kernels += 1
-
-    def traced(self, seq_len: int, num_params: int, element_bytes: int, **others: int) -> Traced:
-        products = tuple(
-            TracedProduct(rows=m, n=n, k=k, matrices=e, count=c) for (m, n, k, e), c in sorted(self.products.items())
-        )
-        attentions = tuple(
-            TracedAttention(
-                num_heads=heads, num_kv_heads=kv_heads, head_dim=width, v_head_dim=v_width, query_len=batch * length,
-                kv_len=kv_len, context=(kv_len + 1) / 2 if causal else float(kv_len), count=count,
-            )
-            for (batch, heads, kv_heads, width, v_width, length, kv_len, causal), count in sorted(self.attentions.items())
-        )  # fmt: skip
-        return Traced(
-            seq_len=seq_len, num_params=num_params, products=products, attentions=attentions,
-            forward_elements=round(self.traffic_bytes / element_bytes), forward_kernels=self.kernels, **others,
-        )  # fmt: skip
-
-
-def _product(name: str, args: Sequence[Any], result: Any) -> tuple[int, int, int, int] | None:
-    """Return rows, columns and inner size of a product, and how many matrices share the rows."""
-    if name in ("mm", "addmm", "bmm", "baddbmm"):
-        a, b = args[1:3] if "add" in name else args[-2:]
-        return math.prod(a.shape[:-1]), b.shape[-1], a.shape[-1], 1
-    if name == "_grouped_mm":
-        a, b = args[:2]
-        return a.shape[0], b.shape[-1], a.shape[-1], b.shape[0] if b.ndim == 3 else 1
-    if name == "convolution":
-        weight, out = args[1], result
-        return out.numel() // out.shape[1], out.shape[1], weight.numel() // weight.shape[0], 1
-    return None
-
-
-def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    query, key, value = args[:3]
-    place = _SDPA[name]
-    causal = bool(kwargs.get("is_causal", args[place] if len(args) > place else False))
-    heads, kv_heads, length, kv_len = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
-    return query.shape[0], heads, kv_heads, query.shape[3], value.shape[3], length, kv_len, int(causal)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Tracer:
     """Runs a model and its blocks on fake tensors.
 
@@ -227,7 +127,7 @@ class _Tracer:
         blocks: the children of the container; width, seq_len: of the hidden states [1, seq_len, width] that they read.
     """
 
-    def __init__(self, model: nn.Module, container: str) -> None:
+    def __init__(self, model: nn.Module, container: str, rules: Mapping[str, Rule]) -> None:
         try:
             self.blocks = list(model.get_submodule(container).children())
         except AttributeError:
@@ -246,15 +146,22 @@ class _Tracer:
             fakes |= {t: _fake(t).requires_grad_(t.dtype.is_floating_point) for t in model.parameters()}
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._state = {name: fakes[tensor] for name, tensor in tensors}
-        in_blocks = {_storage(fakes[p]): self._names[block] for block in self.blocks for p in block.parameters()}
-        own = {_storage(fakes[p]): name for name, p in model.named_parameters() if _storage(fakes[p]) in in_blocks}
-        self._before, self._after = _Counts(watched=own), _Counts(watched=own)
+        in_blocks = {storage_key(fakes[p]): self._names[block] for block in self.blocks for p in block.parameters()}
+        own = {
+            storage_key(fakes[p]): name for name, p in model.named_parameters() if storage_key(fakes[p]) in in_blocks
+        }
+        self._rules = rules
+        by_weight = {
+            storage_key(self._state[f"{path}.weight"]): rule for path, rule in rules.items() if rule != "heads_norm"
+        }
+        self._splits = Splits(by_weight)
+        self._before, self._after = Counts(watched=own), Counts(watched=own, splits=self._splits)
 
     def run(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run one sequence through the entire model: what blocks are called with and keep, what runs before the first and after."""
         inside: list[nn.Module] = []
         saved: dict[int, tuple[Any, nn.Module | None]] = {}
-        persistent = {_storage(t) for t in self._state.values()}
+        persistent = {storage_key(t) for t in self._state.values()}
 
         def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
             counting.close()
@@ -267,8 +174,8 @@ class _Tracer:
                 counting.enter_context(self._after)
 
         def save(tensor: Tensor) -> Tensor:
-            if _storage(tensor) not in persistent:  # the block that keeps it first has it
-                saved.setdefault(_storage(tensor), (tensor.untyped_storage(), inside[0] if inside else None))
+            if storage_key(tensor) not in persistent:  # the block that keeps it first has it
+                saved.setdefault(storage_key(tensor), (tensor.untyped_storage(), inside[0] if inside else None))
             return tensor
 
         with ExitStack() as hooks, on_fakes(self._model, self._mode), ExitStack() as counting:
@@ -281,10 +188,12 @@ class _Tracer:
             with saved_tensors_hooks(save, lambda t: t):
                 output = self._call(self._model, args, kwargs)
             # What several blocks are called with, as a table of angles, is the model's.
-            read_by = Counter(key for call in self._calls.values() for key in {_storage(t) for t in _tensors(call)})
+            read_by = Counter(
+                key for call in self._calls.values() for key in {storage_key(t) for t in tensors_in(call)}
+            )
             for key, (storage, keeper) in saved.items():
                 self._saved_bytes[None if read_by[key] > 1 else keeper] += storage.nbytes()
-            self._outputs = next((t.shape[-1] for t in _tensors(output) if t.ndim == 3), 0)
+            self._outputs = next((t.shape[-1] for t in tensors_in(output) if t.ndim == 3), 0)
             del output  # until here autograd holds all that it keeps
         if len(self._calls) < len(self.blocks):
             raise ConfigError(f"{len(self.blocks) - len(self._calls)} of {len(self.blocks)} blocks are not called")
@@ -297,7 +206,7 @@ class _Tracer:
 
     def traced_block(self, block: nn.Module) -> Traced:
         """Count one block; blocks of one class, equal parameters and equal inputs are counted once."""
-        shapes = tuple(tuple(t.shape) for t in _tensors(self._calls[block]))
+        shapes = tuple(tuple(t.shape) for t in tensors_in(self._calls[block]))
         layout = tuple((name, tuple(t.shape)) for name, t in block.named_parameters())
         key = (type(block), layout, shapes, str(block), self._saved_bytes[block])
         if key not in self._counted:
@@ -308,16 +217,17 @@ class _Tracer:
         saved: dict[int, Any] = {}
 
         def save(tensor: Tensor) -> Tensor:
-            saved[_storage(tensor)] = tensor.untyped_storage()
+            saved[storage_key(tensor)] = tensor.untyped_storage()
             return tensor
 
-        forward, backward = _Counts(), _Counts()
+        splits = Splits(self._splits.rules)
+        forward, backward = Counts(splits=splits), Counts(splits=splits, backward=True)
         with on_fakes(self._model, self._mode):
             args, kwargs = tree_map(_leaf, self._calls[block])
             input_bytes = _hidden((args, kwargs)).untyped_storage().nbytes()
             with saved_tensors_hooks(save, lambda t: t), forward:
                 output = self._call(block, args, kwargs)
-            result = next(t for t in _tensors(output) if t.requires_grad)
+            result = next(t for t in tensors_in(output) if t.requires_grad)
             gradient = torch.ones_like(result)
             with backward:
                 result.backward(gradient)
@@ -328,7 +238,42 @@ class _Tracer:
             backward_elements=round(backward.traffic_bytes / size), backward_kernels=backward.kernels,
             saved_elements=math.ceil(self._saved_bytes[block] / size),
             selective_elements=round((product_bytes + input_bytes) / size), full_elements=round(input_bytes / size),
+            split=self._split(block, forward, backward, saved),
         )  # fmt: skip
+
+    def _split(
+        self, block: nn.Module, forward: Counts, backward: Counts, saved: Mapping[int, Any]
+    ) -> TracedSplit | None:
+        """Return what tp divides of a block; ``saved`` are the storages that autograd keeps."""
+        if not self._rules:
+            return None
+        splits, size = forward.splits, self._element_bytes
+        weights = {storage_key(tensor) for tensor in self._state.values()}
+        kept = {key: storage.nbytes() for key, storage in saved.items() if key not in weights}
+        of_split = sum(nbytes for key, nbytes in kept.items() if key in splits.split)
+        of_read = sum(nbytes for key, nbytes in kept.items() if key in splits.read and key not in splits.split)
+        total, start = self._saved_bytes[block], f"{self._names[block]}."
+        inside = [rule for path, rule in self._rules.items() if path.startswith(start)]
+        return TracedSplit(
+            num_params=self._split_params(start),
+            forward_elements=round(forward.split_bytes / size),
+            backward_elements=round(backward.split_bytes / size),
+            saved_elements=round(min(of_split, total) / size),
+            selective_elements=round(
+                sum(kept[key] for key in forward.saved_outputs if key in kept and key in splits.split) / size
+            ),
+            gathered_elements=round(min(of_read, max(0, total - of_split)) / size),
+            num_sums=sum(rule in ("by_input", "by_slice") for rule in inside),
+        )
+
+    def _is_inside(self, path: str) -> bool:
+        return any(path.startswith(f"{self._names[block]}.") for block in self.blocks)
+
+    def _split_params(self, start: str) -> int:
+        rows = {f"{path}.bias" for path, rule in self._rules.items() if rule in ("by_output", "gathered")}
+        names = {f"{path}.weight" for path, rule in self._rules.items() if rule != "heads_norm"} | rows
+        inside = {id(p): p for name, p in self._model.named_parameters() if name in names and name.startswith(start)}
+        return _num_elements(inside.values())
 
     @property
     def read_outside(self) -> list[str]:
@@ -351,14 +296,16 @@ class _Tracer:
         others = {p for p in self._model.parameters() if p not in in_blocks}
         first = {p for m in self._model.modules() if isinstance(m, nn.Embedding | nn.Conv2d) for p in m.parameters()}
         saved = math.ceil(self._saved_bytes[None] / self._element_bytes)
+        outer = [path for path, rule in self._rules.items() if rule == "gathered" and not self._is_inside(path)]
+        head = TracedSplit(num_params=sum(self._split_params(f"{path}.") for path in outer)) if outer else None
         before, after = (
             counts.traced(
                 self.seq_len, _num_elements(parameters), self._element_bytes,
                 backward_elements=round(2 * counts.traffic_bytes / self._element_bytes),
-                backward_kernels=2 * counts.kernels, saved_elements=saved_elements,
+                backward_kernels=2 * counts.kernels, saved_elements=saved_elements, split=split,
             )
-            for counts, parameters, saved_elements in (
-                (self._before, others & first, 0), (self._after, others - first, saved),
+            for counts, parameters, saved_elements, split in (
+                (self._before, others & first, 0, None), (self._after, others - first, saved, head),
             )
         )  # fmt: skip
         return before, after
@@ -369,7 +316,7 @@ def _num_elements(tensors: Iterable[Tensor]) -> int:
 
 
 def _hidden(call: tuple[Any, Any]) -> Tensor:
-    tensors = [t for t in _tensors(call) if t.is_floating_point() and t.ndim == 3]
+    tensors = [t for t in tensors_in(call) if t.is_floating_point() and t.ndim == 3]
     if not tensors:
         raise ConfigError("a block reads no hidden states [batch, tokens, width]")
     return tensors[0]

@@ -34,7 +34,7 @@ class ProblemFacts:
     Attributes:
         head_counts, kv_head_counts, ffn_dims, expert_counts, expert_ffn_dims: those that occur in some block.
         traced_len: tokens of the sequences that a traced model was counted for; 0 for a model of known layers.
-        not_staged, not_sharded: what was found out of a traced model by trial (`CodeFacts`).
+        not_split, not_along_sequence, split_widths, not_staged, not_sharded: of a traced model (`CodeFacts`).
     """
 
     world_size: int
@@ -54,6 +54,9 @@ class ProblemFacts:
     has_mtp_heads: bool = False
     latent_attention: bool = False
     traced_len: int = 0
+    not_split: str = ""
+    not_along_sequence: str = ""
+    split_widths: tuple[int, ...] = ()
     not_staged: str = ""
     not_sharded: str = ""
     is_fp32: bool = False
@@ -69,15 +72,16 @@ def problem_facts(
     """Return the numbers of a model, a workload and a cluster that rules look at."""
     blocks = [block for block, _ in model.block_runs]
     routed = [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
-    ffn_dims = {block.mlp.ffn_dim for block in blocks if isinstance(block.mlp, DenseMLP)}
+    known = [block for block in blocks if block.counted is None]  # others have stand-ins
+    ffn_dims = {block.mlp.ffn_dim for block in known if isinstance(block.mlp, DenseMLP)}
     return ProblemFacts(
         world_size=world_size,
         scaleup_domain=scaleup_domain,
         seq_len=workload.seq_len,
         global_batch_size=workload.global_batch_size,
         num_blocks=model.num_blocks,
-        head_counts=tuple(sorted({block.attention.num_heads for block in blocks})),
-        kv_head_counts=tuple(sorted({block.attention.num_kv_heads for block in blocks})),
+        head_counts=tuple(sorted({block.attention.num_heads for block in known})),
+        kv_head_counts=tuple(sorted({block.attention.num_kv_heads for block in known})),
         ffn_dims=tuple(sorted(ffn_dims | {moe.shared_ffn_dim for moe in routed if moe.shared_ffn_dim})),
         vocab_size=model.vocab_size,
         expert_counts=tuple(sorted({moe.num_experts for moe in routed})),
@@ -88,10 +92,13 @@ def problem_facts(
         has_mtp_heads=any(run.layer.kind == "mtp" for run in model.layers),
         latent_attention=any(isinstance(block.attention, LatentAttention) for block in blocks),
         traced_len=model.traced_len or 0,
-        not_staged="" if model.code is None else model.code.not_staged,
-        not_sharded="" if model.code is None else model.code.not_sharded,
+        **(_UNKNOWN if model.code is None and model.traced_len else {} if model.code is None else model.code.facts),
         is_fp32=workload.precision == "fp32",
     )
+
+
+_UNKNOWN = {"not_split": "how the layers of a model are split, and into stages, was not traced by earlier versions"}
+_UNKNOWN |= {"not_staged": _UNKNOWN["not_split"]}
 
 
 class Rule(NamedTuple):
@@ -160,10 +167,14 @@ def _shards_are_nested(t: Rows, p: ProblemFacts) -> Any:
 
 
 ENGINE_RULES: tuple[Rule, ...] = (
-    Rule("traced_blocks_whole", "tp cp ep",
-        lambda t, p: (p.traced_len == 0) | ((t.tp == 1) & (t.cp == 1) & (t.ep == 1)),
-        "tp {t.tp}, cp {t.cp}, ep {t.ep}: the blocks were traced from code, which says what they cost and not how their "
-        "matrices, sequences or experts may be split; data and pipeline parallelism, sharding and recompute are planned"),
+    Rule("traced_blocks_whole", "cp ep",
+        lambda t, p: (p.traced_len == 0) | ((t.cp == 1) & (t.ep == 1)),
+        "cp {t.cp}, ep {t.ep}: the blocks were traced from code, which says what they cost and not how their sequences or "
+        "experts may be split; data and pipeline parallelism, sharding and recompute are planned"),
+    Rule("traced_layers_split", "tp", lambda t, p: (t.tp == 1) | (len(p.not_split) == 0),
+        "tp {t.tp}: {p.not_split}"),
+    Rule("traced_widths", "tp", lambda t, p: all_divide(p.split_widths, t.tp),
+        lambda t, p: f"tp {t.tp} does not divide {not_dividing(p.split_widths, t.tp)}: heads or widths of layers that are split"),
     Rule("traced_length", "tp", lambda t, p: (t.tp > 0) & ((p.traced_len == 0) | (p.traced_len == p.seq_len)),
         "the model was traced with sequences of {p.traced_len} tokens, the workload has {p.seq_len}"),
     Rule("world_size", "dp cp tp pp", lambda t, p: t.dp * t.cp * t.tp * t.pp == p.world_size,
@@ -178,7 +189,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         lambda t, p: f"{not_dividing(p.kv_head_counts, t.tp)} key/value heads do not divide by tp {t.tp}"),
     Rule("ffn_per_tp", "tp", lambda t, p: all_divide(p.ffn_dims, t.tp),
         lambda t, p: f"feed-forward width {not_dividing(p.ffn_dims, t.tp)} does not divide by tp {t.tp}"),
-    Rule("vocabulary_per_tp", "tp", lambda t, p: (t.tp - 1) * -(-p.vocab_size // t.tp) < p.vocab_size,
+    Rule("vocabulary_per_tp", "tp", lambda t, p: (p.traced_len > 0) | ((t.tp - 1) * -(-p.vocab_size // t.tp) < p.vocab_size),
         lambda t, p: (
             f"a vocabulary of {p.vocab_size} in pieces of {-(-p.vocab_size // t.tp)} leaves none for the last of tp {t.tp}"
         )),
@@ -283,6 +294,9 @@ FSDP2_RULES: tuple[Rule, ...] = (
 """What torch's parts execute, and execute well, besides."""
 
 VERSION_RULES: tuple[Rule, ...] = (
+    Rule("sequence_of_code", "tp sequence_parallel",
+        lambda t, p: (t.tp == 1) | (t.sequence_parallel == 0) | (len(p.not_along_sequence) == 0),
+        "tp {t.tp} with sequence_parallel: {p.not_along_sequence}"),
     Rule("stages_of_code", "pp", lambda t, p: (t.pp == 1) | (len(p.not_staged) == 0), "pp {t.pp}: {p.not_staged}"),
     Rule("shards_of_code", "dp_shard pp", lambda t, p: (len(p.not_sharded) == 0) | (p.is_fp32 & (t.dp_shard == 1) & (t.pp == 1)),
         "dp_shard {t.dp_shard}: {p.not_sharded}; whole replicas run, in fp32"),

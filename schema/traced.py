@@ -5,24 +5,32 @@ profilers/modules.py counts; cost_models/ turn the counts into seconds and bytes
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+TracedShard = Literal["none", "column", "row"]
 
 
 class TracedProduct(Frozen):
     """``count`` products [rows, k] x [k, n] of one sequence; those of attention without a fused kernel are products, too.
 
-    ``matrices`` of experts share the rows.
+    ``matrices`` of experts share the rows; ``shard``: what tensor parallelism cuts, columns (n) or rows (k) of the second.
     """
 
     rows: PositiveInt
     n: PositiveInt
     k: PositiveInt
     matrices: PositiveInt = 1
+    shard: TracedShard = "none"
     count: PositiveInt = 1
 
 
 class TracedAttention(Frozen):
-    """``count`` fused attentions of one sequence; a query sees ``context`` of ``kv_len`` keys on average."""
+    """``count`` fused attentions of one sequence; a query sees ``context`` of ``kv_len`` keys on average.
+
+    ``split``: tensor parallelism divides its heads.
+    """
 
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
@@ -31,7 +39,26 @@ class TracedAttention(Frozen):
     query_len: PositiveInt
     kv_len: PositiveInt
     context: NonNegativeFloat
+    split: bool = False
     count: PositiveInt = 1
+
+
+class TracedSplit(Frozen):
+    """The part of a layer's counts that tensor parallelism divides, beside its products.
+
+    Attributes:
+        num_params, forward_elements, backward_elements, saved_elements, selective_elements: of those of the layer.
+        gathered_elements: of the saved ones those that products split by output read: whole under sequence parallelism.
+        num_sums: outputs that are summed over the ranks in a forward pass.
+    """
+
+    num_params: NonNegativeInt
+    forward_elements: NonNegativeInt = 0
+    backward_elements: NonNegativeInt = 0
+    saved_elements: NonNegativeInt = 0
+    selective_elements: NonNegativeInt = 0
+    gathered_elements: NonNegativeInt = 0
+    num_sums: NonNegativeInt = 0
 
 
 class Traced(Frozen):
@@ -42,6 +69,7 @@ class Traced(Frozen):
         forward_elements, backward_elements: read and written by all other kernels; *_kernels: how many there are.
         saved_elements: kept from the forward to the backward pass; selective_elements, full_elements: the same where all but
             products and attention, and where everything is computed again.
+        split: what tensor parallelism divides; None where the code does not say.
     """
 
     seq_len: PositiveInt
@@ -55,6 +83,7 @@ class Traced(Frozen):
     saved_elements: NonNegativeInt = 0
     selective_elements: NonNegativeInt = 0
     full_elements: NonNegativeInt = 0
+    split: TracedSplit | None = None
 
 
 class CodeFacts(Frozen):
@@ -63,11 +92,21 @@ class CodeFacts(Frozen):
     Attributes:
         class_name: of the module.
         blocks: path of the container of its blocks.
+        not_split: why tensor parallelism does not split its layers; not_along_sequence: why not with sequence parallelism.
+        split_widths: what tensor parallelism must divide: heads, and widths of the layers that it splits.
         not_staged: why its blocks cannot be stages of a pipeline.
         not_sharded: why `fully_shard` does not take it, so that only whole fp32 replicas run.
     """
 
     class_name: str
     blocks: str
+    not_split: str = ""
+    not_along_sequence: str = ""
+    split_widths: tuple[PositiveInt, ...] = ()
     not_staged: str = ""
     not_sharded: str = ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of ProblemFacts."""
+        return self.model_dump(exclude={"class_name", "blocks"})

@@ -59,7 +59,10 @@ def operator_time(
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         return _gemm_time(op, np.asarray(tokens * op.rows_per_token, dtype=np.float64), n, k, ep, rates)
     if isinstance(op, FusedAttention):
-        forward, backward = (attention_s(op, tokens, tp, rates, backward=is_backward) for is_backward in (False, True))
+        ranks = tp if op.is_split else np.ones_like(tp)
+        forward, backward = (
+            attention_s(op, tokens, ranks, rates, backward=is_backward) for is_backward in (False, True)
+        )
         return OperatorTime(forward, backward, 1, 1)
     return _elementwise_time(op, tokens, tp, sequence_parallel, rates)
 

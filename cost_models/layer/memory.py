@@ -46,6 +46,8 @@ _TARGETS = {
 def tp_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray:
     """Return the parameters of one rank's tensor-parallel share [N]: products split, norms and routers unsharded."""
     total = layer.num_params(hidden_dim)
+    if layer.counted is not None:
+        return _traced_params(layer, hidden_dim, layouts)
     if isinstance(layer, Head):
         # A tied projection is the embedding's weight; under a pipeline the last stage holds a copy of its own.
         copies = np.where(layouts.pp > 1, 1, 0) if layer.tied else np.ones_like(layouts.tp)
@@ -62,6 +64,19 @@ def tp_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray
     dense_split = split - sum(op.num_params for op in products if op.routed)
     own_axes = total - in_experts - dense_split + dense_split / layouts.tp + expert_params(layer, hidden_dim, layouts)
     return np.asarray(np.where(layouts.experts_follow_tp, following, own_axes), dtype=np.float64)
+
+
+def _traced_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray:
+    """Return those of a layer traced from code: what its rules split; a tied head is whole, and a copy under a pipeline."""
+    traced = layer.counted
+    assert traced is not None
+    split = 0 if traced.split is None else traced.split.num_params
+    copies = np.where(layouts.pp > 1, layer.vocab_size * hidden_dim, 0) if isinstance(layer, Head) and layer.tied else 0
+    if isinstance(layer, Head):  # left whole where tp does not divide it
+        return np.asarray(
+            traced.num_params + copies - np.where(layer.vocab_size % layouts.tp, 0, split * (1 - 1 / layouts.tp))
+        )
+    return np.asarray(traced.num_params - split + split / layouts.tp, dtype=np.float64)
 
 
 def _operators(layer: Layer, hidden_dim: int) -> tuple[Operator, ...]:
@@ -236,7 +251,15 @@ def saved_elements(layer: Layer, hidden_dim: int, recompute: Recompute, rules: S
     if (traced := layer.counted) is None:
         return saved_by(layer, hidden_dim, recompute, rules)
     counted = {"none": traced.saved_elements, "selective": traced.selective_elements, "full": traced.full_elements}
-    return SavedElements(unsharded=counted[recompute if layer.is_block else "none"] / traced.seq_len)
+    kind = recompute if layer.is_block else "none"
+    if (split := traced.split) is None:
+        return SavedElements(unsharded=counted[kind] / traced.seq_len)
+    parts = {"none": split.saved_elements, "selective": split.selective_elements, "full": 0}[kind]
+    # What products put out is kept before it is summed and scattered.
+    outputs = counted[kind] - parts - traced.full_elements
+    read = {"none": split.gathered_elements, "selective": max(0, outputs), "full": 0}[kind]
+    each = 1 / traced.seq_len
+    return SavedElements(tp=parts * each, unsharded=read * each, tokens=(counted[kind] - parts - read) * each)
 
 
 @singledispatch

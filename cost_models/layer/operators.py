@@ -74,7 +74,7 @@ class Gemm:
 class FusedAttention:
     """Causal attention of H heads with query/key width dk and value width dv.
 
-    A query sees ``context`` tokens on average and ``longest`` at most.
+    A query sees ``context`` tokens on average and ``longest`` at most. ``is_split``: tensor parallelism divides the heads.
     """
 
     name: str
@@ -85,6 +85,7 @@ class FusedAttention:
     seq_len: int
     longest: int
     num_kv_heads: int
+    is_split: bool = True
 
     @property
     def forward_flops_per_token(self) -> float:
@@ -272,24 +273,28 @@ def _(layer: Block, rules: OperatorRules) -> tuple[Operator, ...]:
 
 
 def traced_operators(traced: Traced) -> tuple[Operator, ...]:
-    """Return the operators counted of a layer, none of them split; rows are fractions of one for each token of the sequence."""
+    """Return the operators counted of a layer; rows are fractions of one for each token of the sequence."""
     each = 1 / traced.seq_len
     products = tuple(
-        Gemm(f"product_{i}", p.n, p.k, "none", p.rows * each, p.matrices)
+        Gemm(f"product_{i}", p.n, p.k, p.shard, p.rows * each, p.matrices)
         for i, p in enumerate(traced.products)
         for _ in range(p.count)
     )
     attentions = tuple(
         FusedAttention(
             "attention", a.num_heads, a.head_dim, a.v_head_dim, a.context * a.query_len * each, traced.seq_len, a.kv_len,
-            a.num_kv_heads,
+            a.num_kv_heads, a.split,
         )
         for a in traced.attentions
         for _ in range(a.count)
     )  # fmt: skip
+    split, kernels = traced.split, (traced.forward_kernels, traced.backward_kernels)
     elements = traced.forward_elements * each, traced.backward_elements * each
-    rest = Elementwise("others", *elements, traced.forward_kernels, traced.backward_kernels, "none")
-    return (*products, *attentions, rest)
+    if split is None:
+        return (*products, *attentions, Elementwise("others", *elements, *kernels, "none"))
+    parts = split.forward_elements * each, split.backward_elements * each
+    whole = Elementwise("others", elements[0] - parts[0], elements[1] - parts[1], *kernels, "tokens")
+    return (*products, *attentions, whole, Elementwise("others_split", *parts, 0, 0, "column"))
 
 
 def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) -> float:

@@ -58,6 +58,8 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     gather = collective_s("all_gather", inputs.hidden_bytes, layouts.tp, stride, inputs.cluster)
     gather = np.where(layouts.sequence_parallel == 1, gather, 0.0)
     reduce = _reduction_s(inputs)
+    if layer.counted is not None:
+        return _traced_s(layer, gather, reduce, inputs)
     if isinstance(layer, Embedding):
         return reduce, gather
     if isinstance(layer, Head):
@@ -73,6 +75,27 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
         full, selective = once, np.zeros_like(once) if workload.attention == "math" else selective
     is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     return once, once + layouts.recompute_fraction * np.select(is_kind, [full, selective], 0.0)
+
+
+def _traced_s(
+    layer: Layer, gather: FloatArray, reduce: FloatArray, inputs: CostInputs
+) -> tuple[FloatArray, FloatArray]:
+    """Return the same of a layer traced from code: a sum for each layer that is split by input, gathered logits.
+
+    Embeddings are whole; with sequence parallelism the first block's input is cut, and gathered backward.
+    """
+    layouts, none = inputs.layouts, np.zeros(len(inputs.layouts))
+    split = None if layer.counted is None else layer.counted.split
+    if isinstance(layer, Embedding):
+        return none, gather
+    if split is None:
+        return gather, none
+    if isinstance(layer, Head):
+        logits = inputs.hidden_bytes * (layer.vocab_size / inputs.hidden_dim)
+        return gather + collective_s("all_gather", logits, layouts.tp, np.ones_like(layouts.tp), inputs.cluster), reduce
+    once = split.num_sums * (gather + reduce)
+    repeats = layouts.recompute_fraction * (layouts.recompute != RECOMPUTES.index("none"))
+    return once, once + repeats * (once - reduce)
 
 
 def overlapped_s(

@@ -11,13 +11,15 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...schema.errors import RuntimeMismatchError
 from .fakes import on_fakes
+from .split_rules import Rule, checked_rules
 from .structure import Structure, run_as_stage, stage_module
 
 HARMLESS = (
@@ -112,6 +114,45 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(module, memo)
+
+
+class SplitFacts(NamedTuple):
+    """How tensor parallelism splits a module: the rule of each path, the widths that it must divide, and why not."""
+
+    rules: Mapping[str, Rule]
+    widths: tuple[int, ...] = ()
+    not_split: str = ""
+    not_along_sequence: str = ""
+
+
+def split_facts(module: Any, structure: Structure) -> SplitFacts:
+    """Return how tensor parallelism splits a module as its base_model_tp_plan says; an untied head of a decoder by output."""
+    name = type(module).__name__
+    if not structure.is_transformers:
+        return SplitFacts({}, not_split=f"the code of {name}, a plain module, does not say how its layers are split")
+    try:
+        rules = checked_rules(module)
+    except RuntimeMismatchError as error:
+        return SplitFacts({}, not_split=error.message)
+    config = module.config.get_text_config()
+    heads = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    widths = {count for count in heads if isinstance(count, int)}
+    for path, rule in rules.items():
+        if rule != "heads_norm":
+            layer = module.get_submodule(path)
+            widths.add(layer.out_features if rule in ("by_output", "gathered") else layer.in_features)
+    inside = {path.rpartition(".")[0] for path in rules}
+    loose = [
+        path for path, parameter in module.get_submodule(structure.blocks).named_parameters(f"{structure.blocks}")
+        if parameter.ndim > 1 and not any(path.startswith(f"{parent}.") for parent in inside)
+    ]  # fmt: skip
+    not_along = f"{loose[0]} of {name} may mix tokens, of which every rank would have a part" if loose else ""
+    if not (structure.head and structure.embedding):
+        not_along = f"{name} names no head or no embedding, between which the sequence would be cut"
+    head = None if structure.is_tied or structure.head is None else module.get_submodule(structure.head)
+    if isinstance(head, nn.Linear) and structure.head is not None:
+        rules = {**rules, structure.head: "gathered"}
+    return SplitFacts(rules, tuple(sorted(widths)), not_along_sequence=not_along)
 
 
 def why_not_sharded(module: nn.Module, read_outside: Sequence[str]) -> str:

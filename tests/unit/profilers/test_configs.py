@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from meshwright.planner import plan
+from meshwright.planner import estimate, plan
 from meshwright.profilers.module.configs import build_model, default_model_types, trace_config, trace_model
-from meshwright.schema import ConfigError, ModelSpec
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 SIZES: dict[str, Any] = {
@@ -126,3 +126,61 @@ def test_default_configurations_are_known_traced_or_refused_with_a_reason() -> N
     assert all(found.remark for found in outcomes if found.outcome not in ("known", "traced"))
     planned = sum(found.outcome in ("known", "traced") for found in outcomes)
     assert planned >= 0.9 * len(outcomes)
+
+
+# --- tensor parallelism as base_model_tp_plan says ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llamas() -> tuple[ModelSpec, ModelSpec]:
+    """Of one model: traced, and as the catalogue would have it."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024,
+        "max_position_embeddings": 512, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return trace_model(build_model(config), seq_len=256, name="llama"), ModelSpec.from_hf(config)
+
+
+def test_products_of_a_block_are_split_as_those_of_the_catalogue(llamas: tuple[ModelSpec, ModelSpec]) -> None:
+    traced, known = (spec.block_runs[0][0] for spec in llamas)
+    assert traced.traced is not None
+    split = traced.traced.split
+    assert split is not None
+    assert {(p.n, p.k, p.shard): p.count for p in traced.traced.products} == {
+        (256, 256, "column"): 1, (128, 256, "column"): 2, (512, 256, "column"): 2, (256, 256, "row"): 1, (256, 512, "row"): 1,
+    }  # fmt: skip
+    assert split.num_sums == 2
+    norms = 2 * 256
+    assert split.num_params == known.num_params(256) - norms
+    (attention,) = traced.traced.attentions
+    assert attention.split
+
+
+def test_tensor_parallelism_divides_what_the_catalogue_says_it_divides(llamas: tuple[ModelSpec, ModelSpec]) -> None:
+    """Parameters of blocks exactly; activations within what eager norms keep beside a fused one's (a third, as unsplit)."""
+    cluster, workload = ClusterSpec.parse("8xH100-SXM-80GB"), Workload(seq_len=256, global_batch_size=16)
+    whole, halves = (
+        [
+            estimate(spec, cluster, workload, Layout(dp_shard=8 // tp, tp=tp, zero_stage=3)).memory_bytes
+            for spec in llamas
+        ]
+        for tp in (1, 4)
+    )
+    ratios = [half.activations / one.activations for half, one in zip(halves, whole, strict=True)]
+    assert ratios[0] == pytest.approx(ratios[1], rel=0.35)
+    assert ratios[0] < 0.5
+
+
+def test_heads_that_tp_does_not_divide_and_models_without_a_plan_are_refused(
+    llamas: tuple[ModelSpec, ModelSpec],
+) -> None:
+    cluster, workload = ClusterSpec.parse("8xH100-SXM-80GB"), Workload(seq_len=256, global_batch_size=16)
+    with pytest.raises(ConfigError, match="tp 8 does not divide 4: heads or widths"):
+        estimate(llamas[0], cluster, workload, Layout(tp=8))
+    bloom = trace_model(build_model(content("bloom")), seq_len=256, name="bloom")
+    with pytest.raises(ConfigError, match="BloomForCausalLM has no base_model_tp_plan"):
+        estimate(bloom, cluster, workload, Layout(dp_shard=4, tp=2))
+    mixed = trace_model(build_model(content("lfm2")), seq_len=32, name="lfm2")
+    assert mixed.code is not None
+    assert "lfm2" in (mixed.code.not_split + mixed.code.not_along_sequence).lower()

@@ -133,10 +133,14 @@ def test_model_outside_the_catalogue_is_planned_and_saved(vision: ModelSpec, tmp
     assert [stage.num_layers for stage in staged.stages] == [4, 4]
 
 
-@pytest.mark.parametrize("layout", [{"tp": 4}, {"cp": 4}])
-def test_axes_that_cut_into_a_block_are_refused_with_the_reason(vision: ModelSpec, layout: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "why"), [({"tp": 4}, "a plain module, does not say"), ({"cp": 4}, "traced from code")]
+)
+def test_axes_that_cut_into_a_block_are_refused_with_the_reason(
+    vision: ModelSpec, layout: dict[str, int], why: str
+) -> None:
     workload = Workload(seq_len=64, global_batch_size=64, precision="bf16-mixed")
-    with pytest.raises(ConfigError, match="traced from code"):
+    with pytest.raises(ConfigError, match=why):
         estimate(vision, ClusterSpec.parse("4xA100-SXM-80GB"), workload, Layout(**layout))
 
 

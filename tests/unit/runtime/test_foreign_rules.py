@@ -10,15 +10,14 @@ import pytest
 import torch
 import transformers
 from meshwright.profilers import profile_module
+from meshwright.profilers.module.split_rules import derived_regions, transformers_rules
 from meshwright.profilers.module.structure import find_structure
 from meshwright.runtime.user_modules import parallelize_user_module
 from meshwright.runtime.user_tensor_parallel import (
     _compare,
     _trial,
-    derived_regions,
     split_plain,
     split_transformers,
-    transformers_rules,
 )
 from meshwright.schema import Layout, RuntimeMismatchError, Workload
 from torch import nn
