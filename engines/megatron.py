@@ -99,6 +99,8 @@ def missing_of(model: ModelSpec) -> tuple[str, ...]:
     dense = {block.mlp for block in blocks if isinstance(block.mlp, DenseMLP)}
     experts = {block.mlp for block in blocks if isinstance(block.mlp, MoE)}
     missing = [
+        *model.also,
+        *(["a norm of embeddings"] if model.embedding.layernorm else []),
         *(["attention that differs from layer to layer"] if len({block.attention for block in blocks}) > 1 else []),
         *(["dense parts of several widths"] if len(dense) > 1 else []),
         *(["experts of several kinds"] if len(experts) > 1 else []),
@@ -124,6 +126,9 @@ def _missing(block: Block) -> list[str]:
         f"blocks with {block.num_norms} norms": block.num_norms != 2,
         "attention and feed-forward part side by side": block.parallel_residual,
         "ReLU": mlp.activation == "relu",
+        "xIELU": mlp.activation == "xielu",
+        "norms without weights": not block.norm_weight,
+        "a norm within the feed-forward part": isinstance(mlp, DenseMLP) and mlp.inner_norm,
         "gated squared ReLU": mlp.activation == "relu2" and mlp.gated,
     }
     if isinstance(attention, SoftmaxAttention):
@@ -132,7 +137,8 @@ def _missing(block: Block) -> list[str]:
             "attention in chunks": attention.chunked,
             "capped attention scores": bool(attention.logit_softcap),
             "attention sinks": attention.sinks,
-            f"query and key norm of the kind {attention.qk_norm}": attention.qk_norm in ("full", "weightless"),
+            "a gate on attention, or a norm after it": attention.gate != "none" or attention.out_norm,
+            f"query and key norm of the kind {attention.qk_norm}": attention.qk_norm not in ("none", "per_head"),
             biases: attention.qkv_bias and not attention.out_bias and mlp.bias,
         }
     if isinstance(mlp, MoE):

@@ -12,6 +12,7 @@ import reprlib
 import tempfile
 import textwrap
 import tomllib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,31 @@ class Frozen(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """Return a validated copy with some fields changed."""
         return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **changes})
+
+
+class Component(Frozen):
+    """Abstract base of the layers of a model and their parts."""
+
+    @abstractmethod
+    def num_params(self, hidden_dim: int) -> int:
+        """Return the parameters with biases; of what is shared with another layer none."""
+
+    def num_active_params(self, hidden_dim: int) -> int:
+        """Return the parameters that one token goes through."""
+        return self.num_params(hidden_dim)
+
+
+class Mixer(Component):
+    """Abstract base of what mixes the tokens of a block: attention, or what stands in its place.
+
+    A new kind is a class in layers.py or recurrences.py that joins `layers.Attention`, its operators and saved bytes (registered
+    for the class in cost_models/layer/) and its module in runtime/models/decoder.py.
+
+    Attributes:
+        is_attention: it has scores for pairs of tokens: unfused they are stored, and context parallelism passes keys and values on.
+    """
+
+    is_attention: ClassVar[bool] = True
 
 
 class Document(Frozen):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -27,8 +27,8 @@ from pydantic import (
 )
 
 from .base import Frozen, located, read_json, shown
-from .catalogue import family_entries
-from .errors import ConfigError, UnknownModelError
+from .catalogue import family_entries, find_family
+from .errors import ConfigError
 from .layers import (
     MAX_LAYERS,
     Block,
@@ -38,47 +38,34 @@ from .layers import (
     LatentAttention,
     LayerRun,
     MoE,
-    Rope,
     SoftmaxAttention,
 )
+from .rope import Fraction, Positive, Rope, RopeSettings, Size
 
-Size = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 SizeOrZero = Annotated[int, Field(strict=True, ge=0, le=10**9)]
-Positive = Annotated[float, Field(strict=True, gt=0, lt=1e300)]
-Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 _OUR_ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 ActivationName = Annotated[
-    Literal["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"],
+    Literal["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "xielu"],
     AfterValidator(lambda name: _OUR_ACTIVATIONS.get(name, name)),
 ]
+
+
+_OUR_LAYER_TYPES = {"global": "full_attention", "local": "sliding_attention"}
+LayerType = Annotated[
+    Literal["sliding_attention", "chunked_attention", "full_attention"],
+    BeforeValidator(lambda name: _OUR_LAYER_TYPES.get(name, name) if isinstance(name, str) else name),
+]
+SameForAll = Annotated[
+    Size,
+    BeforeValidator(lambda value: value[0] if isinstance(value, list) and len({*map(repr, value)}) == 1 else value),
+]
+"""A size, or a list that repeats one for each layer (Hunyuan)."""
 
 
 def _under(*names: str, default: Any = ...) -> Any:
     """Return a field that stands in the file under the first of ``names`` that is present."""
     return Field(default, validation_alias=AliasChoices(*names))
-
-
-class RopeSettings(BaseModel):
-    """The object ``rope_parameters`` (transformers 5) or ``rope_scaling`` (before)."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
-
-    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "su"] = _under(
-        "rope_type", "type", default="default"
-    )
-    rope_theta: Positive | None = None
-    factor: Positive | None = None
-    original_max_position_embeddings: Size | None = None
-    partial_rotary_factor: Fraction | None = None
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    mscale: Positive | None = None
-    mscale_all_dim: Positive | None = None
-    attention_factor: Positive | None = None
-    truncate: StrictBool = True
 
 
 class PublishedConfig(Frozen):
@@ -99,14 +86,20 @@ class PublishedConfig(Frozen):
     rope_parameters: RopeSettings | None = None
     original_max_position_embeddings: Size | None = None
     partial_rotary_factor: Fraction | None = _under("rotary_pct", "partial_rotary_factor", default=None)
+    rotary_dim: Size | None = None
 
     num_attention_heads: Size = _under("n_head", "num_attention_heads")
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
     attention_bias: StrictBool = _under("attention_bias", "enable_bias", default=False)
     qkv_bias: StrictBool | None = None
+    out_bias: StrictBool | None = None
+    multi_query: StrictBool = False
     attn_logit_softcapping: Positive | None = None
     use_qk_norm: StrictBool = False
+    norms_each_head: StrictBool = False
+    norms_each_head_with_bias: StrictBool = False
+    norms_all_heads: StrictBool = False
     no_rope_layers: list[StrictInt] | None = None
     no_rope_layer_interval: Size | None = None
     kv_lora_rank: Size | None = None
@@ -115,10 +108,11 @@ class PublishedConfig(Frozen):
     qk_rope_head_dim: Size | None = None
     v_head_dim: Size | None = None
 
-    layer_types: list[Literal["sliding_attention", "chunked_attention", "full_attention"]] | None = None
+    layer_types: list[LayerType] | None = None
     use_sliding_window: StrictBool = True
     max_window_layers: SizeOrZero = 0
     sliding_window: Size | None = None
+    sliding_window_pattern: Size = _under("sliding_window_pattern", "_sliding_window_pattern", default=1)
     attention_chunk_size: Size | None = None
 
     intermediate_size: Size | None = _under(
@@ -126,10 +120,11 @@ class PublishedConfig(Frozen):
     )
     hidden_act: ActivationName = _under("activation_function", "hidden_activation", "hidden_act", default="silu")
     mlp_bias: StrictBool = _under("mlp_bias", "enable_bias", default=False)
-    num_experts: Size | None = _under("n_routed_experts", "num_experts", "num_local_experts", default=None)
-    num_experts_per_tok: Size | None = None
+    ffn_ratio: Size | None = None
+    num_experts: SameForAll | None = _under("n_routed_experts", "num_experts", "num_local_experts", default=None)
+    num_experts_per_tok: SameForAll | None = None
     moe_intermediate_size: Size | None = _under("moe_intermediate_size", "intermediate_size", default=None)
-    shared_expert_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: SizeOrZero | None = None
     n_shared_experts: SizeOrZero | None = None
     norm_topk_prob: StrictBool = True
     routed_scaling_factor: Positive = 1.0
@@ -139,6 +134,12 @@ class PublishedConfig(Frozen):
     decoder_sparse_step: Size = _under("interleave_moe_layer_step", "decoder_sparse_step", default=1)
     mlp_only_layers: list[StrictInt] | None = None
     moe_layers: list[StrictInt] | None = None
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
+    moe_layer_end_index: StrictInt | None = None
+    lm_head_bias: StrictBool = False
+    use_post_norm: StrictBool = False
+    new_decoder_architecture: StrictBool = False
+    num_ln_in_parallel_attn: Size | None = None
     word_embed_proj_dim: Size | None = None
 
     @model_validator(mode="before")
@@ -158,6 +159,8 @@ class PublishedConfig(Frozen):
         count, types, listed = self.num_hidden_layers, self.layer_types, self.no_rope_layers
         if types is not None and len(types) != count:
             raise ValueError(f"layer_types has {len(types)} entries but num_hidden_layers = {count}")
+        if self.mlp_layer_types is not None and len(self.mlp_layer_types) != count:
+            raise ValueError(f"mlp_layer_types has {len(self.mlp_layer_types)} entries but num_hidden_layers = {count}")
         if listed and len(listed) < count:
             raise ValueError(f"no_rope_layers has {len(listed)} entries but num_hidden_layers = {count}")
         if self.word_embed_proj_dim not in (None, self.hidden_size):
@@ -179,9 +182,24 @@ class PublishedConfig(Frozen):
 
     def is_sparse(self, idx: int) -> bool:
         """Return whether a layer routes to experts."""
+        if self.num_experts is not None and self.mlp_layer_types is not None:
+            return self.mlp_layer_types[idx] == "sparse"
+        if self.moe_layer_end_index is not None and 0 <= self.moe_layer_end_index < idx:
+            return False
         if self.num_experts is None or idx < self.first_k_dense_replace or idx in (self.mlp_only_layers or ()):
             return False
         return (idx + 1) % self.decoder_sparse_step == 0 if self.moe_layers is None else idx in self.moe_layers
+
+    @property
+    def qk_norm(self) -> str:
+        """Norm of queries and keys by the switch that the family has."""
+        by_switch = {
+            "weightless": self.use_qk_norm,
+            "per_head": self.norms_each_head,
+            "per_head_bias": self.norms_each_head_with_bias,
+            "full": self.norms_all_heads,
+        }
+        return next((kind for kind, is_on in by_switch.items() if is_on), "none")
 
     @property
     def rope_settings(self) -> RopeSettings:
@@ -191,6 +209,8 @@ class PublishedConfig(Frozen):
     @property
     def rope_fraction(self) -> float:
         """Part of each head that is rotated."""
+        if self.rotary_dim is not None:
+            return min(1.0, self.rotary_dim / (self.head_dim or self.hidden_size // self.num_attention_heads))
         stated = (self.rope_settings.partial_rotary_factor, self.partial_rotary_factor)
         return next((fraction for fraction in stated if fraction is not None), 1.0)
 
@@ -225,6 +245,9 @@ SLIDES: dict[str, Callable[[PublishedConfig, int], bool]] = {
     "from_max_window_layers": lambda config, idx: idx >= config.max_window_layers,
     "even_before_max_window_layers": lambda config, idx: _even(config, idx) and idx < config.max_window_layers,
     "rotated": PublishedConfig.rotates,
+    "but_every_nth": lambda config, idx: (idx + 1) % config.sliding_window_pattern != 0,
+    "but_first_of_four": lambda config, idx: idx % 4 != 0,
+    "odd": lambda config, idx: idx % 2 == 1,
 }
 """Which layers have the window, where the file does not list them."""
 
@@ -253,6 +276,13 @@ class Family(Frozen):
     extra_positions: int | None = None
     refuses: dict[str, str] = Field(default_factory=dict)
     text_model: str | None = None
+    names: dict[str, str] = Field(default_factory=dict)
+    embedding: dict[str, Any] = Field(default_factory=dict)
+    head: dict[str, Any] = Field(default_factory=dict)
+    rotates: Literal["as_listed", "sliding"] = "as_listed"
+    fixed_positions: bool = False
+    parallel_norms: int = 2
+    also: tuple[str, ...] = ()
 
     def read(self, content: Mapping[str, Any]) -> PublishedConfig:
         """Read the content of a config.json.
@@ -260,6 +290,7 @@ class Family(Frozen):
         Raises:
             ConfigError: a size is missing, a value is wrong or not supported.
         """
+        content, named = self._in_our_names(content), {ours: theirs for theirs, ours in self.names.items()}
         for name, why in self.refuses.items():
             if name in content and content[name] != self.defaults.get(name):
                 raise ConfigError(f"{name} = {shown(content[name])}: {why}")
@@ -268,22 +299,33 @@ class Family(Frozen):
         for names in (size.split("|") for size in (*self.base_sizes, *self.sizes)):
             present = next((name for name in names if name in content), None)
             if present is None:
-                raise ConfigError(f"field `{names[0]}` is missing")
+                raise ConfigError(f"field `{named.get(names[0], names[0])}` is missing")
             fields[present] = content[present]
         return PublishedConfig(**fields)
+
+    def _in_our_names(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the content with fields that this family alone names otherwise; ``a.b`` is field b of the object a."""
+        renamed = dict(content)
+        for theirs, ours in self.names.items():
+            part, _, name = theirs.rpartition(".")
+            within = content.get(part) if part else content
+            if isinstance(within, Mapping) and name in within:
+                renamed[ours] = within[name]
+        return renamed
 
     def spec_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ModelSpec, but name, architecture and source, that the content of a config.json says."""
         config = self.read(content)
         block = cache(lambda *key: self._block(config, *key))
         idxs = range(config.num_hidden_layers)
-        keys = groupby((self._window(config, idx), config.is_sparse(idx), config.rotates(idx)) for idx in idxs)
+        keys = groupby((self._window(config, idx), config.is_sparse(idx), self._rotates(config, idx)) for idx in idxs)
         length, vocab, is_rotary = config.max_position_embeddings, config.vocab_size, self.extra_positions is None
+        head = {"bias": config.lm_head_bias, **self.norm, **self.head}
         num_positions = 0 if self.extra_positions is None else length + self.extra_positions
         layers = (
-            LayerRun(layer=Embedding(vocab_size=vocab, num_positions=num_positions)),
+            LayerRun(layer=Embedding(vocab_size=vocab, num_positions=num_positions, **self.embedding)),
             *(LayerRun(layer=block(*key), count=len(list(group))) for key, group in keys),
-            LayerRun(layer=Head(vocab_size=vocab, tied=config.tie_word_embeddings, **self.norm)),
+            LayerRun(layer=Head(vocab_size=vocab, tied=config.tie_word_embeddings, **head)),
         )
         return {
             "hidden_dim": config.hidden_size,
@@ -291,8 +333,14 @@ class Family(Frozen):
             "tie_embeddings": config.tie_word_embeddings,
             "max_seq_len": length,
             "norm_eps": config.norm_eps,
-            "rope": config.rope() if is_rotary else None,
+            "rope": config.rope() if is_rotary and not self.fixed_positions else None,
+            "also": self.also,
         }
+
+    def _rotates(self, config: PublishedConfig, idx: int) -> bool:
+        if self.rotates == "sliding" and config.sliding_window is not None:
+            return self._window(config, idx) is not None
+        return not self.fixed_positions and config.rotates(idx)
 
     def _window(self, config: PublishedConfig, idx: int) -> int | None:
         types = config.layer_types
@@ -300,16 +348,21 @@ class Family(Frozen):
         return (config.attention_chunk_size or config.sliding_window) if slides else None
 
     def _block(self, config: PublishedConfig, window: int | None, is_sparse: bool, rotates: bool) -> Block:
+        is_parallel = config.use_parallel_residual or self.block.get("parallel_residual", False)
+        num_norms = self.parallel_norms if is_parallel else 2
+        if config.new_decoder_architecture:
+            num_norms = config.num_ln_in_parallel_attn or 2
+        fields = {"parallel_residual": is_parallel, "num_norms": 4 if config.use_post_norm else num_norms}
         return Block(
             attention=self._latent(config) if config.kv_lora_rank else self._softmax(config, window, rotates),
             mlp=self._moe(config) if is_sparse else self._dense(config),
-            parallel_residual=config.use_parallel_residual,
-            **self.block,
-            **self.norm,
+            **{**fields, **self.block, **self.norm},
         )
 
     def _softmax(self, config: PublishedConfig, window: int | None, rotates: bool) -> SoftmaxAttention:
         num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+        if config.multi_query and not config.new_decoder_architecture:
+            num_kv_heads = 1
         fields = {
             "kind": "mha" if num_kv_heads == config.num_attention_heads else "gqa",
             "num_heads": config.num_attention_heads,
@@ -318,8 +371,8 @@ class Family(Frozen):
             "window": window,
             "chunked": window is not None and config.attention_chunk_size is not None,
             "qkv_bias": config.attention_bias if config.qkv_bias is None else config.qkv_bias,
-            "out_bias": config.attention_bias,
-            "qk_norm": "weightless" if config.use_qk_norm and rotates else "none",
+            "out_bias": config.attention_bias if config.out_bias is None else config.out_bias,
+            "qk_norm": config.qk_norm if rotates or not config.use_qk_norm else "none",
             "rope_fraction": config.rope_fraction if rotates else 0.0,
             "logit_softcap": config.attn_logit_softcapping,
         }
@@ -331,7 +384,7 @@ class Family(Frozen):
         return LatentAttention(num_heads=config.num_attention_heads, bias=config.attention_bias, **fields)
 
     def _dense(self, config: PublishedConfig) -> DenseMLP:
-        width = config.intermediate_size or self.ffn_ratio * config.hidden_size
+        width = config.intermediate_size or (config.ffn_ratio or self.ffn_ratio) * config.hidden_size
         if not width:
             raise ConfigError("field `intermediate_size` is missing")
         return DenseMLP(**{"ffn_dim": width, "activation": config.hidden_act, "bias": config.mlp_bias, **self.mlp})
@@ -377,7 +430,7 @@ def fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | None =
     elif path is not None:
         name = name or (path.absolute().parent.name if path.name == "config.json" else path.stem)
     with located(where):
-        family = _family(content)
+        family = families()[find_family(content)]
         if family.text_model is not None:
             family, content = families()[family.text_model], content.get("text_config")
             if not isinstance(content, Mapping):
@@ -393,23 +446,3 @@ def _config_path(path: Path) -> Path:
         return path / "config.json" if path.is_dir() else path
     except OSError as error:  # a name longer than the file system allows
         raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from None
-
-
-def _family(content: Mapping[str, Any]) -> Family:
-    """Return the family of ``architectures[0]`` (it names the head as well) or, without it, of ``model_type``."""
-    listed, model_type = content.get("architectures"), content.get("model_type")
-    if listed is not None and not (isinstance(listed, list) and all(isinstance(item, str) for item in listed)):
-        raise ConfigError(f"architectures = {shown(listed)}: must be a list of names")
-    if model_type is not None and not isinstance(model_type, str):
-        raise ConfigError(f"model_type = {shown(model_type)}: must be a name")
-    if not listed and model_type is None:
-        raise ConfigError("neither `architectures` nor `model_type` is there", help="is this a model's config.json?")
-    by_architecture = {family.architecture: known for known, family in families().items()}
-    first = listed[0] if listed else None
-    known = model_type if first is None else by_architecture.get(first)
-    if known not in families():
-        what = f"model_type {shown(model_type)}" if first is None else f"architecture {shown(first)}"
-        raise UnknownModelError(f"{what} is not supported", help=f"supported are {', '.join(sorted(by_architecture))}")
-    if model_type not in (None, known):
-        raise ConfigError(f"architecture {first} is of model_type {known}, but model_type = {shown(model_type)}")
-    return families()[known]

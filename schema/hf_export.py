@@ -7,8 +7,9 @@ from typing import Any
 from .base import located
 from .errors import ConfigError
 from .hf import COMMON, families
-from .layers import Block, DenseMLP, LatentAttention, MoE, Rope
+from .layers import Block, DenseMLP, LatentAttention, MoE
 from .model import ModelSpec
+from .rope import Rope
 
 WRITTEN = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt2",

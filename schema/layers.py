@@ -5,12 +5,11 @@ Shapes: D hidden_dim, V vocab_size, H num_heads, K num_kv_heads, C head_dim, F f
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .base import Count, CountOrNone, Frozen, PositiveFloat
+from .base import Component, Count, CountOrNone, Frozen, Mixer, PositiveFloat
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
@@ -18,32 +17,7 @@ NormKind = Literal["rmsnorm", "layernorm"]
 MAX_LAYERS = 10_000
 """Of equal layers in a row: more than any model has by a factor of ten."""
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-
-
-class Component(Frozen):
-    """Abstract base of layers and their parts."""
-
-    @abstractmethod
-    def num_params(self, hidden_dim: int) -> int:
-        """Return the parameters with biases; of what is shared with another layer none."""
-
-    def num_active_params(self, hidden_dim: int) -> int:
-        """Return the parameters that one token goes through."""
-        return self.num_params(hidden_dim)
-
-
-class Mixer(Component):
-    """Abstract base of what mixes the tokens of a block: attention, or what stands in its place.
-
-    A new kind is a class here that joins `Attention`, its operators and saved bytes (registered for the class in
-    cost_models/layer/) and its module in runtime/models/decoder.py.
-
-    Attributes:
-        is_attention: it has scores for pairs of tokens: unfused they are stored, and context parallelism passes keys and values on.
-    """
-
-    is_attention: ClassVar[bool] = True
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 
 
 class SoftmaxAttention(Mixer):
@@ -54,9 +28,11 @@ class SoftmaxAttention(Mixer):
         chunked: the sequence is cut into chunks of ``window`` and a token sees only its own chunk (Llama-4): on average
             half of what a sliding window of that size sees.
         rope_fraction: part of each head that is rotated; 0 for none.
-        qk_norm: RMSNorm of queries and keys: over each head (weights [C]), over all heads (weights [H*C], [K*C]), or without
-            weights.
+        qk_norm: norm of queries and keys: over each head (weights [C], with biases for per_head_bias), over all heads (weights
+            [H*C], [K*C]), or without weights.
         sinks: one learned logit per head is added to the softmax (gpt-oss).
+        gate: the heads' outputs are multiplied by a sigmoid of the input, one for each head or element (Qwen3-Next).
+        out_norm: norm [H*C] of what the output projection reads (BitNet).
     """
 
     kind: Literal["mha", "gqa"]
@@ -67,7 +43,9 @@ class SoftmaxAttention(Mixer):
     chunked: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "per_head", "full", "weightless"] = "none"
+    qk_norm: Literal["none", "per_head", "per_head_bias", "full", "weightless"] = "none"
+    gate: Literal["none", "per_head", "per_element"] = "none"
+    out_norm: bool = False
     rope_fraction: float = Field(default=1.0, ge=0, le=1)
     sinks: bool = False
     logit_softcap: PositiveFloat | None = None
@@ -90,11 +68,17 @@ class SoftmaxAttention(Mixer):
         """Width of the keys (and of the values), K*C."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def gate_dim(self) -> int:
+        """Width of the gate of the heads' outputs; 0 for none."""
+        return {"none": 0, "per_head": self.num_heads, "per_element": self.q_dim}[self.gate]
+
     def num_params(self, hidden_dim: int) -> int:
-        """Return the parameters: q, k, v and output projections, biases, query/key norms, sinks."""
-        weights = hidden_dim * (2 * self.q_dim + 2 * self.kv_dim)
+        """Return the parameters: q, k, v, gate and output projections, biases, norms, sinks."""
+        weights = hidden_dim * (2 * self.q_dim + 2 * self.kv_dim + self.gate_dim)
         biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.out_bias * hidden_dim
-        norms = {"per_head": 2 * self.head_dim, "full": self.q_dim + self.kv_dim}.get(self.qk_norm, 0)
+        of_heads = {"per_head": 2 * self.head_dim, "per_head_bias": 4 * self.head_dim, "full": self.q_dim + self.kv_dim}
+        norms = of_heads.get(self.qk_norm, 0) + self.out_norm * self.q_dim
         return weights + biases + norms + self.sinks * self.num_heads
 
 
@@ -141,18 +125,27 @@ Attention = Annotated[SoftmaxAttention | LatentAttention, Field(discriminator="k
 
 
 class DenseMLP(Component):
-    """Two projections [D,F] and [F,D], or three when gated (SwiGLU, GeGLU)."""
+    """Two projections [D,F] and [F,D], or three when gated (SwiGLU, GeGLU).
+
+    Attributes:
+        ffn_dim: F; 0 in a block that has no such part (Mamba).
+        inner_norm: norm [F] of what the second projection reads (BitNet).
+    """
 
     kind: Literal["dense"] = "dense"
-    ffn_dim: Count
+    ffn_dim: CountOrNone
     gated: bool = True
     activation: Activation = "silu"
     bias: bool = False
+    inner_norm: bool = False
 
     def num_params(self, hidden_dim: int) -> int:
-        """Return the parameters with biases."""
+        """Return the parameters with biases, and the two of an xIELU (arXiv:2411.13010)."""
+        if not self.ffn_dim:
+            return 0
         up = 2 if self.gated else 1
-        return (up + 1) * hidden_dim * self.ffn_dim + self.bias * (up * self.ffn_dim + hidden_dim)
+        extra = self.inner_norm * self.ffn_dim + 2 * (self.activation == "xielu")
+        return (up + 1) * hidden_dim * self.ffn_dim + self.bias * (up * self.ffn_dim + hidden_dim) + extra
 
 
 class MoE(Component):
@@ -220,30 +213,6 @@ class MoE(Component):
 FeedForward = Annotated[DenseMLP | MoE, Field(discriminator="kind")]
 
 
-class Rope(Frozen):
-    """Rotary position embedding; ``scaling`` names the rule of the published config, with its numbers.
-
-    Attributes:
-        beta_fast, beta_slow: yarn: turns within the original length above which a pair keeps its speed, and below which it is
-            slowed by the factor.
-        attention_factor: yarn: factor on both tables; unset, it follows from factor, mscale and mscale_all_dim.
-        truncate: yarn: the bounds of the blend are rounded to integer numbers of pairs.
-    """
-
-    theta: PositiveFloat = 10000.0
-    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
-    factor: PositiveFloat = 1.0
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_max_seq_len: Count | None = None
-    beta_fast: PositiveFloat = 32.0
-    beta_slow: PositiveFloat = 1.0
-    mscale: PositiveFloat | None = None
-    mscale_all_dim: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None
-    truncate: bool = True
-
-
 class LayerKind(Component):
     """Abstract base of the layers: what costs, stages and the runtime need to know of a layer of any kind.
 
@@ -277,7 +246,7 @@ class LayerKind(Component):
 
 
 class Embedding(LayerKind):
-    """Token embedding [V,D], with learned positions [num_positions,D] where the model has them.
+    """Token embedding [V,D], with learned positions [num_positions,D] and a LayerNorm (BLOOM) where the model has them.
 
     ``traced``: of a model outside the catalogue everything before its blocks; the sizes are then stand-ins.
     """
@@ -287,18 +256,22 @@ class Embedding(LayerKind):
     kind: Literal["embedding"] = "embedding"
     vocab_size: Count
     num_positions: CountOrNone = 0
+    layernorm: bool = False
     traced: Traced | None = None
 
     def num_params(self, hidden_dim: int) -> int:
         """Return the parameters."""
-        return self.traced.num_params if self.traced else (self.vocab_size + self.num_positions) * hidden_dim
+        rows = self.vocab_size + self.num_positions + 2 * self.layernorm
+        return self.traced.num_params if self.traced else rows * hidden_dim
 
 
 class Block(LayerKind):
     """One decoder layer: attention and feed-forward with their norms.
 
     Attributes:
-        num_norms: norms over D in the block: 2 (before each part), 4 (before and after each part, Gemma-2), 1 (shared).
+        num_norms: norms over D in the block: 2 (before each part, or after it: OLMo-2), 4 (before and after each part, Gemma-2),
+            1 (shared by both parts, or of the only part).
+        norm_weight: norms have weights; OLMo's have none.
         parallel_residual: attention and feed-forward read the same input (GPT-NeoX).
         traced: what was counted of a block outside the catalogue; attention and feed-forward are then stand-ins.
     """
@@ -310,6 +283,7 @@ class Block(LayerKind):
     mlp: FeedForward
     norm: NormKind = "rmsnorm"
     norm_bias: bool = False
+    norm_weight: bool = True
     num_norms: Literal[1, 2, 4] = 2
     parallel_residual: bool = False
     traced: Traced | None = None
@@ -318,6 +292,12 @@ class Block(LayerKind):
     def inner_block(self) -> Block:
         """The block itself."""
         return self
+
+    @property
+    def num_reductions(self) -> int:
+        """Outputs that tensor parallelism reduces in a pass: of parts that read one norm the sum, or of the only part."""
+        is_joint = self.parallel_residual and self.num_norms == 1
+        return 1 if is_joint or (isinstance(self.mlp, DenseMLP) and not self.mlp.ffn_dim) else 2
 
     def num_params(self, hidden_dim: int) -> int:
         """Return the parameters."""
@@ -328,7 +308,7 @@ class Block(LayerKind):
         return self._num_params(hidden_dim, self.mlp.num_active_params(hidden_dim))
 
     def _num_params(self, hidden_dim: int, of_mlp: int) -> int:
-        norms = self.num_norms * (1 + self.norm_bias) * hidden_dim
+        norms = self.num_norms * (self.norm_weight + self.norm_bias) * hidden_dim
         return self.traced.num_params if self.traced else self.attention.num_params(hidden_dim) + of_mlp + norms
 
 
@@ -345,6 +325,7 @@ class Head(LayerKind):
     tied: bool = False
     norm: NormKind = "rmsnorm"
     norm_bias: bool = False
+    norm_weight: bool = True
     bias: bool = False
     traced: Traced | None = None
 
@@ -353,7 +334,7 @@ class Head(LayerKind):
         if self.traced:
             return self.traced.num_params
         projection = 0 if self.tied else hidden_dim * self.vocab_size
-        return projection + self.bias * self.vocab_size + (1 + self.norm_bias) * hidden_dim
+        return projection + self.bias * self.vocab_size + (self.norm_weight + self.norm_bias) * hidden_dim
 
 
 class MTPHead(LayerKind):

@@ -356,8 +356,10 @@ def why_not_runnable(model: ModelSpec, workload: Workload | None = None) -> tupl
         (odd_rope or (scaling and learned), f"position embedding {scaling}{', and learned positions' if learned else ''}"),
         (not scaling and not learned, "a model without positions"),
         (any(run.layer.kind == "mtp" for run in model.layers), "multi-token-prediction heads"),
+        (model.embedding.layernorm, "a norm of embeddings"),
+        *((True, text) for text in model.also),
         (
-            (head.norm == "layernorm") != head.norm_bias or head.bias,
+            (head.norm == "layernorm") != head.norm_bias or not head.norm_weight or head.bias,
             "a head with a bias, or a last norm other than RMSNorm and LayerNorm with bias",
         ),
     ]
@@ -397,7 +399,9 @@ def _lacks_for_attention(attention: Attention, workload: Workload | None, *, rot
         (
             odd or (rotated and attention.rope_fraction != 1),
             "attention sinks, soft caps, partial rotary or query/key norms without weights",
-        )
+        ),
+        (attention.gate != "none" or attention.out_norm, "a gate on the output of attention, or a norm of it"),
+        (attention.qk_norm == "per_head_bias", "LayerNorm of queries and keys"),
     ]
     if workload is not None and attention.window is not None and attention.window < workload.seq_len:
         lacks.append((True, f"an attention window of {attention.window} below the sequence length {workload.seq_len}"))
@@ -413,6 +417,9 @@ def _lacks_for_block(block: Block, workload: Workload | None) -> list[tuple[Any,
             (odd_router, f"a router by {mlp.router}, or experts with biases"),
             (adapted, "adapters beside the products of experts"),
         ]
+    if isinstance(mlp, DenseMLP):
+        lacks.append((mlp.inner_norm, "a norm within the feed-forward part"))
+    is_odd_norm = (block.norm == "layernorm") != block.norm_bias or not block.norm_weight
     known = ("silu",) if mlp.gated else ("gelu", "gelu_tanh") if isinstance(mlp, DenseMLP) else ()
     return [
         *lacks,
@@ -421,7 +428,7 @@ def _lacks_for_block(block: Block, workload: Workload | None) -> list[tuple[Any,
             f"a feed-forward part other than SwiGLU and GELU ({'gated ' * mlp.gated}{mlp.activation})",
         ),
         (
-            (block.norm == "layernorm") != block.norm_bias or block.num_norms != 2 or block.parallel_residual,
+            is_odd_norm or block.num_norms != 2 or block.parallel_residual,
             "blocks other than two norms in sequence (RMSNorm, or LayerNorm with bias)",
         ),
     ]

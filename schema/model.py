@@ -17,7 +17,8 @@ from .base import Count, Frozen, PositiveFloat, did_you_mean, read_json, shown
 from .catalogue import load_model, model_names
 from .errors import ConfigError
 from .hf import fields_from_hf
-from .layers import Block, Embedding, Head, LayerRun, MTPHead, Rope
+from .layers import Block, Embedding, Head, LayerRun, MTPHead
+from .rope import Rope
 from .traced import CodeFacts
 
 
@@ -27,6 +28,8 @@ class ModelSpec(Frozen):
     Attributes:
         architecture: the class name in the published config, e.g. ``LlamaForCausalLM``.
         max_seq_len: longest sequence the published config allows.
+        also: what its code does beside its layers, with no parameters and at no cost worth counting (multipliers, norms after
+            parts instead of before them): our runtime and Megatron's exporter do not.
         source: where the numbers are from.
         code: of a model traced from somebody else's code what `parallelize` can do with it.
     """
@@ -39,6 +42,7 @@ class ModelSpec(Frozen):
     max_seq_len: Count
     norm_eps: PositiveFloat = 1e-5
     rope: Rope | None = None
+    also: tuple[str, ...] = ()
     source: str = ""
     code: CodeFacts | None = None
 

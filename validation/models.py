@@ -22,9 +22,9 @@ from ..schema.layers import (
     LatentAttention,
     LayerRun,
     MoE,
-    Rope,
     SoftmaxAttention,
 )
+from ..schema.rope import Rope
 from .rows import RunRow, read_table, stated
 
 PARAMS_TOLERANCE = 0.05

@@ -165,7 +165,7 @@ def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
     times, cp_s = _with_context(layer, operators, isolated, inputs)
     tp_s = tensor_parallel_s(layer, inputs)
     overlapped = overlapped_s(operators, times, inputs)
-    tp_s = (tp_s[0] - overlapped[0], tp_s[1] - overlapped[1])
+    tp_s = (np.maximum(tp_s[0] - overlapped[0], 0.0), np.maximum(tp_s[1] - overlapped[1], 0.0))
     ep_s = expert_parallel_s(layer, inputs)
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     return LayerPasses(operators, times, tp_s, cp_s, ep_s, *passes_s(layer, operators, times, comm_s, inputs))

@@ -302,7 +302,10 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
         return _engine_block(layer, hidden_dim, recompute, rules, engine)
     saved = saved_by(attention, hidden_dim, recompute, rules)
     # Gated: gate, up and silu(gate) * up; else before and after the activation. Selective does without the last one.
-    saved += SavedElements(tp=_of_ffn_width(mlp, lambda dense: (2 if dense.gated else 1) + (not is_selective)))
+    # A norm within saves its input.
+    saved += SavedElements(
+        tp=_of_ffn_width(mlp, lambda dense: (2 if dense.gated else 1) + (not is_selective) + dense.inner_norm)
+    )
     if isinstance(mlp, MoE):  # what the experts read and put out; selective recompute sorts the rows again
         rows = mlp.top_k * (1 if is_selective else 2) * hidden_dim
         saved += SavedElements(unsharded=2 * mlp.num_experts, routed=rows)
@@ -339,7 +342,10 @@ def _(attention: SoftmaxAttention, hidden_dim: int, recompute: Recompute, rules:
     qkv_and_output = SavedElements(tp=2 * q + 2 * kv, tp_fp32=attention.num_heads)
     if recompute == "selective":
         return qkv_and_output + SavedElements(unsharded=hidden_dim)  # and the product with the output projection
-    return qkv_and_output + SavedElements(tp=q + kv if attention.qk_norm != "none" else 0)
+    normed = q + kv if attention.qk_norm != "none" else 0
+    # The gate and what it multiplied; what a norm before the output projection read.
+    beside = attention.gate_dim + q * (attention.gate != "none") + q * attention.out_norm
+    return qkv_and_output + SavedElements(tp=normed + beside)
 
 
 @saved_by.register
@@ -401,7 +407,9 @@ def _engine_block(
     saved = _engine_attention(attention, recompute, read, rules, engine)
     gated = (engine.glu_tensors - 1) * (one_byte if workload.fp8_activation_input else 1.0)
     output = 0.0 if drops else read
-    saved += SavedElements(tp=_of_ffn_width(mlp, lambda dense: (gated if dense.gated else 1) + output))
+    saved += SavedElements(
+        tp=_of_ffn_width(mlp, lambda dense: (gated if dense.gated else 1) + output + dense.inner_norm)
+    )
     if isinstance(mlp, MoE):
         rows = mlp.top_k * (read + engine.keeps_expert_output) * hidden_dim
         saved += SavedElements(tokens=2 * mlp.num_experts, routed=rows)
@@ -435,4 +443,5 @@ def _engine_attention(
     # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
     plain = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)
     packed = engine.qkv_copies * (q + kv) + engine.kv_copies * 2 * kv if attention.rope_fraction else 0
-    return SavedElements(tp=plain + packed, tp_fp32=attention.num_heads)
+    beside = attention.gate_dim + q * (attention.gate != "none") + q * attention.out_norm
+    return SavedElements(tp=plain + packed + beside, tp_fp32=attention.num_heads)

@@ -241,7 +241,9 @@ def operators_of(part: Layer | Attention | FeedForward, rules: OperatorRules) ->
 
 @operators_of.register
 def _(layer: Embedding, rules: OperatorRules) -> tuple[Operator, ...]:
-    return (Elementwise("embedding", 2 * rules.hidden_dim, 3 * rules.hidden_dim, 1, 2, "tokens"),)
+    rows = Elementwise("embedding", 2 * rules.hidden_dim, 3 * rules.hidden_dim, 1, 2, "tokens")
+    norm = _elementwise("embedding_norm", rules.hidden_dim, rules.kernels.norm, "tokens")
+    return (rows, norm) if layer.layernorm else (rows,)
 
 
 @operators_of.register
@@ -317,12 +319,14 @@ def _(attention: SoftmaxAttention, rules: OperatorRules) -> tuple[Operator, ...]
     longest = min(attention.window or seq_len, seq_len)
     heads, width = (attention.num_heads, attention.head_dim, attention.head_dim), q + 2 * kv
     operators = (
-        (True, Gemm("qkv", q + 2 * kv, rules.hidden_dim, "column")),
+        (True, Gemm("qkv", q + 2 * kv + attention.gate_dim, rules.hidden_dim, "column")),
         (attention.qkv_bias, _elementwise("qkv_bias", width, kernels.bias, "column")),
         (True, _elementwise("qkv_copies", width, kernels.qkv, "column")),
         (attention.qk_norm != "none", _elementwise("qk_norm", q + kv, kernels.norm, "column")),
         (rotated > 0, _elementwise("rotary", rotated, kernels.rotary, "column")),
         (True, FusedAttention("attention", *heads, context, seq_len, longest, attention.num_kv_heads)),
+        (attention.gate_dim > 0, _elementwise("attention_gate", q, kernels.gated, "column")),
+        (attention.out_norm, _elementwise("attention_out_norm", q, kernels.norm, "column")),
         (True, Gemm("attention_out", rules.hidden_dim, q, "row")),
         (attention.out_bias, _elementwise("out_bias", rules.hidden_dim, kernels.bias, "tokens")),
     )
@@ -370,7 +374,7 @@ def _unfused(op: Operator, seq_len: int, softmax: KernelTraffic) -> tuple[Operat
 
 @operators_of.register
 def _(mlp: DenseMLP, rules: OperatorRules) -> tuple[Operator, ...]:
-    return _dense(mlp, rules, "mlp_")
+    return _dense(mlp, rules, "mlp_") if mlp.ffn_dim else ()
 
 
 @operators_of.register
@@ -390,9 +394,11 @@ def _dense(
     kernels, hidden_dim, width = rules.kernels, rules.hidden_dim, (2 if mlp.gated else 1) * mlp.ffn_dim
     traffic = kernels.gated if mlp.gated else kernels.plain
     activation = _elementwise(f"{prefix}activation", mlp.ffn_dim * rows, traffic, "column", routed=routed)
+    inner_norm = (_elementwise(f"{prefix}norm", mlp.ffn_dim * rows, kernels.norm, "column", routed=routed),)
     products = (
         Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),
         activation,
+        *(inner_norm if mlp.inner_norm else ()),
         Gemm(f"{prefix}down", hidden_dim, mlp.ffn_dim, "row", rows, matrices, routed),
     )
     if not mlp.bias:

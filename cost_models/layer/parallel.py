@@ -1,6 +1,7 @@
 """Communication of one micro-batch within a layer, and to the next stage: tensor, context, pipeline and expert parallelism.
 
-Tensor parallelism: two pairs of all-gather and reduce-scatter a block and pass, some of them hidden behind products.
+Tensor parallelism: two pairs of all-gather and reduce-scatter a block and pass (one where attention and feed-forward part read the
+same norm: their sum is reduced, as in PaLM, arXiv:2204.02311 section 2), some of them hidden behind products.
 
 Context parallelism: what a ring of ranks, and an exchange of tokens for heads, add to attention.
 Every rank holds 1 / cp of each sequence, cut into 2 cp pieces and dealt head to tail, so that causal work is even (Megatron's
@@ -66,7 +67,8 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
         return gather, reduce
     # Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
     moe = layer.experts
-    pairs = np.where(layouts.experts_follow_tp, 2, 1) if moe is not None and moe.shared is None else 2
+    parts = 2 if layer.inner_block is None else layer.inner_block.num_reductions
+    pairs = np.where(layouts.experts_follow_tp, parts, 1) if moe is not None and moe.shared is None else parts
     once = pairs * (gather + reduce)
     # Ours repeats all but the last reduction, which nothing in the backward pass reads; Megatron under full recompute all of it,
     # and none for the core of unfused attention alone.

@@ -176,7 +176,7 @@ def _layer_s(
     if moe is not None:
         host_s = host_s + host.routing_s / 2
     if tp > 1:
-        reduced = 2 if layer.is_block else 1
+        reduced = layer.inner_block.num_reductions if layer.inner_block else 1
         size = flat * hidden_dim * workload.compute_bytes
         seconds = seconds + reduced * collective_s("all_reduce", size, ranks, np.ones_like(ranks), scenario.cluster)
         host_s = host_s + reduced * host.collective_s

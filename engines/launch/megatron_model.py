@@ -20,10 +20,10 @@ from ...schema.layers import (
     LatentAttention,
     LayerRun,
     MoE,
-    Rope,
     SoftmaxAttention,
 )
 from ...schema.model import ModelSpec
+from ...schema.rope import Rope
 from .. import adapter
 from .job import model_called
 

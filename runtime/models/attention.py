@@ -20,7 +20,8 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...schema.errors import RuntimeMismatchError
-from ...schema.layers import LatentAttention, Rope, SoftmaxAttention
+from ...schema.layers import LatentAttention, SoftmaxAttention
+from ...schema.rope import Rope
 from .layers import ReplicatedLinear, RMSNorm, gathered, redistribute
 
 AttentionKind = Literal["flash", "math"]

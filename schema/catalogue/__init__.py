@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ..base import did_you_mean
-from ..errors import ConfigError
+from ..base import did_you_mean, shown
+from ..errors import ConfigError, UnknownModelError
 
 _ROOT = files(__package__)
 
@@ -30,6 +31,31 @@ def link_entries() -> dict[str, dict[str, Any]]:
 def family_entries() -> dict[str, dict[str, Any]]:
     """Read families.toml: model_type -> what `hf.Family` needs to read its config.json."""
     return tomllib.loads(_ROOT.joinpath("families.toml").read_text(encoding="utf-8"))
+
+
+def find_family(content: Mapping[str, Any]) -> str:
+    """Return the model_type of ``architectures[0]`` (it names the head as well) or, without it, of ``model_type``."""
+    listed, model_type = content.get("architectures"), content.get("model_type")
+    if listed is not None and not (isinstance(listed, list) and all(isinstance(item, str) for item in listed)):
+        raise ConfigError(f"architectures = {shown(listed)}: must be a list of names")
+    if model_type is not None and not isinstance(model_type, str):
+        raise ConfigError(f"model_type = {shown(model_type)}: must be a name")
+    if not listed and model_type is None:
+        raise ConfigError("neither `architectures` nor `model_type` is there", help="is this a model's config.json?")
+    by_architecture = {entry["architecture"]: known for known, entry in family_entries().items()}
+    first = listed[0] if listed else None
+    known = model_type if first is None else by_architecture.get(first)
+    if known not in family_entries():
+        near = did_you_mean(str(first or model_type), [*(by_architecture if first else family_entries())])
+        known_ones = (
+            f"the {len(by_architecture)} known families are in docs/models.md; a model of another one can be traced"
+        )
+        hint = f"{near} {known_ones}".strip()
+        what = f"model_type {shown(model_type)}" if first is None else f"architecture {shown(first)}"
+        raise UnknownModelError(f"{what} is not supported", help=hint)
+    if model_type not in (None, known):
+        raise ConfigError(f"architecture {first} is of model_type {known}, but model_type = {shown(model_type)}")
+    return known
 
 
 @cache

@@ -27,12 +27,12 @@ from meshwright.schema.layers import (
     LatentAttention,
     LayerRun,
     MoE,
-    Rope,
     SoftmaxAttention,
 )
 from meshwright.schema.layout import Recompute
 from meshwright.schema.offload import LayerOffload, OffloadSchedule
 from meshwright.schema.plan import PlanProvenance
+from meshwright.schema.rope import Rope
 from meshwright.schema.training_plan import Interval, LayerSlots, MemoryBreakdown, StageEstimate, TimeBreakdown
 
 

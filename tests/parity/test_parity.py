@@ -16,7 +16,8 @@ import pytest
 import torch
 from harness import Case, Outcome, by_world_size, run_group
 from meshwright.schema import Layout, TrainingPlan, Workload
-from meshwright.schema.layers import LatentAttention, MoE, Rope
+from meshwright.schema.layers import LatentAttention, MoE
+from meshwright.schema.rope import Rope
 from meshwright.schema.training_plan import LayerSlots
 from plans import gpt2_model, make_plan, tiny_model
 

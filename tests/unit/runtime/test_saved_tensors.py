@@ -12,8 +12,9 @@ from meshwright.runtime import Decoder
 from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.recompute import apply_recompute
 from meshwright.schema import ModelSpec, Workload
-from meshwright.schema.layers import Block, DenseMLP, Embedding, Head, LayerRun, MoE, Rope, SoftmaxAttention
+from meshwright.schema.layers import Block, DenseMLP, Embedding, Head, LayerRun, MoE, SoftmaxAttention
 from meshwright.schema.layout import Recompute
+from meshwright.schema.rope import Rope
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

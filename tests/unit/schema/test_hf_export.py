@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from meshwright.schema import ConfigError, ModelSpec
 from meshwright.schema.hf_export import hf_config
-from meshwright.schema.layers import Rope
+from meshwright.schema.rope import Rope
 
 WRITTEN = (
     "llama-3.1-8b", "smollm2-135m", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b", "mistral-7b", "mixtral-8x7b", "olmoe-1b-7b",
