@@ -16,6 +16,7 @@ from .explain import explain, export, import_configuration, report
 from .options import JsonOption, command
 from .plan import estimate, plan
 from .profile import profile_app
+from .recipes import recipes
 from .terminal import headed_table, show
 from .validate import calibrate, validate
 
@@ -35,6 +36,7 @@ app.command()(tokens)
 app.command()(export)
 app.command("import", short_help="Read an engine's configuration as a layout.")(import_configuration)
 app.command(short_help="What the job that runs today loses, and what to change.")(compare)
+app.command(short_help="Published runs beside our prediction and our plan.")(recipes)
 app.command(short_help="Correct a profile by what `apply` measured.")(calibrate)
 app.command(short_help="Score predictions against a table of measured runs.")(validate)
 

@@ -55,7 +55,8 @@ class Launch:
 def launch_of(words: Sequence[Field], script: Script, sets: Mapping[str, str], folder: Path) -> Launch:
     """Return a command with its options."""
     entries: dict[str, Entry] = from_options(options_of(words))
-    return Launch(Settings(entries | given(sets)), tuple(words), script, folder)
+    of_engine = {name: value for name, value in sets.items() if name not in script.used}
+    return Launch(Settings(entries | given(of_engine)), tuple(words), script, folder)
 
 
 def devices_of(launch: Launch, known: Given) -> tuple[int, list[str]]:

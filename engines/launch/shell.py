@@ -45,6 +45,7 @@ class Script:
         variables: at the end.
         undecided: conditions that were taken as not met, and files that it reads and that are not here.
         slurm: what ``#SBATCH`` says: nodes, devices and tasks of a node.
+        used: variables of the user's that the script reads or sets.
     """
 
     commands: list[Started] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Script:
     variables: dict[str, list[Value]] = field(default_factory=dict)
     undecided: list[str] = field(default_factory=list)
     slurm: dict[str, tuple[int, Place]] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
 
 
 def read_script(text: str, file: Path, given: Mapping[str, str] | None = None) -> Script:
@@ -301,6 +303,7 @@ class _Reader:
 
     def assign(self, name: str, values: list[Value]) -> None:
         if name in self.given:
+            self.script.used.add(name)
             return
         named = [
             tuple(replace(piece, variable=piece.variable or name, quoted=False) for piece in value) for value in values
@@ -363,6 +366,8 @@ class _Reader:
         if name.startswith("#"):
             count = len(self.script.variables.get(name[1:], [])) if len(name) > 1 else 0
             return [(Piece(str(count), place),)]
+        if name in self.given:
+            self.script.used.add(name)
         values = self.script.variables.get(name)
         if values is not None and part.index not in ("@", "*") and name != "@":
             index = int(part.index) if part.index.isdigit() else 0

@@ -12,13 +12,13 @@ from itertools import takewhile
 
 @dataclass(frozen=True)
 class Place:
-    """A line of a file."""
+    """A line of a file; 0: not of a file, or of all of it."""
 
     file: str
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 @dataclass(frozen=True)

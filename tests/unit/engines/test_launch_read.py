@@ -79,7 +79,9 @@ def test_megatron_script_says_the_entire_job_and_where(tmp_path: Path) -> None:
 def test_what_is_set_wins_over_the_script(tmp_path: Path) -> None:
     job = read(tmp_path, MEGATRON, sets={"TP": "4", "FP8": "1", "micro_batch_size": "2"})
     assert (job.layout.tp, job.layout.micro_batch_size, job.workload.precision) == (4, 2, "fp8")
-    assert facts(job)["--set micro_batch_size"][1] == "command line:0"
+    assert facts(job)["--set micro_batch_size"][1] == "command line"
+    job = read(tmp_path, MEGATRON, sets={"TP": "4", "TYPO": "2"})
+    assert "--set TYPO" in job.unknown and "--set TP" not in job.unknown
 
 
 def test_the_clusters_devices_count(tmp_path: Path) -> None:

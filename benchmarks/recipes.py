@@ -1,0 +1,143 @@
+"""Plan every published run of validation/data/recipes.csv and write docs/recipes.md, with the figures as benchmarks/recipes.json.
+
+    python benchmarks/recipes.py             plan all of them (minutes), then write both
+    python benchmarks/recipes.py page        write the page from benchmarks/recipes.json
+
+The same table on a screen: `meshwright recipes --plan`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from meshwright.cli.recipes import document, figure, remarks
+from meshwright.planner.request import Deadline
+from meshwright.schema.units import format_percent
+from meshwright.validation.recipes import Recipe, recipes, with_plans
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).with_suffix(".json")
+PAGE = ROOT / "docs/recipes.md"
+TIME_LIMIT_S = 60.0
+
+RULE = """Chosen before anything was predicted, by what they are and not by how they come out: pretraining on NVIDIA's devices of
+which devices, model, batch, sequence length, degrees and precision are public, for engines that have a record here. Of each
+publisher and model the run on the most devices; of NVIDIA's tables that of the newest release with H100; where several
+precisions were measured bf16 (fp16 before 2022), where only fp8 was, that. In it are the papers that such a list is
+expected to have (Llama 3 405B, BLOOM, MT-NLG, DeepSeek-V3, Megatron-LM's 1T) and the public tables of NVIDIA (DGX Cloud,
+Megatron Bridge, MLPerf's largest GPT-3), torchtitan, llm-foundry, fms-fsdp, InternEvo, Alibaba and FlagPerf. No row was
+left out for its error."""
+
+TEXT = """# Published runs beside our predictions and our plans
+
+Made by `python benchmarks/recipes.py` at commit {commit}, in {minutes:.0f} minutes on {cores} cores. `meshwright recipes`
+shows the predictions in seconds, `meshwright recipes --plan` plans again. The rows are facts with their sources
+(`validation/data/recipes.csv`); predictions are for the published layout, from data sheets and the packaged coefficients.
+Nothing was fitted to this list. Half of the tables from which some of the rows come was used when coefficients were fitted:
+docs/accuracy.md has the errors of the other half.
+
+* **measured**: tokens a second on each device, or MFU where the publisher says only that.
+* **predicted**: the same of our estimate of the published layout, and its **error**.
+* **plan**: what the best layout that we find for the same model, batch, machine and engine is predicted to give, how much
+  that is more than our prediction of the published layout (**gain**), and what the search proved. The gain is predicted,
+  not measured.
+
+{count} runs: the mean error is {mean}, the median {median}, the largest {largest}; {within} of {count} are within 10 %.
+
+{table}
+
+## The plans
+
+{plans}
+
+## What each publication leaves open, and what was taken for it
+
+{assumed}
+
+## How the rows were chosen
+
+{rule}
+
+## Where we are off
+
+{off}
+"""
+
+OFF = """* **DeepSeek-V3 by DeepSeek** ran DualPipe with its own kernels; we cost Megatron's with two chunks a rank, and say wrongly
+  that it does not fit.
+* **Llama 3 405B by Meta**: the publication does not say the pipeline's chunks. It does say that a chunk without its one
+  layer holds only the embedding, so that chunks of one layer are taken. We cost it with torch's FSDP and torch's memory,
+  and say wrongly that it does not fit; the micro-batch of one sequence is assumed too.
+* **MT-NLG** and **InternLM** ran much slower than we predict, **DeepSeek-V3** and **Qwen3-235B** of Megatron Bridge faster.
+  We do not know why: what the publications say does not tell, and nothing was adjusted."""
+
+
+def main(words: list[str]) -> None:
+    """Plan, or read what was planned; then write the page."""
+    if words == ["page"]:
+        content = json.loads(RESULTS.read_text())
+    else:
+        start = time.perf_counter()
+        rows = []
+        for recipe in with_plans(recipes(), time_limit_s=TIME_LIMIT_S, deadline=Deadline()):
+            rows.append(document(recipe))
+            print(f"{time.perf_counter() - start:6.0f} s  {recipe.title}", file=sys.stderr)
+        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        content = {"commit": commit, "seconds": time.perf_counter() - start, "cores": 2, "rows": rows}
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    PAGE.write_text(page(content))
+
+
+def page(content: dict[str, Any]) -> str:
+    """Return the page."""
+    rows = [Recipe(**{key: value for key, value in row.items() if key != "error"}) for row in content["rows"]]
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    assumed = [f"* **{row.title}** ({row.source}): {', '.join(row.assumed)}" for row in rows if row.assumed]
+    return TEXT.format(
+        commit=content["commit"],
+        minutes=content["seconds"] / 60,
+        cores=content["cores"],
+        count=len(errors),
+        mean=format_percent(sum(errors) / len(errors)),
+        median=format_percent(median(errors)),
+        largest=format_percent(max(errors)),
+        within=sum(error < 0.1 for error in errors),
+        table="\n".join(_table(rows)),
+        plans="\n".join(_plans(rows)),
+        assumed="\n".join(assumed),
+        rule=RULE,
+        off=OFF,
+    )
+
+
+def _table(rows: list[Recipe]) -> list[str]:
+    lines = [
+        "| run | devices | measured | predicted | error | plan | gain | remarks |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
+    ]
+    for row in rows:
+        planned, predicted = row.planned_figure, row.predicted
+        gain = "-" if planned is None or predicted is None else format_percent(planned / predicted - 1, sign=True)
+        error = "-" if row.error is None else format_percent(row.error, sign=True)
+        cells = (
+            row.title, f"{row.num_devices:,} {row.device}, {row.precision}", figure(row, row.measured), figure(row, predicted),
+            error, figure(row, planned), gain, "; ".join(remarks(row)),
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _plans(rows: list[Recipe]) -> list[str]:
+    lines = ["| run | published layout | plan |", "|---|---|---|"]
+    return lines + [f"| {row.title} | `{row.layout}` | `{row.planned.layout}` |" for row in rows if row.planned]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
