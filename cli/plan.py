@@ -227,8 +227,10 @@ class GenerationOptions(OptionModel):
 class PlanOptions(PrecisionOptions):
     """What is planned, and where the plan goes."""
 
-    objective: Literal["throughput", "cost"] = option(
-        "throughput", "the fastest layout on the cluster, or the cheapest of all sizes up to it (and of all offers)."
+    objective: Literal["throughput", "cost", "energy"] = option(
+        "throughput",
+        "the fastest layout on the cluster; or, of all its sizes (and all offers), the one that takes the least money or energy "
+        "for a token.",
     )
     infer: bool = option(False, "plan generation instead of training: batch and places of weights and keys and values.")
     top: int = option(4, "runner-ups to report.", ge=0, le=50, metavar="K")
@@ -247,8 +249,8 @@ GENERATION = Mode(
     why="plans no training",
 )
 COST = Mode(
-    name="--objective cost",
-    when=lambda values: values["objective"] == "cost",
+    name="--objective cost or energy",
+    when=lambda values: values["objective"] != "throughput",
     takes=(*_TRAINING, CostOptions),
     without=frozenset({"expert_load"}),
     why="is not for one cluster",
@@ -341,7 +343,7 @@ def _plan_training(
         request["on_progress"] = on_progress
         if cost is not None:
             return cheapest(
-                spec, offers, workload, front=search.pareto, top=output.top,
+                spec, offers, workload, objective=output.objective, front=search.pareto, top=output.top,
                 min_tokens_per_s=cost.min_tokens_per_s, tokens=cost.tokens,
                 deadline_s=None if cost.deadline_h is None else 3600 * cost.deadline_h, **request,
             )  # fmt: skip
@@ -367,7 +369,7 @@ def _machines(
     if cost is None or cost.offers is None:
         if cost is not None and cluster.cluster is None and cluster.profile is None:
             raise ConfigError(
-                "--objective cost needs --cluster or --offers: neither is given",
+                "cost and energy need --cluster or --offers: neither is given",
                 help="for one kind of machine: --cluster 64xH100-SXM-80GB",
             )
         machine = step.calibrated(cluster.read())
@@ -375,7 +377,7 @@ def _machines(
     if cluster.profile is not None:
         raise ConfigError("--profile is of one machine, not of offers of several", help="use --cluster")
     if cluster.cluster is not None:
-        raise ConfigError("--objective cost needs --cluster or --offers: both are given", help="leave out --cluster")
+        raise ConfigError("cost and energy need --cluster or --offers: both are given", help="leave out --cluster")
     if step.calibrate is not None:
         raise ConfigError("--calibrate corrects one cluster, not offers of several", help="use --cluster")
     offers, order = offers_from_file(str(cost.offers)), ("bf16-mixed", "fp16-mixed", "fp32")

@@ -10,7 +10,7 @@ Data
 Variable
     k            the size that is rented
 Objective
-    (O)  min  PRICE[k] T[k] / TOKENS          USD per token, or another of OBJECTIVES
+    (O)  min  PRICE[k] T[k] / TOKENS          USD per token, or another of OBJECTIVES of the fastest layout of a size
 Constraints
     (C1) floor: TOKENS / T[k] >= FLOOR
     (C2) memory: some layout of the size fits
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
+from ..cost_models.energy import energy_j, has_power_limits, min_energy_j, step_energy_j
 from ..cost_models.hardware.machine import peak_flops_per_s
 from ..cost_models.stage.step import step_flops_per_token
 from ..schema import (
@@ -37,10 +38,12 @@ from ..schema import (
     ModelSpec,
     Offer,
     SolverLimitError,
+    TrainingEstimate,
     TrainingPlan,
     Workload,
 )
 from ..schema.offers import CostSummary, Outcome, SizeTried
+from ..schema.training_plan import TimeBreakdown
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .pareto import beats
 from .plan import plan_training
@@ -61,15 +64,34 @@ FLOOR_ROUNDING = 1e-9
 """Of a floor that is a rate some plan has: its step time comes back with another last digit."""
 
 
-Objective = Callable[[float, ClusterSpec], float]
-"""What a step of so many seconds is worth on a cluster, the lower the better; proportional to the seconds, so that a lower bound on
-these is one on the objective."""
+@dataclass(frozen=True)
+class Objective:
+    """What a step is worth on a cluster, the less the better.
+
+    Attributes:
+        value: of an estimated step.
+        bound: what no step of so many seconds or more is below, where the second number is what devices at their peak rates take;
+            linear in the first.
+    """
+
+    value: Callable[[TrainingEstimate, ClusterSpec], float]
+    bound: Callable[[float, float, ClusterSpec], float]
+
+
+def per_second(rate: Callable[[ClusterSpec], float]) -> Objective:
+    """Return the objective of what is paid for as long as a step takes."""
+    return Objective(
+        lambda estimate, cluster: rate(cluster) * estimate.step_time_s,
+        lambda step_s, peak_s, cluster: rate(cluster) * step_s,
+    )
+
 
 OBJECTIVES: dict[str, Objective] = {
-    "throughput": lambda step_s, cluster: step_s,
-    "cost": lambda step_s, cluster: price_per_hour(cluster) / HOUR_S * step_s,
+    "throughput": per_second(lambda cluster: 1.0),
+    "cost": per_second(lambda cluster: price_per_hour(cluster) / HOUR_S),
+    "energy": Objective(step_energy_j, min_energy_j),
 }
-"""Seconds, and USD. A new objective is one entry."""
+"""Seconds, USD, joules. A new objective is one entry."""
 
 
 def price_per_hour(cluster: ClusterSpec) -> float:
@@ -79,7 +101,11 @@ def price_per_hour(cluster: ClusterSpec) -> float:
         ConfigError: it has no price.
     """
     if cluster.price_per_hour is None:
-        raise ConfigError(f"offer {cluster.name} has no price", help="state price_per_device_hour (USD)")
+        lacking = sorted({group.device.name for group in cluster.groups if group.device.price_per_hour is None})
+        raise ConfigError(
+            f"offer {cluster.name}: {', '.join(lacking)} has no price in the catalogue",
+            help="state price_per_device_hour (USD) in the offers file (--offers)",
+        )
     return cluster.price_per_hour
 
 
@@ -91,6 +117,7 @@ class Size:
         request: what is asked on this size; ``slowest_s`` is its longest step that reaches the floor.
         peak_s: seconds of a step where every device works at its peak rate.
         bound_s: no step is faster; None until it is worked out.
+        estimate: of the fastest layout or schedule.
         result, offloaded: answers of searches without and with an offload schedule.
     """
 
@@ -103,10 +130,15 @@ class Size:
     reason: str = ""
     layouts: int = 0
     bound_s: float | None = None
-    step_time_s: float | None = None
+    estimate: TrainingEstimate | None = None
     is_stopped: bool = False
     result: SearchResult | None = field(default=None, repr=False)
     offloaded: OffloadResult | None = field(default=None, repr=False)
+
+    @property
+    def step_time_s(self) -> float | None:
+        """Seconds of its fastest step; None where none was searched, or none fits."""
+        return None if self.estimate is None else self.estimate.step_time_s
 
     @property
     def min_s(self) -> float:
@@ -123,9 +155,24 @@ class Size:
         """A layout was found that is fast enough."""
         return self.step_time_s is not None and self.step_time_s <= self.slowest_s
 
-    def value(self, step_time_s: float, objective: Objective = OBJECTIVES["cost"]) -> float:
-        """Return the objective, or the USD, of a step of so many seconds on this size."""
-        return objective(step_time_s, self.request.cluster)
+    def value(self, objective: Objective) -> float:
+        """Return the objective of the fastest step that was found."""
+        assert self.estimate is not None
+        return objective.value(self.estimate, self.request.cluster)
+
+    def bound(self, objective: Objective) -> float:
+        """Return what no step of this size is below, as far as is known."""
+        return objective.bound(self.min_s, self.peak_s, self.request.cluster)
+
+    def longest_s(self, objective: Objective, value: float) -> float:
+        """Return the seconds from which on a step cannot be worth less than ``value``."""
+        fixed, with_a_second = (objective.bound(step_s, self.peak_s, self.request.cluster) for step_s in (0.0, 1.0))
+        return (value - fixed) / (with_a_second - fixed)
+
+    def usd(self, step_time_s: float) -> float | None:
+        """Return the USD of a step of so many seconds; None where the devices have no price."""
+        price = self.request.cluster.price_per_hour
+        return None if price is None else price / HOUR_S * step_time_s
 
     def close(self, outcome: Outcome, reason: str = "") -> None:
         """Say what became of it."""
@@ -172,7 +219,7 @@ def cheapest(
     request = PlanRequest.create(model, offers[0].with_size(offers[0].sizes[0]), workload, **options)
     if request.offload is not None:
         require_schedulable(request)
-    sizes = enumerate_sizes(offers, request, slowest_s)
+    sizes = enumerate_sizes(offers, request, slowest_s, OBJECTIVES[objective])
     for size in sizes:
         if size.peak_s > slowest_s:
             size.close("too slow", "even at the peak rate of every device")
@@ -185,14 +232,16 @@ def cheapest(
     if best is None:
         raise _none_reaches(sizes, floor)
     if front:
-        mark_front(sizes)
+        mark_front(sizes, OBJECTIVES[objective])
     best.close("chosen")
     plan = _plan_of_size(best, sizes, OBJECTIVES[objective], top)
-    cost = summarise_cost(plan, best, sizes, floor=floor, tokens=tokens)
+    cost = summarise_cost(plan, best, sizes, objective, floor=floor, tokens=tokens)
     return plan.replace(cost=cost.replace(search_s=time.perf_counter() - start))
 
 
-def enumerate_sizes(offers: Sequence[Offer], request: PlanRequest, slowest_s: float) -> list[Size]:
+def enumerate_sizes(
+    offers: Sequence[Offer], request: PlanRequest, slowest_s: float, objective: Objective
+) -> list[Size]:
     """Return every size of every offer, with the seconds that a step takes where every device works at its peak rate."""
     workload = request.workload
     flops = step_flops_per_token(request.model, workload) * workload.tokens_per_step
@@ -200,7 +249,7 @@ def enumerate_sizes(offers: Sequence[Offer], request: PlanRequest, slowest_s: fl
     for offer in offers:
         for num_nodes in offer.sizes:
             cluster = offer.with_size(num_nodes)
-            price_per_hour(cluster)  # every size needs one
+            objective.bound(0.0, 0.0, cluster)  # says what a device lacks: a price, a power limit
             rate = sum(g.num_devices * peak_flops_per_s(g.device, workload.precision) for g in cluster.groups)
             on_size = replace(request, cluster=cluster)
             sizes.append(Size(len(sizes), offer.name, on_size, slowest_s, peak_s=flops / rate))
@@ -256,17 +305,17 @@ class _SizeProblem:
         return Step([self._node(size) for size in self._sizes])
 
     def _node(self, size: Size) -> Node[Size]:
-        return Node(size.value(size.min_s, self._objective), size, size.idx)
+        return Node(size.bound(self._objective), size, size.idx)
 
     def expand(self, node: Node[Size], incumbent: float) -> Step[Size, Size]:
         size = node.state
         if size.bound_s is None:
             bound_size(size)
             return Step([self._node(size)] if size.bound_s is not None else [])
-        limit_s = min(size.slowest_s, incumbent / size.value(1.0, self._objective))
-        if not search_size(size, limit_s) or size.step_time_s is None:
+        limit_s = min(size.slowest_s, size.longest_s(self._objective, incumbent))
+        if not search_size(size, limit_s) or size.estimate is None:
             return Step()
-        value = size.value(size.step_time_s, self._objective)
+        value = size.value(self._objective)
         is_best = size.reaches_floor and value < incumbent
         if loser := self._best if is_best else size:
             loser.close("dearer" if loser.reaches_floor else "too slow")
@@ -301,7 +350,7 @@ def _search_plain(size: Size, limit_s: float) -> bool:
     size.bound_s = max(size.min_s, min(result.bound_s, just_above))
     size.is_stopped = result.stopped_early
     if result.feasible:
-        size.step_time_s, size.result = result.feasible[0].estimate.step_time_s, result
+        size.estimate, size.result = result.feasible[0].estimate, result
         return True
     if result.stopped_early:
         size.reason = TIME_OVER
@@ -331,25 +380,25 @@ def _search_schedules(size: Size, limit_s: float, plain_s: float | None) -> bool
     size.is_stopped |= result.certificate.status == "stopped"
     if result.estimate.step_time_s >= known_s * (1 - WORTH_MOVING):
         return False
-    size.offloaded, size.step_time_s = result, result.estimate.step_time_s
+    size.offloaded, size.estimate = result, result.estimate
     return True
 
 
-def mark_front(sizes: Sequence[Size]) -> None:
+def mark_front(sizes: Sequence[Size], objective: Objective) -> None:
     """Search every size that may be neither slower nor dearer than each other one, and mark those that are not."""
 
-    def is_beaten(size: Size, step_time_s: float) -> bool:
-        values = (step_time_s, size.value(step_time_s))
-        return any(beats((s.step_time_s, s.value(s.step_time_s)), values) for s in sizes if s.step_time_s is not None)
+    def is_beaten(values: tuple[float, float]) -> bool:
+        known = [(s.estimate.step_time_s, s.value(objective)) for s in sizes if s.estimate is not None]
+        return any(beats(other, values) for other in known)
 
     for size in sorted(sizes, key=lambda size: (size.min_s, size.idx)):
-        may_be = size.bound_s is not None and size.outcome in ("not examined", "dearer") and size.step_time_s is None
-        if may_be and not is_beaten(size, size.min_s):
+        may_be = size.bound_s is not None and size.outcome in ("not examined", "dearer") and size.estimate is None
+        if may_be and not is_beaten((size.min_s, size.bound(objective))):
             search_size(size, size.slowest_s)
             size.result = None
     for size in sizes:
-        if size.step_time_s is not None and size.reaches_floor:
-            beaten = is_beaten(size, size.step_time_s)
+        if size.estimate is not None and size.reaches_floor:
+            beaten = is_beaten((size.estimate.step_time_s, size.value(objective)))
             size.close(*(("dearer", "and slower than another") if beaten else ("on the front", "")))
 
 
@@ -364,8 +413,8 @@ def _plan_of_size(best: Size, sizes: Sequence[Size], objective: Objective, top: 
     if "schedule" not in request.fixed:
         add_synthesised_orders(result, request.deadline)
     others = (size for size in sizes if size is not best and size.outcome in ("dearer", "on the front"))
-    next_best = min((o.value(o.step_time_s, objective) for o in others if o.step_time_s), default=math.inf)
-    slowest_s = min(best.slowest_s, next_best / best.value(1.0, objective))
+    next_best = min((other.value(objective) for other in others if other.estimate), default=math.inf)
+    slowest_s = min(best.slowest_s, best.longest_s(objective, next_best))
     return plan_layout(request, result, top=top, slowest_s=slowest_s)
 
 
@@ -398,48 +447,59 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
 
 
 def summarise_cost(
-    plan: TrainingPlan, best: Size, sizes: Sequence[Size], *, floor: float, tokens: float | None
+    plan: TrainingPlan, best: Size, sizes: Sequence[Size], name: str, *, floor: float, tokens: float | None
 ) -> CostSummary:
-    """Return the certificate: the price of the plan, and the least that any size that reaches the floor may cost."""
-    per_step, tokens_per_step = best.value(plan.estimate.step_time_s), plan.workload.tokens_per_step
+    """Return the certificate: what the plan costs, and the least that any size that reaches the floor may."""
+    objective, cluster, tokens_per_step = OBJECTIVES[name], best.request.cluster, plan.workload.tokens_per_step
+    value = objective.value(plan.estimate, cluster)
     reach = (size for size in sizes if size.outcome in ("chosen", "on the front", "dearer", "not examined"))
-    bound = min([per_step, *(size.value(size.min_s) for size in reach)])
-    gap = (per_step - bound) / per_step
+    bound = min([value, *(size.bound(objective) for size in reach)])
+    gap = (value - bound) / value
     hours = None if tokens is None else tokens / tokens_per_step * plan.estimate.step_time_s / HOUR_S
     is_complete = not any(size.is_stopped or size.outcome == "not examined" for size in sizes)
-    price = price_per_hour(best.request.cluster)
+    price, usd = cluster.price_per_hour, best.usd(plan.estimate.step_time_s)
     return CostSummary(
+        objective=name,
         offer=best.offer,
-        num_nodes=best.request.cluster.num_nodes,
+        num_nodes=cluster.num_nodes,
         price_per_hour=price,
-        usd_per_step=per_step,
-        usd_per_million_tokens=1e6 * per_step / tokens_per_step,
-        usd_per_billion_tokens=1e9 * per_step / tokens_per_step,
+        usd_per_step=usd,
+        usd_per_million_tokens=usd and 1e6 * usd / tokens_per_step,
+        usd_per_billion_tokens=usd and 1e9 * usd / tokens_per_step,
         min_tokens_per_s=floor,
         tokens=tokens,
         hours=hours,
-        total=None if hours is None else hours * price,
+        total=hours and price and hours * price,
         status=CostSummary.status_of(finished=is_complete, gap=gap),
-        bound_usd_per_million_tokens=1e6 * bound / tokens_per_step,
+        bound_usd_per_million_tokens=1e6 * bound / tokens_per_step if name == "cost" else None,
+        joules_per_token=_joules_per_token(plan.estimate.breakdown_s, best),
+        bound_joules_per_token=bound / tokens_per_step if name == "energy" else None,
         gap=gap,
         search_s=0.0,
         sizes=tuple(_size_tried(size, tokens_per_step) for size in sizes),
     )
 
 
+def _joules_per_token(breakdown_s: TimeBreakdown, size: Size) -> float | None:
+    cluster = size.request.cluster
+    return energy_j(breakdown_s, cluster) / size.request.workload.tokens_per_step if has_power_limits(cluster) else None
+
+
 def _size_tried(size: Size, tokens_per_step: int) -> SizeTried:
     known_s, cluster = size.step_time_s or size.bound_s, size.request.cluster
+    usd = None if known_s is None else size.usd(known_s)
     return SizeTried(
         offer=size.offer,
         num_nodes=cluster.num_nodes,
         num_devices=cluster.num_devices,
-        price_per_hour=price_per_hour(cluster),
+        price_per_hour=cluster.price_per_hour,
         outcome=size.outcome,
         reason=size.reason,
         layouts=size.layouts,
         bound_s=size.bound_s,
         step_time_s=size.step_time_s,
-        usd_per_million_tokens=known_s and 1e6 * size.value(known_s) / tokens_per_step,
+        usd_per_million_tokens=usd and 1e6 * usd / tokens_per_step,
+        joules_per_token=None if size.estimate is None else _joules_per_token(size.estimate.breakdown_s, size),
         is_bound=size.step_time_s is None and size.bound_s is not None,
         host_bytes=0 if size.offloaded is None else size.offloaded.schedule.host_bytes,
     )

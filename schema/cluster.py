@@ -92,6 +92,7 @@ class Device(Frozen):
         memory_bytes: what the framework reports as total, not the decimal figure of the data sheet.
         num_sms: streaming multiprocessors (AMD: compute units); cache_bytes: second-level cache; None where unknown.
         power_limit_ratio: power limit over the one that the data sheet's rates are stated at.
+        power_limit_w: watts that the board may draw; None where unknown.
         gemm: efficiencies measured on this machine; None where none were.
     """
 
@@ -104,6 +105,7 @@ class Device(Frozen):
     num_sms: PositiveInt | None = None
     cache_bytes: PositiveInt | None = None
     power_limit_ratio: PositiveFloat = 1.0
+    power_limit_w: PositiveFloat | None = None
     gemm: GemmFit | None = None
     price_per_hour: PositiveFloat | None = None
     source: str = ""

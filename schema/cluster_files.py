@@ -47,7 +47,7 @@ _FORMS = (
 
 _DEVICE_FIELDS = (
     "vendor", "architecture", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s", "num_sms", "cache_bytes",
-    "power_limit_ratio", "gemm", "price_per_hour", "source",
+    "power_limit_ratio", "power_limit_w", "gemm", "price_per_hour", "source",
 )  # fmt: skip
 
 Table = dict[str, Any]

@@ -26,47 +26,55 @@ class SizeTried(Frozen):
         bound_s: no layout of this size has a faster step; unset where no bound was worked out.
         step_time_s: of the fastest layout; unset where the bounds alone decided, or nothing fits.
         usd_per_million_tokens: at that step time, or (``is_bound``) at the bound: no layout of this size is cheaper.
+        joules_per_token: of its fastest layout, where that and the power limits of its devices are known.
         host_bytes: of a node, where the fastest layout has an offload schedule.
     """
 
     offer: str
     num_nodes: PositiveInt
     num_devices: PositiveInt
-    price_per_hour: PositiveFloat
+    price_per_hour: PositiveFloat | None = None
     outcome: Outcome
     reason: str = ""
     layouts: NonNegativeInt = 0
     bound_s: PositiveFloat | None = None
     step_time_s: PositiveFloat | None = None
     usd_per_million_tokens: PositiveFloat | None = None
+    joules_per_token: PositiveFloat | None = None
     is_bound: bool = False
     host_bytes: NonNegativeInt = 0
 
 
 class CostSummary(Proof):
-    """Money, in USD; devices are paid for as long as the training takes.
+    """Money, in USD, and energy; devices are paid for as long as the training takes.
 
     Attributes:
+        objective: what was minimised: cost, or energy; prices are needed for the one, power limits of the devices for the other.
         offer, num_nodes: what is rented; price_per_hour: all of it.
         min_tokens_per_s: the floor that every size had to reach.
         tokens, hours, total: the whole run, where its tokens are given.
+        joules_per_token: of the devices alone (cost_models/energy.py); bound_joules_per_token: no layout of any size draws less.
         bound_usd_per_million_tokens: no size of any offer that reaches the floor is cheaper, within the cost model.
-        gap: (usd - bound) / usd; above zero where a simpler layout was taken over a faster one, or a time limit came first.
+        gap: 1 - bound over what was reached; above zero where a simpler layout was taken over a faster one, or a time limit came
+            first, and of energy, whose bound has all computation at the devices' peak rates.
         status: as of a `Certificate`, with sizes in place of layouts.
         sizes: every size of every offer, in the order of the offers.
     """
 
+    objective: str = "cost"
     offer: str
     num_nodes: PositiveInt
-    price_per_hour: PositiveFloat
-    usd_per_step: PositiveFloat
-    usd_per_million_tokens: PositiveFloat
-    usd_per_billion_tokens: PositiveFloat
+    price_per_hour: PositiveFloat | None = None
+    usd_per_step: PositiveFloat | None = None
+    usd_per_million_tokens: PositiveFloat | None = None
+    usd_per_billion_tokens: PositiveFloat | None = None
+    joules_per_token: PositiveFloat | None = None
+    bound_joules_per_token: NonNegativeFloat | None = None
     min_tokens_per_s: NonNegativeFloat = 0.0
     tokens: PositiveFloat | None = None
     hours: PositiveFloat | None = None
     total: PositiveFloat | None = None
-    bound_usd_per_million_tokens: NonNegativeFloat
+    bound_usd_per_million_tokens: NonNegativeFloat | None = None
     search_s: NonNegativeFloat
     sizes: tuple[SizeTried, ...] = ()
 
@@ -98,7 +106,7 @@ _DEVICE_KEYS = ("device", "devices_per_node", "link", "num_nodes")
 class Offer(Frozen):
     """``cluster`` is the largest size; of one group of equal nodes there are all sizes from ``min_nodes`` up.
 
-    A cluster of several groups is offered as a whole. Every device has a price.
+    A cluster of several groups is offered as a whole. Cost needs a price of every device.
     """
 
     name: str = Field(min_length=1)
@@ -119,22 +127,12 @@ class Offer(Frozen):
     def from_cluster(
         cls, cluster: ClusterSpec, *, name: str = "", price_per_device_hour: float | None = None, min_nodes: int = 1
     ) -> Offer:
-        """Offer a cluster at a price per device, or at the prices that its devices have.
-
-        Raises:
-            ConfigError: neither is there.
-        """
+        """Offer a cluster at a price per device, or at the prices that its devices have, if any."""
         name = name or cluster.name
         if price_per_device_hour is not None:
             devices = (group.device.replace(price_per_hour=price_per_device_hour) for group in cluster.groups)
             groups = (group.replace(device=device) for group, device in zip(cluster.groups, devices, strict=True))
             cluster = cluster.replace(groups=tuple(groups))
-        lacking = [group.device.name for group in cluster.groups if group.device.price_per_hour is None]
-        if lacking:
-            raise ConfigError(
-                f"offer {name}: {', '.join(lacking)} has no price in the catalogue",
-                help="state price_per_device_hour (USD) in the offers file (--offers)",
-            )
         return cls(name=name, cluster=cluster, min_nodes=min_nodes)
 
 

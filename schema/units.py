@@ -41,6 +41,14 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.2g} us"
 
 
+def format_joules(joules: float) -> str:
+    """Format joules for the screen, three significant digits: ``format_joules(4.2e6) == '4.2 MJ'``."""
+    for unit, size in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)):
+        if joules >= size:
+            return f"{joules / size:.3g} {unit}" if joules < 1000 * size else f"{joules / size:,.0f} {unit}"
+    return f"{joules:.3g} J"
+
+
 def format_count(count: float) -> str:
     """Format parameters or tokens for the screen: ``format_count(70_553_706_496) == '70.6 B'``."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):

@@ -16,13 +16,14 @@ import typer
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from ...cost_models.energy import has_power_limits, step_energy_j
 from ...planner import explain
 from ...planner.request import Deadline
 from ...planner.timeline import timeline
 from ...schema import MeshwrightError
 from ...schema.base import write_atomically
 from ...schema.trace import chrome_trace
-from ...schema.units import format_bytes, format_count, format_seconds
+from ...schema.units import format_bytes, format_count, format_joules, format_seconds
 from ..terminal import cluster_title, spinner, stopping_on_interrupt
 from . import glossary
 from .command import command_of
@@ -153,7 +154,11 @@ def _facts(plan: TrainingPlan) -> Iterator[dict[str, str]]:
         yield fact(
             "host memory a node", format_bytes(plan.offload.host_bytes), f"{down} down, {up} up a step", "offload"
         )
-    if plan.cost is not None:
+    if has_power_limits(plan.cluster):
+        energy_j = step_energy_j(costs, plan.cluster)
+        step = f"{format_joules(energy_j)} a step, of the devices alone"
+        yield fact("energy", f"{energy_j / work.tokens_per_step:.3g} J a token", step)
+    if plan.cost is not None and plan.cost.price_per_hour is not None:
         price = f"{plan.cost.price_per_hour:,.2f} USD/h, {plan.cost.num_nodes} nodes"
         yield fact("1e9 tokens", f"{plan.cost.usd_per_billion_tokens:,.0f} USD", price)
     if (search := plan.search) is not None:

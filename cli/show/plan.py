@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
+from ...cost_models.energy import has_power_limits, step_energy_j
 from ...schema import GenerationPlan, Plan, TrainingPlan
-from ...schema.units import counted, format_bytes, format_count, format_percent, format_seconds
+from ...schema.units import counted, format_bytes, format_count, format_joules, format_percent, format_seconds
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
 from .generation import generation_table
 
@@ -108,6 +109,11 @@ def estimate_table(
     add_headline(table, estimate)
     _add_layout(table, workload, layout)
     _add_time(table, estimate)
+    if has_power_limits(cluster):
+        energy_j, step_tokens = step_energy_j(estimate, cluster), estimate.tokens_per_s * estimate.step_time_s
+        table.add_row(
+            "energy", format_joules(energy_j), "", f"{energy_j / step_tokens:.3g} J a token, of the devices alone"
+        )
     _add_memory(table, cluster, estimate)
     return table
 
@@ -246,19 +252,26 @@ _STYLES = {"chosen": "[bold green]", "on the front": "[bold]", "dearer": "", "no
 
 def cost_table(cost: CostSummary, tokens_per_step: int) -> Table:
     """Show every size that was tried: what it costs, and why it was not chosen."""
-    title = f"cheapest: {counted(cost.num_nodes, 'node')} of {cost.offer}"
-    table = headed_table(title, "", "nodes", "USD/h", "step", "tokens/s", "USD/1e9 tokens", "")
+    title = f"least {cost.objective}: {counted(cost.num_nodes, 'node')} of {cost.offer}"
+    has_prices, has_energy = cost.price_per_hour is not None, cost.joules_per_token is not None
+    prices = ("USD/h", "USD/1e9 tokens") if has_prices else ()
+    columns = ("", "nodes", *prices[:1], "step", "tokens/s", *prices[1:], *(["J/token"] if has_energy else []), "")
+    table = headed_table(title, *columns)
     for group in _grouped(cost.sizes):
-        table.add_row(*_size_row(group, tokens_per_step))
+        row = _size_row(group, tokens_per_step)
+        table.add_row(*(row[name] for name in columns[:-1]), row["verdict"])
     return table
 
 
 def money_table(cost: CostSummary) -> Table:
     """Show what the chosen size costs, and what the search for it proved."""
-    table = Table("", ("", "USD", ""))
-    table.add_row("[bold]rent", f"{cost.price_per_hour:,.2f}", "an hour")
-    table.add_row("[bold]a step", f"{cost.usd_per_step:,.4g}")
-    table.add_row("[bold]1e9 tokens", f"{cost.usd_per_billion_tokens:,.2f}")
+    table = Table("", ("", "" if cost.price_per_hour is None else "USD", ""))
+    if cost.price_per_hour is not None:
+        table.add_row("[bold]rent", f"{cost.price_per_hour:,.2f}", "an hour")
+        table.add_row("[bold]a step", f"{cost.usd_per_step:,.4g}")
+        table.add_row("[bold]1e9 tokens", f"{cost.usd_per_billion_tokens:,.2f}")
+    if cost.joules_per_token is not None:
+        table.add_row("[bold]energy", "", f"{cost.joules_per_token:.3g} J a token, of the devices alone")
     if cost.total is not None and cost.tokens is not None and cost.hours is not None:
         table.add_row("[bold]whole run", f"{cost.total:,.0f}", f"for {cost.tokens:.3g} tokens in {cost.hours:,.1f} h")
     took = f"{counted(len(cost.sizes), 'size')} in {format_seconds(cost.search_s)}"
@@ -279,28 +292,29 @@ def _grouped(sizes: Sequence[SizeTried]) -> Iterator[list[SizeTried]]:
         yield group
 
 
-def _size_row(group: Sequence[SizeTried], tokens_per_step: int) -> tuple[str, ...]:
+def _size_row(group: Sequence[SizeTried], tokens_per_step: int) -> dict[str, str]:
     first, last = group[0], group[-1]
     style = _STYLES.get(first.outcome, "[dim]")
     reasons = {size.reason for size in group}
     verdict = f"{style}{first.outcome}{'[/]' if style else ''} {escape(reasons.pop()) if len(reasons) == 1 else ''}"
+    row = dict.fromkeys(("USD/h", "step", "tokens/s", "USD/1e9 tokens", "J/token"), "") | {"": escape(first.offer)}
     if len(group) > 1:
         prices = [size.usd_per_million_tokens for size in group if size.usd_per_million_tokens]
         usd = f">= {1000 * min(prices):,.2f}" if prices else ""
-        return escape(first.offer), f"{first.num_nodes}-{last.num_nodes}", "", "", "", usd, verdict
+        return row | {"nodes": f"{first.num_nodes}-{last.num_nodes}", "USD/1e9 tokens": usd, "verdict": verdict}
     if first.host_bytes:
         verdict += f" with {format_bytes(first.host_bytes)} of host memory a node"
     known_s, price = first.step_time_s or first.bound_s, first.usd_per_million_tokens
     lower, upper = (">= ", "<= ") if first.is_bound else ("", "")
-    return (
-        escape(first.offer),
-        str(first.num_nodes),
-        f"{first.price_per_hour:,.2f}",
-        lower + format_seconds(known_s) if known_s else "",
-        upper + format_count(tokens_per_step / known_s) if known_s else "",
-        lower + f"{1000 * price:,.2f}" if price else "",
-        verdict,
-    )
+    return row | {
+        "nodes": str(first.num_nodes),
+        "USD/h": f"{first.price_per_hour:,.2f}" if first.price_per_hour else "",
+        "step": lower + format_seconds(known_s) if known_s else "",
+        "tokens/s": upper + format_count(tokens_per_step / known_s) if known_s else "",
+        "USD/1e9 tokens": lower + f"{1000 * price:,.2f}" if price else "",
+        "J/token": f"{first.joules_per_token:.3g}" if first.joules_per_token else "",
+        "verdict": verdict,
+    }
 
 
 def pareto_table(points: Sequence[ParetoPoint]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from meshwright.cost_models.energy import step_energy_j
 from meshwright.planner import cheapest, plan
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.search import REL_GAP, search
@@ -46,6 +47,44 @@ def every_size(workload: Workload) -> Answers:
             if found.feasible:
                 times[offer.name, nodes] = found.feasible[0].estimate.step_time_s
     return times
+
+
+@functools.cache
+def energy_of_every_size(workload: Workload) -> Answers:
+    """Joules of the fastest step of every size, by searching each of them whole."""
+    joules: Answers = {}
+    for offer in OFFERS:
+        for nodes in offer.sizes:
+            cluster = offer.with_size(nodes)
+            request = PlanRequest(MODEL, cluster, workload)
+            try:
+                found = search(request, build_space(request))
+            except ConfigError:
+                continue
+            if found.feasible:
+                joules[offer.name, nodes] = step_energy_j(found.feasible[0].estimate, cluster)
+    return joules
+
+
+def test_size_of_least_energy_equals_exhaustive_search_and_needs_no_price() -> None:
+    workload = Workload(seq_len=2048, global_batch_size=48)
+    joules = energy_of_every_size(workload)
+    unpriced = [
+        offer.model_copy(update={"cluster": offer.cluster.replace(groups=tuple(
+            group.replace(device=group.device.replace(price_per_hour=None)) for group in offer.cluster.groups
+        ))})
+        for offer in OFFERS
+    ]  # fmt: skip
+    made = cheapest(MODEL, unpriced, workload, objective="energy")
+    assert made.cost is not None
+    chosen = made.cost.offer, made.cost.num_nodes
+    assert joules[chosen] == pytest.approx(min(joules.values()), rel=2 * REL_GAP)
+    reached = step_energy_j(made.estimate, made.cluster) / workload.tokens_per_step
+    assert made.cost.joules_per_token == pytest.approx(reached)
+    assert made.cost.bound_joules_per_token <= min(joules.values()) / workload.tokens_per_step
+    assert made.cost.usd_per_step is None
+    with pytest.raises(ConfigError, match="has no price"):
+        cheapest(MODEL, unpriced, workload)
 
 
 def usd(offer: str, nodes: int, step_time_s: float) -> float:

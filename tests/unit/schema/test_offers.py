@@ -73,8 +73,6 @@ def test_file_names_devices_clusters_and_prices(tmp_path: Path) -> None:
         ('[[offers]]\ndevice = "H100-SXM-80GB"\nnum_nodes = 1\nprice_per_device_hour = -2', "no price in USD"),
         ('[[offers]]\ndevice = "H100-SXM-80GB"\nnum_nodes = 1\nmin_nodes = 2', "min_nodes 2 of 1"),
         ('[[offers]]\ncluster = "8xH100-SXM-80GB"\nnum_nodes = 1', "whole cluster"),
-        ('[[offers]]\ndevice = "T4"\nnum_nodes = 1', "T4-16GB has no price"),
-        ('[[offers]]\ncluster = "8xT4"', "T4-16GB has no price"),
         ('[[offers]]\ncluster = "8xH100-SXM-80GB"\n[[offers]]\ncluster = "8xH100-SXM-80GB"', "two offers are called"),
     ],
 )
