@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -249,16 +250,17 @@ GENERATION = Mode(
     why="plans no training",
 )
 COST = Mode(
-    name="--objective cost or energy",
-    when=lambda values: values["objective"] != "throughput",
+    name="--objective cost",
+    when=lambda values: values["objective"] == "cost",
     takes=(*_TRAINING, CostOptions),
     without=frozenset({"expert_load"}),
     why="is not for one cluster",
 )
+ENERGY = replace(COST, name="--objective energy", when=lambda values: values["objective"] == "energy")
 TRAINING = Mode(takes=_TRAINING, fix="or plan generation: --infer --prompt-len N")
 
 
-@command(GENERATION, COST, TRAINING)
+@command(GENERATION, COST, ENERGY, TRAINING)
 def plan(
     model: ModelArgument,
     step: TrainingOptions | None,

@@ -19,7 +19,12 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).resolve().parents[3]
 
 MODES: dict[str, dict[str, list[str]]] = {
-    "plan": {"": ["gpt2"], "--infer": ["gpt2", "--infer"], "--objective cost": ["gpt2", "--objective", "cost"]},
+    "plan": {
+        "": ["gpt2"],
+        "--infer": ["gpt2", "--infer"],
+        "--objective cost": ["gpt2", "--objective", "cost"],
+        "--objective energy": ["gpt2", "--objective", "energy"],
+    },
     "apply": {"": ["plan.json"], "a script of your own": ["plan.json", "train.py"]},
     "experts bench": {"files of loads": ["loads.npy"], "no files of loads": []},
     "profile": {"": [], "torchrun or srun": []},
