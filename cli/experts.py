@@ -91,7 +91,6 @@ def place(
     routing: RoutingOptions,
     options: PlacementOptions,
     solver: TrafficSolverOptions,
-    context: typer.Context,
     loads: LoadsArgument = None,
     json: JsonOption = False,
 ) -> None:
@@ -99,7 +98,6 @@ def place(
     from ..planner.expert_files import read_loads, read_placement, read_trace, write_placement
     from ..solvers.experts.placement import place_experts
 
-    context.with_resource(solver.chosen())
     if not loads and routing.trace is None:
         raise ConfigError("nothing to place for: name a file of loads, or --trace")
     if options.plot and options.plot.suffix != ".svg":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -52,6 +52,10 @@ class OptionModel(Frozen):
     """
 
     mirrors: ClassVar[type[BaseModel] | None] = None
+
+    def in_force(self) -> AbstractContextManager[Any]:
+        """Return what holds while the command runs: nothing, but for models that say otherwise."""
+        return nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +269,12 @@ def command(*modes: Mode) -> Callable[[Callable[..., None]], Callable[..., None]
                 mode = next(mode for mode in options.modes if mode.when(values))
                 options.require_meant(mode, values, typed)
                 given = {_CONTEXT.name: context} if _CONTEXT.name in hints else {}
-                function(**given, **options.arguments(mode, values))
+                arguments = options.arguments(mode, values)
+                with ExitStack() as held:
+                    for each in arguments.values():
+                        if isinstance(each, OptionModel):
+                            held.enter_context(each.in_force())
+                    function(**given, **arguments)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -370,9 +379,9 @@ class SolverOptions(OptionModel):
         None, "write every linear or integer program there, as an .lp file.", metavar="FOLDER", needs=("offload",)
     )
 
-    def chosen(self) -> AbstractContextManager[Any]:
-        """Return the context in which programs go to the solver; entering it raises ConfigError where it is not installed."""
-        if self == type(self)():
+    def in_force(self) -> AbstractContextManager[Any]:
+        """Send programs to the solver; ConfigError where it is not installed."""
+        if self.solver == "highs" and self.write_lp is None:
             return nullcontext()
         from ..solvers.solver_choice import linear_solver
 

@@ -131,7 +131,7 @@ class PrecisionOptions(OptionModel):
     )  # fmt: skip
 
 
-class OffloadOptions(OptionModel):
+class OffloadOptions(SolverOptions):
     """What may lie off the devices, and the memory next to them."""
 
     offload: Literal["none", "auto", "activations", "optimizer", "params"] = option(
@@ -239,7 +239,7 @@ class PlanOptions(PrecisionOptions):
     as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
 
 
-_ALWAYS = (ClusterOptions, OffloadOptions, SolverOptions, PlanOptions)
+_ALWAYS = (ClusterOptions, OffloadOptions, PlanOptions)
 _TRAINING = (*_ALWAYS, TrainingOptions, SearchOptions)
 
 GENERATION = Mode(
@@ -269,9 +269,7 @@ def plan(
     cost: CostOptions | None,
     generation: GenerationOptions | None,
     offload: OffloadOptions,
-    solver: SolverOptions,
     output: PlanOptions,
-    context: typer.Context,
 ) -> None:
     """Find the fastest layout that fits, say why it won, and write plan.json. Needs no GPU.
 
@@ -285,7 +283,6 @@ def plan(
     from ..planner.request import Deadline
     from .show.plan import plan_tables
 
-    context.with_resource(solver.chosen())
     deadline = Deadline() if search is None else Deadline(search.time_limit_s)
     if generation is not None:
         answer: Plan = _plan_generation(model, cluster, generation, offload, output)

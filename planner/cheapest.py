@@ -28,9 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
-from ..cost_models.energy import energy_j, has_power_limits, min_energy_j, step_energy_j
 from ..cost_models.hardware.machine import peak_flops_per_s
-from ..cost_models.stage.step import step_flops_per_token
+from ..cost_models.stage.step import energy_j, has_power_limits, min_energy_j, step_energy_j, step_flops_per_token
 from ..schema import (
     ClusterSpec,
     ConfigError,

@@ -53,7 +53,7 @@ class CostSummary(Proof):
         offer, num_nodes: what is rented; price_per_hour: all of it.
         min_tokens_per_s: the floor that every size had to reach.
         tokens, hours, total: the whole run, where its tokens are given.
-        joules_per_token: of the devices alone (cost_models/energy.py); bound_joules_per_token: no layout of any size draws less.
+        joules_per_token: of the devices alone; bound_joules_per_token: no layout of any size draws less.
         bound_usd_per_million_tokens: no size of any offer that reaches the floor is cheaper, within the cost model.
         gap: 1 - bound over what was reached; above zero where a simpler layout was taken over a faster one, or a time limit came
             first, and of energy, whose bound has all computation at the devices' peak rates.

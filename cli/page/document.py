@@ -16,7 +16,7 @@ import typer
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from ...cost_models.energy import has_power_limits, step_energy_j
+from ...cost_models.stage.step import has_power_limits, step_energy_j
 from ...planner import explain
 from ...planner.request import Deadline
 from ...planner.timeline import timeline

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.markup import escape
 
-from ...cost_models.energy import has_power_limits, step_energy_j
+from ...cost_models.stage.step import has_power_limits, step_energy_j
 from ...schema import GenerationPlan, Plan, TrainingPlan
 from ...schema.units import counted, format_bytes, format_count, format_joules, format_percent, format_seconds
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
@@ -252,7 +252,8 @@ _STYLES = {"chosen": "[bold green]", "on the front": "[bold]", "dearer": "", "no
 
 def cost_table(cost: CostSummary, tokens_per_step: int) -> Table:
     """Show every size that was tried: what it costs, and why it was not chosen."""
-    title = f"least {cost.objective}: {counted(cost.num_nodes, 'node')} of {cost.offer}"
+    least = "cheapest" if cost.objective == "cost" else f"least {cost.objective}"
+    title = f"{least}: {counted(cost.num_nodes, 'node')} of {cost.offer}"
     has_prices, has_energy = cost.price_per_hour is not None, cost.joules_per_token is not None
     prices = ("USD/h", "USD/1e9 tokens") if has_prices else ()
     columns = ("", "nodes", *prices[:1], "step", "tokens/s", *prices[1:], *(["J/token"] if has_energy else []), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.energy import WORK, energy_j, min_energy_j, power_limit_w, step_energy_j
+from meshwright.cost_models.stage.step import WORK, energy_j, min_energy_j, power_limit_w, step_energy_j
 from meshwright.planner import estimate
 from meshwright.schema import ClusterSpec, ConfigError
 from meshwright.schema.training_plan import TimeBreakdown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from meshwright.cost_models.energy import step_energy_j
+from meshwright.cost_models.stage.step import step_energy_j
 from meshwright.planner import cheapest, plan
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.search import REL_GAP, search
