@@ -2,7 +2,7 @@
 
 A step of the enumeration crosses the rows so far with the options of one more field and retains what is allowed. What is never
 enumerated unless it is asked for stands in space.py. Left out are also layouts another of which cannot be worse: splits of cp into
-a ring and an exchange (`exchanges_worth_trying`), and tp without sequence parallelism (`worth_whole_sequence`).
+a ring and an exchange (`exchanges_worth_trying`), and switches by which layers do not take less (`may_gain`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..cost_models.layer.operators import CostInputs
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, ConfigError
 from ..schema.layout import LAYOUT_FIELDS, Layout
-from ..schema.layout_rules import ProblemFacts, Rule, problem_facts
+from ..schema.layout_rules import ENGINE_RULES, ProblemFacts, Rule, problem_facts
 from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, RECOMPUTES, LayoutTable, column_of, distinct_rows
 from ..schema.schedules import DEFAULT, FOR_FEW_MICROBATCHES, GIVEN, SCHEDULES, by_schedule
 from ..schema.units import FloatArray, IntArray
@@ -39,8 +39,9 @@ SAME_SECONDS_FRACTION = 0.01
 """Layouts this close are equal within any model's error: the one that needs less memory stays."""
 
 ENUMERATED = frozenset((
-    "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "dp_shard",
-    "dp_replicate", "zero_stage", "gradient_shard", "optimizer_shard", "schedule", "recompute",
+    "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "tp_overlap",
+    "cuda_graphs", "dp_shard", "dp_replicate", "gradients", "zero_stage", "gradient_shard", "optimizer_shard", "schedule",
+    "recompute",
 ))  # fmt: skip
 """Fields with a step of their own in the enumeration. Of the others those with options are tried with each (`LayoutField.options`),
 and the rest has one value in the entire space: the fixed one, or the default."""
@@ -48,6 +49,9 @@ and the rest has one value in the entire space: the fixed one, or the default.""
 _OPTIONAL = tuple(name for name, field in LAYOUT_FIELDS.items() if field.options)
 CONSTANT = tuple(name for name in LAYOUT_FIELDS if name not in ENUMERATED and name not in _OPTIONAL)
 _IN_LAYERS = frozenset(name for name in CONSTANT if "layer" in LAYOUT_FIELDS[name].scopes)
+_OF_LAYERS = ("tp", "cp", "cp_ulysses", "micro_batch_size", "ep", "etp", "sequence_parallel", "tp_overlap")
+"""Enumerated fields that say what a layer costs, when `may_gain` asks for it."""
+
 _CHOSEN_DEGREES = ("tp", "cp", "pp", "dp_shard")
 """Degrees that are chosen; dp_replicate is what they leave."""
 
@@ -187,7 +191,10 @@ class Enumeration:
         for name in _OPTIONAL:
             c = self._cross(c, name, (Layout.model_fields[name].default, *LAYOUT_FIELDS[name].options), _all_rows)
         c = admitted(c | {"num_microbatches": batch_size // (c["dp"] * c["micro_batch_size"])})
-        return admitted(self._with_sequence_parallelism(c, costed=costed))
+        c = self._with_sequence_parallelism(c, costed=costed)
+        for name in ("tp_overlap", "cuda_graphs"):
+            c = self._with_switch(admitted(c), name, costed=costed)
+        return admitted(c)
 
     def _splits(
         self, tps: Sequence[int], cps: Sequence[int], sizes: Sequence[int]
@@ -233,11 +240,26 @@ class Enumeration:
         without = self._all_hold(
             c | {"sequence_parallel": np.zeros_like(tp)}, request.workload.engine_facts.sequence_rules
         )
-        choice = np.flatnonzero(split & without)
+        choice = np.flatnonzero(split & without & request.workload.engine_facts.plans_whole_sequence)
         if len(choice) and costed and not request.fixed.keys() & _IN_LAYERS:
-            choice = choice[worth_whole_sequence(_take(c, choice), request)]
+            choice = choice[may_gain(_take(c, choice), "sequence_parallel", 0, request)]
         has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)
         return _take(c, np.concatenate([np.arange(len(tp)), choice])) | {"sequence_parallel": has_it}
+
+    def _with_switch(self, c: Columns, name: str, *, costed: bool) -> Columns:
+        """Add a switch: off and, where the rules allow it and layers may take less by it, on."""
+        request, off, engine = self.request, np.zeros_like(c["tp"]), self.request.workload.engine_facts
+        if name in request.fixed:
+            return c | {name: off + int(request.fixed[name])}
+        if name not in engine.switches:
+            return c | {name: off}
+        on = c | {name: off + 1}
+        known = self.table(on).known
+        rules = [rule for rule in (*ENGINE_RULES, *(engine.rules or ())) if name in rule.needs.split()]
+        rows = np.flatnonzero(self._all_hold(on, [rule for rule in rules if rule.is_decided(known)]))
+        if len(rows) and costed and not request.fixed.keys() & _IN_LAYERS:
+            rows = rows[may_gain(_take(c, rows), name, 1, request)]
+        return _take(c, np.concatenate([np.arange(len(off)), rows])) | {name: np.concatenate([off, np.ones_like(rows)])}
 
     def options(self, c: Columns) -> Columns:
         """Cross the degrees with what does not change their layers: how states are sharded, and the schedule."""
@@ -253,7 +275,21 @@ class Enumeration:
         replicas = fixed.get("dp_replicate")
         c = c | {"dp_replicate": self._remaining(c) if replicas is None else np.full_like(c["tp"], replicas)}
         c = self._cross(c, "zero_stage", request.workload.engine_facts.zero_stages, has_zero_stage)
-        return self._with_schedules(self._with_wider_states(select(c, has_zero_stage(c)), domains))
+        c = self._with_gradients(select(c, has_zero_stage(c)))
+        return self._with_schedules(self._with_wider_states(c, domains))
+
+    def _with_gradients(self, c: Columns) -> Columns:
+        """Add the dtype of gradients where the engine leaves it to the plan: that of the products, and fp32 where states are whole.
+
+        The former moves less, and holds less of gradients, of which the update makes fp32 ones of this rank's shard: 2 + 4 / N
+        bytes a parameter at most over N ranks, no more than the 4 of fp32 from two on.
+        """
+        request, in_fp32 = self.request, np.zeros_like(c["tp"])
+        if "gradients" in request.fixed or "gradients" not in request.workload.engine_facts.switches:
+            return c | {"gradients": column_of("gradients", request.fixed.get("gradients", "fp32"), len(in_fp32))}
+        whole = np.flatnonzero(c["zero_stage"] == 0)
+        in_compute_dtype = np.concatenate([in_fp32 + 1, in_fp32[whole]])
+        return _take(c, np.concatenate([np.arange(len(in_fp32)), whole])) | {"gradients": in_compute_dtype}
 
     def _fills(self, c: Rows, domains: Sequence[int]) -> NDArray[np.bool_]:
         """dp_shard is 1, all, or as many ranks of a stage as one domain of some link level holds."""
@@ -314,7 +350,7 @@ class Enumeration:
         fixed = self.request.fixed
         is_plain = by_schedule("bound")[c["schedule"]] == "whole_backward"
         is_mixed = (not self.request.cluster.parts) & is_plain & (c["num_model_chunks"] == 1)
-        is_mixed &= fixed.get("vocabulary", "ends") == "ends"
+        is_mixed &= (fixed.get("vocabulary", "ends") == "ends") & (c["cuda_graphs"] == 0)
         if "recompute" in fixed:
             c = cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
             if fixed["recompute"] == "mixed":
@@ -327,6 +363,7 @@ class Enumeration:
             is_mixed &= "recompute_fraction" not in fixed
             takes_mixed = np.repeat(is_mixed, MIXED + 1)
             c = cross(c, "recompute", range(MIXED + 1), lambda c: (c["recompute"] == MIXED) == takes_mixed)
+        c = select(c, (c["cuda_graphs"] == 0) | (c["recompute"] <= RECOMPUTES.index("selective")))
         if self._is_ours:  # as the rule split_backward_keeps_activations, which saw what is asked for only
             c = select(c, ~by_schedule("splits_backward")[c["schedule"]] | (c["recompute"] == 0))
         return c
@@ -352,7 +389,8 @@ def exchanges_worth_trying(c: Columns, micro_batch_sizes: Sequence[int], request
     if workload.attention != "flash" or not len(open_rows) or _differs_by_place(cluster):
         return keep
     splits = {name: c[name][open_rows] for name in ("tp", "cp", "cp_ulysses")}
-    table = _filled(cross(splits, "micro_batch_size", micro_batch_sizes))
+    c = cross(splits, "micro_batch_size", micro_batch_sizes)
+    table = LayoutTable.filled(len(c["tp"]), **c)
     inputs = CostInputs(hidden_dim=model.hidden_dim, layouts=table, scenario=Scenario.build(workload, cluster))
     added = []
     for block in {block.attention: block for block, _ in reversed(model.block_runs)}.values():
@@ -369,32 +407,31 @@ def exchanges_worth_trying(c: Columns, micro_batch_sizes: Sequence[int], request
     return keep
 
 
-def worth_whole_sequence(c: Columns, request: PlanRequest) -> NDArray[np.bool_]:
-    """Return which rows with tp > 1 may gain more than SAME_SECONDS_FRACTION by leaving sequence parallelism out [N].
+def may_gain(c: Columns, switch: str, value: int, request: PlanRequest) -> NDArray[np.bool_]:
+    """Return which rows may gain more than SAME_SECONDS_FRACTION with this value of a switch in place of the other one [N].
 
-    Sequence parallelism never takes more memory, sends no more between stages and leaves less to do next to products, but its two
-    collectives in place of one may take longer, mostly where messages are small. It stays where no part of a stage has more than
-    this fraction less work for a micro-batch, whatever is recomputed. A step follows the work of its stages; how that is divided
-    between passes shows where a pipeline fills and drains, so this is measured, not a theorem.
+    The other value needs less memory: sequence parallelism sends no more between stages and leaves less to do next to products, but
+    its two collectives in place of one may take longer; products in chunks and graphs never take longer, but have buffers. A row is
+    left out where no part of a stage has more than this fraction less work for a micro-batch, whatever is recomputed (nothing, of a
+    switch that is on). A step follows the work of its stages; how that is divided between passes shows where a pipeline fills and
+    drains, so this is measured, not a theorem.
     """
     if _differs_by_place(request.cluster):
         return np.ones(len(c["tp"]), dtype=bool)
-    names = ("tp", "cp", "cp_ulysses", "micro_batch_size", "ep", "etp")
+    names = tuple(name for name in _OF_LAYERS if name in c and name != switch)
+    recomputes = range(1 if value else len(RECOMPUTES))
     rows, case_idx = distinct_rows([*(c[name] for name in names), c["pp"] > 1, c["dp"] > 1])
     unsharded = {name: c[name][rows] for name in (*names, "pp")} | {"dp_replicate": c["dp"][rows]}
-    table = _filled(cross(cross(unsharded, "recompute", range(len(RECOMPUTES))), "sequence_parallel", (0, 1)))
+    c = cross(cross(unsharded, "recompute", recomputes), switch, (0, 1))
+    table = LayoutTable.filled(len(c["tp"]), **c)
     costs = CostTable.from_layouts(request.model, request.workload, request.cluster, table)
-    work = _work(costs).reshape(-1, len(rows), len(RECOMPUTES), 2)
-    no_slower = work[..., 1] <= (1 + SAME_SECONDS_FRACTION) * work[..., 0]
+    work = _work(costs).reshape(-1, len(rows), len(recomputes), 2)
+    no_slower = work[..., 1 - value] <= (1 + SAME_SECONDS_FRACTION) * work[..., value]
     return np.asarray(~np.all(no_slower, axis=(0, 2))[case_idx])
 
 
 def _differs_by_place(cluster: ClusterSpec) -> bool:
     return cluster.is_mixed or cluster.bandwidth_matrix is not None
-
-
-def _filled(c: Columns) -> LayoutTable:
-    return LayoutTable.filled(len(c["tp"]), **c)
 
 
 def _work(costs: CostTable) -> FloatArray:

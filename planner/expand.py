@@ -33,6 +33,7 @@ from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable, is_aligned
 from ..schema import Layout, TrainingEstimate
 from ..schema.errors import ConfigError
+from ..schema.layout import Gradients
 from ..schema.layout_table import MIXED, RECOMPUTES, LayoutTable
 from ..schema.schedules import GIVEN, OVER_A_V
 from ..schema.units import FloatArray, IntArray
@@ -68,6 +69,7 @@ class Candidate:
         nodes: they hold the ranks in this order; empty: as the cluster lists them.
         part_of_stage: of a mixed cluster the device pool of each stage; empty: every rank is costed as the weakest.
         order: of the synthesised schedule.
+        gradients: their dtype where it is not the table's.
     """
 
     idx: int
@@ -79,6 +81,7 @@ class Candidate:
     part_of_stage: tuple[int, ...] = ()
     order: Order = ()
     any_order_s: float = 0.0
+    gradients: Gradients | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -88,6 +91,8 @@ class Candidate:
     def layout(self, table: LayoutTable) -> Layout:
         """Return the layout as it came out: mixed only where blocks recompute differently, synthesised where it has an order."""
         layout = table.layout(self.idx)
+        if self.gradients is not None:
+            layout = layout.replace(gradients=self.gradients)
         if self.order:
             layout = layout.replace(schedule=GIVEN.name)
         return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
@@ -97,6 +102,15 @@ def expand_layout(request: PlanRequest, layout: Layout) -> Candidate:
     """`expand` one given layout."""
     table = LayoutTable.from_layouts([layout], request.workload.global_batch_size)
     return expand(CostTable.from_layouts(request.model, request.workload, request.cluster, table), 0)
+
+
+def expand_with_fp32_gradients(costs: CostTable, row: int) -> Candidate | None:
+    """`expand_fitting` one layout of a large space with gradients that add up and are reduced in fp32."""
+    only = costs.select(np.array([row])).compacted()
+    layouts = only.layouts.replace(gradients=np.zeros_like(only.layouts.gradients))
+    pools = tuple(pool.with_layouts(layouts) for pool in only.device_pools)
+    candidate = expand_fitting(replace(only.with_layouts(layouts), device_pools=pools), 0)
+    return None if candidate is None else replace(candidate, idx=row, gradients="fp32")
 
 
 def expand_row(costs: CostTable, row: int) -> Candidate:

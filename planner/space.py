@@ -12,7 +12,8 @@ What an engine executes is in schema/layout_rules.py. Of that, some combinations
     chunks         as many as divide a stage's blocks, ceil(blocks / pp), into chunks of equal size; for our runtime two besides
     offloading, partial recompute
     cp_ulysses     ways to split cp that cannot be better than another one (enumeration.py)
-    sequence       tp without sequence parallelism, where no stage has 1 % less work by it (enumeration.py)
+    switches       tp without sequence parallelism, chunks of products and graphs, where no stage has 1 % less work by them; fp32
+                   gradients of sharded states, which no step is faster by (enumeration.py)
 
 The first two and cp_ulysses lose nothing; the others are restrictions of the space, and a certificate speaks of the space that
 remains.
@@ -83,6 +84,7 @@ class DegreeGroups:
             **dict.fromkeys(("dp_shard", "gradient_shard", "optimizer_shard"), ones),
             "zero_stage": 0 * ones,
             "schedule": GIVEN.idx * ones,
+            "gradients": np.max(self.options["gradients"]) * ones,  # of both, those of the compute dtype move less
             "recompute": (recomputes[0] if len(recomputes) == 1 else MIXED) * ones,
         }
         return self._table(self.degrees | chosen)
@@ -97,8 +99,8 @@ def _starts(count: IntArray) -> IntArray:
     return np.asarray(np.cumsum(count) - count)
 
 
-_KEY = ("tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches")
-"""Degrees that say which options there are; those of experts and of exchanges and sequence parallelism do not."""
+_KEY = ("tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches", "cuda_graphs")
+"""Degrees that say which options there are; those of experts, of exchanges and of the other switches do not."""
 
 
 @dataclass(frozen=True)

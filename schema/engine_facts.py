@@ -123,6 +123,9 @@ class EngineFacts:
             parallelism with some degrees.
         exporter: name of the exporter in engines/ that writes a plan as its configuration; empty: none.
         zero_stages: those that the search enumerates.
+        switches: those of SWITCHES (layout.py) that the search sets; gradients only where they are worth more than the difference
+            that simplicity is (tasks/training.py).
+        plans_whole_sequence: tp without sequence parallelism is searched where layers may take less by that.
         keeps_parameters_closer: under zero 3 parameters may stay within fewer ranks than gradients and optimizer states.
         update_copy_bytes: read and written for one parameter in the update besides the optimizer's own: copies in the compute
             dtype, cleared gradients.
@@ -151,6 +154,8 @@ class EngineFacts:
     sequence_rules: tuple[Rule, ...] = (TOKENS_OF_EXPERTS,)
     exporter: str = ""
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    switches: tuple[str, ...] = ()
+    plans_whole_sequence: bool = True
     keeps_parameters_closer: bool = False
     kernels: EngineKernels
     data_parallel: DataParallelFacts
@@ -214,6 +219,8 @@ _RECORDS = (
         sequence_rules=(TOKENS_OF_EXPERTS, MEGATRON_SEQUENCE),
         exporter="megatron",
         zero_stages=(0, 1),
+        switches=("gradients", "tp_overlap", "cuda_graphs"),
+        plans_whole_sequence=False,
         # Transformer Engine's norms; apply_rope_fusion, bias_swiglu_fusion, bias_gelu_fusion, fused cross entropy, as its recipes
         # set them; the gradients of q, k and v are concatenated. Loss: maximum of the fp32 copy, exponentials, sum and quotient
         # in place; backward scales and casts the softmax.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .layout_rules import VOCABULARY_AT_ENDS, Rule, switches_of
+from .layout_rules import VOCABULARY_AT_ENDS, Rule, lacks
 from .layout_table import RECOMPUTES
 from .schedules import SCHEDULES
 
@@ -63,7 +63,7 @@ cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_paral
 
 DEEPSPEED_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
-    switches_of("deepspeed", "gradients"),
+    *lacks("deepspeed", "tp_overlap", "cuda_graphs"),
     Rule("deepspeed_zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
         "zero_stage {t.zero_stage} with pp {t.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only"),
     Rule("deepspeed_axes", "ep etp num_model_chunks",

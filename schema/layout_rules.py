@@ -250,14 +250,18 @@ ENGINE_RULES: tuple[Rule, ...] = (
 """What every engine needs."""
 
 
-def switches_of(engine: str, *names: str) -> Rule:
-    """Return the rule that an engine has these of SWITCHES only."""
-    lacking = tuple(name for name in SWITCHES if name not in names)
-    return Rule(f"switches_of_{engine}", " ".join(lacking),
-        lambda t, p: np.logical_and.reduce([np.equal(getattr(t, name), 0) for name in lacking]),
-        lambda t, p: " and ".join(f"{name}={choices(name)[1] if choices(name) else 'true'}" for name in lacking if getattr(t, name))
-            + f": {engine} has " + (f"of these switches {', '.join(names)} only" if names else "none of these switches"))
+def lacks(engine: str, *names: str) -> tuple[Rule, ...]:
+    """Return the rules that an engine has none of these of SWITCHES, one each."""
+    return tuple(
+        Rule(f"{name}_of_{engine}", name, lambda t, p, name=name: np.equal(getattr(t, name), 0),
+            f"{name}={choices(name)[1] if choices(name) else 'true'}: {engine} has no such switch")
+        for name in names
+    )
 
+
+VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.logical_not(t.splits_vocabulary),
+    "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
+    "predicted only")
 
 VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.logical_not(t.splits_vocabulary),
     "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
@@ -265,7 +269,7 @@ VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.lo
 
 FSDP2_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
-    switches_of("fsdp2"),
+    *lacks("fsdp2", *SWITCHES),
     Rule("zeroth_order", "pp recompute offload offload_activations",
         lambda t, p: p.has_backward | ((t.pp == 1) & ~t.recomputes & ~t.offloads),
         "pp {t.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...schema import Workload
 from ...schema.layers import Block
 from ...schema.layout_table import RECOMPUTES, LayoutTable
-from ...schema.units import FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray, Numbers
 from ..hardware.compute import OperatorTime, operator_time
 from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s
 from ..measured import attention_ratio, layer_ratios
@@ -343,9 +343,13 @@ def passes_s(
     host_forward = host_s + host.operator_s * sum(time.forward_dispatches for time in times)
     host_backward = host_s + host.operator_s * sum(time.backward_dispatches for time in times)
     host_recompute = repeated * host.operator_s + repeats * collectives * each_s
-    if layouts.cuda_graphs.any():  # collectives and recompute are in the graph
+    if has_block and layouts.cuda_graphs.any():  # collectives and recompute are in the graph
         is_graph = layouts.cuda_graphs == 1
-        host_forward, host_backward = (np.where(is_graph, host.operator_s, s) for s in (host_forward, host_backward))
+        in_graph_s = [host.operator_s + seconds for seconds in _outside_graphs_s(layer, operators, times, host)]
+        host_forward, host_backward = (
+            np.where(is_graph, graph_s, eager_s)
+            for graph_s, eager_s in zip(in_graph_s, (host_forward, host_backward), strict=True)
+        )
         host_recompute = np.where(is_graph, 0.0, host_recompute)
     if host.adds:
         return forward + host_forward, backward + host_backward, recompute + host_recompute
@@ -366,6 +370,21 @@ def unpacked_s(operators: tuple[Operator, ...], inputs: CostInputs) -> FloatArra
     weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
     traffic = weights * (workload.adapters.frozen_bytes + workload.compute_bytes) / layouts.tp
     return np.asarray(traffic / device_rates(inputs.scenario).elementwise_bytes_per_s)
+
+
+def _outside_graphs_s(
+    layer: Layer, operators: tuple[Operator, ...], times: list[OperatorTime], host: HostCosts
+) -> tuple[Numbers, Numbers]:
+    """Return the host's seconds forward and backward [N] for what no graph holds: routed experts, whose shapes change.
+
+    Megatron's transformer_config.py takes experts into a graph only where their inputs are padded to a capacity.
+    """
+    if layer.experts is None:
+        return 0.0, 0.0
+    routed = [time for op, time in zip(operators, times, strict=True) if getattr(op, "routed", False)]
+    dispatches = (sum(getattr(time, f"{which}_dispatches") for time in routed) for which in ("forward", "backward"))
+    forward, backward = (host.operator_s * count + host.routing_s / 2 for count in dispatches)
+    return forward, backward
 
 
 def _between_nodes_s(host: HostCosts, inputs: CostInputs) -> FloatArray:

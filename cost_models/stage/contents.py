@@ -36,6 +36,8 @@ def step_shape(
         optimizer_shards=(layouts.num_optimizer_shards[idx], layouts.expert_optimizer_shards[idx]),
         zero_stage=layouts.zero_stage[idx],
         is_replicated=layouts.is_replicated[idx],
+        tp_overlap=layouts.tp_overlap[idx],
+        cuda_graphs=layouts.cuda_graphs[idx],
         reduces_in_compute_dtype=layouts.reduces_in_compute_dtype[idx],
         tp=layouts.tp[idx],
         num_microbatches=layouts.num_microbatches[idx],

@@ -48,6 +48,7 @@ from ...schema import Workload
 from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array
 from ..coefficients import Scenario
+from ..layer.buffers import userbuffers_bytes
 from ..layer.data import gradient_bytes, has_copies, has_plain_replicas
 from ..layer.parallel import sharded_params
 
@@ -77,7 +78,7 @@ class StepShape:
         expert_shards: ranks over which the states of experts are sharded.
         gradient_shards, optimizer_shards: both for gradients and for optimizer states, multiples of the former.
         is_replicated: ranks hold replicas of one stage and nothing more.
-        reduces_in_compute_dtype: gradients add up and are reduced in the dtype of the products.
+        tp_overlap, cuda_graphs, reduces_in_compute_dtype: as of a LayoutTable.
         tp: ranks that share a stage's matrices.
         in_flight: micro-batches whose activations are stored.
         num_neighbours: stages that activations or gradients are received from.
@@ -90,6 +91,8 @@ class StepShape:
     optimizer_shards: tuple[Array, Array]
     zero_stage: Array
     is_replicated: Array
+    tp_overlap: Array
+    cuda_graphs: Array
     reduces_in_compute_dtype: Array
     tp: Array
     num_microbatches: Array
@@ -302,6 +305,8 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     assert facts is not None, "all engines but our own runtime have them"
     reads_masters = workload.precision in ("fp32", "bf16")
     activations = step.in_flight * stage.activation_bytes
+    chunks = userbuffers_bytes(stage.boundary_bytes, step, workload)
+    in_pool = np.where(step.cuda_graphs, 1.0, 0.0)  # what graphs use in their passes is nobody else's
     before, final = _gradients_in_buffer(stage, step, workload, keeps_fp32=facts.keeps_fp32_gradients)
     receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
     # Zero 3 has one buffer, in the compute dtype.
@@ -312,10 +317,11 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
         "gradients": before,
         "activations": activations,
         "logits": logit_bytes * stage.logits,
-        "temporary": receive + buckets,
+        "temporary": receive + buckets + in_pool * stage.working_bytes,
     }
-    backward = {**loss, "logits": 0.0 * stage.logits, "temporary": loss["temporary"] + stage.working_bytes}
-    update = {**backward, "gradients": final, "activations": 0.0 * activations, "temporary": buckets + 0.0 * receive}
+    backward = {**loss, "logits": 0.0 * stage.logits, "temporary": receive + buckets + stage.working_bytes}
+    remaining = buckets + in_pool * stage.working_bytes + 0.0 * receive
+    update = {**backward, "gradients": final, "activations": in_pool * activations, "temporary": remaining}
     sharded = stage.owned(step)
     masters: Array = np.where(reads_masters & (step.zero_stage < 3), stage.trained, sharded)
     trained = float(workload.master_bytes) * masters * step.on_device
@@ -331,7 +337,7 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
         "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen(step)),
         "optimizer": float(workload.optimizer_bytes) * sharded * step.on_device,
         "unsharded": copies,
-        **_fullest([loss, backward, update], also_temporary=_workspace_bytes(scenario)),
+        **_fullest([loss, backward, update], also_temporary=_workspace_bytes(scenario) + chunks),
     }
 
 
@@ -354,7 +360,7 @@ def _gradients_in_buffer(
     return np.where(keeps_fp32 & (step.zero_stage < 3), final, buffer), final
 
 
-def _fullest(phases: list[MemoryTerms], *, also_temporary: float = 0.0) -> MemoryTerms:
+def _fullest(phases: list[MemoryTerms], *, also_temporary: Array = 0.0) -> MemoryTerms:
     """Return, of phases with the same terms, those of the one with the largest sum."""
     largest = np.argmax(np.stack(np.broadcast_arrays(*(total_bytes(phase) for phase in phases))), axis=0)
     peak = {name: np.choose(largest, [phase[name] for phase in phases]) for name in phases[0]}

@@ -30,7 +30,7 @@ from ...schema.layout_rules import why_not_runnable, why_not_trainable
 from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
 from ...schema.schedules import OVER_A_V, SCHEDULES
 from ...schema.units import format_bytes
-from ..expand import Candidate, expand_fitting
+from ..expand import Candidate, expand_fitting, expand_with_fp32_gradients
 from ..request import Deadline, PlanRequest
 from ..search import REL_GAP, SearchResult, search
 from ..space import Space, build_space
@@ -133,9 +133,14 @@ def device_of_rank(cluster: ClusterSpec, nodes: Sequence[int]) -> tuple[int, ...
 def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest_s: float = math.inf) -> TrainingPlan:
     """Return the plan of the simplest of the fastest layouts that a search found, none slower than ``slowest_s``."""
     chosen = choose_simplest(result, slowest_s=slowest_s)
+    in_fp32 = _with_fp32_gradients(request, result, chosen)
+    worth_s = math.inf if in_fp32 is None else in_fp32.estimate.step_time_s - chosen.estimate.step_time_s
+    if in_fp32 is not None and _is_as_fast(in_fp32, result, slowest_s=slowest_s):
+        chosen = in_fp32
+    of_gradients = _notes_on_gradients(request, chosen, result, worth_s)
     return plan_candidate(request, result, chosen).replace(
         alternatives=build_alternatives(result, chosen, top),
-        notes=tuple(_notes(request, chosen, result.feasible[0])),
+        notes=(*_notes(request, chosen, result.feasible[0]), *of_gradients),
     )
 
 
@@ -150,6 +155,26 @@ def plan_candidate(request: PlanRequest, result: SearchResult, chosen: Candidate
         nodes=chosen.nodes,
         order=chosen.order,
     )
+
+
+def _with_fp32_gradients(request: PlanRequest, result: SearchResult, chosen: Candidate) -> Candidate | None:
+    """Return the same layout with gradients in fp32; None where the search did not choose their dtype, or where it does not fit.
+
+    Where ranks share states the search takes the compute dtype, which holds and moves less (`Enumeration`).
+    """
+    is_open = "gradients" not in request.fixed and result.costs.layouts.reduces_in_compute_dtype[chosen.idx]
+    return expand_with_fp32_gradients(result.costs, chosen.idx) if is_open else None
+
+
+def _notes_on_gradients(
+    request: PlanRequest, chosen: Candidate, result: SearchResult, worth_s: float
+) -> tuple[str, ...]:
+    """Say what gradients in the compute dtype are worth where the search chose them: they change the sums that are trained with."""
+    if chosen.layout(result.costs.layouts).gradients == "fp32" or "gradients" in request.fixed:
+        return ()
+    share = 100 * worth_s / chosen.estimate.step_time_s
+    gain = f"worth {share:.1f} % of the step" if math.isfinite(share) else "in fp32 it would not fit"
+    return (f"gradients add up and are reduced in 16 bits, {gain}; --fix gradients=fp32 keeps them in fp32",)
 
 
 def _stages(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
@@ -171,8 +196,8 @@ def stage_of_layers(first_layer_idx: int, recomputes: Sequence[Recompute], is_bl
 
 
 def complexity(layout: Layout) -> tuple[int, ...]:
-    """Return what orders layouts by simplicity: fewer axes, backward passes in one, no recompute, a lower ZeRO stage, smaller
-    degrees of the axes that cost the most care, less memory where only sequence parallelism is left out.
+    """Return what orders layouts by simplicity: fewer axes, backward passes in one, no recompute, fewer switches, a lower ZeRO
+    stage, smaller degrees of the axes that cost the most care, less memory where only sequence parallelism is left out.
     """
     degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
     levels = (layout.gradient_shard, layout.optimizer_shard)
@@ -188,15 +213,29 @@ def complexity(layout: Layout) -> tuple[int, ...]:
     )
     splits = int(SCHEDULES[layout.schedule].splits_backward)
     recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
-    return (axes, splits, recompute, layout.zero_stage, layout.pp, layout.tp, *others, layout.micro_batch_size)
+    switches = int(layout.tp_overlap) + int(layout.cuda_graphs)
+    return (
+        axes,
+        splits,
+        recompute,
+        switches,
+        layout.zero_stage,
+        layout.pp,
+        layout.tp,
+        *others,
+        layout.micro_batch_size,
+    )
 
 
 def choose_simplest(result: SearchResult, *, slowest_s: float = math.inf) -> Candidate:
     """Return the simplest of the layouts whose time is within SAME_TIME_FRACTION of the best, and within ``slowest_s``."""
-    best = result.feasible[0].estimate.step_time_s
-    slowest = max(best, min(best * (1 + SAME_TIME_FRACTION), slowest_s))
-    close = [c for c in result.feasible if c.estimate.step_time_s <= slowest]
+    close = [c for c in result.feasible if _is_as_fast(c, result, slowest_s=slowest_s)]
     return min(close, key=lambda c: (complexity(c.layout(result.costs.layouts)), c.estimate.step_time_s, c.idx))
+
+
+def _is_as_fast(candidate: Candidate, result: SearchResult, *, slowest_s: float) -> bool:
+    best = result.feasible[0].estimate.step_time_s
+    return candidate.estimate.step_time_s <= max(best, min(best * (1 + SAME_TIME_FRACTION), slowest_s))
 
 
 def build_alternatives(result: SearchResult, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
@@ -273,7 +312,7 @@ def _notes(request: PlanRequest, chosen: Candidate, fastest: Candidate) -> list[
     notes, is_ours = [], workload.engine_facts.is_own_runtime
     if not is_ours:
         notes.append(f"for {workload.engine}: `meshwright apply` does not execute this plan")
-    if chosen.idx != fastest.idx:
+    if (chosen.idx, chosen.gradients) != (fastest.idx, fastest.gradients):
         slower = chosen.estimate.step_time_s / fastest.estimate.step_time_s - 1
         notes.append(
             f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler"

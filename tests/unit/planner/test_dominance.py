@@ -18,6 +18,7 @@ from small_spaces import shortened
 CLUSTERS = ("8xH100-SXM-80GB", "2x4xA100-SXM-40GB/ib200", "8x1xA100-SXM-40GB/eth25")
 
 NO_RECOMPUTE = {"recompute": "none"}  # where blocks choose by themselves, one cut has many times
+ONE_VALUE = {**NO_RECOMPUTE, "tp_overlap": False, "cuda_graphs": False}
 
 
 @pytest.mark.parametrize("seq_len", [2048, 65536])
@@ -28,11 +29,11 @@ def test_splits_of_cp_left_out_are_no_faster(
 ) -> None:
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse(cluster)
     workload = Workload(seq_len=seq_len, global_batch_size=8, engine=engine)
-    kept = build_space(PlanRequest(spec, machine, workload, NO_RECOMPUTE)).batch
+    kept = build_space(PlanRequest(spec, machine, workload, ONE_VALUE)).batch
     monkeypatch.setattr(
         enumeration, "exchanges_worth_trying", lambda c, sizes, *_: np.ones((len(c["tp"]), len(sizes)), dtype=bool)
     )
-    whole = build_space(PlanRequest(spec, machine, workload, NO_RECOMPUTE)).batch
+    whole = build_space(PlanRequest(spec, machine, workload, ONE_VALUE)).batch
     assert len(kept) < len(whole)
     layouts = [kept.layout(idx) for idx in range(len(kept))]
     left_out = sorted(
@@ -67,8 +68,12 @@ def test_every_degree_that_the_engine_takes_stays_reachable() -> None:
     assert np.array_equal(batch.cp, batch.cp_ulysses)
 
 
-def keep_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enumeration, "worth_whole_sequence", lambda c, *_: np.ones(len(c["tp"]), dtype=bool))
+OTHER_VALUES = {"sequence_parallel": True, "tp_overlap": False, "cuda_graphs": False}
+"""Of each switch the value that stays where the other one gains nothing."""
+
+
+def keep_every_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enumeration, "may_gain", lambda c, *_: np.ones(len(c["tp"]), dtype=bool))
 
 
 @pytest.mark.parametrize(
@@ -79,13 +84,13 @@ def keep_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
         ("deepspeed", "8xH100-SXM-80GB", 32768),
     ],
 )
-def test_whole_sequences_left_out_gain_no_more_than_is_said(
+def test_switches_left_out_gain_no_more_than_is_said(
     engine: str, cluster: str, seq_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse(cluster)
     workload = Workload(seq_len=seq_len, global_batch_size=16, engine=engine)
     kept = build_space(PlanRequest(spec, machine, workload, NO_RECOMPUTE)).batch
-    keep_every_sequence(monkeypatch)
+    keep_every_value(monkeypatch)
     whole = build_space(PlanRequest(spec, machine, workload, NO_RECOMPUTE)).batch
     left_out = sorted(
         {whole.layout(idx) for idx in range(len(whole))} - {kept.layout(idx) for idx in range(len(kept))},
@@ -94,16 +99,21 @@ def test_whole_sequences_left_out_gain_no_more_than_is_said(
     assert left_out
     rng = np.random.default_rng(0)
     for idx in rng.choice(len(left_out), size=min(12, len(left_out)), replace=False):
-        assert not left_out[idx].sequence_parallel
-        times = _step_times([left_out[idx], left_out[idx].replace(sequence_parallel=True)], spec, machine, workload)
-        assert times[1] <= times[0] * (1 + SAME_SECONDS_FRACTION)
+        others = [name for name, value in OTHER_VALUES.items() if getattr(left_out[idx], name) != value]
+        like = [
+            left_out[idx].replace(**{name: OTHER_VALUES[name]})
+            for name in others
+            if name != "sequence_parallel" or left_out[idx].tp > 1
+        ]
+        times = _step_times([left_out[idx], *like], spec, machine, workload)
+        assert min(times[1:]) <= times[0] * (1 + SAME_SECONDS_FRACTION)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron", "deepspeed"])
 def test_search_over_both_equals_enumeration_and_is_no_worse_than_with_sequence_parallelism_alone(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where links are slow; the reference has both values of every layout, whatever a layer gains."""
+    """Where links are slow; the reference has both values of every switch of every layout, whatever a layer gains."""
     spec, machine = shortened("llama-3.2-1b", 3), ClusterSpec.parse("4xA100-PCIE-40GB")
     workload, fixed = Workload(seq_len=1024, global_batch_size=8, engine=engine), {"micro_batch_size": 2}
     monkeypatch.setattr(search, "REL_GAP", 0.0)
@@ -111,9 +121,13 @@ def test_search_over_both_equals_enumeration_and_is_no_worse_than_with_sequence_
     found = search.search(
         PlanRequest(spec, machine, workload), build_space(PlanRequest(spec, machine, workload, fixed))
     )
-    keep_every_sequence(monkeypatch)
+    keep_every_value(monkeypatch)
     batch = build_space(PlanRequest(spec, machine, workload, fixed)).batch
-    assert np.array_equal(np.unique(batch.sequence_parallel[batch.tp > 1]), [0, 1])
+    of_engine = ("tp_overlap", "cuda_graphs") if engine == "megatron" else ("sequence_parallel",)
+    for name in OTHER_VALUES:
+        assert set(batch.columns[name][batch.tp > 1]) == (
+            {0, 1} if name in of_engine else {int(name == "sequence_parallel")}
+        )
     costs = CostTable.from_layouts(spec, workload, machine, batch)
     times = np.array(
         [e.step_time_s if (e := expand(costs, idx).estimate).fits else np.inf for idx in range(len(batch))]

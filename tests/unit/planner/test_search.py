@@ -40,7 +40,7 @@ def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
 def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
     spec, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
     workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
-    space = build_space(PlanRequest(spec, cluster, workload))
+    space = build_space(PlanRequest(spec, cluster, workload, {"tp_overlap": False}))
     whole = search.search(PlanRequest(spec, cluster, workload), space)
     best_s = whole.feasible[0].estimate.step_time_s
     for wants_incumbent in (False, True):
@@ -61,7 +61,7 @@ def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
         )
         assert stopped.stopped_early
         assert len(stopped.feasible) == wants_incumbent
-        assert 0 < stopped.bound_s <= best_s
+        assert 0 < stopped.bound_s <= best_s * (1 + 1e-12)
     certificate = stopped.certificate()
     assert certificate.status == "stopped"
     assert certificate.objective_s >= best_s

@@ -125,8 +125,8 @@ def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: 
         (Layout(pp=2, schedule="zb-h2", num_model_chunks=2), "schedule_in_chunks"),
         (Layout(dp_shard=48), "batch_divides"),
         (Layout(tp=2, sequence_parallel=False, tp_overlap=True), "overlap_splits_sequence"),
-        (Layout(cuda_graphs=True), "switches_of_fsdp2"),
-        (Layout(gradients="compute"), "switches_of_fsdp2"),
+        (Layout(cuda_graphs=True), "cuda_graphs_of_fsdp2"),
+        (Layout(gradients="compute"), "gradients_of_fsdp2"),
     ],
 )
 def test_each_rule_says_its_name_and_reason(layout: Layout, rule: str) -> None:
