@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..megatron_settings import layout_from_settings
 from .command import Launch, devices_of
 from .job import Given, Job, complete
 from .megatron_model import model_of
-from .settings import Entry, Settings, from_options, given
+from .settings import Entry, Settings, from_options, given, scalar
 from .shell import assigned_words, read_script
 from .shell_values import options_of
 
@@ -157,8 +158,10 @@ def read_table(settings: Settings, known: Given, source: str) -> Job:
 
 
 def _words(value: Any) -> Any:
-    """Return a value of a table as the command line would say it: several words are a list."""
-    return value.split() if isinstance(value, str) and " " in value else value
+    """Return a value of a table as the command line would say it: several words, or a list as a text, are a list."""
+    if not isinstance(value, str) or not re.search(r"[\s\[]", value):
+        return value
+    return [scalar(word) for word in re.split(r"[\s,\[\]]+", value) if word]
 
 
 def read_launch(launch: Launch, known: Given, source: str) -> Job:
