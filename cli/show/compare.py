@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ...engines.launch.job import Job
     from ...schema import ClusterSpec
 
+MAX_VALUE = 60
+"""Characters of a value."""
+
 MAX_NAMES = 12
 """Settings that say nothing about cost and are named on the screen; --json has all."""
 
@@ -138,7 +141,14 @@ def _diff(change: Change) -> Iterator[str]:
         yield f"[red]- {escape(f'{change.variable}={change.before}')}[/]{escape(where)} ({escape(change.setting)})"
         yield f"[green]+ {escape(f'{change.variable}={change.after}')}"
         return
-    if change.before is not None:
-        yield f"[red]- {escape(f'{change.setting} {change.before}'.rstrip())}[/]{escape(where)}"
+    if change.before is not None and (change.place or change.after is None):  # what the file does not say is a default
+        yield f"[red]- {escape(f'{change.setting} {_shown(change.before)}'.rstrip())}[/]{escape(where)}"
     if change.after is not None:
-        yield f"[green]+ {escape(f'{change.setting} {change.after}'.rstrip())}"
+        yield f"[green]+ {escape(f'{change.setting} {_shown(change.after)}'.rstrip())}"
+
+
+def _shown(value: str) -> str:
+    """Return a value, of a long cut into stages their number."""
+    if len(value) <= MAX_VALUE or "|" not in value:
+        return value
+    return f"({value.count('|') + 1} stages: meshwright export writes them)"

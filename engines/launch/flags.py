@@ -54,11 +54,7 @@ def changes_of(
     changes = []
     first, second = _settings(old), _settings(new)
     for setting in dict.fromkeys((*first, *second)):
-        is_cut = (
-            setting.rpartition(".")[2].lstrip("-").replace("-", "_") in _CUTS
-            and {setting} <= first.keys() & second.keys()
-        )
-        if first.get(setting) == second.get(setting) or is_cut:
+        if first.get(setting) == second.get(setting) or _is_same_cut(setting, first, second):
             continue
         fact = said.get(setting.lstrip("-").replace("-", "_").rpartition(".")[2])
         value = (
@@ -79,6 +75,14 @@ def changes_of(
     ):
         changes += [Change(setting=line, before=None, after=None, place=where) for line in lines if line not in present]
     return tuple(changes) or _of_layouts(before, after)
+
+
+def _is_same_cut(setting: str, first: Mapping[str, str], second: Mapping[str, str]) -> bool:
+    """Return whether a setting cuts the model into as many stages in both configurations."""
+    name = setting.rpartition(".")[2].lstrip("-").replace("-", "_")
+    if name not in _CUTS or setting not in first or setting not in second:
+        return False
+    return first[setting].count("|") == second[setting].count("|")
 
 
 def _written(engine: str, plan: TrainingPlan) -> Exported | None:
