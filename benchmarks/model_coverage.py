@@ -9,16 +9,14 @@ and what the model cannot be cut by; refused, with the message. The last line co
 from __future__ import annotations
 
 import json
-import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.profilers.module.configs import build_model, default_model_types, trace_model
 from meshwright.schema import ConfigError, ModelSpec
-
-SEQ_LEN = 1024
 
 
 class Outcome(NamedTuple):
@@ -32,7 +30,7 @@ class Outcome(NamedTuple):
     remark: str = ""
 
 
-def try_type(model_type: str, seq_len: int = SEQ_LEN) -> Outcome:
+def try_type(model_type: str, seq_len: int) -> Outcome:
     """Read or trace the default configuration of a model_type."""
     from transformers import CONFIG_MAPPING
 
@@ -71,15 +69,20 @@ def _as_published(content: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "architectures": [name if isinstance(name, str) else name[0]]}
 
 
-def main(out: str, *chosen: str) -> None:
+def main() -> None:
     """Write and print the table."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("out", metavar="OUT.json")
+    parser.add_argument("model_types", nargs="*", help="all of them where none is given")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    given = parser.parse_args()
     outcomes = []
-    for model_type in chosen or default_model_types():
-        outcomes.append(try_type(model_type))
+    for model_type in given.model_types or default_model_types():
+        outcomes.append(try_type(model_type, given.seq_len))
         print(*outcomes[-1], flush=True)
-        Path(out).write_text(json.dumps([found._asdict() for found in outcomes], indent=1) + "\n")
+        Path(given.out).write_text(json.dumps([found._asdict() for found in outcomes], indent=1) + "\n")
     print(dict(Counter(found.outcome for found in outcomes)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -108,13 +108,16 @@ def profile_module(
 
 
 def _largest_container(model: nn.Module) -> str | None:
-    """Return the name of the container with the most parameters in two or more children of one class; of nested ones the outer."""
+    """Return the name of the container with the most parameters in two or more children of one class; of nested ones the outer.
+
+    A ModuleList may hold several classes (blocks of attention, blocks of recurrence), each twice on average.
+    """
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         and len(children := list(module.children())) > 1
-        and len({type(child) for child in children}) == 1
+        and len({type(child) for child in children}) <= (len(children) // 2 if isinstance(module, nn.ModuleList) else 1)
     }
     best = max(sizes, key=sizes.__getitem__, default=None)
     return best if best is not None and sizes[best] else None

@@ -92,8 +92,10 @@ def trace_model(model: Any, *, seq_len: int, name: str) -> ModelSpec:
     try:
         with _quiet():
             return profile_module(model, {"input_ids": tokens}, name=name)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be traced: {error.message}", error.details, error.help
+        ) from None
     except torch._subclasses.fake_tensor.DataDependentOutputException as error:
         raise ConfigError(
             f"{type(model).__name__} cannot be traced: what it computes depends on the values of its input ({error.func})",

@@ -62,7 +62,7 @@ def why_not_staged(module: nn.Module, structure: Structure, example_inputs: Sequ
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         twin = fake_twin(module, mode)
         with on_fakes(twin, mode):
-            tokens = torch.zeros((1, tensors["input_ids"].shape[1]), dtype=torch.long)
+            tokens = torch.zeros((1, min(tensors["input_ids"].shape[1], 32)), dtype=torch.long)
             return _compare_stages(twin, structure, tokens, len(blocks))
     except Exception as error:  # the module's own code, which may raise anything
         return f"the second of two stages of {name} does not run: {first_line(error)}"

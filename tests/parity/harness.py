@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +64,7 @@ class Case:
         resumes: name of an earlier case of the group from whose checkpoint this one goes on.
         module: name of a foreign module (foreign_models.py) to spread; on the meta device if there are ``weights``.
         weights: folder of Hugging Face weights to start from.
+        run: what to do in the place of `train`, a function of a module.
         exports: write such weights to the folder ``NAME`` before the first step, in files of at most ``exports`` bytes.
     """
 
@@ -76,6 +77,7 @@ class Case:
     module: str = ""
     weights: str | None = None
     exports: int = 0
+    run: Callable[[Case, Path], Outcome] | None = None
 
 
 def by_world_size(*groups: Sequence[Any], long_from: int = 4) -> list[ParameterSet]:
@@ -163,7 +165,7 @@ def _rank_main(rank: int, world_size: int, cases: list[Case], folder: Path, time
         results = {}
         for case in cases:
             try:
-                results[case.name] = train(case, folder)
+                results[case.name] = (case.run or train)(case, folder)
             except Exception:
                 report.write(f"rank {rank} of {world_size}, case {case.name}\n{traceback.format_exc()}\n")
                 report.flush()
