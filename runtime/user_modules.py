@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..profilers.module.structure import Structure, find_structure, has_parameters, run_as_stage, stage_module
+from ..profilers.module.structure import (
+    Structure,
+    caching_configs,
+    find_structure,
+    has_parameters,
+    run_as_stage,
+    stage_module,
+)
 from ..profilers.module.trials import why_not_sharded, why_not_staged
 from ..schema.errors import ConfigError, RuntimeMismatchError
 from ..schema.model import ModelSpec
@@ -55,9 +62,9 @@ def parallelize_user_module(
             f"{type(module).__name__} is on the meta device and cannot say how it is initialised"
         )
     mesh = build_mesh(plan, device.type)
-    if structure.is_transformers:
+    for config in caching_configs(module):
         # A cache would be filled twice where a block is recomputed, and training has no use for one.
-        module.config.use_cache = False  # type: ignore[union-attr]
+        config.use_cache = False
     if not is_meta:
         module.to(device, torch.float32)
     stages = [plan.stages[idx] for idx in mesh.stage_idxs]

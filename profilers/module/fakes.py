@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...schema.errors import ConfigError
 from ..measure.traced import shape_unknown_to_torch
+from .structure import caching_configs
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -50,13 +51,11 @@ class _Limit(TorchFunctionMode):
 @contextmanager
 def on_fakes(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """Run what is inside on fake tensors; a model of transformers keeps no keys and values, which every call would add to."""
-    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
-    cached = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
     level = _LOG.level
     with ExitStack() as stack:
         _LOG.setLevel(logging.CRITICAL)  # it writes what it raises as well
         stack.callback(_LOG.setLevel, level)
-        for config in cached:
+        for config in caching_configs(module):
             config.use_cache = False
             stack.callback(setattr, config, "use_cache", True)
         stack.enter_context(mode)

@@ -68,6 +68,12 @@ def find_structure(module: nn.Module, container: str | None = None) -> Structure
     return Structure(path, base, tuple(before), tuple(after), embedding, head, is_tied, is_transformers)
 
 
+def caching_configs(module: nn.Module) -> list[Any]:
+    """Return the configurations in a model of transformers that ask for caches of keys and values; parts may have their own."""
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    return [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+
+
 def shell(module: _Module) -> _Module:
     """Return another module with the same children, that may lose some of them and get hooks of its own."""
     other = copy.copy(module)
