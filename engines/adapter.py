@@ -140,11 +140,11 @@ def precisions_of(engine: str, precisions: tuple[str, ...], reason: str) -> Limi
     )
 
 
-def offload_of(engine: str, kinds: tuple[str, ...], reason: str) -> Limit:
-    """Return the limit of an engine that moves these kinds of states only, and no activations."""
+def offload_of(engine: str, kinds: tuple[str, ...], reason: str, *, activations: bool = False) -> Limit:
+    """Return the limit of an engine that moves these kinds of states only, and no activations unless said."""
     return Limit(
         f"{engine}_offload",
-        lambda p: p.layout.offload in kinds and not p.layout.offload_activations,
+        lambda p: p.layout.offload in kinds and (activations or not p.layout.offload_activations),
         lambda p: f"offload={p.layout.offload}, offload_activations={p.layout.offload_activations:g}: {reason}",
         "--fix offload=none",
     )

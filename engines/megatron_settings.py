@@ -44,7 +44,9 @@ LIMITS = (
         lambda p: f"selective recompute of {p.layout.recompute_fraction:g} of the blocks: Megatron's is of all of them",
         "plan again with --fix recompute=full",
     ),
-    adapter.offload_of("megatron", ("none", "optimizer"), "Megatron moves optimizer states only"),
+    adapter.offload_of(
+        "megatron", ("none", "optimizer"), "Megatron moves optimizer states and activations", activations=True
+    ),
     adapter.precisions_of("megatron", tuple(_PRECISION), "Megatron keeps fp32 master parameters"),
 )
 
@@ -78,10 +80,36 @@ def plan_settings(plan: TrainingPlan) -> Settings:
     if plan.model.is_moe:
         settings |= {"expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.expert_tp}
     settings |= _stages(plan) | _recompute(plan)
+    settings |= _switches(plan)
     if layout.offload == "optimizer":
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": layout.offload_fraction}
         settings["use_precision_aware_optimizer"] = True  # whose code the update on the host is
     return settings
+
+
+def _switches(plan: TrainingPlan) -> Settings:
+    """Return what a plan turns on: a graph holds a dense layer, and of one with experts what comes before they do."""
+    layout, settings = plan.layout, Settings()
+    if layout.gradients == "compute":
+        settings["grad_reduce_in_bf16"] = True
+    if layout.cuda_graphs and plan.model.is_moe:
+        settings |= {
+            "cuda_graph_impl": "transformer_engine",
+            "cuda_graph_scope": ["attn", "moe_router", "moe_preprocess"],
+        }
+    elif layout.cuda_graphs:
+        settings["cuda_graph_impl"] = "local"
+    if layout.cuda_graphs:
+        settings["te_rng_tracker"] = True
+    if num_layers := num_offloaded_layers(plan):
+        settings["cpu_offloading_num_layers"] = num_layers
+    return settings
+
+
+def num_offloaded_layers(plan: TrainingPlan) -> int:
+    """Return the blocks whose activations wait in the host's memory: Megatron moves all of some, and not of every one."""
+    num_blocks = plan.model.num_blocks
+    return min(round(plan.layout.offload_activations * num_blocks), num_blocks - 1)
 
 
 def _exchange(cp: int, ulysses: int) -> Settings:
@@ -173,6 +201,7 @@ def layout_from_settings(
     if dp % instances:
         raise ConfigError(f"num_distributed_optimizer_instances {instances} does not divide {dp} data-parallel ranks")
     ep, assumed = number("expert_model_parallel_size"), []
+    graphs = settings.get("cuda_graph_impl") or settings.get("enable_cuda_graph") or settings.get("external_cuda_graph")
     etp = number("expert_tensor_parallel_size", tp)
     chunks, uneven = _chunks(settings, pp, model)
     if uneven:
@@ -184,7 +213,12 @@ def layout_from_settings(
         "sequence_parallel": tp > 1 and bool(settings.get("sequence_parallel")),
         "zero_stage": 1 if sharded and dp // instances * cp > 1 else 0,
         **_recompute_of(settings, model, pp * chunks),
+        "tp_overlap": bool(settings.get("tp_comm_overlap")) and bool(settings.get("sequence_parallel")),
+        "gradients": "compute" if settings.get("grad_reduce_in_bf16") else "fp32",
+        "cuda_graphs": bool(graphs) and graphs != "none",
     }  # fmt: skip
+    if (moved := number("cpu_offloading_num_layers", 0) if settings.get("cpu_offloading_num_layers") else 0) and model:
+        fields["offload_activations"] = moved / model.num_blocks
     if settings.get("optimizer_cpu_offload"):
         fields |= {"offload": "optimizer", "offload_fraction": settings.get("optimizer_offload_fraction", 1.0)}
     return Layout(**fields), tuple(assumed)

@@ -25,7 +25,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
         "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, "recompute_modules": None,
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "cuda_graph_impl": "none",
+        "cuda_graph_scope": [], "use_te_rng_tracker": False, "cpu_offloading": False, "cpu_offloading_num_layers": 0,
     },
+    "rng": {"te_rng_tracker": False},
     "train": {"micro_batch_size": None, "global_batch_size": None},
     "ddp": {
         "use_distributed_optimizer": False, "num_distributed_optimizer_instances": 1, "overlap_grad_reduce": False,
@@ -70,6 +72,8 @@ def write(plan: TrainingPlan) -> Exported:
     stages = settings.pop("num_virtual_stages_per_pipeline_rank", None), plan.layout.num_model_chunks
     settings["virtual_pipeline_model_parallel_size"] = next((n for n in stages if n and n > 1), None)
     settings["align_param_gather"] = settings["overlap_param_gather"] and plan.layout.num_model_chunks > 1
+    settings["use_te_rng_tracker"] = settings.get("te_rng_tracker", False)
+    settings["cpu_offloading"] = "cpu_offloading_num_layers" in settings
     content: dict[str, Any] = {
         section: {name: settings.get(name, default) for name, default in fields.items()}
         for section, fields in SECTIONS.items()
@@ -128,6 +132,8 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
     settings: dict[str, Any] = {k: v for name in SECTIONS for k, v in sections[name].items() if v is not None}
     if "virtual_pipeline_model_parallel_size" in settings:
         settings["num_virtual_stages_per_pipeline_rank"] = settings["virtual_pipeline_model_parallel_size"]
+    mixed = content.get("mixed_precision")
+    settings["grad_reduce_in_bf16"] = isinstance(mixed, dict) and mixed.get("grad_reduce_in_fp32") is False
     num_devices = adapter.require_num_devices(num_devices)
     layout, assumed = layout_from_settings(settings, num_devices, model)
     seq_len = sections["dataset"].get("sequence_length") or sections["model"].get("seq_length")
@@ -139,7 +145,7 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
         num_devices=num_devices,
         global_batch_size=adapter.optional_integer(settings, "global_batch_size"),
         seq_len=adapter.positive_integer(seq_len, "sequence_length") if seq_len else None,
-        precision=_precision(content.get("mixed_precision")),
+        precision=_precision(mixed),
         ignored=(*others, *(name for name in content if name not in (*names, "mixed_precision"))),
         assumed=assumed,
     )

@@ -93,15 +93,11 @@ def switches(settings: Mapping[str, Any], *, has_flash_attention: bool = True) -
     backend = str(settings.get("attention_backend") or "")
     is_local = settings.get("transformer_impl") == "local" or not has_flash_attention
     is_math = backend in ("unfused", "local") or (is_local and not settings.get("use_flash_attn"))
-    graphs = settings.get("cuda_graph_impl") or settings.get("enable_cuda_graph") or settings.get("external_cuda_graph")
     dropouts = [settings.get(name, 0.1) for name in ("attention_dropout", "hidden_dropout")]
     return {
         "optimizer": {"adam": "adamw", None: "adamw"}.get(settings.get("optimizer"), settings.get("optimizer")),
         "attention": "math" if is_math else "flash",
         "overlap": bool(settings.get("overlap_grad_reduce") or settings.get("overlap_param_gather")),
-        "tp_overlap": bool(settings.get("tp_comm_overlap")) and bool(settings.get("sequence_parallel")),
-        "gradients": "compute" if settings.get("grad_reduce_in_bf16") else "fp32",
-        "cuda_graphs": bool(graphs) and graphs != "none",
         "fp8_activation_input": bool(settings.get("activation_func_fp8_input_store")),
         "dropout": any(isinstance(value, int | float) and value > 0 for value in dropouts),
     }

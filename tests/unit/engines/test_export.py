@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_options import megatron_parser
 from meshwright.engines import ENGINES, TARGETS, Exported, export, exportable, read_configuration
-from meshwright.schema import ConfigError, Layout, ModelSpec, TrainingPlan, Workload
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layers import Block, LayerRun, MTPHead
 from meshwright.schema.training_plan import LayerSlots
 from plans import make_plan
@@ -28,7 +28,9 @@ DEEPSEEK = ModelSpec.named("deepseek-v3")
 def plan_of(layout: Layout, model: ModelSpec = LLAMA, **workload: Any) -> TrainingPlan:
     """A plan with 16 micro-batches and even stages."""
     batch = workload.pop("global_batch_size", 16 * layout.dp * layout.micro_batch_size)
-    return make_plan(model, layout, workload=Workload(seq_len=4096, global_batch_size=batch, **workload))
+    plan = make_plan(model, layout, workload=Workload(seq_len=4096, global_batch_size=batch, **workload))
+    of_nvidia = layout.tp_overlap or layout.cuda_graphs
+    return plan.replace(cluster=ClusterSpec.parse(f"{layout.world_size}xH100-SXM-80GB")) if of_nvidia else plan
 
 
 def back(made: Exported, folder: Path, plan: TrainingPlan) -> Layout:
@@ -47,6 +49,8 @@ MEGATRON = [
     Layout(cp=2, dp_replicate=2, zero_stage=1),
     Layout(dp_shard=2, offload="optimizer", offload_fraction=0.5, zero_stage=1),
     Layout(pp=2, recompute="full", recompute_fraction=0.5),
+    Layout(tp=2, dp_shard=2, gradients="compute", tp_overlap=True, cuda_graphs=True, recompute="selective"),
+    Layout(dp_shard=2, offload_activations=0.25),
 ]
 
 

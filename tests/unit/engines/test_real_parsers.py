@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from meshwright.engines import export
-from meshwright.schema import Layout, ModelSpec, TrainingPlan, Workload
+from meshwright.schema import ClusterSpec, Layout, ModelSpec, TrainingPlan, Workload
 from plans import make_plan
 
 PARSERS = Path(__file__).parent / "parsers"
@@ -40,7 +40,9 @@ def plan_of(
     layout: Layout, model: str = "llama-3.1-8b", blocks: tuple[int, ...] | None = None, **workload: Any
 ) -> TrainingPlan:
     work = Workload(seq_len=4096, global_batch_size=16 * layout.dp * layout.micro_batch_size, **workload)
-    return make_plan(ModelSpec.named(model), layout, workload=work, blocks_per_stage=blocks)
+    plan = make_plan(ModelSpec.named(model), layout, workload=work, blocks_per_stage=blocks)
+    of_nvidia = layout.tp_overlap or layout.cuda_graphs
+    return plan.replace(cluster=ClusterSpec.parse(f"{layout.world_size}xH100-SXM-80GB")) if of_nvidia else plan
 
 
 def of_megatron(**fields: Any) -> Layout:
@@ -84,6 +86,9 @@ MEGATRON: dict[str, tuple[TrainingPlan, str]] = {
         ("block", "llama-3.1-8b", "llama.llama31_8b", {"dp_shard": 4, "recompute": "full", "recompute_fraction": 0.5}, None, {}),
         ("ring", "llama-3.1-8b", "llama.llama31_8b", {"cp": 4, "cp_ulysses": 2, "dp_shard": 4}, None, {}),
         ("replicas", "llama-3.1-8b", "llama.llama31_8b", {"tp": 4, "dp_shard": 4, "dp_replicate": 2}, None, {}),
+        ("switches", "llama-3.1-8b", "llama.llama31_8b", {"tp": 2, "dp_shard": 2, "tp_overlap": True, "cuda_graphs": True,
+            "gradients": "compute"}, None, {}),
+        ("activations", "llama-3.1-8b", "llama.llama31_8b", {"dp_shard": 4, "offload_activations": 0.5}, None, {}),
         ("plain", "qwen3-8b", "qwen.qwen3_8b", {"dp_replicate": 4}, None, {}),
         ("offload", "qwen3-8b", "qwen.qwen3_8b", {"dp_shard": 4, "offload": "optimizer", "offload_fraction": 0.5}, None, {}),
     )
@@ -95,9 +100,9 @@ def expected_of_megatron(plan: TrainingPlan) -> dict[str, Any]:
     return {
         "chunks": plan.layout.num_model_chunks,
         "data_parallel": plan.layout.dp,
-        "gradients_in_fp32": True,
+        "gradients_in_fp32": plan.layout.gradients == "fp32",
         "fp8": "hybrid" if plan.workload.precision == "fp8" else None,
-        "tp_overlap": False,
+        "tp_overlap": plan.layout.tp_overlap,
     }
 
 
