@@ -134,7 +134,7 @@ def _diff(change: Change) -> Iterator[str]:
     """Yield the lines of a change, as a diff has them."""
     if change.before is None and change.after is None:
         text = change.setting.removeprefix("in the training script: ")
-        yield f"{'in your script' if change.place != 'note' else 'note'}: {escape(text)}"
+        yield f"{'in your script' if change.place == 'your script' else change.place}: {escape(text)}"
         return
     where = f"   {change.place}" if change.place else ""
     if change.variable and change.after is not None:

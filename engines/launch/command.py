@@ -38,6 +38,14 @@ class Launch:
         """The words as texts."""
         return tuple(word.text for word in self.words)
 
+    def named(self, option: str) -> str:
+        """Return a name that an option gives, as it is written where it is not known; empty: the option is not there."""
+        entry = self.options.entries.get(option)
+        if entry is None or entry.value is True:
+            return ""
+        self.options.read[option] = None
+        return str(entry.value[0] if isinstance(entry.value, list) else entry.value)
+
     def table_named(self, name: str) -> Settings | None:
         """Return a configuration file that the command names: one that the script writes, or one beside it; None: neither."""
         if name in self.script.files:
@@ -46,6 +54,8 @@ class Launch:
                 parse_table(Path(name).suffix or ".json", text), "\n" * (place.line - 1) + text, place.file
             )
         path = self.folder / name
+        if not path.is_file():  # $(pwd)/ds.json, ${HERE}/ds.json
+            path = self.folder / Path(name).name
         if path.suffix in TABLES and path.is_file():
             text = read_text(path)
             return from_table(parse_table(path.suffix, text), text, path.name)

@@ -74,7 +74,16 @@ def changes_of(
         ("note", (*_refused(engine, after), *new.not_expressed), (*_refused(engine, before), *old.not_expressed)),
     ):
         changes += [Change(setting=line, before=None, after=None, place=where) for line in lines if line not in present]
+    dropped = [
+        line for line in old.not_expressed if line not in new.not_expressed and not _continues(line, new.not_expressed)
+    ]
+    changes += [Change(setting=line, before=None, after=None, place="no longer") for line in dropped]
     return tuple(changes) or _of_layouts(before, after)
+
+
+def _continues(line: str, others: Iterable[str]) -> bool:
+    """Return whether another line is about the same: begins with the same word."""
+    return any(other.split(" ")[0].partition("=")[0] == line.split(" ")[0].partition("=")[0] for other in others)
 
 
 def _is_same_cut(setting: str, first: Mapping[str, str], second: Mapping[str, str]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...schema.errors import ConfigError
 from .. import accelerate, deepspeed
 from ..adapter import Imported, positive_integer
 from .command import Launch, devices_of
@@ -18,6 +19,14 @@ MODELS = ("model_name_or_path", "model_name", "pretrained_model_name_or_path", "
 BATCHES = ("per_device_train_batch_size", "train_batch_size", "micro_batch_size")
 """Options of training scripts, the usual one first."""
 
+HARMLESS = (
+    "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_state_dict_type", "fsdp_cpu_ram_efficient_loading",
+    "fsdp_version", "fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_backward_prefetch", "fsdp_forward_prefetch", "gpu_ids",
+    "num_machines", "num_processes", "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
+    "stage3_gather_16bit_weights_on_model_save", "contiguous_gradients", "allgather_partitions", "reduce_scatter",
+)  # fmt: skip
+"""Settings of Accelerate and DeepSpeed that say what an estimate takes for granted, or nothing about a step."""
+
 _NOWHERE = Place("command line", 0)
 
 
@@ -28,17 +37,33 @@ def is_accelerate(launch: Launch) -> bool:
 
 def is_deepspeed(launch: Launch) -> bool:
     """Return whether a command starts a script with DeepSpeed's configuration."""
-    named = launch.options.entries.get("deepspeed")
-    return "deepspeed_config" in launch.options or (named is not None and str(named.value).endswith(".json"))
+    is_by_options = "deepspeed" in launch.options and "zero_stage" in launch.options
+    return "deepspeed_config" in launch.options or launch.named("deepspeed").endswith(".json") or is_by_options
 
 
 def read_deepspeed(launch: Launch, known: Given, source: str) -> Job:
     """Read the command and the JSON that it names."""
-    name = str(launch.options.get("deepspeed_config") or launch.options["deepspeed"])
-    config = launch.table_named(name)
+    name = launch.named("deepspeed_config") or launch.named("deepspeed")
+    config = launch.table_named(name) if name else _of_options(launch)
     if config is None:
         return _deepspeed(Settings({}), launch, known, source, [f"DeepSpeed's configuration {name} is not here"])
     return _deepspeed(config, launch, known, source, [])
+
+
+def _of_options(launch: Launch) -> Settings:
+    """Return what scripts that build their configuration themselves take as options: --zero_stage, --offload, --dtype."""
+    options = launch.options
+    zero: dict[str, Entry] = {"stage": options.entries["zero_stage"]} if "zero_stage" in options else {}
+    options.read |= dict.fromkeys(("deepspeed", "zero_stage"))
+    if options.get("offload") is True:
+        device = replace(options.entries["offload"], value="cpu")
+        zero["offload_optimizer"] = Entry(Settings({"device": device}), "--offload", device.place)
+    entries = {"zero_optimization": Entry(Settings(zero), "zero_optimization", _NOWHERE)}
+    kind = str(options.get("dtype") or "")
+    if kind in ("bf16", "fp16"):
+        enabled = replace(options.entries["dtype"], value=True)
+        entries[kind] = Entry(Settings({"enabled": enabled}), "--dtype", enabled.place)
+    return Settings(entries)
 
 
 def deepspeed_table(settings: Settings, known: Given, source: str) -> Job:
@@ -48,8 +73,8 @@ def deepspeed_table(settings: Settings, known: Given, source: str) -> Job:
 
 def read_accelerate(launch: Launch, known: Given, source: str) -> Job:
     """Read the command and the YAML that it names; options win over the file, as Accelerate has it."""
-    named = launch.options.get("config_file")
-    table = launch.table_named(str(named)) if named else None
+    named = launch.named("config_file")
+    table = launch.table_named(named) if named else None
     notes = [f"Accelerate's configuration {named} is not here"] if named and table is None else []
     entries = dict(table.entries) if table is not None else {}
     options = launch.options
@@ -72,7 +97,7 @@ def accelerate_table(settings: Settings, known: Given, source: str) -> Job:
 
 def _accelerate(config: Settings, launch: Launch | None, known: Given, source: str, notes: list[str]) -> Job:
     if str(config.get("distributed_type")) == "DEEPSPEED":
-        return _deepspeed(_of_plugin(config), launch, known, source, notes, engine="accelerate")
+        return _deepspeed(_of_plugin(config), launch, known, source, notes)
     if "fsdp_config" in config:
         config.entries["fsdp_config"] = replace(
             config.entries["fsdp_config"], value=_second_version(config["fsdp_config"])
@@ -114,9 +139,7 @@ def _of_plugin(config: Settings) -> Settings:
     return Settings(entries)
 
 
-def _deepspeed(
-    config: Settings, launch: Launch | None, known: Given, source: str, notes: list[str], *, engine: str = "deepspeed"
-) -> Job:
+def _deepspeed(config: Settings, launch: Launch | None, known: Given, source: str, notes: list[str]) -> Job:
     options = launch.options if launch is not None else Settings(given(known.sets))
     for name, ours in (("train_micro_batch_size_per_gpu", BATCHES[0]), ("gradient_accumulation_steps",) * 2):
         if config.entries.get(name, Entry("auto", "", _NOWHERE)).value == "auto" and ours in options:
@@ -124,12 +147,30 @@ def _deepspeed(
             options.read[ours] = None
     if config.entries.get("train_batch_size", Entry("auto", "", _NOWHERE)).value != "auto" and known.global_batch_size:
         config.entries.pop("train_batch_size")
-    imported = deepspeed.read(config, known.num_devices, known.model).replace(engine=engine)
+    notes = notes + _fitted_steps(config, known)
+    imported = deepspeed.read(config, known.num_devices, known.model)
     if "bf16" not in config and "fp16" not in config:
         kind = next((name for name in ("bf16", "fp16") if options.get(name) is True), None)
         imported = imported.replace(precision=f"{kind}-mixed" if kind else None)
-    assumed_else = tuple(line for line in imported.assumed if not line.startswith("pp 1"))
+    assumed_else = tuple(line for line in imported.assumed if not line.startswith(("pp 1", "micro_batch_size")))
     return _finish(imported.replace(assumed=assumed_else), config, launch, known, source, notes, cost="deepspeed")
+
+
+def _fitted_steps(config: Settings, known: Given) -> list[str]:
+    """Leave the accumulation open where it is for another number of devices than the cluster's: the batch stays."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    values = [config.entries[name].value if name in config.entries else None for name in names]
+    if not all(isinstance(value, int) for value in values):
+        return []
+    batch, micro, steps = values
+    tensor, sequence = config.get("tensor_parallel") or {}, config.get("sequence_parallel_size", 1)
+    ranks = known.num_devices // max(int(tensor.get("autotp_size", 1)) * int(sequence), 1)
+    if batch == micro * steps * ranks or batch % (micro * ranks):
+        return []
+    config.entries.pop(names[2])
+    return [
+        f"gradient_accumulation_steps {batch // (micro * ranks)}: so that train_batch_size stays {batch} on {ranks} ranks"
+    ]
 
 
 def _finish(
@@ -163,6 +204,11 @@ def _finish(
     elif "fsdp_config" not in config:
         assumed.append("recompute none: it is the training script's (--set gradient_checkpointing=true)")
     length, name = _first(options, LENGTHS), _first(options, MODELS)
+    model = known.model or (model_called(str(name)) if name else None)
+    if model is None and name:
+        raise ConfigError(
+            f"the model {name} is not in the catalogue", help="add --model with its config.json, or a name of it"
+        )
     attention = str(options.get("attn_implementation") or "flash")
     imported = imported.replace(
         layout=layout,
@@ -173,12 +219,14 @@ def _finish(
         imported,
         known,
         source=source,
-        model=known.model or (model_called(str(name)) if name else None),
+        model=model,
         switches=_switches(attention, options, config),
         engine=cost or imported.engine,
         facts=(*options.facts(), *config.facts()),
         assumed=assumed,
-        unread=(*config.ignored(), *options.ignored()),
+        unread=tuple(
+            name for name in (*config.ignored(), *options.ignored()) if name.rpartition(".")[2] not in HARMLESS
+        ),
         undecided=tuple(launch.script.undecided) if launch is not None else (),
     )
 

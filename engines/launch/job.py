@@ -64,7 +64,7 @@ _HARMLESS = re.compile(
     |exit|distributed.(timeout|backend)|master|node.rank|rdzv|tee|max.restarts|local.ranks|role|machine.rank|main.process|manual.gc
     |empty.unused|use.mcore|rotary.(base|percent)|apply.layernorm|position|no.position|calculate.per|metrics|output|hostfile|job|comm
     |experiment|wall.clock|print|kill|abort|pp.partition|moe.(aux|router|z.loss|token)|scheduler|hf.|assets|compute.environment|debug
-    |same.network|tpu|use.cpu|downcast|main.training|wait|jobid|cpu|partition|label|container|loss|tf32|do.train|overwrite|project
+    |same.network|report.to|do.eval|inference|print.loss|enable.tensorboard|weight|beta|lora.module|tpu|use.cpu|downcast|main.training|wait|jobid|cpu|partition|label|container|loss|tf32|do.train|overwrite|project
     |remove.unused|push|hub|packing|chat|reward|env|name|resume|config|recipe|bf16|fp16|enable.cpu.affinity|rank)""",
     re.IGNORECASE | re.VERBOSE,
 )

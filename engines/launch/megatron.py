@@ -166,7 +166,7 @@ def read_launch(launch: Launch, known: Given, source: str) -> Job:
     settings = launch.options
     if "deepspeed" not in settings and "deepspeed_config" not in settings:
         return _job(settings, known, devices, source=source, assumed=assumed, undecided=launch.script.undecided)
-    named = str(settings.entries["deepspeed_config"].value if "deepspeed_config" in settings else "")
+    named = launch.named("deepspeed_config")
     config = launch.table_named(named)
     if config is None:
         assumed.append(f"DeepSpeed's configuration {named} is not here: --zero-stage is taken")

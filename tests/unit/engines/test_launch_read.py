@@ -281,4 +281,28 @@ def test_deepspeed_with_its_command(tmp_path: Path) -> None:
         "mixed_precision: bf16\nnum_processes: 64\n"
     )
     job = read(tmp_path, plugin, "acc.yaml", model=ModelSpec.named("llama-3.1-8b"), seq_len=4096)
-    assert (job.engine, job.layout.zero_stage, job.workload.precision) == ("accelerate", 2, "bf16-mixed")
+    assert (job.engine, job.layout.zero_stage, job.workload.precision) == ("deepspeed", 2, "bf16-mixed")
+
+
+def test_deepspeed_scripts_that_build_their_configuration(tmp_path: Path) -> None:
+    """Options in the place of a file, a file named through a command's output, and steps for other devices."""
+    script = (
+        "OUTPUT=$1\nZERO_STAGE=${2:-3}\n"
+        "deepspeed main.py --model_name_or_path meta-llama/Llama-2-7b-hf --per_device_train_batch_size 4 --max_seq_len 512 \\\n"
+        "  --gradient_accumulation_steps 1 --gradient_checkpointing --zero_stage $ZERO_STAGE --deepspeed --offload \\\n"
+        "  --dtype bf16 --output_dir $OUTPUT &> $OUTPUT/training.log\n"
+    )
+    job = read(tmp_path, script, devices=8)
+    assert job.layout == Layout(dp_shard=8, micro_batch_size=4, recompute="full", offload="optimizer")
+    assert (job.model.name, job.workload.precision, job.workload.global_batch_size) == ("llama-2-7b", "bf16-mixed", 32)
+    assert facts(job)["--zero_stage"] == ("3", "launch.sh:2", "ZERO_STAGE")
+    config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    (tmp_path / "ds.json").write_text(
+        json.dumps(config | {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    )
+    script = "deepspeed train.py --deepspeed_config $(pwd)/ds.json --model_name_or_path gpt2-xl --block_size 1024\n"
+    job = read(tmp_path, script, devices=16)
+    assert (job.layout.zero_stage, job.layout.dp_shard, job.workload.global_batch_size) == (2, 16, 64)
+    assert any(line.startswith("gradient_accumulation_steps 2") for line in job.assumed)
+    with pytest.raises(ConfigError, match="the model acme/odd-13b is not in the catalogue"):
+        read(tmp_path, script.replace("gpt2-xl", "acme/odd-13b"), devices=16)
