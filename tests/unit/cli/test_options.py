@@ -27,6 +27,7 @@ MODES: dict[str, dict[str, list[str]]] = {
     },
     "apply": {"": ["plan.json"], "a script of your own": ["plan.json", "train.py"]},
     "experts bench": {"files of loads": ["loads.npy"], "no files of loads": []},
+    "compare": {"PLAN": ["train.sh", "plan.json"], "": ["train.sh"]},
     "profile": {"": [], "torchrun or srun": []},
 }
 """What chooses each mode of the commands that have several."""
