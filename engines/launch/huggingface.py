@@ -159,10 +159,10 @@ def _deepspeed(config: Settings, launch: Launch | None, known: Given, source: st
 def _fitted_steps(config: Settings, known: Given) -> list[str]:
     """Leave the accumulation open where it is for another number of devices than the cluster's: the batch stays."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    values = [config.entries[name].value if name in config.entries else None for name in names]
-    if not all(isinstance(value, int) for value in values):
+    values = [config.entries[name].value for name in names if name in config.entries]
+    batch, micro, steps = values if len(values) == len(names) else (0, 0, 0)
+    if not all(isinstance(value, int) and value > 0 for value in (batch, micro, steps)):
         return []
-    batch, micro, steps = values
     tensor, sequence = config.get("tensor_parallel") or {}, config.get("sequence_parallel_size", 1)
     ranks = known.num_devices // max(int(tensor.get("autotp_size", 1)) * int(sequence), 1)
     if batch == micro * steps * ranks or batch % (micro * ranks):
