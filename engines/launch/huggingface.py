@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +99,7 @@ def _accelerate(config: Settings, launch: Launch | None, known: Given, source: s
         return _deepspeed(_of_plugin(config), launch, known, source, notes)
     if "fsdp_config" in config:
         config.entries["fsdp_config"] = replace(
-            config.entries["fsdp_config"], value=_second_version(config["fsdp_config"])
+            config.entries["fsdp_config"], value=_second_version(config.table("fsdp_config"))
         )
     imported = accelerate.read(config, known.num_devices, known.model)
     imported = imported.replace(assumed=tuple(a for a in imported.assumed if not a.startswith("micro_batch_size")))
@@ -120,8 +119,7 @@ def _second_version(fsdp: Settings) -> Settings:
 
 def _of_plugin(config: Settings) -> Settings:
     """Return what Accelerate's plugin for DeepSpeed says as DeepSpeed's own configuration."""
-    plugin = config.get("deepspeed_config")
-    plugin = plugin if isinstance(plugin, Settings) else Settings({})
+    plugin = config.table("deepspeed_config")
     zero: dict[str, Entry] = {}
     entries: dict[str, Entry] = {"zero_optimization": Entry(Settings(zero), "zero_optimization", _NOWHERE)}
     if "zero_stage" in plugin:
@@ -163,8 +161,9 @@ def _fitted_steps(config: Settings, known: Given) -> list[str]:
     batch, micro, steps = values if len(values) == len(names) else (0, 0, 0)
     if not all(isinstance(value, int) and value > 0 for value in (batch, micro, steps)):
         return []
-    tensor, sequence = config.get("tensor_parallel") or {}, config.get("sequence_parallel_size", 1)
-    ranks = known.num_devices // max(int(tensor.get("autotp_size", 1)) * int(sequence), 1)
+    degrees = config.table("tensor_parallel").get("autotp_size") or 1, config.get("sequence_parallel_size", 1)
+    tensor, sequence = (positive_integer(value, "tensor_parallel or sequence_parallel_size") for value in degrees)
+    ranks = max(known.num_devices // (tensor * sequence), 1)
     if batch == micro * steps * ranks or batch % (micro * ranks):
         return []
     config.entries.pop(names[2])
@@ -232,9 +231,9 @@ def _finish(
 
 
 def _switches(attention: str, options: Settings, config: Settings) -> dict[str, Any]:
-    zero: Any = config.get("zero_optimization") or {}
+    zero = config.table("zero_optimization")
     optimizer = str(options.get("optim") or "adamw")
-    overlap = bool(zero.get("overlap_comm", zero.get("stage") == 3)) if isinstance(zero, Mapping) and zero else True
+    overlap = bool(zero.get("overlap_comm", zero.get("stage") == 3)) if len(zero) else True
     return {
         "attention": "math" if attention == "eager" else "flash",
         "optimizer": "sgd" if optimizer == "sgd" else "adamw",

@@ -256,7 +256,7 @@ def imported_from(settings: Settings, devices: int, model: Any) -> Imported:
 
 def _zero_stage(settings: Settings, config: Settings, imported: Imported, assumed: list[str]) -> int:
     """Return what DeepSpeed shards: under a pipeline in bf16 its own optimizer shards states whatever the stage."""
-    zero = config.get("zero_optimization") or {}
+    zero = config.table("zero_optimization")
     stage = zero.get("stage", settings.get("zero_stage", 0))
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"ZeRO stage {stage}: must be 0, 1, 2 or 3")

@@ -73,10 +73,22 @@ class Settings(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.entries)
 
+    def table(self, name: str) -> Settings:
+        """Return a table within; an absent one is empty.
+
+        Raises:
+            ConfigError: it is no table.
+        """
+        value = self.get(name)
+        if value is None:
+            return Settings({})
+        if not isinstance(value, Settings):
+            raise ConfigError(f"{self.entries[name].place}: {name} must be a table")
+        return value
+
     def facts(self) -> Iterator[Fact]:
         """Yield what was read, in the order in which it was."""
-        for name in self.read:
-            entry = self.entries[name]
+        for entry in (self.entries[name] for name in self.read if name in self.entries):
             if isinstance(entry.value, Settings):
                 yield from entry.value.facts()
             elif entry.setting:

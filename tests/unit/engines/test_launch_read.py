@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from meshwright.engines import export
 from meshwright.engines.launch import Given, Job, read_job
 from meshwright.schema import ConfigError, Layout, ModelSpec, Workload
@@ -306,3 +311,142 @@ def test_deepspeed_scripts_that_build_their_configuration(tmp_path: Path) -> Non
     assert any(line.startswith("gradient_accumulation_steps 2") for line in job.assumed)
     with pytest.raises(ConfigError, match="the model acme/odd-13b is not in the catalogue"):
         read(tmp_path, script.replace("gpt2-xl", "acme/odd-13b"), devices=16)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 10**12) | st.floats() | st.text(max_size=8) | st.just("auto"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = st.sampled_from(
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+        "stage",
+        "offload_optimizer",
+        "device",
+        "tensor_parallel",
+        "autotp_size",
+        "gradient_accumulation_steps",
+        "bf16",
+        "enabled",
+        "distributed_type",
+        "fsdp_config",
+        "deepspeed_config",
+        "zero_stage",
+        "mixed_precision",
+        "model",
+        "ddp",
+        "trainer",
+        "train",
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "micro_batch_size",
+        "global_batch_size",
+        "seq_length",
+        "vocab_size",
+        "num_experts",
+        "moe_layer_freq",
+        "recompute_granularity",
+        "parallelism",
+        "training",
+        "data_parallel_shard_degree",
+        "tensor_parallel_degree",
+        "activation_checkpoint",
+        "mode",
+        "seq_len",
+        "local_batch_size",
+        "compile",
+        "name",
+        "flavor",
+        "--num-layers",
+        "--hidden-size",
+        "--tensor-model-parallel-size",
+        "--micro-batch-size",
+        "sequence_parallel_size",
+        "precision",
+    ]
+)
+
+
+@given(st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES, max_size=5), max_size=7), st.booleans())
+@settings(max_examples=250, deadline=None)
+def test_any_table_is_read_or_refused(content: dict[str, Any], has_model: bool) -> None:
+    """No traceback, whatever the file holds."""
+    model = ModelSpec.named("llama-3.1-8b") if has_model else None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.yaml"
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
+        for engine in (None, "torchtitan", "accelerate", "deepspeed", "megatron", "nemo"):
+            with contextlib.suppress(ConfigError):
+                read_job(path, Given(num_devices=8, model=model, seq_len=1024, global_batch_size=8), engine=engine)
+
+
+OPTIONS = st.sampled_from(
+    [
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--tensor-model-parallel-size",
+        "--pipeline-model-parallel-size",
+        "--micro-batch-size",
+        "--global-batch-size",
+        "--seq-length",
+        "--vocab-size",
+        "--num-experts",
+        "--moe-layer-freq",
+        "--swiglu",
+        "--bf16",
+        "--recompute-granularity",
+        "--use-distributed-optimizer",
+        "--cp-comm-type",
+        "--context-parallel-size",
+        "--deepspeed",
+        "--deepspeed_config",
+        "--zero_stage",
+        "--config_file",
+        "--model_name_or_path",
+        "--per_device_train_batch_size",
+        "--max_seq_length",
+        "--job.config_file",
+        "--parallelism.tensor_parallel_degree",
+        "model.tensor_model_parallel_size=2",
+        "train.micro_batch_size=x",
+        "--recipe",
+        "--nnodes",
+        "--nproc_per_node",
+        "-1",
+        "0",
+        "2",
+        "8",
+        "64",
+        "4096",
+        "1e9",
+        "full",
+        "x",
+        "gpt2-xl",
+        "$A",
+        "$(ls)",
+        "''",
+        "true",
+        "llama3_8b",
+        "../ds.json",
+    ]
+)
+
+
+@given(
+    st.sampled_from(["torchrun", "deepspeed", "accelerate launch", "python -m torchtitan.train"]),
+    st.lists(OPTIONS, max_size=24),
+)
+@settings(max_examples=250, deadline=None)
+def test_any_command_is_read_or_refused(program: str, words: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "job.sh"
+        path.write_text(f"{program} {' '.join(words)}\n")
+        with contextlib.suppress(ConfigError):
+            read_job(path, Given(num_devices=8, seq_len=1024))
