@@ -17,6 +17,7 @@ from .options import JsonOption, command
 from .plan import estimate, plan
 from .profile import profile_app
 from .recipes import recipes
+from .studio import studio
 from .terminal import headed_table, show
 from .validate import calibrate, validate
 
@@ -31,6 +32,7 @@ app.command(short_help="The fastest layout that fits, and why it won; writes pla
 app.command(short_help="What one given layout costs, whether it fits or not.")(estimate)
 app.command(short_help="What binds a plan, what more of each resource is worth, why not.")(explain)
 app.command(short_help="Draw a plan: a page for a browser, a trace for Perfetto.")(report)
+app.command(short_help="Plan in a browser, as controls move.")(studio)
 app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
 app.command()(tokens)
 app.command()(export)

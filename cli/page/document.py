@@ -23,7 +23,7 @@ from ...planner.timeline import timeline
 from ...schema import MeshwrightError
 from ...schema.base import write_atomically
 from ...schema.trace import chrome_trace
-from ...schema.units import format_bytes, format_count, format_joules, format_seconds
+from ...schema.units import counted, format_bytes, format_count, format_joules, format_seconds
 from ..terminal import cluster_title, spinner, stopping_on_interrupt
 from . import glossary
 from .command import command_of
@@ -146,7 +146,7 @@ def _facts(plan: TrainingPlan) -> Iterator[dict[str, str]]:
     yield fact(
         "memory", format_bytes(need), f"{100 * need / costs.budget_bytes:.0f} % of {format_bytes(costs.budget_bytes)}"
     )
-    batches = f"{plan.num_microbatches} micro-batches on each rank"
+    batches = f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} on each rank"
     yield fact("batch", f"{work.global_batch_size:,} \N{MULTIPLICATION SIGN} {work.seq_len:,}", batches, "micro-batch")
     yield fact("model", format_count(plan.model.num_params), f"{plan.model.num_blocks} blocks")
     if plan.offload is not None:
@@ -159,7 +159,7 @@ def _facts(plan: TrainingPlan) -> Iterator[dict[str, str]]:
         step = f"{format_joules(energy_j)} a step, of the devices alone"
         yield fact("energy", f"{energy_j / work.tokens_per_step:.3g} J a token", step)
     if plan.cost is not None and plan.cost.price_per_hour is not None:
-        price = f"{plan.cost.price_per_hour:,.2f} USD/h, {plan.cost.num_nodes} nodes"
+        price = f"{plan.cost.price_per_hour:,.2f} USD/h, {counted(plan.cost.num_nodes, 'node')}"
         yield fact("1e9 tokens", f"{plan.cost.usd_per_billion_tokens:,.0f} USD", price)
     if (search := plan.search) is not None:
         effort = f"{search.evaluated:,} layouts costed, {search.pruned:,} excluded by bounds"

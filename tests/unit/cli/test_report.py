@@ -135,7 +135,8 @@ def test_the_command_makes_the_plan_again(folder: Path) -> None:
 def test_meanings_are_those_of_the_glossary() -> None:
     rows = re.findall(r"^\| ([^|]+) \|[^|]*\| ([^|]+) \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
     written = dict(rows)
-    assert {term: written.get(term) for term in glossary.TERMS} == glossary.TERMS
+    strange = [term for term, text in glossary.TERMS.items() if not written.get(term, "").startswith(text)]
+    assert strange == [], "the page says what docs/glossary.md says first"
     assert set(glossary.FIELD_TERMS.values()) <= set(glossary.TERMS)
 
 

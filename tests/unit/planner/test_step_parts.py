@@ -21,7 +21,7 @@ EXACT = 1e-9
 
 
 def planned(model: str, cluster: str, batch: int, seq_len: int, train: str = "full", **options: Any) -> TrainingPlan:
-    fields = {name: options.pop(name) for name in ("engine", "precision", "cuda_graphs") if name in options}
+    fields = {name: options.pop(name) for name in ("engine", "precision") if name in options}
     workload = Workload(seq_len=seq_len, global_batch_size=batch, **fields).replace(**parse_training(train))
     return plan(ModelSpec.named(model), ClusterSpec.parse(cluster), workload, **options)
 
@@ -90,7 +90,7 @@ def test_arithmetic_at_the_peak_is_that_of_model_flops() -> None:
 def test_dispatch_is_none_under_one_graph() -> None:
     """With CUDA graphs the host launches a pass at once, so that small layers no longer wait for it."""
     layer_by_layer, graphs = (
-        planned("smollm2-135m", "8xH100-SXM-80GB", 64, 512, engine="megatron", cuda_graphs=graphs, fixed={"tp": 1})
+        planned("smollm2-135m", "8xH100-SXM-80GB", 64, 512, engine="megatron", fixed={"tp": 1, "cuda_graphs": graphs})
         for graphs in (False, True)
     )
     waits, waits_less = (step_parts(answer)["dispatch"] for answer in (layer_by_layer, graphs))
