@@ -127,6 +127,7 @@ def _missing(block: Block) -> list[str]:
         "attention and feed-forward part side by side": block.parallel_residual,
         "ReLU": mlp.activation == "relu",
         "xIELU": mlp.activation == "xielu",
+        "a state in place of keys and values": attention.passes_state,
         "norms without weights": not block.norm_weight,
         "a norm within the feed-forward part": isinstance(mlp, DenseMLP) and mlp.inner_norm,
         "gated squared ReLU": mlp.activation == "relu2" and mlp.gated,

@@ -94,9 +94,11 @@ class Mixer(Component):
 
     Attributes:
         is_attention: it has scores for pairs of tokens: unfused they are stored, and context parallelism passes keys and values on.
+        passes_state: it has none, and what it knows of earlier tokens is a state that ranks pass on (recurrences.py).
     """
 
     is_attention: ClassVar[bool] = True
+    passes_state: ClassVar[bool] = False
 
 
 class Document(Frozen):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -26,9 +25,10 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Frozen, located, read_json, shown
+from .base import Frozen, located, shown
 from .catalogue import family_entries, find_family
 from .errors import ConfigError
+from .hf_recurrent import ADJUST, StateRule, state_mixers, without_states
 from .layers import (
     MAX_LAYERS,
     Block,
@@ -40,6 +40,7 @@ from .layers import (
     MoE,
     SoftmaxAttention,
 )
+from .recurrences import Recurrence
 from .rope import Fraction, Positive, Rope, RopeSettings, Size
 
 SizeOrZero = Annotated[int, Field(strict=True, ge=0, le=10**9)]
@@ -134,6 +135,8 @@ class PublishedConfig(Frozen):
     decoder_sparse_step: Size = _under("interleave_moe_layer_step", "decoder_sparse_step", default=1)
     mlp_only_layers: list[StrictInt] | None = None
     moe_layers: list[StrictInt] | None = None
+    expert_layer_period: Size | None = None
+    expert_layer_offset: SizeOrZero = 0
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
     moe_layer_end_index: StrictInt | None = None
     lm_head_bias: StrictBool = False
@@ -184,6 +187,10 @@ class PublishedConfig(Frozen):
         """Return whether a layer routes to experts."""
         if self.num_experts is not None and self.mlp_layer_types is not None:
             return self.mlp_layer_types[idx] == "sparse"
+        if self.expert_layer_period is not None and (self.num_experts or 0) > 1:
+            return idx % self.expert_layer_period == self.expert_layer_offset
+        if self.expert_layer_period is not None:
+            return False
         if self.moe_layer_end_index is not None and 0 <= self.moe_layer_end_index < idx:
             return False
         if self.num_experts is None or idx < self.first_k_dense_replace or idx in (self.mlp_only_layers or ()):
@@ -276,6 +283,8 @@ class Family(Frozen):
     extra_positions: int | None = None
     refuses: dict[str, str] = Field(default_factory=dict)
     text_model: str | None = None
+    state: StateRule | None = None
+    adjust: str | None = None
     names: dict[str, str] = Field(default_factory=dict)
     embedding: dict[str, Any] = Field(default_factory=dict)
     head: dict[str, Any] = Field(default_factory=dict)
@@ -290,6 +299,7 @@ class Family(Frozen):
         Raises:
             ConfigError: a size is missing, a value is wrong or not supported.
         """
+        content = content if self.adjust is None else ADJUST[self.adjust](content)
         content, named = self._in_our_names(content), {ours: theirs for theirs, ours in self.names.items()}
         for name, why in self.refuses.items():
             if name in content and content[name] != self.defaults.get(name):
@@ -315,10 +325,16 @@ class Family(Frozen):
 
     def spec_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ModelSpec, but name, architecture and source, that the content of a config.json says."""
-        config = self.read(content)
+        config = self.read(content if self.state is None else without_states(content))
+        count = config.num_hidden_layers
+        mixers: list[Recurrence | None] = [None] * count
+        if self.state is not None:
+            mixers = state_mixers(self.state, content, count, config.hidden_size, config.num_attention_heads)
         block = cache(lambda *key: self._block(config, *key))
-        idxs = range(config.num_hidden_layers)
-        keys = groupby((self._window(config, idx), config.is_sparse(idx), self._rotates(config, idx)) for idx in idxs)
+        keys = groupby(
+            (self._window(config, idx), config.is_sparse(idx), self._rotates(config, idx), mixer)
+            for idx, mixer in enumerate(mixers)
+        )
         length, vocab, is_rotary = config.max_position_embeddings, config.vocab_size, self.extra_positions is None
         head = {"bias": config.lm_head_bias, **self.norm, **self.head}
         num_positions = 0 if self.extra_positions is None else length + self.extra_positions
@@ -347,14 +363,19 @@ class Family(Frozen):
         slides = types[idx] != "full_attention" if types else SLIDES[self.slides](config, idx)
         return (config.attention_chunk_size or config.sliding_window) if slides else None
 
-    def _block(self, config: PublishedConfig, window: int | None, is_sparse: bool, rotates: bool) -> Block:
+    def _block(
+        self, config: PublishedConfig, window: int | None, is_sparse: bool, rotates: bool, mixer: Recurrence | None
+    ) -> Block:
+        attention: Any = mixer
+        if mixer is None:
+            attention = self._latent(config) if config.kv_lora_rank else self._softmax(config, window, rotates)
         is_parallel = config.use_parallel_residual or self.block.get("parallel_residual", False)
         num_norms = self.parallel_norms if is_parallel else 2
         if config.new_decoder_architecture:
             num_norms = config.num_ln_in_parallel_attn or 2
         fields = {"parallel_residual": is_parallel, "num_norms": 4 if config.use_post_norm else num_norms}
         return Block(
-            attention=self._latent(config) if config.kv_lora_rank else self._softmax(config, window, rotates),
+            attention=attention,
             mlp=self._moe(config) if is_sparse else self._dense(config),
             **{**fields, **self.block, **self.norm},
         )
@@ -385,7 +406,7 @@ class Family(Frozen):
 
     def _dense(self, config: PublishedConfig) -> DenseMLP:
         width = config.intermediate_size or (config.ffn_ratio or self.ffn_ratio) * config.hidden_size
-        if not width:
+        if not width and self.mlp.get("ffn_dim") != 0:
             raise ConfigError("field `intermediate_size` is missing")
         return DenseMLP(**{"ffn_dim": width, "activation": config.hidden_act, "bias": config.mlp_bias, **self.mlp})
 
@@ -411,38 +432,18 @@ def families() -> dict[str, Family]:
     return {model_type: Family(**entry) for model_type, entry in family_entries().items()}
 
 
-def fields_from_hf(config: str | Path | Mapping[str, Any], *, name: str | None = None) -> dict[str, Any]:
-    """Read the fields of a ModelSpec, without vision and audio parts and multi-token-prediction modules.
-
-    The name is the given one, ``_name_or_path`` of the file, the folder's name, or the architecture.
+def fields_from_hf(content: Any, where: str) -> tuple[str, dict[str, Any]]:
+    """Read the architecture and the fields of a ModelSpec, without vision and audio parts and multi-token-prediction modules.
 
     Raises:
-        ConfigError: the file cannot be read, lacks a field, or is of an architecture that is not supported.
+        ConfigError: the content lacks a field, or is of an architecture that is not supported.
     """
-    path = None if isinstance(config, Mapping) else _config_path(Path(config))
-    content: Any = config if path is None else read_json(path)
-    where = "config" if path is None else str(path)
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where} is not a model's config.json: it holds a {type(content).__name__}, not an object")
-    stored = content.get("_name_or_path")
-    if isinstance(stored, str) and stored:
-        name = name or stored
-    elif path is not None:
-        name = name or (path.absolute().parent.name if path.name == "config.json" else path.stem)
     with located(where):
         family = families()[find_family(content)]
         if family.text_model is not None:
             family, content = families()[family.text_model], content.get("text_config")
             if not isinstance(content, Mapping):
                 raise ConfigError(f"field `text_config` is {shown(content)}, not an object")
-        fields = family.spec_fields(content)
-    return {"name": name or family.architecture, "architecture": family.architecture, **fields}
-
-
-def _config_path(path: Path) -> Path:
-    try:
-        if path.is_dir() and not (path / "config.json").exists():
-            raise ConfigError(f"cannot read {shown(str(path / 'config.json'))}: the folder holds no config.json")
-        return path / "config.json" if path.is_dir() else path
-    except OSError as error:  # a name longer than the file system allows
-        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from None
+        return family.architecture, family.spec_fields(content)

@@ -7,7 +7,7 @@ from typing import Any
 from .base import located
 from .errors import ConfigError
 from .hf import COMMON, families
-from .layers import Block, DenseMLP, LatentAttention, MoE
+from .layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from .model import ModelSpec
 from .rope import Rope
 
@@ -85,7 +85,7 @@ def _values(model: ModelSpec) -> dict[str, Any]:
         values |= attention.model_dump(exclude={"kind", "num_heads", "bias", "window"}) | {
             "attention_bias": attention.bias
         }
-    else:
+    elif isinstance(attention, SoftmaxAttention):
         bias = attention.qkv_bias
         values |= {"head_dim": attention.head_dim, "attention_bias": bias, "qkv_bias": bias}
     if moe is not None:

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from .base import Component, Count, CountOrNone, Frozen, Mixer, PositiveFloat
+from .recurrences import GatedRecurrence, LinearAttention, SelectiveScan, ShortConvolution
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
@@ -31,7 +32,8 @@ class SoftmaxAttention(Mixer):
         qk_norm: norm of queries and keys: over each head (weights [C], with biases for per_head_bias), over all heads (weights
             [H*C], [K*C]), or without weights.
         sinks: one learned logit per head is added to the softmax (gpt-oss).
-        gate: the heads' outputs are multiplied by a sigmoid of the input, one for each head or element (Qwen3-Next).
+        gate: the heads' outputs are multiplied by a sigmoid of the input, one for each head or element, or of the queries' own
+            projection with its bias (Qwen3-Next).
         out_norm: norm [H*C] of what the output projection reads (BitNet).
     """
 
@@ -44,7 +46,7 @@ class SoftmaxAttention(Mixer):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "per_head", "per_head_bias", "full", "weightless"] = "none"
-    gate: Literal["none", "per_head", "per_element"] = "none"
+    gate: Literal["none", "per_head", "per_element", "with_query"] = "none"
     out_norm: bool = False
     rope_fraction: float = Field(default=1.0, ge=0, le=1)
     sinks: bool = False
@@ -71,12 +73,13 @@ class SoftmaxAttention(Mixer):
     @property
     def gate_dim(self) -> int:
         """Width of the gate of the heads' outputs; 0 for none."""
-        return {"none": 0, "per_head": self.num_heads, "per_element": self.q_dim}[self.gate]
+        return {"none": 0, "per_head": self.num_heads, "per_element": self.q_dim, "with_query": self.q_dim}[self.gate]
 
     def num_params(self, hidden_dim: int) -> int:
         """Return the parameters: q, k, v, gate and output projections, biases, norms, sinks."""
         weights = hidden_dim * (2 * self.q_dim + 2 * self.kv_dim + self.gate_dim)
-        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.out_bias * hidden_dim
+        of_gate = self.q_dim * (self.gate == "with_query")
+        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim + of_gate) + self.out_bias * hidden_dim
         of_heads = {"per_head": 2 * self.head_dim, "per_head_bias": 4 * self.head_dim, "full": self.q_dim + self.kv_dim}
         norms = of_heads.get(self.qk_norm, 0) + self.out_norm * self.q_dim
         return weights + biases + norms + self.sinks * self.num_heads
@@ -121,7 +124,10 @@ class LatentAttention(Mixer):
         return query + down + self.kv_lora_rank + up + out + biases
 
 
-Attention = Annotated[SoftmaxAttention | LatentAttention, Field(discriminator="kind")]
+Attention = Annotated[
+    SoftmaxAttention | LatentAttention | LinearAttention | SelectiveScan | ShortConvolution | GatedRecurrence,
+    Field(discriminator="kind"),
+]
 
 
 class DenseMLP(Component):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .errors import ConfigError
-from .layers import Attention, Block, DenseMLP, LatentAttention, MoE
+from .layers import Attention, Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
 from .layout import SWITCHES, Layout, choices
 from .layout_table import LayoutRow
 from .units import Numbers
@@ -74,6 +74,7 @@ def problem_facts(
     routed = [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
     known = [block for block in blocks if block.counted is None]  # others have stand-ins
     ffn_dims = {block.mlp.ffn_dim for block in known if isinstance(block.mlp, DenseMLP)}
+    merges_parts = [block.attention.is_attention or block.attention.passes_state for block in blocks]
     return ProblemFacts(
         world_size=world_size,
         scaleup_domain=scaleup_domain,
@@ -86,7 +87,7 @@ def problem_facts(
         vocab_size=model.vocab_size,
         expert_counts=tuple(sorted({moe.num_experts for moe in routed})),
         expert_ffn_dims=tuple(sorted({moe.ffn_dim for moe in routed})),
-        fused_attention=workload.attention == "flash" and all(block.attention.is_attention for block in blocks),
+        fused_attention=workload.attention == "flash" and all(merges_parts),
         has_backward=workload.has_backward,
         is_nvidia=is_nvidia,
         has_mtp_heads=any(run.layer.kind == "mtp" for run in model.layers),
@@ -396,7 +397,9 @@ def _lacks_for_attention(attention: Attention, workload: Workload | None, *, rot
             (rotated and attention.bias, "latent attention with biases"),
             (adapted, "adapters beside the products of latent attention"),
         ]
-    if not attention.is_attention:
+    if attention.passes_state:
+        return [(True, f"a state in place of keys and values ({attention.kind.replace('_', ' ')})")]
+    if not isinstance(attention, SoftmaxAttention):
         return []
     odd = attention.sinks or attention.logit_softcap or attention.qk_norm == "weightless"
     lacks: list[tuple[Any, str]] = [

@@ -124,10 +124,20 @@ class ModelSpec(Frozen):
     def from_hf(cls, config: str | Path | Mapping[str, Any], *, name: str | None = None) -> Self:
         """Read a Hugging Face ``config.json`` (a path, a folder that holds one, or its parsed content).
 
+        The name is the given one, ``_name_or_path`` of the file, the folder's name, or the architecture.
+
         Raises:
             ConfigError: the file cannot be read, lacks a field, or is of an architecture that is not supported.
         """
-        return cls(**fields_from_hf(config, name=name))
+        path = None if isinstance(config, Mapping) else _config_path(Path(config))
+        content: Any = config if path is None else read_json(path)
+        architecture, fields = fields_from_hf(content, "config" if path is None else str(path))
+        stored = content.get("_name_or_path")
+        if isinstance(stored, str) and stored:
+            name = name or stored
+        elif path is not None:
+            name = name or (path.absolute().parent.name if path.name == "config.json" else path.stem)
+        return cls(name=name or architecture, architecture=architecture, **fields)
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -160,3 +170,12 @@ class ModelSpec(Frozen):
                 return cls(**data)  # what `profilers.profile_module` made of a model outside the catalogue
             return cls.from_hf(text)
         return cls.named(text)
+
+
+def _config_path(path: Path) -> Path:
+    try:
+        if path.is_dir() and not (path / "config.json").exists():
+            raise ConfigError(f"cannot read {shown(str(path / 'config.json'))}: the folder holds no config.json")
+        return path / "config.json" if path.is_dir() else path
+    except OSError as error:  # a name longer than the file system allows
+        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror}") from None

@@ -43,7 +43,7 @@ class RopeSettings(BaseModel):
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "su"] = Field(
-        "default", validation_alias=AliasChoices("rope_type", "type")
+        default="default", validation_alias=AliasChoices("rope_type", "type")
     )
     rope_theta: Positive | None = None
     factor: Positive | None = None

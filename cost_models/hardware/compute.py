@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...schema.units import FloatArray, IntArray
-from ..layer.operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator
+from ..layer.operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator, Scan
 from ..learned.kernels import AttentionShape, attention_seconds, gemm_seconds
 from .machine import DeviceRates, GroupedGemm
 
@@ -64,7 +64,19 @@ def operator_time(
             attention_s(op, tokens, ranks, rates, backward=is_backward) for is_backward in (False, True)
         )
         return OperatorTime(forward, backward, 1, 1)
+    if isinstance(op, Scan):
+        return _scan_time(op, tokens, tp, rates)
     return _elementwise_time(op, tokens, tp, sequence_parallel, rates)
+
+
+def _scan_time(op: Scan, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates) -> OperatorTime:
+    """Return the time of a recurrence: the larger of its FLOPs and its traffic; backward as often as attention's."""
+    peak = rates.vector_flops_per_s if op.on_vectors else rates.gemm_flops_per_s
+    flops_s = op.forward_flops_per_token * tokens / tp / peak
+    traffic_s = op.forward_elements * rates.compute_bytes * tokens / tp / rates.elementwise_bytes_per_s
+    forward = op.kernels * rates.kernel_s + np.maximum(flops_s, traffic_s)
+    backward = 2 * op.kernels * rates.kernel_s + np.maximum(BACKWARD_ATTENTION_RATIO * flops_s, 2 * traffic_s)
+    return OperatorTime(forward, backward, op.kernels, 2 * op.kernels)
 
 
 def _gemm_time(

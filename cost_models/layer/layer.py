@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from ...schema import Workload
 from ...schema.layers import Block
 from ...schema.layout_table import RECOMPUTES, LayoutTable
+from ...schema.recurrences import Recurrence
 from ...schema.units import FloatArray, IntArray, Numbers
 from ..hardware.compute import OperatorTime, operator_time
 from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s
 from ..measured import attention_ratio, layer_ratios
+from . import recurrences as _registered  # noqa: F401  operators and saved tensors of those kinds
 from .data import data_parallel_s, has_copies
 from .memory import activation_bytes, tp_params, trained_and_frozen, with_adapters
 from .operators import (
@@ -39,6 +41,7 @@ from .parallel import (
     expert_parallel_s,
     expert_params,
     overlapped_s,
+    state_passing_s,
     tensor_parallel_s,
     token_share,
 )
@@ -292,7 +295,10 @@ def _with_context(
     layer: Layer, operators: tuple[Operator, ...], times: list[OperatorTime], inputs: CostInputs
 ) -> tuple[list[OperatorTime], tuple[FloatArray, FloatArray]]:
     """Return attention's time with what context parallelism adds to it, and its exposed communication in both passes."""
-    layouts, cut = inputs.layouts, _cut_attention(layer, operators)
+    layouts, cut, block = inputs.layouts, _cut_attention(layer, operators), layer.inner_block
+    if block is not None and isinstance(block.attention, Recurrence) and block.counted is None:
+        passed = state_passing_s(block.attention, inputs)
+        return times, (passed, passed * np.where(layouts.recompute == RECOMPUTES.index("full"), 2, 1))
     if cut is None or np.all(layouts.cp == 1):
         return times, (np.zeros(len(layouts)), np.zeros(len(layouts)))
     idx, attention = cut

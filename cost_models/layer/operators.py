@@ -120,7 +120,23 @@ class Elementwise:
     routed: bool = False
 
 
-Operator = Gemm | FusedAttention | Elementwise
+@dataclass(frozen=True)
+class Scan:
+    """Kernels of a recurrence over the sequence, cut by heads or channels: FLOPs and elements read and written per token.
+
+    Attributes:
+        kernels: forward; the backward pass runs the forward one's again and two more for each.
+        on_vectors: no matrix products: the vector units do it.
+    """
+
+    name: str
+    forward_flops_per_token: float
+    forward_elements: float
+    kernels: int
+    on_vectors: bool = False
+
+
+Operator = Gemm | FusedAttention | Elementwise | Scan
 
 CORE_ATTENTION = ("attention", "scores", "softmax", "context")
 """Names of the operators between query, key, value and the output projection."""

@@ -18,6 +18,8 @@ overlaps the exchanges, and each tensor is put into the order of its receivers a
 
     exposed = all-to-all of q, k, v and out over u, forward; of their gradients, backward
 
+Mixers with a state (linear attention, Mamba) pass it from piece to piece of the sequence instead: `state_passing_s`.
+
 Expert parallelism: within a stage ep * expert_tp * copies = ranks. A rank holds E / ep experts, each cut over expert_tp ranks. It
 keeps T / tp of a micro-batch's tokens for itself (sequence parallelism), so that with an even router its experts get
 
@@ -39,6 +41,7 @@ import numpy as np
 from ...schema import ClusterSpec, Workload
 from ...schema.layers import Embedding, Head, MoE
 from ...schema.layout_table import RECOMPUTES, LayoutTable
+from ...schema.recurrences import Recurrence
 from ...schema.units import FloatArray, IntArray
 from ..hardware.collectives import Hops, collective_s, p2p_s
 from ..hardware.compute import OperatorTime
@@ -214,6 +217,19 @@ def ring_attention(
         np.asarray(exposed_backward),
         np.asarray(steps * float(_STEP_DISPATCHES)),
     )
+
+
+def state_passing_s(mixer: Recurrence, inputs: CostInputs) -> FloatArray:
+    """Return the seconds [N] in which the state of a recurrence passes through all ranks of a sequence, in either direction.
+
+    Of the 2 cp pieces, dealt head to tail, neighbours are on different ranks but for the two in the middle: 2 (cp - 1) hops in a
+    row, of a state in fp32. All scans run at once before, from an empty state each, and what arrives is added (LASP,
+    arXiv:2404.02882); nothing hides the hops.
+    """
+    layouts = inputs.layouts
+    state_bytes = 4.0 * mixer.state_elements / layouts.tp * layouts.micro_batch_size
+    hop_s = p2p_s(state_bytes, Hops(layouts.cp, layouts.tp, "ring"), inputs.cluster)
+    return np.where(layouts.cp > 1, 2 * (layouts.cp - 1) * hop_s, 0.0)
 
 
 # Pipeline

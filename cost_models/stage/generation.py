@@ -19,14 +19,16 @@ from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ...schema.engine_facts import OWN_ENGINE
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE
 from ...schema.layout_table import LayoutTable
+from ...schema.recurrences import Recurrence
 from ...schema.task import Generation, Phase
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
 from ..hardware.collectives import collective_s
 from ..hardware.compute import operator_time
 from ..hardware.machine import device_rates, host_costs
+from ..layer import recurrences as _registered  # noqa: F401  operators of those kinds
 from ..layer.memory import tp_params
-from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, layer_operators
+from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, Scan, layer_operators
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,8 @@ def _layer_group(model: ModelSpec, layer: Layer, idxs: tuple[int, ...], tp: int,
 def cache_bytes_per_token(block: Block, tp: int, element_bytes: int) -> float:
     """Return the bytes of a token's keys and values in a block on a rank; too few heads, and compressed ones, are on all."""
     attention = block.attention
+    if isinstance(attention, Recurrence):
+        return 0.0
     if isinstance(attention, LatentAttention):
         return float((attention.kv_lora_rank + attention.qk_rope_head_dim) * element_bytes)
     return 2.0 * attention.head_dim * max(attention.num_kv_heads / tp, 1.0) * element_bytes
@@ -117,6 +121,15 @@ def pass_costs(
         if not isinstance(kind.layer, Block):
             continue
         per_token, n = cache_bytes_per_token(kind.layer, tp, size), len(kind.idxs)
+        mixer = kind.layer.attention
+        if isinstance(mixer, Recurrence):
+            # A decoding pass reads the state and writes it; a prefill only writes it.
+            state, rates = mixer.state_elements / tp * size * b, device_rates(scenario)
+            decodes = np.array([[0.0 if phase.is_prefill else 1.0] for phase in phases])
+            moved_s = 2 * rates.kernel_s + 2 * state / rates.elementwise_bytes_per_s
+            attend, read = attend + n * decodes * moved_s, read + n * decodes * state
+            new, total, slot = new + n * state, total + n * state, max(slot, mixer.state_elements / tp * size)
+            continue
         window = kind.layer.attention.window or generation.total_len
         seen = np.array([[0.0 if p.is_prefill else np.minimum(np.array(p.contexts), window).mean()] for p in phases])
         attend = attend + n * _attend_s(kind.layer, b * seen, scenario, tp)
@@ -168,8 +181,8 @@ def _layer_s(
         # Experts that no row reaches are not read: as if other ranks had them.
         ep = _experts_over_reached(moe, flat) if moe is not None and isinstance(op, Gemm) and op.routed else 1
         time = operator_time(op, flat, ranks, no_sequence_parallel, rates=rates, ep=ep)
-        # Attention of a decoding pass is `_attend_s`.
-        counted = prefill if op.name in CORE_ATTENTION else np.ones_like(prefill)
+        # Attention of a decoding pass is `_attend_s`, and so is what becomes of a state.
+        counted = prefill if op.name in CORE_ATTENTION or isinstance(op, Scan) else np.ones_like(prefill)
         seconds = seconds + np.where(counted, time.forward_s, 0.0)
         dispatches = dispatches + counted * time.forward_dispatches
     host_s = host.operator_s * dispatches
@@ -219,6 +232,8 @@ def _working_bytes(
     for block, _ in model.block_runs:
         mlp, attention = block.mlp, block.attention
         qkv = attention.q_dim + 2 * attention.num_kv_heads * attention.head_dim
+        if isinstance(attention, Recurrence):
+            qkv = attention.input_width
         width = (3 if mlp.gated else 2) * mlp.ffn_dim
         if isinstance(mlp, MoE):
             width = mlp.top_k * (width + 2 * tp * model.hidden_dim)

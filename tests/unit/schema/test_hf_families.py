@@ -25,7 +25,7 @@ REFUSED_DEFAULTS = {
 }
 """Default configs that are no model, and what is said of them."""
 
-UNBUILT_DEFAULTS = {"dbrx", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"}
+UNBUILT_DEFAULTS = {"dbrx", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe", "ministral", "nemotron"}
 """Default configs of which transformers itself builds no model: a size is None."""
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -37,6 +37,20 @@ SMALL = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
     "gemma3_text": {"head_dim": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "use_bias": True},
+    "mamba": {"state_size": 8, "time_step_rank": 5, "use_bias": True},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 5},
+    "jamba": {"mamba_d_state": 8, "mamba_dt_rank": 5, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "shared_intermediate_size": 40},
+    "kimi_linear": {"linear_num_heads": 2, "linear_head_dim": 24},
+    "lfm2": {"full_attn_idxs": [0, 2], "block_multiple_of": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv"], "num_hidden_layers": 4},
+    "recurrent_gemma": {"lru_width": 96},
+    "olmo_hybrid": {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "qwen3_next": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24},
+    "qwen3_5_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 24},
+    "qwen3_5_moe_text": {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 24},
 }
 """What a small config of a family needs besides the sizes."""
 
@@ -47,7 +61,7 @@ NAMES = {  # of sizes in families that call them otherwise
     "num_key_value_heads": ("num_kv_heads",),
     "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
     "num_experts": ("n_routed_experts", "num_local_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_k", "moe_topk"),
+    "num_experts_per_tok": ("moe_k", "moe_topk", "num_experts_per_token"),
 }
 
 
@@ -122,6 +136,8 @@ def test_small_config_has_the_parameters_of_its_model(model_type, sizes):
     if latent:
         small["num_key_value_heads"] = 4
         small.pop("head_dim")
+    if model_type == "kimi_linear":
+        small["tie_word_embeddings"] = False  # it refuses to be tied, and transformers would leave it untied
     config = small_config(model_type, small)
     spec, model = ModelSpec.from_hf(content_of(config)), built(config)
     assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
@@ -216,3 +232,50 @@ def test_multimodal_gemma_is_its_text_model():
     text = content_of(transformers.AutoConfig.for_model("gemma3_text"))
     whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
     assert ModelSpec.from_hf(whole, name="it") == ModelSpec.from_hf({**text, "model_type": "gemma3_text"}, name="it")
+
+
+def states_of(model_type, **changes):
+    content = {"model_type": model_type, **content_of(transformers.AutoConfig.for_model(model_type)), **changes}
+    return [
+        layer.attention.passes_state for layer in ModelSpec.from_hf(content).iter_layers() if isinstance(layer, Block)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "absent", "expected"),
+    [
+        ("qwen3_next", {"layer_types": None}, [True, True, True, False]),
+        ("jamba", {}, [True] * 4 + [False] + [True] * 3),
+        ("minimax", {"layer_types": None}, [False, True]),
+        ("bamba", {"attn_layer_indices": [1, 3]}, [True, False, True, False, True]),
+        ("lfm2", {"layer_types": ["conv", "full_attention"] * 16}, [True, False]),
+        ("recurrent_gemma", {}, [True, True, False]),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"kda_layers": [1, 3]}},
+            [True, False, True, False],
+        ),
+        ("mamba", {}, [True] * 32),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 16}, [True, False]),
+    ],
+)
+def test_layers_with_a_state_are_where_the_config_says(model_type, absent, expected):
+    assert states_of(model_type, **absent)[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("jamba", {"attn_layer_period": 0}, "attn_layer_period = 0: must be a positive integer"),
+        ("bamba", {"attn_layer_indices": "all"}, "attn_layer_indices = 'all': must be a list of integers"),
+        ("recurrent_gemma", {"block_types": []}, r"block_types = \[\]: must be a list"),
+        ("mamba2", {"num_heads": 12}, "num_heads 12 is not a multiple of num_key_heads 8"),
+        ("qwen3_next", {"linear_key_head_dim": "x"}, "key_dim = 'x'"),
+        ("lfm2", {"block_ffn_dim_multiplier": -1}, "block_ffn_dim_multiplier = -1"),
+        ("lfm2", {"layer_types": ["conv"]}, "layer_types has 1 entries but num_hidden_layers = 32"),
+        ("qwen3_next", {"layer_types": ["rwkv"] * 48}, r"layer_types\.0 = 'rwkv'"),
+    ],
+)
+def test_wrong_state_is_refused_with_field_and_value(model_type, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        states_of(model_type, **changes)
