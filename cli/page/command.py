@@ -10,10 +10,13 @@ from ...planner.request import default_precision, is_trained_by_apply
 from ...schema import ClusterSpec, MeshwrightError, ModelSpec
 from ...schema.task import LowRank, Workload
 from ...schema.units import GIB
-from ..plan import TrainingOptions
 
 if TYPE_CHECKING:
     from ...schema import TrainingPlan
+
+
+OPTIONS = ("global_batch_size", "seq_len", "optimizer", "attention", "engine")
+"""Fields of a workload that are options of the same name."""
 
 
 def command_of(plan: TrainingPlan) -> tuple[str, tuple[str, ...]]:
@@ -28,9 +31,7 @@ def command_of(plan: TrainingPlan) -> tuple[str, tuple[str, ...]]:
         notes.append(f"cluster.toml describes {plan.cluster.name}: no name gives this very cluster")
     words = ["meshwright", "plan", model, "--cluster", cluster]
     given = work.model_dump()
-    for name in TrainingOptions.model_fields:
-        if name in ("train", "calibrate") or name not in given:
-            continue
+    for name in OPTIONS:
         value, default = given[name], Workload.model_fields[name].get_default(call_default_factory=True)
         if Workload.model_fields[name].is_required() or value != default:
             words += [f"--{name.replace('_', '-')}", str(value)]
@@ -49,7 +50,7 @@ def command_of(plan: TrainingPlan) -> tuple[str, tuple[str, ...]]:
             words += ["--nvme", limits.storage_path, "--nvme-gib", f"{limits.storage_bytes / GIB:g}"]
     if plan.pareto:
         words += ["--pareto"]
-    unsaid = {*Workload.model_fields} - {*TrainingOptions.model_fields, "precision", "adapters", "passes"}
+    unsaid = {*Workload.model_fields} - {*OPTIONS, "precision", "adapters", "passes"}
     for name in sorted(unsaid):
         default = Workload.model_fields[name].get_default(call_default_factory=True)
         if getattr(work, name) != default:

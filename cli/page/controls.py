@@ -129,7 +129,9 @@ def _figures(plan: TrainingPlan, controls: Controls) -> Iterator[tuple[str, str,
         joules = step_energy_j(costs, plan.cluster) / plan.workload.tokens_per_step
         yield "J a token", f"{joules:.3g}", joules, True
     yield "model", plan.model.name, None, True
-    yield "cluster", controls.cluster, None, True
+    what_if = {"link": controls.bandwidth, "memory": controls.memory}
+    changes = [f"{name} x {factor:.2g}" for name, factor in what_if.items() if factor != 1]
+    yield "cluster", ", ".join([controls.cluster, *changes]), None, True
     yield "batch", f"{plan.workload.global_batch_size:,} x {plan.workload.seq_len:,}", None, True
     yield "engine", plan.workload.engine, None, True
     yield "layout", str(plan.layout), None, True

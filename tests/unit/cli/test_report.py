@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from browser import DESK, PHONE, in_scheme, opened, overhang, resize
 from meshwright.cli.page import glossary
-from meshwright.cli.page.command import command_of
+from meshwright.cli.page.command import OPTIONS, command_of
 from meshwright.cli.page.document import page
 from meshwright.cli.page.groups import MAX_CARDS, axis_strides, group_map
+from meshwright.cli.plan import TrainingOptions
 from meshwright.planner import plan as fastest
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, TrainingPlan, Workload
 
@@ -130,6 +131,10 @@ def test_the_command_makes_the_plan_again(folder: Path) -> None:
     words, unsaid = command_of(plan)
     assert unsaid == ()
     assert words == "meshwright " + " ".join([*ARGUMENTS, "--fix", "pp=4", "--pareto"])
+
+
+def test_every_option_of_a_workload_is_in_the_command() -> None:
+    assert {*OPTIONS} == {*TrainingOptions.model_fields} & {*Workload.model_fields}
 
 
 def test_meanings_are_those_of_the_glossary() -> None:
