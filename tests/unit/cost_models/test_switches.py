@@ -1,0 +1,83 @@
+"""What a switch of an engine takes and gives: chunks of products beside their collectives, graphs, gradients in 16 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from meshwright.cost_models.stage.table import CostTable
+from meshwright.planner import estimate
+from meshwright.planner.request import PlanRequest
+from meshwright.planner.space import build_space
+from meshwright.schema import ClusterSpec, Layout, ModelSpec, TrainingEstimate, Workload
+from meshwright.schema.layout_table import LayoutTable
+
+NODE = ClusterSpec.parse("8xH100-SXM-80GB")
+LLAMA = ModelSpec.named("llama-3.1-8b")
+SPLIT = Layout(dp_shard=2, tp=4, zero_stage=1, micro_batch_size=2)
+
+
+def run(layout: Layout, model: ModelSpec = LLAMA, **choices: str) -> TrainingEstimate:
+    workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron", **choices)  # type: ignore[arg-type]
+    return estimate(model, NODE, workload, layout)
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("switch", ["tp_overlap", "cuda_graphs"])
+def test_layers_never_take_longer_and_sometimes_less_by_a_switch(model: str, switch: str) -> None:
+    """What the bound of a group rests on, and what lets the search leave out a switch that gains nothing."""
+    spec, workload = ModelSpec.named(model), Workload(seq_len=1024, global_batch_size=16, engine="megatron")
+    table = build_space(PlanRequest(spec, NODE, workload, {"recompute": "none"})).batch
+    table = table.select((table.sequence_parallel == 1) & (table.columns[switch] == 0))
+    off, on = (
+        CostTable.from_layouts(spec, workload, NODE, table.replace(**{switch: np.full_like(table.tp, value)}))
+        for value in (0, 1)
+    )
+    for before, after in zip(off.by_kind, on.by_kind, strict=True):
+        assert np.all(after.busy_s <= before.busy_s * (1 + 1e-12))
+    assert np.any(sum(cost.busy_s for cost in on.by_kind) < 0.99 * sum(cost.busy_s for cost in off.by_kind))
+
+
+@pytest.mark.parametrize(("precision", "bytes_of_element"), [("bf16-mixed", 20), ("fp8", 14)])
+def test_chunks_have_ten_buffers_of_the_hidden_states(precision: str, bytes_of_element: int) -> None:
+    """Six gathers and four reductions, the gathers in fp8 where products are; tokens of two sequences, of all tp ranks."""
+    plain, chunked = (run(SPLIT.replace(tp_overlap=value), precision=precision).memory_bytes for value in (False, True))
+    assert chunked.temporary - plain.temporary == 2 * 4096 * LLAMA.hidden_dim * bytes_of_element
+    assert chunked.replace(temporary=plain.temporary) == plain
+
+
+def test_graphs_keep_what_their_passes_use() -> None:
+    """Two hidden states a block and micro-batch in flight; and logits, working sets and gradients of the update come on top."""
+    plain, graphs = (run(SPLIT.replace(cuda_graphs=value)).memory_bytes for value in (False, True))
+    hidden_bytes = 2 * 4096 * LLAMA.hidden_dim * 2 / SPLIT.tp
+    assert graphs.activations - plain.activations == pytest.approx(LLAMA.num_blocks * 2 * hidden_bytes, rel=1e-9)
+    whole, in_graphs = (
+        run(Layout(tp=8, gradients="compute", cuda_graphs=value)).memory_bytes for value in (False, True)
+    )
+    assert (
+        whole.gradients == in_graphs.gradients > whole.unsharded
+    )  # both peaks are in the update, which makes fp32 copies
+    assert in_graphs.activations > whole.activations == 0
+
+
+def test_graphs_leave_routed_experts_to_the_host() -> None:
+    """A dense model gains more by graphs than one of the same width whose feed-forward parts are experts."""
+
+    def gain(name: str) -> float:
+        spec, small = ModelSpec.named(name), Workload(seq_len=256, global_batch_size=8, engine="megatron")
+        layout = Layout(dp_shard=8, zero_stage=1)
+        times = [
+            estimate(spec, NODE, small, layout.replace(cuda_graphs=value)).breakdown_s.compute
+            for value in (False, True)
+        ]
+        return times[0] / times[1]
+
+    assert gain("llama-3.2-1b") > gain("deepseek-v2-lite") > 1.05
+
+
+def test_gradients_in_16_bits_halve_what_is_reduced_and_held() -> None:
+    layout = Layout(dp_shard=8, zero_stage=1, micro_batch_size=8)
+    whole, half = (run(layout.replace(gradients=dtype)) for dtype in ("fp32", "compute"))
+    assert half.breakdown_s.dp < whole.breakdown_s.dp
+    assert half.memory_bytes.gradients == whole.memory_bytes.gradients // 2
+    table = LayoutTable.from_layouts([layout, layout.replace(gradients="compute")], 64)
+    assert list(table.reduces_in_compute_dtype) == [False, True]
