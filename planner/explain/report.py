@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingPlan
 from ...schema.base import Frozen
-from ...schema.layout import check_fields
+from ...schema.layout import SWITCHES, check_fields, format_assignments
 from ...schema.layout_rules import ENGINE_RULES, require_valid
 from ...schema.units import GB, format_bytes
 from ...solvers.branch_and_bound import OnProgress
@@ -282,6 +282,18 @@ def _runner_ups(plan: TrainingPlan, request: PlanRequest) -> Iterable[Comparison
         yield compare(plan, other.layout, again, reason=other.reason, schedule=schedule)
 
 
+def _worth_of_switches(plan: TrainingPlan, with_all_s: float) -> Iterator[str]:
+    """Yield what the plan's stages would take and need with each of its switches turned off."""
+    for name, default in ((name, Layout.model_fields[name].default) for name in SWITCHES):
+        if (value := getattr(plan.layout, name)) == default or plan.offload is not None:
+            continue
+        off = reestimate(plan.replace(layout=plan.layout.replace(**{name: default})), plan.cluster)
+        lost = 100 * (off.step_time_s / with_all_s - 1)
+        needs = f"{format_bytes(off.required_bytes)} of {format_bytes(off.budget_bytes)}"
+        ends = f"needs {needs}" if off.fits else f"would not fit ({needs})"
+        yield f"without {format_assignments({name: value})} the step would take {lost:.1f} % longer; it {ends}"
+
+
 def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
     notes = []
     try:
@@ -294,6 +306,8 @@ def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
             )
     except MeshwrightError as error:
         notes.append(f"this version cannot estimate the plan's layout: {error.message}")
+    else:
+        notes += _worth_of_switches(plan, again_s)
     if not was_searched:
         notes.append("the time limit came before the space was searched again: gains of the best layout are left out")
     if plan.provenance.fixed:

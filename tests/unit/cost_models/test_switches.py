@@ -60,7 +60,7 @@ def test_graphs_keep_what_their_passes_use() -> None:
 
 
 def test_graphs_leave_routed_experts_to_the_host() -> None:
-    """A dense model gains more by graphs than one of the same width whose feed-forward parts are experts."""
+    """A dense model gains more by graphs than one whose feed-forward parts are experts: 1.12, and 1.18 if those were captured."""
 
     def gain(name: str) -> float:
         spec, small = ModelSpec.named(name), Workload(seq_len=256, global_batch_size=8, engine="megatron")
@@ -71,7 +71,8 @@ def test_graphs_leave_routed_experts_to_the_host() -> None:
         ]
         return times[0] / times[1]
 
-    assert gain("llama-3.2-1b") > gain("deepseek-v2-lite") > 1.05
+    assert gain("llama-3.2-1b") > 1.5
+    assert 1.05 < gain("deepseek-v2-lite") < 1.15
 
 
 def test_gradients_in_16_bits_halve_what_is_reduced_and_held() -> None:

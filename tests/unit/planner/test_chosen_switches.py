@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from meshwright.planner import plan
+from meshwright.planner.explain.report import explain
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ModelSpec, TrainingPlan, Workload
@@ -41,6 +42,8 @@ def test_gradients_in_16_bits_are_said_with_their_worth_and_can_be_forbidden() -
     assert found.layout.gradients == "compute"
     note = next(note for note in found.notes if "16 bits" in note)
     assert "--fix gradients=fp32" in note
+    said = [text for text in explain(found, time_limit_s=0.1).notes if text.startswith("without ")]
+    assert [text.split()[1] for text in said] == ["gradients=compute", "tp_overlap=true"]
     kept = plan_of("llama-3.1-70b", "64xH100-SXM-80GB", 128, fixed={"gradients": "fp32"})
     assert kept.layout.gradients == "fp32"
     assert kept.estimate.step_time_s > found.estimate.step_time_s
