@@ -146,7 +146,9 @@ def apply(
             raise RuntimeMismatchError(
                 "`meshwright apply` cannot run this plan",
                 details=lacking,
-                help="meshwright export may write it for an engine",
+                help="meshwright export may write it for an engine"
+                if loaded.model.code is None
+                else "add the script that builds the model and calls parallelize: meshwright apply PLAN SCRIPT",
             )
         meeting = job.rendezvous()
         work = Job(

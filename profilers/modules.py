@@ -230,7 +230,9 @@ class _Tracer:
             input_bytes = _hidden((args, kwargs)).untyped_storage().nbytes()
             with saved_tensors_hooks(save, lambda t: t), forward:
                 output = self._call(block, args, kwargs)
-            result = next(t for t in tensors_in(output) if t.requires_grad)
+            result = next((t for t in tensors_in(output) if t.requires_grad), None)
+            if result is None:
+                raise ConfigError(f"{self._names[block]} puts out nothing that has a gradient")
             gradient = torch.ones_like(result)
             with backward:
                 result.backward(gradient)

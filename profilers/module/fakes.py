@@ -40,7 +40,7 @@ class _Limit(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._count += 1
-        if self._count > MAX_CALLS:
+        if self._count == MAX_CALLS:  # once: what restores modes while the stack is unwound must not raise
             raise ConfigError(
                 f"its forward pass calls torch more than {MAX_CALLS:,} times: a recurrence computed token by token in Python",
                 help="trace it with a package that has a kernel for it, or with shorter sequences",

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from meshwright.planner import estimate, plan
+from meshwright.profilers.module import fakes
 from meshwright.profilers.module.configs import build_model, default_model_types, trace_config, trace_model
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -184,3 +185,13 @@ def test_heads_that_tp_does_not_divide_and_models_without_a_plan_are_refused(
     mixed = trace_model(build_model(content("lfm2")), seq_len=32, name="lfm2")
     assert mixed.code is not None
     assert "lfm2" in (mixed.code.not_split + mixed.code.not_along_sequence).lower()
+
+
+def test_recurrence_in_python_is_refused_and_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "MAX_CALLS", 500)
+    tiny = content("falcon_mamba") | {"state_size": 4}
+    with pytest.raises(ConfigError, match="FalconMambaForCausalLM .* a recurrence computed token by token"):
+        trace_model(build_model(tiny), seq_len=64, name="mamba")
+    assert torch.is_grad_enabled()
+    monkeypatch.undo()
+    assert trace_model(build_model(tiny), seq_len=8, name="mamba").num_blocks == 2
