@@ -73,11 +73,11 @@ def test_traced_parameters_and_flops_are_those_of_a_real_run(model_type: str) ->
 
 
 def test_config_of_no_known_family_is_planned_from_its_path(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(content("helium") | {"architectures": ["HeliumForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps(content("diffllama") | {"architectures": ["DiffLlamaForCausalLM"]}))
     found = plan(str(tmp_path), "4xA100-SXM-80GB", global_batch_size=8, seq_len=SEQ_LEN)
     assert found.model.name == tmp_path.name
     assert found.model.code is not None
-    assert found.model.code.class_name == "HeliumForCausalLM"
+    assert found.model.code.class_name == "DiffLlamaForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_heads_that_tp_does_not_divide_and_models_without_a_plan_are_refused(
 def test_recurrence_in_python_is_refused_and_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "MAX_CALLS", 500)
     tiny = content("falcon_mamba") | {"state_size": 4}
-    with pytest.raises(ConfigError, match="FalconMambaForCausalLM .* a recurrence computed token by token"):
+    with pytest.raises(ConfigError, match=r"FalconMambaForCausalLM .* a recurrence computed token by token"):
         trace_model(build_model(tiny), seq_len=64, name="mamba")
     assert torch.is_grad_enabled()
     monkeypatch.undo()
