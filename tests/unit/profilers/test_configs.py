@@ -73,7 +73,9 @@ def test_traced_parameters_and_flops_are_those_of_a_real_run(model_type: str) ->
 
 
 def test_config_of_no_known_family_is_planned_from_its_path(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(content("diffllama") | {"architectures": ["DiffLlamaForCausalLM"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(content("diffllama") | {"architectures": ["DiffLlamaForCausalLM"]})
+    )
     found = plan(str(tmp_path), "4xA100-SXM-80GB", global_batch_size=8, seq_len=SEQ_LEN)
     assert found.model.name == tmp_path.name
     assert found.model.code is not None
