@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -57,12 +58,9 @@ def studio(
 
     typer.echo(f"http://{HOST}:{port}/")
     typer.echo("Ctrl-C ends the studio", err=True)
-    try:
+    with listening, suppress(KeyboardInterrupt):
         Server(config).run(sockets=[listening])
-    except KeyboardInterrupt:
-        typer.echo("the studio has ended", err=True)
-    finally:
-        listening.close()
+    typer.echo("the studio has ended", err=True)
 
 
 def _listen(port: int) -> socket.socket:
