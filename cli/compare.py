@@ -189,7 +189,6 @@ def _has_gain(costs: TrainingEstimate, best: TrainingPlan) -> bool:
 
 def _best_plan(job: Job, cluster: ClusterSpec, switches: dict[str, Any], **options: Any) -> TrainingPlan:
     """Return the best plan that the job's engine runs, within what its configuration has words for."""
-    from ..engines.launch.job import choices_of
     from ..planner import plan
     from ..schema.layout import SWITCHES, Layout
 
@@ -199,8 +198,7 @@ def _best_plan(job: Job, cluster: ClusterSpec, switches: dict[str, Any], **optio
     switched_on = {
         name: value for name in SWITCHES if (value := getattr(job.layout, name)) != Layout.model_fields[name].default
     }
-    choices = choices_of(job.engine)
-    for fixed in (*choices, *(fixed | switched_on for fixed in choices if switched_on)):
+    for fixed in ({}, *([switched_on] if switched_on else [])):
         try:
             plans.append(plan(job.model, cluster, workload, fixed=fixed, runnable=False, top=10, **options))
         except (ConfigError, InfeasibleError) as error:  # nothing with these fields fits, or can be executed

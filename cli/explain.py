@@ -95,22 +95,68 @@ def export(
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the files go. Default: a folder named as the engine.")
     ] = None,
+    rdma_resource: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With kubernetes: network cards that a pod asks for (rdma/hca, or NAME=COUNT)."
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Write a plan as the engine's own configuration, or as the manifest of a job on Kubernetes.
 
-    What the engine cannot run is refused with the reason (exit code 2); what its configuration has no words for is listed.
+    What the engine cannot run is refused with the reason (exit code 2); what its configuration has no words for is listed. A plan
+    that was made for another engine is costed again for this one, and refused where it no longer fits.
     """
     from ..engines import export as make_export
 
-    exported = make_export(TrainingPlan.load(plan), to)
+    loaded, options = TrainingPlan.load(plan), {} if rdma_resource is None else {"rdma_resource": rdma_resource}
+    exported = make_export(loaded, to, **options)
+    changes = _costed_again(loaded, to)
     paths = exported.write(out or Path(to))
     typer.echo(exported.model_dump_json(indent=2) if json else "\n".join(map(str, paths)))
     for line in exported.not_expressed:
         typer.echo(f"not in the configuration: {line}", err=True)
+    for line in changes:
+        typer.echo(line, err=True)
     for line in exported.to_set:
         typer.echo(f"yours to set: {line}", err=True)
     typer.echo(f"next: cd {out or to} && {exported.command}", err=True)
+
+
+def _costed_again(plan: TrainingPlan, to: str) -> list[str]:
+    """Return what a plan for one engine costs under another.
+
+    Raises:
+        ConfigError: it does not fit there.
+    """
+    from ..engines import as_run_by
+    from ..planner.planned_stages import reestimate
+    from ..schema.units import format_bytes, format_seconds
+
+    if (other := as_run_by(plan, to)) is None:
+        return []
+    before, after = plan.estimate, reestimate(other, other.cluster)
+    if before.fits and not after.fits:
+        terms = {
+            name: (size, getattr(before.stages[0].memory_bytes, name)) for name, size in after.stages[0].memory_bytes
+        }
+        grown = max(terms, key=lambda name: terms[name][0] - terms[name][1])
+        raise ConfigError(
+            f"the plan does not fit under {to}",
+            details=(
+                f"needs up to {format_bytes(after.required_bytes)} of {format_bytes(after.budget_bytes)}, under "
+                f"{plan.workload.engine} {format_bytes(before.required_bytes)}; {grown} {format_bytes(terms[grown][0])} instead "
+                f"of {format_bytes(terms[grown][1])}",
+            ),
+            help=f"plan again with --engine {to}",
+        )
+    faster = 100 * (after.step_time_s / before.step_time_s - 1)
+    return [
+        f"costed for {to}: step time {format_seconds(after.step_time_s)} ({faster:+.1f} %), needs up to "
+        f"{format_bytes(after.required_bytes)} of {format_bytes(after.budget_bytes)} ({format_bytes(before.required_bytes)} under "
+        f"{plan.workload.engine}); --engine {to} plans for it"
+    ]
 
 
 class ReadingOptions(SourceOptions):

@@ -278,7 +278,8 @@ def plan(
 
     With --infer the plan is for generating text: a batch, and where weights and keys and values lie (docs/inference.md).
 
-    With --engine megatron or deepspeed the search is over what that engine executes; `meshwright apply` does not run such a plan.
+    With --engine the search is over what that engine executes, and the plan can be exported to it; `meshwright apply` runs plans
+    of its own engine only.
     """
     from ..planner.request import Deadline
     from .show.plan import plan_tables

@@ -11,39 +11,17 @@ from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import Adapter, Exported, Imported, Limit, Table
+from .adapter import Adapter, Exported, Imported, Table
 
 VERSION = "1.15"
 CONFIG = "accelerate.yaml"
 _PREFIX = "parallelism_config_"
 _PRECISION = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8", "fp32": "no"}
 
-LIMITS = (
-    adapter.NO_PIPELINE,
-    adapter.NO_EXPERT_AXES,
-    adapter.NO_ULYSSES,
-    adapter.NO_LEVELS,
-    adapter.VOCABULARY_AT_ENDS,
-    adapter.FULL_TRAINING,
-    adapter.ONE_RECOMPUTE,
-    Limit(
-        "full_recompute_only",
-        lambda p: p.layout.recompute != "selective",
-        lambda p: "recompute=selective: fsdp_activation_checkpointing recomputes entire blocks",
-        "plan again with --fix recompute=full (or none)",
-    ),
-    adapter.offload_of(
-        "accelerate", ("none", "parameters"), "fsdp_offload_params moves parameters, gradients and states together"
-    ),
-    adapter.precisions_of(
-        "accelerate", tuple(_PRECISION), "Accelerate has no, fp16, bf16 and fp8, with fp32 master parameters"
-    ),
-    Limit(
-        "sharded_data",
-        lambda p: p.layout.dp_shard > 1 or p.layout.world_size == p.layout.dp_replicate,
-        lambda p: f"dp_shard 1 with tp {p.layout.tp}, cp {p.layout.cp}: Accelerate composes them with FSDP2 only",
-        "plan again with --fix dp_replicate=1",
-    ),
+
+EACH_BATCH = (
+    "GradientAccumulationPlugin(sync_each_batch=True): without it gradients of the entire model stay on every device between "
+    "micro-batches"
 )
 
 _DECODERS = (
@@ -57,7 +35,7 @@ BLOCK_CLASSES |= {"GPT2LMHeadModel": "GPT2Block", "GPTNeoXForCausalLM": "GPTNeoX
 def write(plan: TrainingPlan) -> Exported:
     """Return the plan as a configuration file."""
     layout, nodes = plan.layout, plan.cluster.num_nodes
-    is_sharded = bool(layout.zero_stage) or layout.world_size > layout.dp_replicate
+    is_sharded = bool(layout.zero_stage)
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_sharded else "MULTI_GPU",
@@ -91,9 +69,10 @@ def write(plan: TrainingPlan) -> Exported:
         engine="accelerate",
         version=VERSION,
         files=((CONFIG, head + yaml.safe_dump(content, sort_keys=False)),),
-        not_expressed=(*adapter.placement_not_expressed(plan), *adapter.reduction_not_expressed(plan)),
+        not_expressed=adapter.placement_not_expressed(plan),
         to_set=(
             f"in the training script: {batch}",
+            *([EACH_BATCH] if is_sharded and plan.num_microbatches > 1 else []),
             *([recompute] if layout.recompute == "full" and not is_sharded else []),
             "data, optimizer, learning rate",
         ),
@@ -139,7 +118,7 @@ def _sharded_layout(fsdp: Table, axes: Table, devices: int) -> tuple[Layout, tup
     offloads = bool(fsdp.get("fsdp_offload_params"))
     zero_stage: Literal[2, 3] = 3 if reshards or offloads else 2
     layout = Layout(
-        tp=tp, cp=cp, dp_replicate=replicate, dp_shard=shard,
+        tp=tp, cp=cp, dp_replicate=replicate, dp_shard=shard, sequence_parallel=False,
         zero_stage=zero_stage if shard * cp > 1 or (offloads and not reshards) else 0,
         recompute="full" if fsdp.get("fsdp_activation_checkpointing") else "none",
         offload="parameters" if offloads else "none",
@@ -147,10 +126,17 @@ def _sharded_layout(fsdp: Table, axes: Table, devices: int) -> tuple[Layout, tup
     return layout, ("zero_stage 3: its offload needs it",) if offloads and not reshards else ()
 
 
+def _of_transformers(plan: TrainingPlan) -> TrainingPlan:
+    """Return the plan with gradients that FSDP2 shards, and sequences that tensor parallelism keeps whole."""
+    plan = adapter.with_sharded_gradients(plan)
+    return plan.replace(layout=plan.layout.replace(sequence_parallel=False))
+
+
 ADAPTER = Adapter(
     version=VERSION,
-    limits=LIMITS,
+    limits=adapter.limits_of("accelerate"),
     write=write,
+    adapt=_of_transformers,
     is_own_table=lambda content: "distributed_type" in content or "fsdp_config" in content,
     read_table=read,
 )

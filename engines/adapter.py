@@ -12,7 +12,7 @@ from ..schema.base import Count, Frozen, shown, write_atomically
 from ..schema.engine_facts import ENGINES
 from ..schema.errors import ConfigError
 from ..schema.layout import Layout
-from ..schema.layout_rules import broken_rules, problem_facts
+from ..schema.layout_rules import ProblemFacts, Rule, broken_rules, problem_facts
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 
@@ -93,7 +93,8 @@ class Adapter:
     Attributes:
         version: of the engine whose options these are.
         limits: what it cannot do; `write` is called for plans within them only.
-        write: a plan in the engine's form.
+        write: a plan in the engine's form, with the ``options`` that are given.
+        adapt: the plan as the engine runs what it has in another way; what comes of it is costed again.
         is_own_table: say whether a table of settings is this engine's; None: it has no such files.
         read_table: the layout of one, given the ranks of the job and the model where they are known.
         read_text: the same for a script; ``suffixes`` are those of its files, empty: any.
@@ -101,52 +102,43 @@ class Adapter:
 
     version: str
     limits: tuple[Limit, ...]
-    write: Callable[[TrainingPlan], Exported]
+    write: Callable[..., Exported]
+    options: tuple[str, ...] = ()
+    adapt: Callable[[TrainingPlan], TrainingPlan] = lambda plan: plan
     is_own_table: Callable[[Table], bool] | None = None
     read_table: Callable[[Table, int | None, ModelSpec | None], Imported] | None = None
     read_text: Callable[[str, int | None, ModelSpec | None], Imported] | None = None
     suffixes: tuple[str, ...] = ()
 
 
-def rules_of(engine: str) -> Limit:
-    """Return what the search knows of a planned engine: a plan that was made for it keeps all of it."""
+def limits_of(engine: str) -> tuple[Limit, ...]:
+    """Return what the search knows of a planned engine, so that a plan that was made for it keeps all of it."""
+    facts = ENGINES[engine]
+
+    def lacking(plan: TrainingPlan) -> tuple[str, ...]:
+        return facts.lacks(plan.model, plan.workload) if facts.lacks else ()
+
+    trained = Limit(
+        f"{engine}_trains", lambda p: not lacking(p), lambda p: "; ".join(lacking(p)), "plan for another engine"
+    )
+    return (trained, *(_of_rule(engine, rule) for rule in facts.rules or ()))
+
+
+def _of_rule(engine: str, rule: Rule) -> Limit:
+    def problem(plan: TrainingPlan) -> ProblemFacts:
+        world_size, domain = plan.cluster.num_devices, plan.cluster.scaleup_domain
+        return problem_facts(
+            plan.model, plan.workload, world_size=world_size, scaleup_domain=domain, is_nvidia=plan.cluster.is_nvidia
+        )
 
     def broken(plan: TrainingPlan) -> tuple[str, ...]:
-        layout, world_size = plan.layout, plan.cluster.num_devices
-        problem = problem_facts(
-            plan.model,
-            plan.workload,
-            world_size=world_size,
-            scaleup_domain=layout.tp,
-            is_nvidia=plan.cluster.is_nvidia,
-        )
-        return broken_rules(layout, problem, ENGINES[engine].rules or ())
+        return broken_rules(plan.layout, problem(plan), (rule,))
 
     return Limit(
-        f"{engine}_rules",
+        rule.name,
         lambda p: not broken(p),
-        lambda p: "; ".join(broken(p)),
+        lambda p: broken(p)[0].removesuffix(f"   [{rule.name}]"),
         f"plan again with --engine {engine}",
-    )
-
-
-def precisions_of(engine: str, precisions: tuple[str, ...], reason: str) -> Limit:
-    """Return the limit of an engine that trains in these precisions only."""
-    return Limit(
-        f"{engine}_precision",
-        lambda p: p.workload.precision in precisions,
-        lambda p: f"precision {p.workload.precision}: {reason}",
-        "plan again with --precision bf16-mixed",
-    )
-
-
-def offload_of(engine: str, kinds: tuple[str, ...], reason: str, *, activations: bool = False) -> Limit:
-    """Return the limit of an engine that moves these kinds of states only, and no activations unless said."""
-    return Limit(
-        f"{engine}_offload",
-        lambda p: p.layout.offload in kinds and (activations or not p.layout.offload_activations),
-        lambda p: f"offload={p.layout.offload}, offload_activations={p.layout.offload_activations:g}: {reason}",
-        "--fix offload=none",
     )
 
 
@@ -158,46 +150,12 @@ DRIVEN = Limit(
 )
 """A limit of every target."""
 
-ONE_RECOMPUTE = Limit(
-    "recompute_of_all_blocks",
-    lambda p: p.layout.recompute != "mixed" and p.layout.recompute_fraction == 1,
-    lambda p: (
-        f"recompute={p.layout.recompute}"
-        + (f" of {p.layout.recompute_fraction:g} of the blocks" if p.layout.recompute_fraction < 1 else "")
-        + ": the engine has one choice for all blocks"
-    ),
-    "plan again with --fix recompute=full",
-)
 
-
-def _only(name: str, reason: str, **values: object) -> Limit:
-    """Return the limit of an engine that has one value of each of these layout fields."""
-    return Limit(
-        name,
-        lambda p: all(getattr(p.layout, field) == value for field, value in values.items()),
-        lambda p: f"{', '.join(f'{field} {getattr(p.layout, field)}' for field in values)}: {reason}",
-        f"--fix {','.join(f'{field}={value}' for field, value in values.items())}",
-    )
-
-
-NO_EXPERT_AXES = _only("no_expert_axes", "the configuration has no expert parallelism", ep=1, etp=1)
-NO_PIPELINE = _only("no_pipeline", "the configuration has no pipeline", pp=1)
-NO_ULYSSES = _only("no_ulysses", "context parallelism of the engine is a ring", cp_ulysses=1)
-NO_LEVELS = _only("no_levels", "every state is sharded alike", gradient_shard=1, optimizer_shard=1)
-VOCABULARY_AT_ENDS = _only(
-    "vocabulary_at_ends", "the engine keeps embedding and head on the first and the last stage", vocabulary="ends"
-)
-# Adapters are set in the training script of each engine.
-FULL_TRAINING = Limit(
-    "full_training",
-    lambda p: p.workload.adapters is None and p.workload.has_backward,
-    lambda p: (
-        "the plan trains adapters: the engine's configuration of them is not written"
-        if p.workload.has_backward
-        else "the plan trains without a backward pass, which engines do not"
-    ),
-    "plan again with --train full",
-)
+def with_sharded_gradients(plan: TrainingPlan) -> TrainingPlan:
+    """Return a plan of stage 1 as FSDP2 runs it outside a pipeline: it reduces and shards gradients in every micro-batch."""
+    if plan.layout.zero_stage != 1 or plan.layout.pp > 1:
+        return plan
+    return plan.replace(layout=plan.layout.replace(zero_stage=2))
 
 
 def torchrun(plan: TrainingPlan) -> str:
@@ -224,13 +182,6 @@ def placement_not_expressed(plan: TrainingPlan) -> tuple[str, ...]:
     if plan.expert_slots:
         lines.append("expert_slots: experts stand once and in order; `meshwright experts` says where they should be")
     return tuple(lines)
-
-
-def reduction_not_expressed(plan: TrainingPlan) -> tuple[str, ...]:
-    """Say that FSDP2 has no stage 1 of its own outside a pipeline."""
-    if plan.layout.zero_stage != 1 or plan.layout.pp > 1 or plan.num_microbatches == 1:
-        return ()
-    return ("zero_stage=1: gradients are reduced and sharded in every micro-batch, as under stage 2",)
 
 
 def require_num_devices(num_devices: int | None) -> int:

@@ -13,35 +13,10 @@ from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import Adapter, Exported, Imported, Limit, Table
+from .adapter import Adapter, Exported, Imported, Table
 
 VERSION = "0.19"
 CONFIG = "ds_config.json"
-
-LIMITS = (
-    adapter.rules_of("deepspeed"),
-    Limit(
-        "no_islands",
-        lambda p: p.layout.zero_stage != 3 or p.layout.dp_replicate == 1 or p.layout.optimizer_shard > 1,
-        lambda p: (
-            f"dp_replicate {p.layout.dp_replicate} under zero_stage 3: sharding within islands (MiCS) was removed in 0.19"
-        ),
-        "--fix dp_replicate=1",
-    ),
-    adapter.FULL_TRAINING,
-    Limit(
-        "recompute_of_all_blocks",
-        lambda p: p.layout.recompute_fraction == 1,
-        lambda p: f"recompute_fraction {p.layout.recompute_fraction:g}: the plan does not say of which blocks",
-        "plan again with --fix recompute=full",
-    ),
-    adapter.offload_of(
-        "deepspeed", ("none", "optimizer", "parameters"), "DeepSpeed moves optimizer states and parameters"
-    ),
-    adapter.precisions_of(
-        "deepspeed", ("bf16-mixed", "fp16-mixed", "fp32"), "DeepSpeed's configuration has bf16, fp16 and fp32"
-    ),
-)
 
 
 def write(plan: TrainingPlan) -> Exported:
@@ -54,6 +29,7 @@ def write(plan: TrainingPlan) -> Exported:
         **({"bf16": {"enabled": True}} if work.precision == "bf16-mixed" else {}),
         **({"fp16": {"enabled": True}} if work.precision == "fp16-mixed" else {}),
         "zero_optimization": _zero(plan),
+        **({"pipeline": {"stages": layout.pp}} if layout.pp > 1 else {}),
         **({"tensor_parallel": {"autotp_size": layout.tp}} if layout.tp > 1 else {}),
         **({"sequence_parallel_size": layout.cp, "data_parallel_size": layout.dp} if layout.cp > 1 else {}),
     }
@@ -117,20 +93,25 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
         ConfigError: the number of devices is unknown, or the numbers do not fit together.
     """
     num_devices = adapter.require_num_devices(num_devices)
-    zero, tensor = adapter.tables_in(content, "zero_optimization", "tensor_parallel")
+    zero, tensor, pipeline = adapter.tables_in(content, "zero_optimization", "tensor_parallel", "pipeline")
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero_optimization.stage = {shown(stage)}: must be 0, 1, 2 or 3")
     tp = adapter.positive_integer(tensor.get("autotp_size") or 1, "tensor_parallel.autotp_size")
     cp = adapter.positive_integer(content.get("sequence_parallel_size", 1), "sequence_parallel_size")
-    dp = adapter.remaining_devices(num_devices, tp=tp, cp=cp)
-    fields = {"tp": tp, "cp": cp, "cp_ulysses": cp, "sequence_parallel": False} | _sharding(zero, stage, dp, cp)
+    has_stages = pipeline.get("stages", "auto") != "auto"
+    pp = adapter.positive_integer(pipeline["stages"], "pipeline.stages") if has_stages else 1
+    dp = adapter.remaining_devices(num_devices, tp=tp, cp=cp, pp=pp)
+    fields = {"tp": tp, "pp": pp, "cp": cp, "cp_ulysses": cp, "sequence_parallel": False} | _sharding(
+        zero, stage, dp, cp
+    )
     micro_batch, accumulated, batch = _batch(content, dp)
     known = {
         "zero_optimization", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "train_batch_size", "bf16",
-        "fp16", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+        "fp16", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "pipeline",
     }  # fmt: skip
-    assumed = ["pp 1 and recompute none: DeepSpeed takes both from the training script"]
+    of_script = "recompute none" if has_stages else "pp 1 and recompute none"
+    assumed = [f"{of_script}: DeepSpeed takes it from the training script"]
     if accumulated is None:
         assumed.append(f"micro_batch_size {micro_batch}")
     return Imported(
@@ -195,7 +176,7 @@ def _offload(zero: Table) -> dict[str, Any]:
 
 ADAPTER = Adapter(
     version=VERSION,
-    limits=LIMITS,
+    limits=adapter.limits_of("deepspeed"),
     write=write,
     is_own_table=lambda content: bool(
         {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"} & content.keys()

@@ -1,11 +1,12 @@
 """Kubernetes: jobs of Kubeflow whose pods run `meshwright apply` on the plan, one pod a node.
 
-Two manifests for the two generations of the operator, each with the plan as a ConfigMap next to it: a PyTorchJob, whose operator
-tells every pod its position in RANK, MASTER_ADDR and MASTER_PORT (of pods, not of processes), and a TrainJob, whose operator has
-them as PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
+Two manifests for the two generations of the operator, each with the plan as a ConfigMap that the pods mount: a PyTorchJob, whose
+operator tells every pod its position in RANK, MASTER_ADDR and MASTER_PORT (of pods, not of processes), and a TrainJob, whose
+operator has them as PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
 
 Source: kubeflow/training-operator v1.9 (pkg/controller.v1/pytorch/envvar.go, pkg/webhooks/pytorch/pytorchjob_webhook.go);
-kubeflow/trainer v2 (pkg/apis/trainer/v1alpha1/trainjob_types.go, pkg/runtime/framework/plugins/torch/torch.go).
+kubeflow/trainer v2.2 (pkg/apis/trainer/v1alpha1/trainjob_types.go, pkg/runtime/framework/plugins/torch/torch.go,
+manifests/base/runtimes/torch_distributed.yaml: the job and the container of a node are called node).
 """
 
 from __future__ import annotations
@@ -15,19 +16,31 @@ from typing import Any
 
 import yaml
 
+from ..schema.errors import ConfigError
 from ..schema.training_plan import TrainingPlan
 from .adapter import Adapter, Exported, Limit
 
-VERSION = "v1.9 (PyTorchJob), v2 (TrainJob)"
+VERSION = "v1.9 (PyTorchJob), v2.2 (TrainJob)"
 PYTORCH_JOB, TRAIN_JOB = "pytorchjob.yaml", "trainjob.yaml"
 
-MAX_PLAN_BYTES = 128_000
-"""Of a plan as an environment variable: Linux takes strings of up to 128 KiB (MAX_ARG_STRLEN in include/uapi/linux/binfmts.h)."""
+MAX_PLAN_BYTES = 1_000_000
+"""Of a plan in a ConfigMap: Kubernetes takes 1 MiB of data (MaxSecretSize in pkg/apis/core/types.go)."""
 
 _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "cpu": "cpu"}
 _KEY = "plan.json"
-_VARIABLE = "MESHWRIGHT_PLAN_JSON"
-_FILE = "/tmp/plan.json"
+_FOLDER = "/etc/meshwright"
+_MOUNTS = [{"name": "plan", "mountPath": _FOLDER, "readOnly": True}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+_MANAGER = "meshwright.io/export"
+_PINS_MEMORY = {"capabilities": {"add": ["IPC_LOCK"]}}
+"""What a container needs that registers memory with a network card."""
+
+
+class _WithoutAliases(yaml.SafeDumper):  # type: ignore[misc]
+    """YAML in which what occurs twice is written twice, for tools that edit it."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
 
 LIMITS = (
     Limit(
@@ -61,22 +74,32 @@ LIMITS = (
     Limit(
         "plan_size",
         lambda p: len(_text(p)) <= MAX_PLAN_BYTES,
-        lambda p: f"the plan has {len(_text(p))} bytes, a pod takes {MAX_PLAN_BYTES} in a variable",
+        lambda p: f"the plan has {len(_text(p))} bytes, a ConfigMap takes {MAX_PLAN_BYTES}",
         "put plan.json on storage that the pods share, and start `meshwright apply` there",
     ),
 )
 
 
-def write(plan: TrainingPlan) -> Exported:
-    """Return the plan as two manifests; one of them is to be applied."""
+def write(plan: TrainingPlan, *, rdma_resource: str = "") -> Exported:
+    """Return the plan as two manifests; one of them is to be applied.
+
+    Args:
+        rdma_resource: what a pod asks for to have the node's network cards: ``rdma/hca``, or a name and a number
+            (``rdma/rdma_shared_device_a=8``), as the device plugin or the network operator of the cluster calls it.
+
+    Raises:
+        ConfigError: the resource is no name of Kubernetes.
+    """
     words = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
     name = f"meshwright-{words}"[:40].rstrip("-")  # by RFC 1035, short enough for the names of pods to be made of it
     head = f"# {plan.model.name} on {plan.layout.world_size} devices, {plan.layout}\n"
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_KEY: _text(plan)}}
+    cards = _cards(rdma_resource)
     files = tuple(
-        (file, head + yaml.safe_dump_all([config_map, job], sort_keys=False))
-        for file, job in ((PYTORCH_JOB, _pytorch_job(plan, name)), (TRAIN_JOB, _train_job(plan, name)))
+        (file, head + yaml.dump_all([config_map, job], Dumper=_WithoutAliases, sort_keys=False))
+        for file, job in ((PYTORCH_JOB, _pytorch_job(plan, name, cards)), (TRAIN_JOB, _train_job(plan, name, cards)))
     )
+    asks = plan.cluster.num_nodes > 1 and not cards and plan.cluster.groups[0].device.vendor != "cpu"
     return Exported(
         engine="kubernetes",
         version=VERSION,
@@ -85,7 +108,7 @@ def write(plan: TrainingPlan) -> Exported:
             "image: one that has meshwright",
             "--steps and --data after `meshwright apply`",
             "a volume that all pods share and --checkpoint-dir on it; then --resume lets a pod that comes back go on",
-            f"{TRAIN_JOB}: shared memory (/dev/shm) of the pods, in the runtime torch-distributed",
+            *(["network cards of the nodes: --rdma-resource rdma/hca, or what the cluster calls them"] if asks else []),
         ),
         command=f"kubectl apply -f {PYTORCH_JOB} (Kubeflow Trainer v2: {TRAIN_JOB})",
     )
@@ -96,6 +119,17 @@ def _text(plan: TrainingPlan) -> str:
     return plan.replace(alternatives=(), pareto=()).model_dump_json()
 
 
+def _cards(resource: str) -> dict[str, int]:
+    if not resource:
+        return {}
+    name, _, count = resource.partition("=")
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", name) or not (
+        count == "" or (count.isdigit() and int(count) > 0)
+    ):
+        raise ConfigError(f"rdma resource {resource!r} is not DOMAIN/NAME or DOMAIN/NAME=COUNT", help="e.g. rdma/hca=1")
+    return {name: int(count or 1)}
+
+
 def _container(plan: TrainingPlan, name: str, *, rank: str, address: str, port: str) -> dict[str, Any]:
     """Return the fields that the container of a PyTorchJob and the trainer of a TrainJob share.
 
@@ -104,34 +138,31 @@ def _container(plan: TrainingPlan, name: str, *, rank: str, address: str, port: 
     """
     nodes = plan.cluster.num_nodes
     meet = f' --nnodes {nodes} --node-rank "${rank}" --rdzv-endpoint "${address}:${port}" --rdzv-id {name}'
-    script = (
-        f'printf %s "${_VARIABLE}" > {_FILE} && exec meshwright apply {_FILE} --steps 100{meet if nodes > 1 else ""}'
-    )
-    return {
-        "image": "meshwright:latest",
-        "command": ["sh", "-c"],
-        "args": [script],
-        "env": [{"name": _VARIABLE, "valueFrom": {"configMapKeyRef": {"name": name, "key": _KEY}}}],
-    }
+    script = f"exec meshwright apply {_FOLDER}/{_KEY} --steps 100{meet if nodes > 1 else ''}"
+    return {"image": "meshwright:latest", "command": ["sh", "-c"], "args": [script]}
 
 
-def _resources(plan: TrainingPlan) -> dict[str, Any]:
-    amount = {_RESOURCES[plan.cluster.groups[0].device.vendor]: plan.cluster.largest_node}
-    return {"requests": dict(amount), "limits": dict(amount)}
+def _resources(plan: TrainingPlan, cards: dict[str, int]) -> dict[str, Any]:
+    amount = {_RESOURCES[plan.cluster.groups[0].device.vendor]: plan.cluster.largest_node, **cards}
+    return {"requests": amount, "limits": amount}
 
 
-def _pytorch_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
+def _volumes(name: str) -> list[dict[str, Any]]:
+    return [
+        {"name": "plan", "configMap": {"name": name}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+
+
+def _pytorch_job(plan: TrainingPlan, name: str, cards: dict[str, int]) -> dict[str, Any]:
     container = {
         "name": "pytorch",
         **_container(plan, name, rank="RANK", address="MASTER_ADDR", port="MASTER_PORT"),
-        "resources": _resources(plan),
-        "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
+        "resources": _resources(plan, cards),
+        **({"securityContext": _PINS_MEMORY} if cards else {}),
+        "volumeMounts": _MOUNTS,
     }
-    pod = {
-        "terminationGracePeriodSeconds": 60,
-        "containers": [container],
-        "volumes": [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}],
-    }
+    pod = {"terminationGracePeriodSeconds": 60, "containers": [container], "volumes": _volumes(name)}
     workers = plan.cluster.num_nodes - 1
     replicas = {"Master": 1, **({"Worker": workers} if workers else {})}
     return {
@@ -148,7 +179,14 @@ def _pytorch_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
     }
 
 
-def _train_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
+def _train_job(plan: TrainingPlan, name: str, cards: dict[str, int]) -> dict[str, Any]:
+    container = {
+        "name": "node",
+        "volumeMounts": _MOUNTS,
+        **({"securityContext": _PINS_MEMORY} if cards else {}),
+    }
+    pod = {"spec": {"volumes": _volumes(name), "containers": [container]}}
+    patch = {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": pod}}}]}}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -158,11 +196,12 @@ def _train_job(plan: TrainingPlan, name: str) -> dict[str, Any]:
             "trainer": {
                 "numNodes": plan.cluster.num_nodes,
                 "numProcPerNode": plan.cluster.largest_node,
-                "resourcesPerNode": _resources(plan),
+                "resourcesPerNode": _resources(plan, cards),
                 **_container(plan, name, rank="PET_NODE_RANK", address="PET_MASTER_ADDR", port="PET_MASTER_PORT"),
             },
+            "runtimePatches": [{"manager": _MANAGER, "trainingRuntimeSpec": {"template": patch}}],
         },
     }
 
 
-ADAPTER = Adapter(version=VERSION, limits=LIMITS, write=write)
+ADAPTER = Adapter(version=VERSION, limits=LIMITS, write=write, options=("rdma_resource",))

@@ -11,7 +11,7 @@ from ..schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttent
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import Adapter, Exported, Imported, Limit
+from .adapter import Adapter, Exported, Imported
 from .launch import megatron as launch
 from .megatron_settings import (
     LIMITS,
@@ -22,8 +22,6 @@ from .megatron_settings import (
 )
 
 SCRIPT = "pretrain.sh"
-ORIGINAL_YARN_LEN = 4096
-"""MLATransformerConfig.original_max_position_embeddings, which has no option."""
 
 
 def write(plan: TrainingPlan) -> Exported:
@@ -69,7 +67,7 @@ def bash_array(name: str, settings: Settings) -> str:
 
 
 def model_settings(model: ModelSpec, seq_len: int) -> Settings:
-    """Return every option that describes a model that lacks nothing of Megatron's GPT (`missing_of`)."""
+    """Return every option that describes a model that lacks nothing of Megatron's GPT (schema/engine_models.py)."""
     blocks = [block for block, _ in model.block_runs]
     dense = {block.mlp for block in blocks if isinstance(block.mlp, DenseMLP)}
     experts = {block.mlp for block in blocks if isinstance(block.mlp, MoE)}
@@ -91,73 +89,6 @@ def model_settings(model: ModelSpec, seq_len: int) -> Settings:
         "ffn_hidden_size": mlp.ffn_dim,
         **(_experts(model, next(iter(experts))) if experts else {}),
     }
-
-
-def missing_of(model: ModelSpec) -> tuple[str, ...]:
-    """Return what the model has and Megatron's GPT has not."""
-    blocks = [block for block, _ in model.block_runs]
-    dense = {block.mlp for block in blocks if isinstance(block.mlp, DenseMLP)}
-    experts = {block.mlp for block in blocks if isinstance(block.mlp, MoE)}
-    missing = [
-        *model.also,
-        *(["a norm of embeddings"] if model.embedding.layernorm else []),
-        *(["attention that differs from layer to layer"] if len({block.attention for block in blocks}) > 1 else []),
-        *(["dense parts of several widths"] if len(dense) > 1 else []),
-        *(["experts of several kinds"] if len(experts) > 1 else []),
-        *(reason for block in blocks for reason in _missing(block)),
-        *_missing_rope(model),
-    ]
-    return tuple(dict.fromkeys(missing))
-
-
-MODEL = Limit(
-    "megatron_model",
-    lambda p: not missing_of(p.model),
-    lambda p: f"Megatron's GPT model has no {', no '.join(missing_of(p.model))}, which {p.model.name} needs",
-    "plan without --engine megatron, or add it to Megatron's model",
-)
-
-
-def _missing(block: Block) -> list[str]:
-    attention, mlp = block.attention, block.mlp
-    if not isinstance(attention, SoftmaxAttention | LatentAttention) or not isinstance(mlp, DenseMLP | MoE):
-        return [f"blocks of the kind {attention.kind}"]
-    reasons = {
-        f"blocks with {block.num_norms} norms": block.num_norms != 2,
-        "attention and feed-forward part side by side": block.parallel_residual,
-        "ReLU": mlp.activation == "relu",
-        "xIELU": mlp.activation == "xielu",
-        "a state in place of keys and values": attention.passes_state,
-        "norms without weights": not block.norm_weight,
-        "a norm within the feed-forward part": isinstance(mlp, DenseMLP) and mlp.inner_norm,
-        "gated squared ReLU": mlp.activation == "relu2" and mlp.gated,
-    }
-    if isinstance(attention, SoftmaxAttention):
-        biases = "biases in q, k, v and the feed-forward part but not after attention"
-        reasons |= {
-            "attention in chunks": attention.chunked,
-            "capped attention scores": bool(attention.logit_softcap),
-            "attention sinks": attention.sinks,
-            "a gate on attention, or a norm after it": attention.gate != "none" or attention.out_norm,
-            f"query and key norm of the kind {attention.qk_norm}": attention.qk_norm not in ("none", "per_head"),
-            biases: attention.qkv_bias and not attention.out_bias and mlp.bias,
-        }
-    if isinstance(mlp, MoE):
-        reasons["bias in the router"] = mlp.router_bias
-        reasons["sigmoid router without normalisation"] = mlp.router == "sigmoid" and not mlp.normalize
-    return [reason for reason, holds in reasons.items() if holds]
-
-
-def _missing_rope(model: ModelSpec) -> list[str]:
-    rope = model.rope
-    if rope is None or rope.scaling == "none":
-        return []
-    latent = any(isinstance(block.attention, LatentAttention) for block, _ in model.block_runs)
-    if rope.scaling == "llama3" and (rope.low_freq_factor, rope.high_freq_factor) == (1.0, 4.0):
-        return [] if rope.original_max_seq_len == 8192 else ["llama3 rope from another length than 8192"]
-    if rope.scaling == "yarn" and latent:
-        return [] if rope.original_max_seq_len == ORIGINAL_YARN_LEN else ["yarn from another length than 4096"]
-    return [f"rope scaling {rope.scaling} with these factors"]
 
 
 def _attention(attention: SoftmaxAttention | LatentAttention) -> Settings:
@@ -244,4 +175,4 @@ def _world_size(settings: Mapping[str, Any]) -> int:
     return adapter.positive_integer(nodes or 1, "nnodes") * adapter.positive_integer(per_node, "nproc-per-node")
 
 
-ADAPTER = Adapter(version=VERSION, limits=(MODEL, *LIMITS), write=write, read_text=read)
+ADAPTER = Adapter(version=VERSION, limits=(*adapter.limits_of("megatron"), *LIMITS), write=write, read_text=read)

@@ -27,9 +27,6 @@ _PRECISION: dict[str, Settings] = {
 }
 
 LIMITS = (
-    adapter.rules_of("megatron"),
-    adapter.NO_LEVELS,
-    adapter.FULL_TRAINING,
     Limit(
         "leading_blocks_recompute",
         lambda p: p.layout.recompute != "mixed" or _leading(p) is not None,
@@ -38,17 +35,8 @@ LIMITS = (
         ),
         "plan again with --fix recompute=full",
     ),
-    Limit(
-        "selective_of_all_blocks",
-        lambda p: p.layout.recompute != "selective" or p.layout.recompute_fraction == 1,
-        lambda p: f"selective recompute of {p.layout.recompute_fraction:g} of the blocks: Megatron's is of all of them",
-        "plan again with --fix recompute=full",
-    ),
-    adapter.offload_of(
-        "megatron", ("none", "optimizer"), "Megatron moves optimizer states and activations", activations=True
-    ),
-    adapter.precisions_of("megatron", tuple(_PRECISION), "Megatron keeps fp32 master parameters"),
 )
+"""Of plans, besides what the engine's rules say of layouts."""
 
 
 def plan_settings(plan: TrainingPlan) -> Settings:

@@ -60,12 +60,6 @@ _RECIPES = {"bf16_mixed": "bf16-mixed", "fp16_mixed": "fp16-mixed"}
 """Names of megatron/bridge/training/mixed_precision.py; with fp8 in them they are fp8."""
 
 
-LIMITS = (
-    *megatron_settings.LIMITS,
-    adapter.precisions_of("nemo", tuple(_PRECISION), f"it has no recipe in {VERSION}: bf16-mixed or fp8"),
-)
-
-
 def write(plan: TrainingPlan) -> Exported:
     """Return the plan as overrides of the model's own recipe."""
     settings = plan_settings(plan)
@@ -153,7 +147,7 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
 
 ADAPTER = Adapter(
     version=VERSION,
-    limits=LIMITS,
+    limits=(*adapter.limits_of("nemo"), *megatron_settings.LIMITS),
     write=write,
     is_own_table=lambda content: isinstance(content.get("model"), dict) or "ddp" in content,
     read_table=read,

@@ -22,27 +22,52 @@ TARGETS = (*ENGINES, "kubernetes")
 """What a plan can be written for: engines, and what starts our own one."""
 
 
-def export(plan: TrainingPlan, engine: str) -> Exported:
+def export(plan: TrainingPlan, engine: str, **options: str) -> Exported:
     """Return the plan in an engine's own form.
 
+    Args:
+        options: of what is written: ``rdma_resource`` of Kubernetes.
+
     Raises:
-        ConfigError: there is no such engine, or it cannot run the plan as it is: each reason with its numbers.
+        ConfigError: there is no such engine or option, or it cannot run the plan as it is: each reason with its numbers.
     """
-    if engine not in TARGETS:
-        raise ConfigError(f"unknown engine {engine!r}", help=f"one of {', '.join(TARGETS)}")
-    chosen = _adapter(engine)
+    chosen, asked = _known(engine), plan
+    if unknown := options.keys() - set(chosen.options):
+        raise ConfigError(f"{engine} takes no {', '.join(sorted(unknown))}", help="it is for kubernetes")
+    plan = chosen.adapt(asked)
     if broken := _broken(chosen, plan):
         raise ConfigError(
             f"{engine} {chosen.version} cannot run this plan",
             details=tuple(f"{limit.reason(plan)}   [{limit.name}]" for limit in broken),
             help=broken[0].help,
         )
-    return chosen.write(plan)
+    made = chosen.write(plan, **options)
+    before, after = asked.layout.model_dump(), plan.layout.model_dump()
+    adapted = (
+        f"{name}={before[name]}: {engine} runs {value}" for name, value in after.items() if before[name] != value
+    )
+    return made.replace(not_expressed=(*adapted, *made.not_expressed))
+
+
+def as_run_by(plan: TrainingPlan, target: str) -> TrainingPlan | None:
+    """Return the plan as another engine runs what `export` writes for it, with that engine's name; None: it is made for that one.
+
+    Its estimate is still the old one: `planner.planned_stages.reestimate` costs it.
+
+    Raises:
+        ConfigError: there is no such target.
+    """
+    if target not in FACTS or plan.workload.engine == target:
+        _known(target)
+        return None
+    plan = _known(target).adapt(plan)
+    return plan.replace(workload=plan.workload.replace(engine=target))
 
 
 def exportable(plan: TrainingPlan) -> dict[str, str | None]:
     """Return for each of `TARGETS` why it cannot run the plan as it is; None: `export` writes it."""
-    broken = {target: _broken(_adapter(target), plan) for target in TARGETS}
+    adapters = {target: _adapter(target) for target in TARGETS}
+    broken = {target: _broken(chosen, chosen.adapt(plan)) for target, chosen in adapters.items()}
     return {target: limits[0].reason(plan) if limits else None for target, limits in broken.items()}
 
 
@@ -76,6 +101,12 @@ def read_configuration(
         raise ConfigError("no engine is recognised by its content", help=f"give --from: one of {', '.join(ENGINES)}")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", details=error.details, help=error.help) from None
+
+
+def _known(target: str) -> Adapter:
+    if target not in TARGETS:
+        raise ConfigError(f"unknown engine {target!r}", help=f"one of {', '.join(TARGETS)}")
+    return _adapter(target)
 
 
 def _broken(adapter: Adapter, plan: TrainingPlan) -> list[Limit]:

@@ -12,11 +12,12 @@ from ..schema.model import ModelSpec
 from ..schema.schedules import DEFAULT, SCHEDULES
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import Adapter, Exported, Imported, Limit, Table
+from .adapter import Adapter, Exported, Imported, Table
 
 VERSION = "0.3.0"
 MODULE = "meshwright_plan"
-ORDER = "pipeline_order.csv"
+ORDER = "pipeline_{}.csv"
+"""File of the order of a schedule that has no name in torch."""
 
 MODELS = {
     "llama-3.1-8b": ("llama3", "llama3_8b"),
@@ -30,39 +31,14 @@ MODELS = {
 }
 """Catalogue name -> package of torchtitan.models and function of its config_registry."""
 
+WITH_FP8 = {"llama3_405b": "405B"}
+"""Functions whose model has fp8 converters, and its name in ``model_registry``, which makes it without."""
+
 PRECISION = {"bf16-mixed": ("float32", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "fp32": ("float32", "float32")}
 
 _CHECKPOINTING: dict[str, str] = {"full": "FullAC", "selective": "SelectiveAC"}
 _MODULES = {"embedding": ["tok_embeddings"], "block": ["layers.{}"], "head": ["norm", "lm_head"]}
 """Kind of layer -> its modules, by the number of the block."""
-
-LIMITS = (
-    Limit(
-        "torchtitan_models",
-        lambda p: p.model.name in MODELS,
-        lambda p: f"model {p.model.name}: torchtitan has configurations of {', '.join(MODELS)}",
-        "add the model to torchtitan, or export to another engine",
-    ),
-    adapter.NO_LEVELS,
-    adapter.NO_ULYSSES,
-    adapter.VOCABULARY_AT_ENDS,
-    adapter.FULL_TRAINING,
-    adapter.ONE_RECOMPUTE,
-    Limit(
-        "experts_over_ep",
-        lambda p: p.layout.etp == 1 and (not p.model.is_moe or p.layout.tp == 1 or p.layout.ep > 1),
-        lambda p: f"ep {p.layout.ep}, etp {p.layout.etp} with tp {p.layout.tp}: torchtitan splits experts over ep only",
-        "--fix etp=1, and ep above 1 where tp is",
-    ),
-    adapter.offload_of(
-        "torchtitan",
-        ("none", "parameters"),
-        "training.enable_cpu_offload moves parameters, gradients and states together",
-    ),
-    adapter.precisions_of(
-        "torchtitan", tuple(PRECISION), "fp8 is a converter of the model in torchtitan, fp16 it has not"
-    ),
-)
 
 
 def write(plan: TrainingPlan) -> Exported:
@@ -73,6 +49,7 @@ def write(plan: TrainingPlan) -> Exported:
         f'"""torchtitan {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}"""',
         "",
         *([f"from torchtitan.distributed.activation_checkpoint import {checkpointing}"] if checkpointing else []),
+        *([f"from torchtitan.models.{package} import model_registry"] if function in WITH_FP8 else []),
         f"from torchtitan.models.{package}.config_registry import {function}",
         "from torchtitan.trainer import Trainer",
         "",
@@ -80,6 +57,7 @@ def write(plan: TrainingPlan) -> Exported:
         "def plan() -> Trainer.Config:",
         f"    config = {function}()",
         *(f"    config.{name} = {value!r}" for name, value in _settings(plan).items()),
+        *_without_fp8(plan),
         f"    config.activation_checkpoint = {f'{checkpointing}.Config()' if checkpointing else None}",
         "    return config",
         "",
@@ -89,15 +67,21 @@ def write(plan: TrainingPlan) -> Exported:
         from ..cost_models.pipeline.orders import to_torch_csv
         from ..cost_models.pipeline.simulation import pipeline_order
 
-        files.append((ORDER, to_torch_csv(pipeline_order(plan))))
+        files.append((ORDER.format(plan.layout.schedule), to_torch_csv(pipeline_order(plan))))
     return Exported(
         engine="torchtitan",
         version=VERSION,
         files=tuple(files),
-        not_expressed=(*adapter.placement_not_expressed(plan), *adapter.reduction_not_expressed(plan)),
+        not_expressed=adapter.placement_not_expressed(plan),
         to_set=("hf_assets_path (tokenizer), dataloader, optimizer, steps: as the function of torchtitan has them",),
         command=f"PYTHONPATH=. {adapter.torchrun(plan)} -m torchtitan.train --module {MODULE} --config plan",
     )
+
+
+def _without_fp8(plan: TrainingPlan) -> list[str]:
+    """Return the line that takes converters from the model, where the function has them: the plan multiplies in bf16."""
+    flavor = WITH_FP8.get(MODELS[plan.model.name][1])
+    return [f"    config.model_spec = model_registry({flavor!r})"] if flavor else []
 
 
 def _settings(plan: TrainingPlan) -> Table:
@@ -113,6 +97,8 @@ def _settings(plan: TrainingPlan) -> Table:
         "training.enable_cpu_offload": layout.offload == "parameters",
         # Graphs take neither pipelines nor experts that are sent to other ranks, and the plan was not made for them.
         "training.disable_cuda_graphs": not layout.cuda_graphs or pipelined or layout.ep > 1,
+        "compile.enable": work.fusion.startswith("compiled"),
+        "compile.components": ["model"] if work.fusion == "compiled_blocks" else ["model", "loss"],
         "parallelism.data_parallel_replicate_degree": layout.dp_replicate,
         "parallelism.data_parallel_shard_degree": layout.dp_shard,
         "parallelism.tensor_parallel_degree": layout.tp,
@@ -131,7 +117,7 @@ def _settings(plan: TrainingPlan) -> Table:
                 [name.format(idx - 1) for idx in stage.layer_idxs for name in _MODULES.get(layers[idx].kind, ())]
                 for stage in plan.stages
             ],
-            **({} if name else {"parallelism.pipeline_parallel_schedule_csv": ORDER}),
+            **({} if name else {"parallelism.pipeline_parallel_schedule_csv": ORDER.format(layout.schedule)}),
         }
     return settings
 
@@ -243,6 +229,9 @@ def _schedule(axes: Table, pp: int) -> tuple[str, int, tuple[str, ...]]:
         if name
     }
     given = str(axes.get("pipeline_parallel_schedule", "1F1B"))
+    table = str(axes.get("pipeline_parallel_schedule_csv") or "")
+    if ordered := [name for name in SCHEDULES if table.endswith(ORDER.format(name))]:
+        names["_pipelinescheduleruntime"] = (ordered[0], 0)
     if given.lower() not in names:
         known = [name for schedule in SCHEDULES.values() for name in schedule.torch_names if name]
         raise ConfigError(f"pipeline_parallel_schedule {shown(given)}: one of {', '.join(known)}")
@@ -269,8 +258,9 @@ def _batches(training: Table, axes: Table, pp: int, dp: int) -> tuple[int, int]:
 
 ADAPTER = Adapter(
     version=VERSION,
-    limits=LIMITS,
+    limits=adapter.limits_of("torchtitan"),
     write=write,
+    adapt=adapter.with_sharded_gradients,
     is_own_table=lambda content: "parallelism" in content,
     read_table=read,
     read_text=read_module,

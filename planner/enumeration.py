@@ -125,8 +125,8 @@ class Enumeration:
         )
 
     @property
-    def _is_ours(self) -> bool:
-        return self.request.workload.engine_facts.is_own_runtime
+    def _is_of_torch(self) -> bool:
+        return self.request.workload.engine_facts.uses_fully_shard
 
     def constants(self, size: int, *also: str) -> dict[str, NDArray[Any]]:
         """Return the columns of ``size`` layouts that are the same in the entire space, and of fields taken as such."""
@@ -176,7 +176,7 @@ class Enumeration:
         of_world, in_domain = divisors(request.cluster.num_devices), divisors(request.cluster.scaleup_domain)
         sizes = [d for d in divisors(batch_size) if d <= MAX_MICRO_BATCH_SIZE]
         sizes = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
-        c, worth_trying = self._splits(of_world if self._is_ours else in_domain, of_world, sizes)
+        c, worth_trying = self._splits(of_world if self._is_of_torch else in_domain, of_world, sizes)
         c["split_idx"] = np.arange(len(c["tp"]))
         c = self._cross(c, "pp", of_world, lambda c: self._divides("pp")(c) & (c["pp"] <= num_blocks))
         c = self._cross(c, "num_model_chunks", range(1, -(-num_blocks // 2) + 1), self._equal_chunks)
@@ -218,7 +218,9 @@ class Enumeration:
     def _equal_chunks(self, c: Rows) -> NDArray[np.bool_]:
         """As many chunks as divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
         chunks, pp, num_blocks = c["num_model_chunks"], c["pp"], self.request.model.num_blocks
-        divide = ((self._is_ours & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (chunks * pp <= num_blocks)
+        divide = ((self._is_of_torch & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (
+            chunks * pp <= num_blocks
+        )
         return np.asarray((chunks == 1) | ((pp > 1) & divide))
 
     def _folds(self, c: Rows) -> NDArray[np.bool_]:
@@ -237,6 +239,7 @@ class Enumeration:
             given = np.full_like(tp, request.fixed["sequence_parallel"])
             return select(c | {"sequence_parallel": given}, (given == 0) | (tp > 1))
         split = (tp > 1) & (request.workload.seq_len % (c["cp"] * tp) == 0)
+        split &= request.workload.engine_facts.splits_sequence
         without = self._all_hold(
             c | {"sequence_parallel": np.zeros_like(tp)}, request.workload.engine_facts.sequence_rules
         )
@@ -320,7 +323,7 @@ class Enumeration:
     def _with_schedules(self, c: Columns) -> Columns:
         fixed, engine = self.request.fixed, self.request.workload.engine
         pp, chunks, microbatches = c["pp"], c["num_model_chunks"], c["num_microbatches"]
-        fills = (microbatches >= pp) | (pp == 1) | (not self._is_ours)
+        fills = (microbatches >= pp) | (pp == 1) | (not self._is_of_torch)
         schedule, possible = np.where(fills, DEFAULT.idx, FOR_FEW_MICROBATCHES.idx), _all_rows(c)
         if "schedule" in fixed:
             schedule = np.full_like(schedule, SCHEDULES[fixed["schedule"]].idx)
@@ -329,7 +332,7 @@ class Enumeration:
         if fixed.get("offload") == "parameters":
             possible &= (c["zero_stage"] == 3) | (c["zero_stage"] == 0)
         c = select(c | {"schedule": schedule}, possible)
-        if "schedule" in fixed or not self._is_ours:
+        if "schedule" in fixed or not self._is_of_torch:
             return c
         pp, chunks, microbatches = c["pp"], c["num_model_chunks"], c["num_microbatches"]
         fills = (pp > 1) & (microbatches >= pp) & (c["zero_stage"] <= 1)
@@ -360,11 +363,12 @@ class Enumeration:
                     )
                 c = select(c, is_mixed)
         else:
-            is_mixed &= "recompute_fraction" not in fixed
-            takes_mixed = np.repeat(is_mixed, MIXED + 1)
-            c = cross(c, "recompute", range(MIXED + 1), lambda c: (c["recompute"] == MIXED) == takes_mixed)
+            choices = [LAYOUT_RECOMPUTES.index(name) for name in self.request.workload.engine_facts.recompute]
+            is_mixed &= ("recompute_fraction" not in fixed) & (MIXED in choices)
+            takes_mixed = np.repeat(is_mixed, len(choices))
+            c = cross(c, "recompute", choices, lambda c: (c["recompute"] == MIXED) == takes_mixed)
         c = select(c, (c["cuda_graphs"] == 0) | (c["recompute"] <= RECOMPUTES.index("selective")))
-        if self._is_ours:  # as the rule split_backward_keeps_activations, which saw what is asked for only
+        if self._is_of_torch:  # as the rule split_backward_keeps_activations, which saw what is asked for only
             c = select(c, ~by_schedule("splits_backward")[c["schedule"]] | (c["recompute"] == 0))
         return c
 

@@ -267,6 +267,10 @@ class PlanRequest:
             )
         if task.engine_facts.rules is None:
             raise ConfigError(f"cannot plan for {task.engine}", help="plan for one of " + ", ".join(PLANNED_ENGINES))
+        if task.engine_facts.lacks and (lacking := task.engine_facts.lacks(model, task)):
+            raise ConfigError(
+                f"{task.engine} does not train {model.name} as asked", details=lacking, help="plan without --engine"
+            )
         if fields.get("offload") == "scheduled":
             del fields["offload"]
             offload = offload or OffloadRequest()

@@ -8,18 +8,24 @@ Facts are those of the engine's code; what is measured stands in coefficients.to
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from .engine_models import Lacks, full_training, of_megatron, of_torchtitan
 from .engine_rules import (
+    ACCELERATE_RULES,
     DEEPSPEED_EXCHANGE,
     DEEPSPEED_RULES,
     MEGATRON_EXCHANGE,
     MEGATRON_RULES,
     MEGATRON_SEQUENCE,
+    NO_ULYSSES,
+    TORCHTITAN_RULES,
 )
 from .errors import ConfigError
+from .layout import LayoutRecompute
 from .layout_rules import EXCHANGE_RULES, FSDP2_RULES, TOKENS_OF_EXPERTS, Rule
+from .layout_table import LAYOUT_RECOMPUTES
 from .units import MIB
 
 
@@ -122,6 +128,15 @@ class EngineFacts:
         exchange_rules, sequence_rules: of both those that look at tp, cp and cp_ulysses only, and those that require sequence
             parallelism with some degrees.
         exporter: name of the exporter in engines/ that writes a plan as its configuration; empty: none.
+        lacks: why it does not train a model under a workload, whatever the layout; None: `apply` says so itself.
+        calibrated_as: engine whose section of coefficients.toml it has; empty: its own.
+        uses_fully_shard: it is made of torch's parts, as our own runtime: fully_shard, DTensor, torch.distributed.pipelining.
+        splits_sequence: tensor parallelism may split activations along the sequence.
+        recompute: what blocks may recompute; mixed: each something else.
+        loss_chunks: pieces of a micro-batch's tokens for which the loss makes logits one after the other; 0: as ours, of a fixed
+            size (runtime/loss.py).
+        code: whose kernels and saved tensors "engine" stands for in `EngineOptions.fusion`: its own, or plain model code.
+        selective: what its selective recompute keeps besides attention, where a workload does not say otherwise.
         zero_stages: those that the search enumerates.
         switches: those of SWITCHES (layout.py) that the search sets; gradients only where they are worth more than the difference
             that simplicity is (tasks/training.py).
@@ -153,6 +168,14 @@ class EngineFacts:
     exchange_rules: tuple[Rule, ...] = EXCHANGE_RULES
     sequence_rules: tuple[Rule, ...] = (TOKENS_OF_EXPERTS,)
     exporter: str = ""
+    lacks: Lacks | None = None
+    calibrated_as: str = ""
+    uses_fully_shard: bool = False
+    splits_sequence: bool = True
+    recompute: tuple[LayoutRecompute, ...] = LAYOUT_RECOMPUTES
+    loss_chunks: int = 0
+    code: Literal["engine", "eager"] = "engine"
+    selective: Literal["products", "alternate_products"] = "products"
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     switches: tuple[str, ...] = ()
     plans_whole_sequence: bool = True
@@ -201,6 +224,7 @@ _RECORDS = (
         is_own_runtime=True,
         rules=FSDP2_RULES,
         exporter="torchtitan",
+        uses_fully_shard=True,
         keeps_parameters_closer=True,
         kernels=TORCH_KERNELS,
         # Prefetches the next layer's parameters, reduces during the next layer's backward pass: runtime/data_parallel.py.
@@ -218,6 +242,9 @@ _RECORDS = (
         exchange_rules=(*EXCHANGE_RULES, MEGATRON_EXCHANGE),
         sequence_rules=(TOKENS_OF_EXPERTS, MEGATRON_SEQUENCE),
         exporter="megatron",
+        lacks=full_training(
+            "bf16-mixed", "fp16-mixed", "fp8", "fp32", reason="Megatron keeps fp32 master parameters", also=of_megatron
+        ),
         zero_stages=(0, 1),
         switches=("gradients", "tp_overlap", "cuda_graphs"),
         plans_whole_sequence=False,
@@ -253,6 +280,9 @@ _RECORDS = (
         rules=DEEPSPEED_RULES,
         exchange_rules=(*EXCHANGE_RULES, DEEPSPEED_EXCHANGE),
         exporter="deepspeed",
+        lacks=full_training(
+            "bf16-mixed", "fp16-mixed", "fp32", reason="DeepSpeed's configuration has bf16, fp16 and fp32"
+        ),
         keeps_parameters_closer=True,
         # Megatron-DeepSpeed: fused norms and bias-gelu; rotary and gated parts as torch.
         kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=_STEPWISE_LOSS, qkv=_COPIED_CONTEXT),
@@ -310,7 +340,68 @@ _RECORDS = (
     ),
 )
 
-ENGINES: dict[str, EngineFacts] = {engine.name: engine for engine in _RECORDS}
+_BY_NAME = {engine.name: engine for engine in _RECORDS}
+
+# Engines that differ from a measured one in what their code says.
+_DERIVED = (
+    # torchtitan 0.3.0 with the configuration that export writes: no compilation, ChunkedLossWrapper of 8 chunks (every model's
+    # function has it), SelectiveAC saves every second product, one mesh of shards for parameters, gradients and states.
+    replace(
+        _BY_NAME["fsdp2"],
+        name="torchtitan",
+        is_own_runtime=False,
+        calibrated_as="fsdp2",
+        rules=TORCHTITAN_RULES,
+        exchange_rules=(*EXCHANGE_RULES, NO_ULYSSES),
+        keeps_parameters_closer=False,
+        lacks=full_training(
+            "bf16-mixed",
+            "bf16",
+            "fp32",
+            reason="fp8 is a converter of the model in torchtitan, fp16 it has not",
+            also=of_torchtitan,
+        ),
+        recompute=("none", "selective", "full"),
+        loss_chunks=8,
+        selective="alternate_products",
+    ),
+    # Accelerate 1.15 with transformers 5: plain model code, logits of all tokens at once, which the loss takes in fp32
+    # (ForCausalLMLoss); prefetches and reduces as fully_shard does. Its policy reduces gradients in the compute dtype, which is
+    # not counted: the costs are those of fp32.
+    replace(
+        _BY_NAME["fsdp2"],
+        name="accelerate",
+        is_own_runtime=False,
+        calibrated_as="fsdp2",
+        rules=ACCELERATE_RULES,
+        exchange_rules=(*EXCHANGE_RULES, NO_ULYSSES),
+        keeps_parameters_closer=False,
+        exporter="accelerate",
+        lacks=full_training(
+            "bf16-mixed",
+            "fp16-mixed",
+            "fp32",
+            reason="Accelerate is planned with no, fp16 and bf16, and fp32 master parameters",
+        ),
+        splits_sequence=False,
+        recompute=("none", "full"),
+        loss_chunks=1,
+        code="eager",
+        zero_stages=(0, 2, 3),
+    ),
+    # NeMo: Megatron-Core under a recipe of Megatron Bridge 0.3, which holds the model; its overrides leave the recipe's kernels.
+    replace(
+        _BY_NAME["megatron"],
+        name="nemo",
+        calibrated_as="megatron",
+        exporter="nemo",
+        lacks=full_training(
+            "bf16-mixed", "fp16-mixed", "fp8", reason="Megatron Bridge has no MixedPrecisionConfig of it"
+        ),
+    ),
+)
+
+ENGINES: dict[str, EngineFacts] = _BY_NAME | {engine.name: engine for engine in _DERIVED}
 PLANNED_ENGINES = tuple(name for name, engine in ENGINES.items() if engine.rules is not None)
 OWN_ENGINE = next(name for name, engine in ENGINES.items() if engine.is_own_runtime)
 

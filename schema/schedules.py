@@ -52,7 +52,7 @@ class Schedule:
     name: str
     chunks: Literal["any", "one", "two"] = "any"
     placement: Placement = "loop"
-    engines: frozenset[str] = frozenset({"fsdp2"})
+    engines: frozenset[str] = frozenset({"fsdp2", "torchtitan"})
     splits_backward: bool = False
     all_forward_first: bool = False
     runs_in_rounds: bool = False
@@ -99,7 +99,7 @@ _RECORDS = (
     ),
     Schedule(
         name="1f1b",
-        engines=frozenset({"fsdp2", "megatron", "deepspeed"}),
+        engines=frozenset({"fsdp2", "torchtitan", "accelerate", "megatron", "nemo", "deepspeed"}),
         runs_in_rounds=True,
         lookahead=1,
         bound="whole_backward",

@@ -123,6 +123,21 @@ class EngineOptions(Frozen):
         """Return the record of the engine."""
         return ENGINES[self.engine]
 
+    @property
+    def calibration_engine(self) -> str:
+        """Return the engine whose measured coefficients hold."""
+        return self.engine_facts.calibrated_as or self.engine
+
+    @property
+    def code(self) -> Fusion:
+        """Return whose memory-bound kernels run: ``fusion``, or what the engine's own are where they are plain code."""
+        return self.engine_facts.code if self.fusion == "engine" else self.fusion
+
+    @property
+    def keeps_alternate_products(self) -> bool:
+        """Return whether selective recompute keeps the outputs of every second product only."""
+        return "alternate_products" in (self.selective, self.engine_facts.selective)
+
 
 class Workload(EngineOptions, Task):
     """One training step, and how an engine executes it (`EngineOptions`).

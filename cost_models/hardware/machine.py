@@ -303,7 +303,7 @@ class HostCosts(NamedTuple):
 def host_costs(scenario: Scenario) -> HostCosts:
     """Return the host overheads of the workload's engine."""
     shared, speed = scenario.coefficients["host"], scenario.cluster.calibration.host
-    c = shared[scenario.workload.engine]
+    c = shared[scenario.workload.calibration_engine]
     rates = [group.host_link_bytes_per_s or 0.0 for group in scenario.cluster.groups]
     if max(rates) > scenario.coefficients["offload"]["own_host_bytes_per_s"]:
         speed = speed / shared["own_processor_ratio"]  # no other processor's link is as fast as Grace's

@@ -422,7 +422,7 @@ def recompute_s(
         full = [time for idx, time in enumerate(times) if idx != last_product]
     is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [_total(repeated, "forward_s", layouts) for repeated in (full, cheap)]
-    if workload.selective == "alternate_products":
+    if workload.keeps_alternate_products:
         seconds[1] = seconds[1] + alternate_products_s(operators, times, layouts)
     dispatches = [_total(repeated, "forward_dispatches", layouts) for repeated in (full, cheap)]
     return np.select(is_kind, seconds, 0.0), np.select(is_kind, dispatches, 0.0)

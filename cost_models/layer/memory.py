@@ -298,7 +298,7 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
         return SavedElements(tokens=hidden_dim)
     attention, mlp, is_selective = layer.attention, layer.mlp, recompute == "selective"
     workload = rules.workload
-    every_second = is_selective and workload.selective == "alternate_products"
+    every_second = is_selective and workload.keeps_alternate_products
     if every_second and isinstance(attention, SoftmaxAttention):
         return _every_second_product(layer, attention, hidden_dim)
     if (engine := workload.engine_facts.memory) is not None:
@@ -318,7 +318,7 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
         saved += SavedElements(tp=2 * attention.num_heads * workload.seq_len)
     for _ in range(layer.num_norms):
         saved += _norm(hidden_dim, rules)
-    if workload.fusion == "eager":
+    if workload.code == "eager":
         saved += _eager_code(layer, hidden_dim, workload)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
     return saved + SavedElements(unsharded=min(layer.num_norms, 2) * hidden_dim)

@@ -196,7 +196,7 @@ forward and read backward, where the gradient is read and written as well."""
 
 
 def kernels_of(workload: Workload, *, on_host: bool) -> EngineKernels:
-    """Return the memory-bound kernels of an engine under a workload's ``fusion``."""
+    """Return the memory-bound kernels of an engine under a workload's ``code``."""
     kernels = workload.engine_facts.kernels
     return {
         "engine": kernels._replace(norm=_NORM_ON_HOST) if on_host else kernels,
@@ -204,7 +204,7 @@ def kernels_of(workload: Workload, *, on_host: bool) -> EngineKernels:
         "compiled_blocks": _COMPILED._replace(loss=TORCH_KERNELS.loss),  # all but the loss
         "composite_norm": kernels._replace(norm=_COMPOSITE_NORM),
         "eager": TORCH_KERNELS._replace(norm=_COMPOSITE_NORM),
-    }[workload.fusion]
+    }[workload.code]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,7 @@ def stage_memory(stage: StageContents, step: StepShape, scenario: Scenario) -> M
     """Return the terms of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
     workload = scenario.workload
     stage = replace(stage, activation_bytes=stage.activation_bytes * scenario.cluster.calibration.activations)
-    if not workload.engine_facts.is_own_runtime:
+    if workload.engine_facts.memory is not None:
         return _other_engine(stage, step, scenario)
     if not workload.has_backward:
         return _zeroth_order(stage, step, scenario)
@@ -241,7 +241,7 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
         }
         for params, logits, temporary in (
             (head, loss_bytes(stage.logits, workload), 0.0),
-            (head + block, b * stage.logits, b * head),
+            (head + block, b * stage.logits / max(workload.engine_facts.loss_chunks, 1), b * head),
             (block, none, reduction(head)),
             (2 * block, none, stage.working_bytes + b * grads + stays),
             (block, none, reduction(block)),
@@ -258,13 +258,14 @@ def _gathered(params: Array, stage: StageContents, step: StepShape, workload: Wo
 def loss_bytes(logits: Array, workload: Workload) -> Array:
     """Return the bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel.
 
-    Ours takes the logsumexp of a chunk's differences from the largest, in fp32, next to the chunk in fp32 (runtime/loss.py).
+    Ours takes the logsumexp of a chunk's differences from the largest, in fp32, next to the chunk in fp32 (runtime/loss.py); a loss
+    that is made for some of the tokens after the other has the logits of those only.
     """
-    b = workload.compute_bytes
-    if workload.fusion == "engine":
+    b, chunks = workload.compute_bytes, workload.engine_facts.loss_chunks
+    if workload.code == "engine" and not chunks:
         of_chunk = 4.0 if b == 4 else 8.0
         return b * logits + of_chunk * np.minimum(LOSS_CHUNK_ELEMENTS, logits)
-    return (2 * b if workload.fusion == "compiled" else _EAGER_LOGIT_BYTES) * logits
+    return (2 * b if workload.code == "compiled" else _EAGER_LOGIT_BYTES) * logits / max(chunks, 1)
 
 
 def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Array:
@@ -447,4 +448,4 @@ def activation_headroom_bytes(stage: StageContents, step: StepShape, scenario: S
 
 
 def _engine_key(scenario: Scenario) -> str:
-    return "cpu" if _is_host(scenario) else scenario.workload.engine
+    return "cpu" if _is_host(scenario) else scenario.workload.calibration_engine

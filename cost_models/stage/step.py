@@ -373,7 +373,7 @@ def time_interval(terms: TimeBreakdown, scenario: Scenario) -> Interval:
 
 def _log_width(terms: TimeBreakdown, scenario: Scenario, side: Literal["low", "high"]) -> float:
     device, calibration = scenario.cluster.weakest_device, scenario.cluster.calibration
-    c, engine = scenario.coefficients["interval"], scenario.workload.engine
+    c, engine = scenario.coefficients["interval"], scenario.workload.calibration_engine
     if device.backend.is_host:
         return abs(math.log(float(c["time_cpu"][side == "high"])))
     widths = c["time"][engine if engine in c["time"] else "others"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...schema.base import Count, Frozen
 from ...schema.catalogue import model_names
-from ...schema.engine_facts import ENGINES, OWN_ENGINE
+from ...schema.engine_facts import OWN_ENGINE
 from ...schema.errors import ConfigError
 from ...schema.layout import Layout
 from ...schema.model import ModelSpec
@@ -17,16 +17,8 @@ from ...schema.task import Workload
 from ..adapter import Imported
 from .settings import Fact
 
-COSTED_AS = {"nemo": "megatron"}
-"""Engine -> whose kernels and buffers it has, where it has no record of its own; any other one: torch's, as our runtime has."""
-
-
-_SHARDS_ALIKE = {"cp_ulysses": 1, "gradient_shard": 1, "optimizer_shard": 1, "vocabulary": "ends"}
-_WITHIN: dict[str, tuple[dict[str, Any], ...]] = {
-    "torchtitan": tuple(_SHARDS_ALIKE | {"etp": 1, "recompute": each} for each in ("none", "selective", "full")),
-    "accelerate": tuple(_SHARDS_ALIKE | {"etp": 1, "ep": 1, "pp": 1, "recompute": each} for each in ("none", "full")),
-}
-"""What the configuration of an engine has words for, where the engine has no rules of its own: fields to keep, a plan for each."""
+_OTHER_MODELS = {"torchtitan": OWN_ENGINE, "megatron": "nemo"}
+"""Engine whose configurations hold only some models -> the one that costs its jobs of others, with the same kernels."""
 
 
 class Job(Frozen):
@@ -88,14 +80,12 @@ class Given:
     sets: Mapping[str, str] = field(default_factory=dict)
 
 
-def stands_for(engine: str) -> str:
-    """Return the engine record that a configuration is costed with."""
-    return engine if engine in ENGINES else COSTED_AS.get(engine, OWN_ENGINE)
-
-
-def choices_of(engine: str) -> tuple[dict[str, Any], ...]:
-    """Return fields that a plan for an engine keeps, one set for each plan to make; none where the engine has rules of its own."""
-    return ({},) if engine in ENGINES else _WITHIN.get(engine, ({},))
+def costed_with(workload: Workload, model: ModelSpec) -> Workload:
+    """Return the workload of a job, with the engine record that it is costed and planned with."""
+    lacks = workload.engine_facts.lacks
+    if lacks is None or not lacks(model, workload):
+        return workload
+    return workload.replace(engine=_OTHER_MODELS.get(workload.engine, workload.engine))
 
 
 def complete(
@@ -136,7 +126,7 @@ def complete(
         seq_len=seq_len,
         global_batch_size=batch,
         precision=precision,
-        engine=stands_for(engine or imported.engine),
+        engine=engine or imported.engine,
         **of_work,
     )
     layout = imported.layout.replace(**on_layout) if on_layout else imported.layout
@@ -147,7 +137,7 @@ def complete(
         source=source,
         model=model,
         num_devices=imported.num_devices,
-        workload=workload,
+        workload=costed_with(workload, model),
         layout=layout,
         assumed=(*assumed, *imported.assumed),
         ignored=harmless,

@@ -38,7 +38,7 @@ from ...schema import (
 )
 from ...schema.catalogue import find_device
 from ...schema.cluster import Link
-from ...schema.engine_facts import OWN_ENGINE, PLANNED_ENGINES
+from ...schema.engine_facts import ENGINES, OWN_ENGINE, PLANNED_ENGINES
 from ...schema.layout import format_assignments
 from ...schema.layout_rules import why_not_runnable
 from ...schema.units import format_bytes, format_seconds
@@ -322,7 +322,11 @@ def _spaces(a: _Advisor) -> Iterator[VerifiedChange]:
     if request.runnable:
         yield from a.change("space", "search all of the engine (--space full)", replace(request, runnable=False))
     for engine in PLANNED_ENGINES:
-        if engine not in (OWN_ENGINE, request.workload.engine):
+        facts = ENGINES[engine]
+        # Engines that are calibrated as another have its times.
+        if engine not in (OWN_ENGINE, request.workload.engine) and not facts.calibrated_as:
+            if facts.lacks and facts.lacks(request.model, request.workload):
+                continue
             other = replace(request, task=request.workload.replace(engine=engine), runnable=False)
             yield from a.change("engine", f"run it by {engine} (--engine {engine})", other)
 

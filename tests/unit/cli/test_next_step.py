@@ -21,7 +21,6 @@ CASES = [
     ("llama-3.2-1b", f"{H100} --precision fp8", "fp8"),
     ("llama-3.2-1b", f"{H100} --engine megatron", "export"),
     ("llama-3.2-1b", f"{H100} --engine deepspeed", "export"),
-    ("gemma-2-9b", f"{H100} --engine megatron", "Megatron"),
     ("gpt-oss-20b", f"{H100} --fix recompute=none", "attention sinks"),
 ]
 

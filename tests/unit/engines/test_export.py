@@ -115,7 +115,7 @@ def test_torchtitan_takes_other_orders_as_a_table() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp_shard=8, tp=2, recompute="full"),
+        Layout(dp_shard=8, tp=2, recompute="full", sequence_parallel=False),
         Layout(dp_replicate=2, dp_shard=4, zero_stage=2),
         Layout(dp_replicate=8),
         Layout(dp_shard=8, offload="parameters"),
@@ -204,8 +204,12 @@ def test_uneven_stages_are_said() -> None:
         (Layout(cp=2, cp_ulysses=2), "accelerate", "no_ulysses"),
         (Layout(dp_shard=2, recompute="selective"), "accelerate", "full_recompute_only"),
         (Layout(dp_shard=4, pp=2, zero_stage=1, num_model_chunks=2), "deepspeed", "deepspeed_axes"),
-        (Layout(dp_replicate=2, dp_shard=4), "deepspeed", "no_islands"),
-        (Layout(dp_shard=2, zero_stage=2, offload="optimizer", offload_fraction=0.5), "deepspeed", "deepspeed_rules"),
+        (Layout(dp_replicate=2, dp_shard=4), "deepspeed", "deepspeed_shards_over_all"),
+        (
+            Layout(dp_shard=2, zero_stage=2, offload="optimizer", offload_fraction=0.5),
+            "deepspeed",
+            "deepspeed_partial_offload",
+        ),
         (Layout(dp_shard=2, cp=2, cp_ulysses=2), "torchtitan", "no_ulysses"),
         (Layout(dp_shard=2, gradient_shard=4, optimizer_shard=4, dp_replicate=2), "torchtitan", "no_levels"),
     ],
@@ -233,7 +237,7 @@ def test_what_is_exportable_is_written(name: str, layout: Layout) -> None:
 def test_models_that_megatron_has_not_are_refused() -> None:
     with pytest.raises(ConfigError, match="attention sinks"):
         export(plan_of(Layout(), ModelSpec.named("gpt-oss-20b").replace(rope=None)), "megatron")
-    with pytest.raises(ConfigError, match="torchtitan_models"):
+    with pytest.raises(ConfigError, match="torchtitan_trains"):
         export(plan_of(Layout(), ModelSpec.named("mistral-7b")), "torchtitan")
 
 
@@ -391,7 +395,9 @@ def test_torchtitan_toml(tmp_path: Path) -> None:
 def test_commands(tmp_path: Path) -> None:
     """export, import and compare as a user runs them."""
     plan = tmp_path / "plan.json"
-    plan_of(Layout(dp_shard=4, tp=2, recompute="full"), precision="fp32").save(plan)
+    plan_of(
+        Layout(dp_shard=4, tp=2, recompute="full", sequence_parallel=False), precision="fp32", engine="accelerate"
+    ).save(plan)
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -401,14 +407,14 @@ def test_commands(tmp_path: Path) -> None:
     made = run("export", "plan.json", "--to", "accelerate")
     assert made.returncode == 0 and (tmp_path / "accelerate/accelerate.yaml").exists(), made.stderr
     read = run("import", "accelerate/accelerate.yaml")
-    assert read.stdout.strip() == "dp_shard=4,tp=2,zero_stage=3,recompute=full"
+    assert read.stdout.strip() == "dp_shard=4,tp=2,zero_stage=3,sequence_parallel=false,recompute=full"
     beside = run("compare", "accelerate/accelerate.yaml", "plan.json", "--json")
     assert beside.returncode == 0 and json.loads(beside.stdout)["fields"] == []
-    plan_of(Layout(dp_shard=8), precision="fp32").save(tmp_path / "other.json")
+    plan_of(Layout(dp_shard=8), precision="fp32", engine="accelerate").save(tmp_path / "other.json")
     beside = run("compare", "other.json", "plan.json", "--json")
     assert beside.returncode == 0, beside.stderr
     fields = {name for name, *_ in json.loads(beside.stdout)["fields"]}
-    assert fields == {"dp_shard", "tp", "sequence_parallel", "recompute"}
+    assert fields == {"dp_shard", "tp", "recompute"}
     refused = run("import", "plan.json")
     assert refused.returncode == 2 and "is a plan" in refused.stderr
     refused = run("export", "plan.json", "--to", "megatron")

@@ -33,7 +33,6 @@ TRAINER = {
     "image": str,
     "command": list,
     "args": list,
-    "env": list,
     "numNodes": int,
     "resourcesPerNode": dict,
     "numProcPerNode": int,
@@ -89,6 +88,67 @@ def test_manifests_have_what_their_definitions_require(num_nodes: int) -> None:
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (num_nodes, 2)
 
 
+def pod_of(job: dict[str, Any], kind: str = "Worker") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pod of a node and its container: of the job itself, or what it patches into the runtime of a TrainJob."""
+    if job["kind"] == "TrainJob":
+        (patch,) = job["spec"]["runtimePatches"]
+        (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        assert patch["manager"] and node["name"] == "node"
+        spec = node["template"]["spec"]["template"]["spec"]
+    else:
+        spec = job["spec"]["pytorchReplicaSpecs"][kind]["template"]["spec"]
+    (container,) = spec["containers"]
+    return spec, container
+
+
+@pytest.mark.parametrize(
+    ("given", "card"), [("rdma/hca", ("rdma/hca", 1)), ("nvidia.com/mlnxnics=8", ("nvidia.com/mlnxnics", 8))]
+)
+def test_pods_ask_for_network_cards_where_told(given: str, card: tuple[str, int]) -> None:
+    name, count = card
+    plan = plan_of()
+    plain = export(plan, "kubernetes")
+    assert any("--rdma-resource" in line for line in plain.to_set) and "rdma" not in "".join(
+        text for _, text in plain.files
+    )
+    made = export(plan, "kubernetes", rdma_resource=given)
+    assert not any("--rdma-resource" in line for line in made.to_set)
+    pytorch, train = (list(yaml.safe_load_all(text))[1] for _, text in made.files)
+    resources = pod_of(pytorch)[1]["resources"], train["spec"]["trainer"]["resourcesPerNode"]
+    for amounts in resources:
+        assert (
+            amounts["limits"][name] == amounts["requests"][name] == count and amounts["limits"]["nvidia.com/gpu"] == 1
+        )
+    for job in (pytorch, train):
+        assert pod_of(job)[1]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+
+
+@pytest.mark.parametrize("given", ["hca", "rdma/hca=0", "rdma/hca=x", "rdma/hca: 1", "-/hca", "rdma/hca\n  - x"])
+def test_names_that_are_no_resources_are_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="rdma resource"):
+        export(plan_of(), "kubernetes", rdma_resource=given)
+    with pytest.raises(ConfigError, match="takes no rdma_resource"):
+        export(plan_of(), "torchtitan", rdma_resource=given)
+
+
+def test_yaml_has_no_anchors() -> None:
+    for _, text in export(plan_of(), "kubernetes", rdma_resource="rdma/hca").files:
+        assert not [event for event in yaml.parse(text) if getattr(event, "anchor", None)]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_nothing_listens_beyond_the_pods(num_nodes: int) -> None:
+    """No port, service, host network or privilege; the pods of one node have no place to meet, several the operator's only."""
+    for config, job in manifests(plan_of(2 * num_nodes, num_nodes=num_nodes)).values():
+        assert {config["kind"], job["kind"]} <= {"ConfigMap", "PyTorchJob", "TrainJob"}
+        for field in ("hostNetwork", "hostPort", "ports", "hostIPC", "privileged"):
+            assert f'"{field}"' not in json.dumps(job)
+        holder = job["spec"].get("trainer") or pod_of(job, "Master")[1]
+        endpoints = re.findall(r"--rdzv-endpoint (\S+)", holder["args"][0])
+        assert all(re.fullmatch(r'"\$(PET_)?MASTER_ADDR:\$(PET_)?MASTER_PORT"', place) for place in endpoints)
+        assert len(endpoints) == (num_nodes > 1)
+
+
 PLACES = {
     "pytorchjob.yaml": {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
     "trainjob.yaml": {
@@ -110,11 +170,16 @@ def test_pods_apply_the_plan_from_their_place(file: str, tmp_path: Path) -> None
     holder = (
         job["spec"].get("trainer") or job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     )
-    (variable,) = holder["env"]
-    assert variable["valueFrom"]["configMapKeyRef"] == {"name": config["metadata"]["name"], "key": "plan.json"}
+    spec, container = pod_of(job)
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounted["/etc/meshwright"]["configMap"] == {"name": config["metadata"]["name"]}
+    assert mounted["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    for key, text in config["data"].items():
+        (tmp_path / key).write_text(text)
     (script,) = holder["args"]
-    script = script.replace("/tmp/plan.json", str(tmp_path / "plan.json"))
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", variable["name"]: config["data"]["plan.json"], **PLACES[file]}
+    script = script.replace("/etc/meshwright/", f"{tmp_path}/")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **PLACES[file]}
     subprocess.run([*holder["command"], script], env=environment, check=True)
     assert TrainingPlan.load(tmp_path / "plan.json") == plan
     command, path, *options = (tmp_path / "arguments").read_text().splitlines()

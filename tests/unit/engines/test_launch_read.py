@@ -173,7 +173,7 @@ torchrun --nproc_per_node=8 --nnodes=$N scripts/run.py --recipe llama31_70b_pret
 
 def test_nemo_overrides(tmp_path: Path) -> None:
     job = read(tmp_path, NEMO)
-    assert (job.engine, job.model.name, job.workload.engine) == ("nemo", "llama-3.1-70b", "megatron")
+    assert (job.engine, job.model.name, job.workload.engine) == ("nemo", "llama-3.1-70b", "nemo")
     assert job.layout == Layout(tp=4, pp=4, cp=2, dp_shard=2, num_model_chunks=5, zero_stage=1)
     assert facts(job)["model.tensor_model_parallel_size"] == ("4", "launch.sh:3", "")
     with pytest.raises(ConfigError, match="global_batch_size, seq_length are the recipe's own") as raised:

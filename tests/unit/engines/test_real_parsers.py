@@ -175,7 +175,7 @@ def test_torchtitan_takes_the_module(tmp_path: Path) -> None:
 
 def test_accelerate_takes_the_file(tmp_path: Path) -> None:
     layouts = (
-        Layout(dp_replicate=2, dp_shard=2, tp=2, recompute="full"),
+        Layout(dp_replicate=2, dp_shard=2, tp=2, recompute="full", sequence_parallel=False),
         Layout(dp_shard=16, zero_stage=2),
         Layout(dp_shard=4, cp=2),
         Layout(dp_shard=8, offload="parameters"),
