@@ -347,8 +347,8 @@ def _(attention: SoftmaxAttention, hidden_dim: int, recompute: Recompute, rules:
         return qkv_and_output + SavedElements(unsharded=hidden_dim)  # and the product with the output projection
     normed = q + kv if attention.qk_norm != "none" else 0
     # The gate and what it multiplied; what a norm before the output projection read.
-    beside = attention.gate_dim + q * (attention.gate != "none") + q * attention.out_norm
-    return qkv_and_output + SavedElements(tp=normed + beside)
+    gate_and_norm = attention.gate_dim + q * (attention.gate != "none") + q * attention.out_norm
+    return qkv_and_output + SavedElements(tp=normed + gate_and_norm)
 
 
 @saved_by.register
@@ -446,5 +446,5 @@ def _engine_attention(
     # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
     plain = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)
     packed = engine.qkv_copies * (q + kv) + engine.kv_copies * 2 * kv if attention.rope_fraction else 0
-    beside = attention.gate_dim + q * (attention.gate != "none") + q * attention.out_norm
-    return SavedElements(tp=plain + packed + beside, tp_fp32=attention.num_heads)
+    gate_and_norm = attention.gate_dim + q * (attention.gate != "none") + q * attention.out_norm
+    return SavedElements(tp=plain + packed + gate_and_norm, tp_fp32=attention.num_heads)

@@ -9,6 +9,7 @@ import accuracy
 import commands
 import documents
 import errors
+import families
 import problems
 import tour
 
@@ -26,6 +27,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/commands.md": _headed(commands.page),
     "docs/reference/documents.md": _headed(documents.page),
     "docs/reference/errors.md": _headed(errors.page),
+    "docs/reference/families.md": _headed(families.page),
     "docs/reference/problems.md": _headed(problems.page),
     "docs/tour.md": _headed(tour.page),
 }
