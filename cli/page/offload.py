@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...schema.units import format_bytes, format_seconds
+from ...schema.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ...schema import OffloadSchedule, TrainingPlan
@@ -37,11 +37,11 @@ def offload_strips(plan: TrainingPlan, schedule: OffloadSchedule) -> dict[str, A
         "text": (
             f"{format_bytes(schedule.host_bytes)} of each node's host memory{drives}; "
             f"{format_bytes(schedule.to_host_bytes)} down and {format_bytes(schedule.to_device_bytes)} up a step and rank, "
-            f"{schedule.prefetch_layers} blocks ahead. No schedule of this layout takes less than "
+            f"{counted(schedule.prefetch_layers, 'block')} ahead. No schedule of this layout takes less than "
             f"{format_seconds(schedule.bound_s)} (gap {100 * schedule.gap:.2g} %). At the margin a step is shorter by "
-            f"{format_seconds(values.device_s_per_gib)} with 1 GiB more of each device, "
-            f"{format_seconds(values.host_s_per_gib)} with 1 GiB more of the host for each rank, "
-            f"{format_seconds(link_s)} with 1 GB/s more both ways."
+            f"{format_seconds(max(0.0, values.device_s_per_gib))} with 1 GiB more of each device, "
+            f"{format_seconds(max(0.0, values.host_s_per_gib))} with 1 GiB more of the host for each rank, "
+            f"{format_seconds(max(0.0, link_s))} with 1 GB/s more both ways."
         ),
     }
 

@@ -71,10 +71,17 @@ def pipeline_panels(plan: TrainingPlan) -> dict[str, Any]:
 def _panels(plan: TrainingPlan, first_rank: Sequence[Slice], end_s: float) -> list[Panel]:
     """Return what to draw, read off the passes of the first rank of the pipeline."""
     forward = [piece for piece in first_rank if piece.kind == "F" and piece.stream == "compute"]
+    if (
+        plan.layout.pp == 1
+    ):  # under an offload schedule a micro-batch has a pass for each layer: it begins with the first
+        firsts: dict[int, Slice] = {}
+        for piece in forward:
+            firsts.setdefault(piece.micro_batch, piece)
+        forward = list(firsts.values())
     backward = [piece for piece in first_rank if piece.kind in ("B", "BW") and piece.stream == "compute"]
     everything = [Panel("the entire step", "", 0.0, end_s)]
     per_round = plan.layout.num_model_chunks * (plan.layout.pp if plan.layout.num_model_chunks > 1 else 1)
-    if not backward or len(backward) <= 3 * per_round:
+    if not backward or min(len(forward), len(backward)) <= 3 * per_round:
         return everything
     if plan.layout.pp == 1:
         begin_s, drain_s = forward[1].start_s, forward[-1].start_s
