@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,31 @@ class ClusterOptions(ProfileOptions):
         metavar="CLUSTER", complete=complete_clusters,
     )  # fmt: skip
 
+    headroom: str = option(
+        "0%", "memory of each device to leave free, beyond the 2.5 GiB that are reserved anyway.", metavar="PERCENT"
+    )
+
+    @property
+    def free_fraction(self) -> float:
+        """Return the headroom as a part of a device's memory.
+
+        Raises:
+            ConfigError: it is no percentage from 0 to 90.
+        """
+        number, sign, rest = self.headroom.partition("%")
+        try:
+            percent = float(number)
+        except ValueError:
+            percent = math.nan
+        if not 0 <= percent <= 90 or not sign or rest.strip():
+            raise ConfigError(f"--headroom {self.headroom}: not a percentage from 0% to 90%", help="e.g. --headroom 5%")
+        return percent / 100
+
     def read(self) -> ClusterSpec:
+        """Return the cluster that was named, with the headroom that was asked for; raises like `_named`."""
+        return self._named().with_headroom(self.free_fraction)
+
+    def _named(self) -> ClusterSpec:
         """Return the cluster that was named, that the profile describes, or that was named with devices as the profile has them.
 
         Raises:
@@ -183,6 +208,9 @@ class SearchOptions(OptionModel):
     space: Literal["runnable", "full"] | None = option(
         None,
         "layouts to search: what meshwright apply executes, or all of the engine. Default: runnable where apply trains the model.",
+    )
+    prefer: Literal["plain", "fastest"] = option(
+        "plain", "of layouts that may be as fast as the fastest one the simplest, or always the fastest by prediction."
     )
     time_limit_s: float = option(60.0, "stop the search then, with the best so far.", ge=0.1, metavar="S")
     pareto: bool = option(
@@ -338,6 +366,7 @@ def _plan_training(
         "runnable": None if search.space is None else search.space == "runnable",
         "offload": offload.request(),
         "deadline": deadline,
+        "prefer": search.prefer,
     }
     with search_progress(quiet=output.as_json) as on_progress, stopping_on_interrupt(deadline):
         request["on_progress"] = on_progress
@@ -381,6 +410,7 @@ def _machines(
     if step.calibrate is not None:
         raise ConfigError("--calibrate corrects one cluster, not offers of several", help="use --cluster")
     offers, order = offers_from_file(str(cost.offers)), ("bf16-mixed", "fp16-mixed", "fp32")
+    offers = tuple(offer.replace(cluster=offer.cluster.with_headroom(cluster.free_fraction)) for offer in offers)
     return max((offer.cluster for offer in offers), key=lambda each: order.index(default_precision(each))), offers
 
 

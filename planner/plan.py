@@ -3,7 +3,8 @@
 PlanRequest (request.py): what is asked; its task says who answers (PLANNERS). For training:
 build_space (space.py): every layout that the rules allow, by groups of degrees.
 search (search.py): the layouts in the order of their bounds, each cut into stages (expand.py).
-plan_layout (tasks/training.py): the simplest of the fastest, its runner-ups and its notes.
+choose (choice.py): the simplest of the layouts that may be as fast as the fastest one.
+plan_layout (tasks/training.py): the plan of it, with its runner-ups and its notes.
 search_offload (tasks/offload.py), where offload is allowed: layouts with a schedule, where that is faster or nothing else fits.
 For generation: search_generation and build_generation_plan (tasks/generation.py).
 """
@@ -98,14 +99,14 @@ def plan_request(request: PlanRequest, *, top: int = 4) -> Plan:
 
 
 def plan_training(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
-    """Return the fastest layout that fits: without offload, or with it where that is faster or nothing else fits."""
+    """Return the layout that is taken of those that fit: without offload, or with it where that is faster or nothing else fits."""
     result = search_layouts(request, runner_ups=top)
     plain = plan_layout(request, result, top=top) if result.feasible else None
     if request.offload is None:
         if plain is None:
             raise explain_infeasible(request, result)
         return plain
-    slowest_s = math.inf if plain is None else plain.estimate.step_time_s
+    slowest_s = result.feasible[0].step_time_s if result.feasible else math.inf
     try:
         offloaded = search_offload(request, worse_than_s=slowest_s, runner_ups=top)
     except InfeasibleError:

@@ -31,6 +31,7 @@ from ..schema.engine_facts import PLANNED_ENGINES, require_our_engine
 from ..schema.errors import UnknownModelError
 from ..schema.layout import check_fields, format_assignments, parse_assignments
 from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts, why_not_runnable, why_not_trainable
+from ..schema.plan import Preference
 from ..schema.task import Precision, Task
 from ..solvers.branch_and_bound import OnProgress
 
@@ -144,6 +145,7 @@ class RequestOptions(TypedDict, total=False):
     time_limit_s: float
     on_progress: OnProgress | None
     latency_limit_s: float | None
+    prefer: Preference
 
 
 ModelInput = ModelSpec | str | Path
@@ -211,6 +213,7 @@ class PlanRequest:
         deadline: of everything that is done for this request.
         on_progress: called after every expansion.
         latency_limit_s: of generation: from the prompts to the last token of a block.
+        prefer: plain: of layouts that may be as fast the simplest (planner/choice.py); fastest: by prediction.
     """
 
     model: ModelSpec
@@ -222,6 +225,7 @@ class PlanRequest:
     deadline: Deadline = field(default_factory=Deadline, compare=False)
     on_progress: OnProgress | None = field(default=None, compare=False)
     latency_limit_s: float | None = None
+    prefer: Preference = "plain"
 
     @property
     def workload(self) -> Workload:
@@ -243,6 +247,7 @@ class PlanRequest:
         time_limit_s: float = 60.0,
         on_progress: OnProgress | None = None,
         latency_limit_s: float | None = None,
+        prefer: Preference = "plain",
     ) -> PlanRequest:
         """Check what a user asks for and fill in what was left open.
 
@@ -286,7 +291,7 @@ class PlanRequest:
             runnable = is_trained_by_apply(model, task)
         elif runnable:
             require_our_engine(task.engine)
-        return cls(model, cluster, task, fields, runnable, offload, deadline, on_progress)
+        return cls(model, cluster, task, fields, runnable, offload, deadline, on_progress, prefer=prefer)
 
     def provenance(self) -> PlanProvenance:
         """Return where a plan that answers this request comes from."""
@@ -299,6 +304,7 @@ class PlanRequest:
             fixed=format_assignments(self.fixed),
             space=("runnable" if self.runnable else "full") if isinstance(self.task, Workload) else None,
             offload=None if self.offload is None else self.offload.limits,
+            prefer=self.prefer,
         )
 
     @classmethod
@@ -318,7 +324,10 @@ class PlanRequest:
         if fixed.get("offload") == "scheduled":
             del fixed["offload"]
         offload = OffloadRequest.from_plan(plan)
-        return cls(plan.model, plan.cluster, plan.workload, fixed, runnable, offload, deadline or Deadline())
+        prefer = plan.provenance.prefer
+        return cls(
+            plan.model, plan.cluster, plan.workload, fixed, runnable, offload, deadline or Deadline(), prefer=prefer
+        )
 
 
 def is_trained_by_apply(model: ModelSpec, workload: Workload) -> bool:

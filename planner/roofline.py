@@ -11,7 +11,7 @@ from ..cost_models.layer.layer import layer_passes
 from ..cost_models.layer.operators import CostInputs
 from ..cost_models.layer.parts import ideal_times, part_of
 from ..schema import TrainingPlan
-from .timeline import costed_stages
+from .planned_stages import costed_stages
 
 
 class OperatorPoint(NamedTuple):

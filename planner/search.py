@@ -22,14 +22,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cost_models.stage import memory
 from ..cost_models.stage.bounds import budget_bytes, memory_bounds, quick_time_bounds, time_bounds
 from ..cost_models.stage.table import CostTable
 from ..schema import Certificate
 from ..schema.layout_table import MIXED, LayoutTable
-from ..schema.units import IntArray
+from ..schema.units import BoolArray, FloatArray, IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .expand import Candidate, expand_fitting, expand_row, replayed_bound
 from .rank_map import best_case
@@ -204,18 +203,34 @@ class Frontier:
             self._order_new()
         rows = self._order[self._next : self._next + BLOCK]
         self._next += len(rows)
-        costs = self._pool.bounding.select(rows).compacted()
-        self.bound_bytes[rows] = memory_bounds(costs)
-        fits = self._may_fit(rows)
+        fits, fitting_s = self.bounds(rows)
         if not fits.any():
             return
-        rows = rows[fits]
-        bound_s = np.concatenate([self._bound_s, time_bounds(costs.select(np.flatnonzero(fits)))])
-        rows = np.concatenate([self.rows, rows])
+        bound_s = np.concatenate([self._bound_s, fitting_s[fits]])
+        rows = np.concatenate([self.rows, rows[fits]])
         order = np.lexsort((rows, bound_s))
         self.rows, self._bound_s = rows[order], bound_s[order]
 
-    def _may_fit(self, rows: IntArray | slice) -> NDArray[np.bool_]:
+    def bounds(self, rows: IntArray) -> tuple[BoolArray, FloatArray]:
+        """Return which rows may fit by their bound on memory, and the bounds on their time [N], infinite for the others."""
+        costs = self._pool.bounding.select(rows).compacted()
+        self.bound_bytes[rows] = memory_bounds(costs)
+        fits, bound_s = self._may_fit(rows), np.full(len(rows), np.inf)
+        if fits.any():
+            bound_s[fits] = time_bounds(costs.select(np.flatnonzero(fits)))
+        return fits, bound_s
+
+    def quick_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:
+        """Return rows whose quick bounds are within a limit, and these; the pool takes in more layouts so many times at most."""
+        for _ in range(max_growths):
+            if self._pool.bound_s > limit_s:
+                break
+            self._pool.grow()
+            self._order_new()
+        rows = np.flatnonzero(self._quick_s <= limit_s)
+        return rows, self._quick_s[rows]
+
+    def _may_fit(self, rows: IntArray | slice) -> BoolArray:
         required = memory.lower_bound_required_bytes(self.bound_bytes[rows], self._pool.bounding.scenario)
         return np.asarray(required <= self._budget_bytes[rows])
 
@@ -224,7 +239,7 @@ class LayoutProblem:
     """The problem of `search`: one node for all layouts that wait; one layout, or one block of bounds, is taken from it at a time.
 
     Attributes:
-        rejected: rows of the pool of which no split fits.
+        expanded: rows of the pool that were cut into stages; rejected: those of which no split fits.
         any_order_s: of each layout that came first, its bound under any order of passes.
     """
 
@@ -234,6 +249,7 @@ class LayoutProblem:
         self.pool = Pool(request, space)
         request.deadline.require(f"bounding {len(space)} layouts")
         self.frontier = Frontier(self.pool)
+        self.expanded: list[int] = []
         self.rejected: list[int] = []
         self.any_order_s: dict[int, float] = {}
         self._feasible_degrees: set[tuple[int, ...]] = set()
@@ -285,6 +301,7 @@ class LayoutProblem:
     def _expand_first(self, node: Node[None]) -> LayoutStep:
         window, idx = self._costed(int(self.frontier.rows[0]))
         row = self.frontier.pop()
+        self.expanded.append(row)
         candidate, (degrees, memory_degrees) = expand_fitting(window, idx, bound_s=node.bound), self._degrees(row)
         if candidate is None:
             self.rejected.append(row)
@@ -302,6 +319,12 @@ class LayoutProblem:
             self._window = self.pool.costs.select(rows).compacted()
             self._idx_in_window = {int(row): idx for idx, row in enumerate(rows)}
         return self._window, self._idx_in_window[row]
+
+    def rows_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:
+        """Return rows that were not expanded and whose quick bounds are within a limit, and these."""
+        rows, quick_s = self.frontier.quick_within(limit_s, max_growths=max_growths)
+        waiting = ~np.isin(rows, self.expanded)
+        return rows[waiting], quick_s[waiting]
 
     def nearest_misses(self, incumbent_s: float) -> list[int]:
         """Return the faster layouts that lack the least memory: those that no split fits, and those that their bound excludes."""

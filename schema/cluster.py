@@ -377,6 +377,14 @@ class ClusterSpec(Frozen):
         """Return the cluster where a plan may use only so much of each device."""
         return self.replace(reserved_bytes=self.memory_budget_bytes + self.reserved_bytes - budget_bytes)
 
+    def with_headroom(self, fraction: float) -> ClusterSpec:
+        """Return the cluster where a plan leaves so much of each device's memory free beyond what is reserved.
+
+        Raises:
+            ConfigError: nothing would be left.
+        """
+        return self.replace(reserved_bytes=self.reserved_bytes + int(fraction * self.weakest_device.memory_bytes))
+
     @property
     def scaleup_domain(self) -> int:
         """Devices joined by the innermost link."""

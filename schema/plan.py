@@ -19,6 +19,9 @@ Unit = Literal["s", "tokens_per_s", "usd_per_million_tokens"]
 _UNITS: tuple[Unit, ...] = ("s", "tokens_per_s", "usd_per_million_tokens")
 _MORE_IS_BETTER: frozenset[Unit] = frozenset({"tokens_per_s"})
 
+Preference = Literal["plain", "fastest"]
+"""Which of the layouts that may be as fast is taken: the simplest, or the fastest by prediction."""
+
 SearchStatus = Literal["optimal", "complete", "stopped"]
 """optimal: everything was bounded, and the gap is below PROVED_GAP; complete: it was bounded, and a larger gap remains; stopped: a
 time limit or Ctrl-C ended the search before."""
@@ -150,6 +153,7 @@ class PlanProvenance(Frozen):
         fixed: fields that the search had to keep, as in `--fix`: ``tp=8,recompute=full``.
         space: runnable: only layouts that `meshwright apply` executes; full: all of the engine; None in plans of older versions.
         offload: what might leave the devices, also where the plan leaves everything there; None: nothing.
+        prefer: which of the layouts that may be as fast was to be taken: the simplest, or the fastest by prediction.
     """
 
     meshwright: str
@@ -158,6 +162,7 @@ class PlanProvenance(Frozen):
     fixed: str = ""
     space: Literal["runnable", "full"] | None = None
     offload: OffloadLimits | None = None
+    prefer: Preference = "plain"
 
 
 class Estimate(Frozen):

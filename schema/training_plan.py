@@ -219,6 +219,7 @@ class TrainingPlan(Plan):
         rank_map: ``rank_map[rank]`` is the device (node-major index in the cluster) that runs ``rank``; ranks count
             tp fastest, then cp, dp_shard, dp_replicate, pp.
         stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
+        fastest: the fastest layout by prediction, where a plainer one was taken that may be as fast; None: it is the plan's.
         expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
@@ -235,6 +236,7 @@ class TrainingPlan(Plan):
     stages: tuple[Stage, ...]
     rank_map: tuple[NonNegativeInt, ...]
     estimate: TrainingEstimate
+    fastest: Alternative | None = None
     alternatives: tuple[Alternative, ...] = ()
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
@@ -274,7 +276,7 @@ class TrainingPlan(Plan):
 
     @property
     def price_of_simplicity(self) -> float:
-        """Share by which the plan's step is longer than that of the fastest layout: the plan may be a simpler one."""
+        """Share by which the plan's step is predicted to be longer than the fastest layout's: the plan may be a simpler one."""
         if self.search is None:
             return 0.0
         return max(0.0, self.estimate.step_time_s / self.search.objective_s - 1)

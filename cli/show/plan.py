@@ -15,6 +15,7 @@ from .generation import generation_table
 
 if TYPE_CHECKING:
     from ...schema import (
+        Alternative,
         Certificate,
         ClusterSpec,
         CostSummary,
@@ -86,15 +87,22 @@ def plan_table(plan: TrainingPlan) -> Table:
         add_offload(table, plan.stages[0], plan.offload)
     if plan.search is not None:
         add_search(table, plan.search, _effort(plan.search))
+    if plan.fastest is not None:
+        table.add_section()
+        table.add_row("[bold]fastest by prediction", *_alternative(plan.fastest))
     if plan.alternatives:
         table.add_section()
         table.add_row("[bold]runner-ups", "step time", "memory")
     for idx, other in enumerate(plan.alternatives, 1):
-        memory = format_bytes(other.peak_reserved_bytes)
-        words = f"{escape(str(other.layout))}\n{escape(other.reason)}"
-        table.add_row(f"  runner-up {idx}", format_seconds(other.step_time_s), memory, words)
+        table.add_row(f"  runner-up {idx}", *_alternative(other))
     add_notes(table, plan)
     return table
+
+
+def _alternative(other: Alternative) -> tuple[str, str, str]:
+    """Return the cells of a layout that was not taken: its time and memory, and why."""
+    words = f"{escape(str(other.layout))}\n{escape(other.reason)}"
+    return format_seconds(other.step_time_s), format_bytes(other.peak_reserved_bytes), words
 
 
 def _effort(search: Certificate) -> str:

@@ -151,8 +151,8 @@ STOPS = (
     Stop(
         "planner/tasks/training.py",
         ("search_layouts", "build_plan", "plan_layout"),
-        "The simplest of the fastest layouts is taken: {plan_layout}, {plan_s:.3f} s, with its certificate: objective "
-        "{objective_s:.3f} s, no layout below {proved_s:.3f} s.",
+        "A plain layout that may be as fast as the fastest is taken: {plan_layout}, {plan_s:.3f} s, with its certificate: "
+        "objective {objective_s:.3f} s, no layout below {proved_s:.3f} s.",
     ),
     Stop(
         "schema/training_plan.py",

@@ -26,6 +26,7 @@ from ...schema import ClusterSpec, Layout, MeshwrightError, TrainingPlan
 from ...schema.base import Frozen
 from ...schema.profile import CollectivePoint
 from ...schema.units import GB, GIB, format_bytes
+from ..expand import expand_layout
 from ..plan import estimate
 from ..planned_stages import reestimate
 from ..rank_map import place_as_planned
@@ -39,7 +40,7 @@ MORE_COMPUTE = 1.1
 WORTH_SWITCHING = 0.005
 """Another layout is the best of a changed cluster where it is so much faster than the old one there: less is not worth a move."""
 
-MAX_EXPANDED = 96
+MAX_EXPANDED = 48
 """Layouts that each search of a changed cluster cuts into stages; on the largest clusters more of them are close."""
 
 SAME_PREDICTION = 1e-3
@@ -306,20 +307,21 @@ class Fastest:
 
     @classmethod
     def of(cls, plan: TrainingPlan, request: PlanRequest) -> Fastest | None:
-        """Return the plan itself where its search proved that and this version agrees; else search again.
+        """Return what the plan's search found where it ended and this version agrees; else search again.
 
         None unless the search ended in time and something fits.
         """
         try:
             space = build_space(request)
-            if plan.search is not None and _is_still_fastest(plan):
-                return cls(plan, plan.search.bound_s, space, space)
+            if plan.search is not None and (known := _still_fastest(plan, request)) is not None:
+                return cls(known, plan.search.bound_s, space, space)
             result = search_layouts(request, space)
         except MeshwrightError:
             return None
         if result.stopped_early or not result.feasible:
             return None
-        fastest = plan_candidate(request, result, result.feasible[0])
+        best = result.feasible[0]
+        fastest = plan_candidate(request, best.layout(result.costs.layouts), best, result.certificate())
         return cls(fastest, result.bound_s, space, _without_rejected(space, result))
 
     def with_change(
@@ -355,13 +357,17 @@ class Fastest:
         return best.layout(result.costs.layouts), best.estimate.step_time_s
 
 
-def _is_still_fastest(plan: TrainingPlan) -> bool:
-    """Return whether the plan has the fastest layout of a search that ended, and this version predicts the same of it."""
+def _still_fastest(plan: TrainingPlan, request: PlanRequest) -> TrainingPlan | None:
+    """Return the plan, or that of the fastest layout that it names, if its search ended and this version predicts the same."""
     if plan.search is None or plan.search.status == "stopped":
-        return False
-    again_s = _planned_s(plan, plan.cluster)
-    same = (plan.estimate.step_time_s, plan.search.objective_s)
-    return again_s is not None and all(math.isclose(again_s, seconds, rel_tol=SAME_PREDICTION) for seconds in same)
+        return None
+    objective_s = plan.search.objective_s
+    if plan.fastest is not None:
+        candidate = expand_layout(request, plan.fastest.layout)
+        plan = plan_candidate(request, plan.fastest.layout, candidate, plan.search)
+    again_s, same = _planned_s(plan, plan.cluster), (plan.estimate.step_time_s, objective_s)
+    is_same = again_s is not None and all(math.isclose(again_s, seconds, rel_tol=SAME_PREDICTION) for seconds in same)
+    return plan if is_same else None
 
 
 def _without_rejected(space: Space, result: SearchResult) -> Space:

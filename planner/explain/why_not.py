@@ -20,11 +20,12 @@ from ...schema import (
 )
 from ...schema.base import Frozen
 from ...schema.layout import format_assignments
+from ..choice import is_near_tie
 from ..request import OffloadRequest, PlanRequest
 from ..search import SearchResult
 from ..space import build_space
 from ..tasks.offload import OffloadResult, search_offload
-from ..tasks.training import SAME_TIME_FRACTION, search_layouts, why_slower
+from ..tasks.training import search_layouts, why_slower
 from .infeasible import closest_to_fitting, shortfall
 
 ROUNDING = 1e-6
@@ -192,7 +193,7 @@ def _compare_feasible(
 ) -> WhyNot:
     """Compare a completion that fits; ``bound_s`` where the time limit stopped the search for it."""
     comparison = compare(plan, layout, estimate, reason=why_slower(estimate, plan.estimate), schedule=schedule)
-    reasons = [_verdict(plan, request, comparison.slower_fraction)]
+    reasons = [_verdict(plan, request, layout, comparison.slower_fraction)]
     if bound_s is not None:
         gap = max(0.0, 1 - bound_s / estimate.step_time_s)
         reasons.append(f"the time limit stopped the completion: a better one may be {100 * gap:.1f} % faster")
@@ -200,14 +201,14 @@ def _compare_feasible(
     return WhyNot(status="slower" if is_slower else "faster", reasons=tuple(reasons), best=comparison)
 
 
-def _verdict(plan: TrainingPlan, request: PlanRequest, slower: float) -> str:
+def _verdict(plan: TrainingPlan, request: PlanRequest, layout: Layout, slower: float) -> str:
     if abs(slower) <= ROUNDING:
         return "the best layout with these fields takes as long"
     if slower > 0:
         return f"the best layout with these fields is {100 * slower:.2g} % slower"
     faster = f"the best layout with these fields is {-100 * slower:.2g} % faster"
-    if -slower <= SAME_TIME_FRACTION:
-        return f"{faster}: within the model's error, so that the simpler one was taken"
+    if is_near_tie(request, plan.layout, plan.estimate.step_time_s, layout, (1 + slower) * plan.estimate.step_time_s):
+        return f"{faster}: within the error of the comparison, so that the simpler one was taken"
     if not request.runnable and PlanRequest.from_plan(plan).runnable:
         return f"{faster}, but `meshwright apply` does not execute it"
     if plan.search is not None and plan.search.status == "stopped":

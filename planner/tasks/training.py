@@ -27,9 +27,10 @@ from ...schema import (
 )
 from ...schema.layout import Recompute
 from ...schema.layout_rules import why_not_runnable, why_not_trainable
-from ...schema.layout_table import LAYOUT_RECOMPUTES, RECOMPUTES, LayoutTable
-from ...schema.schedules import OVER_A_V, SCHEDULES
-from ...schema.units import format_bytes
+from ...schema.layout_table import RECOMPUTES, LayoutTable
+from ...schema.schedules import OVER_A_V
+from ...schema.units import format_bytes, format_percent
+from ..choice import Choice, choose, is_as_fast, lacks_headroom
 from ..expand import Candidate, expand_fitting, expand_with_fp32_gradients
 from ..request import Deadline, PlanRequest
 from ..search import REL_GAP, SearchResult, search
@@ -38,9 +39,6 @@ from ..stage_choice import LEANEST, SYNTHESISED, synthesise, with_schedule
 
 WORTH_MOVING = 1e-4
 """The share of a step that an offload schedule saves at least, where the model fits without."""
-
-SAME_TIME_FRACTION = 0.01
-"""Plans this close are equal within any model's error and any machine's noise; the simpler one is taken."""
 
 TOO_LARGE = "does not fit"
 
@@ -131,27 +129,30 @@ def device_of_rank(cluster: ClusterSpec, nodes: Sequence[int]) -> tuple[int, ...
 
 
 def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest_s: float = math.inf) -> TrainingPlan:
-    """Return the plan of the simplest of the fastest layouts that a search found, none slower than ``slowest_s``."""
-    chosen = choose_simplest(result, slowest_s=slowest_s)
+    """Return the plan of the layout that is taken of those that a search found (`choose`), none slower than ``slowest_s``."""
+    choice = choose(request, result, slowest_s=slowest_s)
+    chosen = choice.chosen
     in_fp32 = _with_fp32_gradients(request, result, chosen)
-    worth_s = math.inf if in_fp32 is None else in_fp32.estimate.step_time_s - chosen.estimate.step_time_s
-    if in_fp32 is not None and _is_as_fast(in_fp32, result, slowest_s=slowest_s):
-        chosen = in_fp32
-    of_gradients = _notes_on_gradients(request, chosen, result, worth_s)
-    return plan_candidate(request, result, chosen).replace(
-        alternatives=build_alternatives(result, chosen, top),
-        notes=(*_notes(request, chosen, result.feasible[0]), *of_gradients),
+    worth_s = math.inf if in_fp32 is None else in_fp32.step_time_s - chosen.step_time_s
+    if in_fp32 is not None and is_as_fast(request, result, in_fp32, chosen, slowest_s=slowest_s):
+        choice = replace(choice, chosen=in_fp32)
+    of_gradients = _notes_on_gradients(request, choice.chosen, result, worth_s)
+    layout = choice.chosen.layout(result.costs.layouts)
+    return plan_candidate(request, layout, choice.chosen, result.certificate()).replace(
+        fastest=build_fastest(result, choice),
+        alternatives=build_alternatives(result, choice, top),
+        notes=(*_notes(request, choice), *of_gradients),
     )
 
 
-def plan_candidate(request: PlanRequest, result: SearchResult, chosen: Candidate) -> TrainingPlan:
+def plan_candidate(request: PlanRequest, layout: Layout, chosen: Candidate, certificate: Certificate) -> TrainingPlan:
     """Return the plan of one layout that a search found, with neither runner-ups nor notes."""
     return build_plan(
         request,
-        chosen.layout(result.costs.layouts),
+        layout,
         _stages(request.model, chosen),
         chosen.estimate,
-        result.certificate(),
+        certificate,
         nodes=chosen.nodes,
         order=chosen.order,
     )
@@ -195,53 +196,22 @@ def stage_of_layers(first_layer_idx: int, recomputes: Sequence[Recompute], is_bl
     )
 
 
-def complexity(layout: Layout) -> tuple[int, ...]:
-    """Return what orders layouts by simplicity: fewer axes, backward passes in one, no recompute, fewer switches, a lower ZeRO
-    stage, smaller degrees of the axes that cost the most care, less memory where only sequence parallelism is left out.
-    """
-    degrees = (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
-    levels = (layout.gradient_shard, layout.optimizer_shard)
-    axes = sum(degree > 1 for degree in (*degrees, *levels, layout.num_model_chunks)) + (
-        1 < layout.cp_ulysses < layout.cp
-    )
-    others = (
-        layout.cp,
-        layout.ep,
-        layout.etp,
-        layout.num_model_chunks,
-        int(layout.tp > 1 and not layout.sequence_parallel),
-    )
-    splits = int(SCHEDULES[layout.schedule].splits_backward)
-    recompute = LAYOUT_RECOMPUTES.index(layout.recompute)
-    switches = int(layout.tp_overlap) + int(layout.cuda_graphs)
-    return (
-        axes,
-        splits,
-        recompute,
-        switches,
-        layout.zero_stage,
-        layout.pp,
-        layout.tp,
-        *others,
-        layout.micro_batch_size,
+def build_fastest(result: SearchResult, choice: Choice) -> Alternative | None:
+    """Return the fastest layout by prediction, where a plainer one was taken."""
+    chosen, fastest = choice.chosen, choice.fastest
+    if chosen is fastest:
+        return None
+    gain = format_percent(1 - fastest.step_time_s / chosen.step_time_s)
+    reason = f"{gain} faster by prediction, really faster with a probability of {format_percent(choice.probability, 0)}: not taken"
+    return build_alternative(fastest.layout(result.costs.layouts), fastest.estimate, chosen.estimate).replace(
+        reason=reason
     )
 
 
-def choose_simplest(result: SearchResult, *, slowest_s: float = math.inf) -> Candidate:
-    """Return the simplest of the layouts whose time is within SAME_TIME_FRACTION of the best, and within ``slowest_s``."""
-    close = [c for c in result.feasible if _is_as_fast(c, result, slowest_s=slowest_s)]
-    return min(close, key=lambda c: (complexity(c.layout(result.costs.layouts)), c.estimate.step_time_s, c.idx))
-
-
-def _is_as_fast(candidate: Candidate, result: SearchResult, *, slowest_s: float) -> bool:
-    best = result.feasible[0].estimate.step_time_s
-    return candidate.estimate.step_time_s <= max(best, min(best * (1 + SAME_TIME_FRACTION), slowest_s))
-
-
-def build_alternatives(result: SearchResult, chosen: Candidate, top: int) -> tuple[Alternative, ...]:
+def build_alternatives(result: SearchResult, choice: Choice, top: int) -> tuple[Alternative, ...]:
     """Return the best of every other combination of degrees, and those faster ones that lack the least memory."""
-    batch = result.costs.layouts
-    seen = {batch.degrees(chosen.idx)}
+    chosen, batch = choice.chosen, result.costs.layouts
+    seen = {batch.degrees(chosen.idx), batch.degrees(choice.fastest.idx)}
 
     def different(candidates: Iterable[Candidate], count: int) -> Iterator[Alternative]:
         for candidate in candidates:
@@ -263,9 +233,10 @@ def alternatives_with_schedules(
     """Return the runner-ups of a plan with an offload schedule: the fastest of others with one, and of ``result`` without any."""
     plain: list[Alternative] = []
     if result is not None:
-        best = choose_simplest(result)
-        first = build_alternative(best.layout(result.costs.layouts), best.estimate, chosen)
-        plain = [first, *build_alternatives(result, replace(best, estimate=chosen), top)]
+        fastest = result.feasible[0]
+        first = build_alternative(fastest.layout(result.costs.layouts), fastest.estimate, chosen)
+        as_chosen = replace(fastest, estimate=chosen)
+        plain = [first, *build_alternatives(result, Choice(as_chosen, as_chosen, 1.0), top)]
     feasible = sorted((a for a in (*scheduled, *plain) if not _is_too_large(a)), key=lambda a: a.step_time_s)
     return (*feasible[:top], *(a for a in plain if _is_too_large(a)))
 
@@ -291,8 +262,8 @@ def why_slower(other: TrainingEstimate, chosen: TrainingEstimate) -> str:
     slower = other.step_time_s / chosen.step_time_s - 1
     if round(100 * slower, 1) == 0:
         return "as fast, not simpler"
-    if slower < SAME_TIME_FRACTION:
-        return f"{100 * slower:+.1f} %: as fast within the model's error, not simpler"
+    if slower < 0:
+        return f"{100 * slower:+.1f} %: within the error of the comparison, not simpler"
     return f"{100 * slower:+.1f} %: {TIME_TITLES[worst]} {100 * lost[worst] / chosen.step_time_s:+.1f} %"
 
 
@@ -306,19 +277,15 @@ def why_too_large(estimate: TrainingEstimate) -> str:
     )
 
 
-def _notes(request: PlanRequest, chosen: Candidate, fastest: Candidate) -> list[str]:
+def _notes(request: PlanRequest, choice: Choice) -> list[str]:
     """Say what was assumed, and what the reader should know of the plan."""
+    chosen = choice.chosen
     model, cluster, workload = request.model, request.cluster, request.workload
     notes, is_ours = [], workload.engine_facts.is_own_runtime
     if not is_ours:
         notes.append(f"for {workload.engine}: `meshwright apply` does not execute this plan")
-    if (chosen.idx, chosen.gradients) != (fastest.idx, fastest.gradients):
-        slower = chosen.estimate.step_time_s / fastest.estimate.step_time_s - 1
-        notes.append(
-            f"{100 * slower:.1f} % slower than the fastest layout found, within the model's error, and simpler"
-            if round(100 * slower, 1) > 0
-            else "as fast as the fastest layout found, and simpler"
-        )
+    if chosen is not choice.fastest:
+        notes.append(_note_on_choice(request, choice))
     if chosen.order:
         notes.append("the order of passes was made for these stages and this memory (pipeline_order); it has no name")
     if cluster.is_mixed:
@@ -340,6 +307,20 @@ def _notes(request: PlanRequest, chosen: Candidate, fastest: Candidate) -> list[
     if not is_measured(cluster.weakest_device):
         notes.append(f"{cluster.weakest_device.name} is known from its data sheet only; its kernels were not measured")
     return notes + (notes_on_runtime(request) if is_ours else [])
+
+
+def _note_on_choice(request: PlanRequest, choice: Choice) -> str:
+    """Say why the fastest layout by prediction was not taken."""
+    why = "simpler"
+    if lacks_headroom(request, choice.fastest) and not lacks_headroom(request, choice.chosen):
+        why = "with more memory to spare"
+    price = format_percent(choice.slower_fraction)
+    if price == format_percent(0):
+        return f"as fast as the fastest layout found, and {why}"
+    return (
+        f"{price} slower by prediction than the fastest layout found, and {why}: that one is really faster with a probability of "
+        f"{format_percent(choice.probability, 0)} only (--prefer fastest takes it)"
+    )
 
 
 def notes_on_measured(request: PlanRequest) -> list[str]:

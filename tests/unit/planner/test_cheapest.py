@@ -7,10 +7,10 @@ import functools
 import pytest
 from meshwright.cost_models.stage.step import step_energy_j
 from meshwright.planner import cheapest, plan
+from meshwright.planner.choice import MAX_PRICE
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.search import REL_GAP, search
 from meshwright.planner.space import build_space
-from meshwright.planner.tasks.training import SAME_TIME_FRACTION
 from meshwright.schema import (
     ClusterSpec,
     ConfigError,
@@ -107,7 +107,7 @@ def test_cheapest_size_equals_exhaustive_search_of_all_sizes(engine: str) -> Non
         assert usd(*chosen, times[chosen]) <= min(reach.values()) * (1 + 2 * REL_GAP)
         assert cost.bound_usd_per_million_tokens * workload.tokens_per_step / 1e6 <= min(reach.values()) * (1 + 1e-9)
         assert cost.usd_per_step == pytest.approx(usd(*chosen, found.estimate.step_time_s))
-        assert cost.usd_per_step <= usd(*chosen, times[chosen]) * (1 + SAME_TIME_FRACTION)
+        assert cost.usd_per_step <= usd(*chosen, times[chosen]) * (1 + MAX_PRICE)
         assert found.estimate.tokens_per_s >= floor * (1 - 1e-9)
         others = [s.usd_per_million_tokens for s in cost.sizes if s.outcome == "dearer" and s.step_time_s]
         assert cost.usd_per_million_tokens <= min(others, default=1e9) * (1 + 1e-9)

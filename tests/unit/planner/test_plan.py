@@ -9,11 +9,11 @@ import pytest
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import default_precision, estimate, plan
+from meshwright.planner.choice import MAX_PRICE
 from meshwright.planner.enumeration import divisors
 from meshwright.planner.expand import expand
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
-from meshwright.planner.tasks.training import SAME_TIME_FRACTION
 from meshwright.schema import (
     ClusterSpec,
     ConfigError,
@@ -98,9 +98,7 @@ def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -
     assert (
         found.search.bound_s >= best * 0.93
     )  # on slow links: what a stage adds once is bounded by its mean over stages
-    assert found.estimate.step_time_s <= best * (1 + SAME_TIME_FRACTION) * (
-        1 + 1e-4
-    )  # and the search's own relative gap
+    assert found.estimate.step_time_s <= best * (1 + MAX_PRICE) * (1 + 1e-4)  # and the search's own relative gap
     assert found.search.gap == pytest.approx(1 - found.search.bound_s / found.search.objective_s)
     assert best <= found.search.objective_s * (1 + 1e-9)
     assert found.search.objective_s <= best * (1 + 1e-4)

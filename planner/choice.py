@@ -1,0 +1,226 @@
+"""Which layout is taken: the fastest by prediction, unless a plainer one may well be as fast.
+
+    near ties   layouts that the fastest is not faster than with PROBABILITY, by the error of the ratio of two layouts' times
+                (cost_models/stage/ratio.py), which is smaller than that of either and grows with what differs between them
+    taken       of these those with the fewest axes; of those the ones that leave HEADROOM of the device's memory free, if any do;
+                of the near ties of the fastest of those the simplest (`complexity`)
+
+A search expands what may be the fastest. Plainer layouts whose bounds are within the near ties are expanded afterwards, the
+simplest first, until one is a near tie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..cost_models.stage.ratio import margin, probability_above, ratio_coefficients, ratio_sd
+from ..schema import Layout
+from ..schema.layout_table import LayoutTable
+from ..schema.units import BoolArray, FloatArray, IntArray
+from .expand import Candidate, expand_fitting
+from .request import PlanRequest
+from .search import SearchResult
+
+NUM_COARSE = 2
+"""Columns of `complexity` that weigh more than headroom."""
+
+MAX_PRICE = 0.1
+"""What a plainer layout may take longer by prediction, whatever the error of the ratio."""
+
+MAX_TRIES, MAX_BOUNDED, MAX_GROWTHS = 32, 1 << 12, 2
+"""Plainer layouts that are cut into stages, those whose bounds are worked out before, and how often the search's pool grows."""
+
+
+def complexity(table: LayoutTable) -> IntArray:
+    """Return what orders layouts by simplicity [N, ...], first column first: fewer axes beside data parallelism, which is the plain
+    way to use more devices (replicas of shards are one more), backward passes in one, no recompute, a lower ZeRO stage, smaller
+    degrees of the axes that cost the most care, fewer switches, less memory where only sequence parallelism is left out.
+    """
+    degrees = (table.tp, table.pp, table.cp, table.ep, table.etp, table.num_model_chunks)
+    levels = (np.minimum(table.dp_replicate, table.dp_shard), table.gradient_shard, table.optimizer_shard)
+    axes = np.sum([degree > 1 for degree in (*degrees, *levels)], axis=0)
+    axes = axes + ((table.cp_ulysses > 1) & (table.cp_ulysses < table.cp))
+    columns = (
+        axes,
+        np.asarray(table.schedule_fact("splits_backward")),
+        table.recompute,
+        table.zero_stage,
+        table.pp,
+        table.tp,
+        table.cp,
+        table.ep,
+        table.etp,
+        table.num_model_chunks,
+        np.asarray(table.tp_overlap) + np.asarray(table.cuda_graphs),
+        (table.tp > 1) & (np.asarray(table.sequence_parallel) == 0),
+        table.micro_batch_size,
+    )
+    return np.stack([np.asarray(column, dtype=np.int64) for column in columns], axis=1)
+
+
+def near_ties(
+    table: LayoutTable, seconds: FloatArray, probability: float, sd: Mapping[str, float] | None = None
+) -> BoolArray:
+    """Return which layouts may be as fast as the one with the fewest seconds: it is not faster with this probability."""
+    fastest = int(np.argmin(seconds))
+    log_ratio = np.log(seconds / seconds[fastest])
+    return np.asarray(log_ratio <= _margin(ratio_sd(table, fastest, sd), probability))
+
+
+def plainest(
+    table: LayoutTable,
+    seconds: FloatArray,
+    lacks_headroom: BoolArray,
+    *,
+    probability: float,
+    sd: Mapping[str, float] | None = None,
+) -> int:
+    """Return the index of the layout that is taken.
+
+    Of the near ties those that are the same in the first columns of `complexity` and in headroom count, and of these the near ties
+    of their fastest: what is alike in its axes is compared more closely.
+    """
+    near = np.flatnonzero(near_ties(table, seconds, probability, sd))
+    ranks = complexity(table.select(near))
+    coarse = np.column_stack([ranks[:, :NUM_COARSE], lacks_headroom[near]])
+    alike = np.flatnonzero((coarse == coarse[np.lexsort(coarse.T[::-1])[0]]).all(axis=1))
+    rows, ranks = near[alike], ranks[alike]
+    closer = np.flatnonzero(near_ties(table.select(rows), seconds[rows], probability, sd))
+    return int(rows[closer[np.lexsort((seconds[rows[closer]], *ranks[closer].T[::-1]))[0]]])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layout that is taken and the fastest one by prediction, with how probably that is the faster one."""
+
+    chosen: Candidate
+    fastest: Candidate
+    probability: float
+
+    @property
+    def slower_fraction(self) -> float:
+        """What the chosen one's step takes longer by prediction."""
+        return self.chosen.step_time_s / self.fastest.step_time_s - 1
+
+
+def choose(request: PlanRequest, result: SearchResult, *, slowest_s: float = math.inf) -> Choice:
+    """Return what is taken of the layouts that a search found and of plainer ones that it left out, within ``slowest_s``."""
+    if request.prefer == "plain":
+        add_plainer(request, result, slowest_s=slowest_s)
+    fastest = result.feasible[0]
+    if request.prefer == "fastest":
+        return Choice(fastest, fastest, 1.0)
+    candidates = [c for c in result.feasible if c.step_time_s <= max(slowest_s, fastest.step_time_s)]
+    table = table_of(request, [c.layout(result.costs.layouts) for c in candidates])
+    seconds = np.array([c.step_time_s for c in candidates])
+    lacks = np.array([lacks_headroom(request, c) for c in candidates])
+    idx = plainest(table, seconds, lacks, probability=_probability())
+    log_ratio, sd = math.log(seconds[idx] / seconds[0]), float(ratio_sd(table, 0)[idx])
+    return Choice(candidates[idx], fastest, 1.0 if idx == 0 else probability_above(log_ratio, sd))
+
+
+def table_of(request: PlanRequest, layouts: Sequence[Layout]) -> LayoutTable:
+    """Return layouts that answer a request as a table."""
+    return LayoutTable.from_layouts(layouts, request.workload.global_batch_size)
+
+
+def is_near_tie(request: PlanRequest, layout: Layout, seconds: float, faster: Layout, faster_s: float) -> bool:
+    """Return whether a layout may be as fast as one that is faster by prediction."""
+    if "scheduled" in (layout.offload, faster.offload):
+        return False
+    return bool(near_ties(table_of(request, [layout, faster]), np.array([seconds, faster_s]), _probability())[0])
+
+
+def _probability() -> float:
+    return float(ratio_coefficients()["preferred_probability"])
+
+
+def lacks_headroom(request: PlanRequest, candidate: Candidate) -> bool:
+    """Return whether a candidate leaves less of a device's memory free than is preferred."""
+    cluster, estimate = request.cluster, candidate.estimate
+    preferred_bytes = float(ratio_coefficients()["preferred_headroom"]) * cluster.weakest_device.memory_bytes
+    return estimate.required_bytes > estimate.budget_bytes - preferred_bytes
+
+
+def add_plainer(request: PlanRequest, result: SearchResult, *, slowest_s: float) -> None:
+    """Expand layouts that are simpler than the near ties that were found and by their bounds may be one, the simplest first.
+
+    Recompute that differs from block to block fills the memory that there is: it is chosen again for less of it.
+    """
+    if result.stopped_early:
+        return
+    fastest, layouts = result.feasible[0], result.costs.layouts
+    near = [candidate for candidate in result.feasible if _is_near(request, result, candidate)]
+    full = [candidate for candidate in near if lacks_headroom(request, candidate)]
+    added = [c for candidate in full for c in with_headroom(request, result, candidate.idx, fastest)]
+    best = min(_rank(request, c.layout(layouts), lacks=lacks_headroom(request, c)) for c in (*near, *added))
+    for row in _plainer_rows(request, result, fastest, slowest_s):
+        if request.deadline.is_over or _rank(request, result.costs.layouts.layout(row), lacks=False) > best:
+            break
+        result.evaluated += 1
+        for candidate in with_headroom(request, result, row, fastest):
+            added.append(candidate)
+            if _is_near(request, result, candidate):
+                lacks = lacks_headroom(request, candidate)
+                best = min(best, _rank(request, candidate.layout(result.costs.layouts), lacks=lacks))
+    result.feasible = sorted([*result.feasible, *added], key=lambda c: (c.estimate.step_time_s, c.idx))
+
+
+def with_headroom(request: PlanRequest, result: SearchResult, row: int, fastest: Candidate) -> Iterator[Candidate]:
+    """Yield a layout cut into stages; where its blocks recompute what they must, within the preferred headroom if that goes."""
+    costs, budget_bytes = result.costs.select(np.array([row])).compacted(), request.cluster.memory_budget_bytes
+    candidate = None
+    if costs.layouts.is_mixed:
+        smaller = request.cluster.with_headroom(float(ratio_coefficients()["preferred_headroom"]))
+        candidate = expand_fitting(costs.evaluate(costs.layouts, smaller), 0)
+    candidate = candidate or (None if row == fastest.idx else expand_fitting(costs, 0))
+    if candidate is not None:
+        estimate = candidate.estimate.replace(budget_bytes=budget_bytes)
+        yield replace(candidate, idx=row, estimate=estimate, any_order_s=candidate.bound_s)
+
+
+def _rank(request: PlanRequest, layout: Layout, *, lacks: bool) -> tuple[int, ...]:
+    return (*map(int, complexity(table_of(request, [layout]))[0][:NUM_COARSE]), int(lacks))
+
+
+def is_as_fast(
+    request: PlanRequest, result: SearchResult, slower: Candidate, chosen: Candidate, *, slowest_s: float
+) -> bool:
+    """Return whether a candidate may be as fast as the chosen one, within ``slowest_s``."""
+    if request.prefer == "fastest":
+        return slower.step_time_s <= chosen.step_time_s
+    layouts = result.costs.layouts
+    return slower.step_time_s <= max(slowest_s, chosen.step_time_s) and is_near_tie(
+        request, slower.layout(layouts), slower.step_time_s, chosen.layout(layouts), chosen.step_time_s
+    )
+
+
+def _is_near(request: PlanRequest, result: SearchResult, candidate: Candidate) -> bool:
+    fastest, layouts = result.feasible[0], result.costs.layouts
+    return is_near_tie(
+        request, candidate.layout(layouts), candidate.step_time_s, fastest.layout(layouts), fastest.step_time_s
+    )
+
+
+def _plainer_rows(request: PlanRequest, result: SearchResult, fastest: Candidate, slowest_s: float) -> list[int]:
+    """Return rows that were not expanded and whose bounds are within their near ties: fewest axes, then lowest bounds first."""
+    problem = result.problem
+    rows, quick_s = problem.rows_within(fastest.step_time_s * (1 + MAX_PRICE), max_growths=MAX_GROWTHS)
+    layouts = result.costs.layouts
+    with_fastest = LayoutTable.concatenate([layouts.select(rows), table_of(request, [fastest.layout(layouts)])])
+    sd = ratio_sd(with_fastest, len(rows))[:-1]
+    tie_s = np.minimum(fastest.step_time_s * np.exp(_margin(sd, _probability())), slowest_s)
+    ranks = complexity(with_fastest)[:-1]
+    may_tie = np.flatnonzero(quick_s <= tie_s)
+    order = may_tie[np.lexsort((quick_s[may_tie], *ranks[may_tie, :NUM_COARSE].T[::-1]))][:MAX_BOUNDED]
+    fits, bound_s = problem.frontier.bounds(rows[order])
+    order = order[fits & (bound_s <= tie_s[order])][:MAX_TRIES]
+    return [int(row) for row in rows[order]]
+
+
+def _margin(sd: FloatArray, probability: float) -> FloatArray:
+    return np.minimum(margin(sd, probability), math.log(1 + MAX_PRICE))
