@@ -128,6 +128,8 @@ def pass_costs(
             decodes = np.array([[0.0 if phase.is_prefill else 1.0] for phase in phases])
             moved_s = 2 * rates.kernel_s + 2 * state / rates.elementwise_bytes_per_s
             attend, read = attend + n * decodes * moved_s, read + n * decodes * state
+            # A state on the host is worked on there: what the products make goes down, what it puts out comes up.
+            ask = ask + n * decodes * max(mixer.input_width, mixer.width) * size / tp * b
             new, total, slot = new + n * state, total + n * state, max(slot, mixer.state_elements / tp * size)
             continue
         window = kind.layer.attention.window or generation.total_len
