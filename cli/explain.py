@@ -10,6 +10,7 @@ import typer
 from ..engines import TARGETS
 from ..schema import TrainingPlan
 from ..schema.errors import ConfigError
+from .complete import complete_engines, complete_layout, complete_targets
 from .options import JsonOption, OptionModel, PlanArgument, command, option
 from .plan import SearchOptions
 from .terminal import INTERRUPTED, progress_bar, stopping_on_interrupt
@@ -22,7 +23,10 @@ class QuestionOptions(OptionModel):
     """What is asked about a plan."""
 
     why_not: str = option(
-        "", "layout fields that the plan does not have, e.g. tp=4,pp=2; the rest is searched.", metavar="A=B,..."
+        "",
+        "layout fields that the plan does not have, e.g. tp=4,pp=2; the rest is searched.",
+        metavar="A=B,...",
+        complete=complete_layout,
     )
     time_limit_s: float = option(
         60.0, "for all searches together; what was not reached is left out.", ge=0.1, metavar="S"
@@ -84,14 +88,23 @@ class SourceOptions(OptionModel):
     """Where a configuration is from."""
 
     engine: str | None = option(
-        None, "whose it is, where its content leaves that open.", name="--from", metavar="ENGINE"
+        None,
+        "whose it is, where its content leaves that open.",
+        name="--from",
+        metavar="ENGINE",
+        complete=complete_engines,
     )
 
 
 @command()
 def export(
     plan: PlanArgument,
-    to: Annotated[str, typer.Option(metavar="ENGINE", help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="ENGINE", autocompletion=complete_targets, help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}."
+        ),
+    ],
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where the files go. Default: a folder named as the engine.")
     ] = None,

@@ -11,23 +11,25 @@ import typer
 
 from .apply import ApplyCommand, apply, tokens
 from .compare import compare
+from .estimate import estimate
 from .experts import experts_app
 from .explain import explain, export, import_configuration, report
-from .options import JsonOption, command
-from .plan import estimate, plan
+from .options import CommandGroup, JsonOption, command
+from .plan import plan
 from .profile import profile_app
 from .recipes import recipes
 from .studio import studio
-from .terminal import headed_table, show
+from .terminal import begin, headed_table, show
 from .validate import calibrate, validate
 
 app = typer.Typer(
+    cls=CommandGroup,
     name="meshwright",
-    help="Plan how to spread the training of a large model over a cluster, see why, and run the plan.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.callback()(begin)
 app.command(short_help="The fastest layout that fits, and why it won; writes plan.json.")(plan)
 app.command(short_help="What one given layout costs, whether it fits or not.")(estimate)
 app.command(short_help="What binds a plan, what more of each resource is worth, why not.")(explain)

@@ -11,9 +11,13 @@ it, and an option of it that was typed is refused: none is accepted and ignored.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +28,13 @@ import typer
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
+from typer.core import TyperGroup
 
 from ..schema.base import Frozen, OptionSpec, field_texts
 from ..schema.errors import ConfigError
-from .terminal import exit_on_error
+from ..schema.units import parse_count, parse_number
+from .complete import complete_models
+from .terminal import INTERRUPTED, exit_on_error, exit_with
 
 if TYPE_CHECKING:
     from ..schema import ClusterSpec
@@ -166,6 +173,9 @@ class Option:
                 bounds["min"] = int(limit.gt) + 1  # type: ignore[call-overload]
             elif isinstance(limit, Le) and limit.le < _NO_LIMIT:  # type: ignore[operator]
                 bounds["max"] = limit.le
+        parse = self.spec.parse or ({int: parse_count, float: parse_number}.get(kind))
+        if parse is not None:
+            bounds["parser"] = _parser(parse, self.flag, **bounds)
         info = typer.Option(self.flag, metavar=self.metavar, help=text, autocompletion=self.spec.complete, **bounds)
         if get_origin(_without_none(self.field.annotation)) is tuple:
             kind = list[kind]  # type: ignore[valid-type]
@@ -265,7 +275,7 @@ def command(*modes: Mode) -> Callable[[Callable[..., None]], Callable[..., None]
             typed = {
                 name for name, source in sources.items() if source and source.name in ("COMMANDLINE", "ENVIRONMENT")
             }
-            with exit_on_error():
+            with exit_on_error(as_json=bool(values.get("json") or values.get("as_json"))):
                 mode = next(mode for mode in options.modes if mode.when(values))
                 options.require_meant(mode, values, typed)
                 given = {_CONTEXT.name: context} if _CONTEXT.name in hints else {}
@@ -306,6 +316,59 @@ def _without_none(annotation: Any) -> Any:
     return annotation
 
 
+def _parser(parse: Callable[[str], Any], flag: str, **bounds: float) -> Callable[[Any], Any]:
+    """Return what typer reads a number with: ``parse``, and the bounds of the field."""
+
+    def read(text: Any) -> Any:
+        try:
+            value = parse(text) if isinstance(text, str) else text
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=flag) from None
+        for name, holds in (("min", operator.ge), ("max", operator.le)):
+            if name in bounds and not holds(value, bounds[name]):
+                word = "or more" if name == "min" else "or less"
+                raise typer.BadParameter(f"{text}: must be {bounds[name]} {word}", param_hint=flag)
+        return value
+
+    return read
+
+
+_UsageError = typer.BadParameter.__bases__[0]
+"""Of the click that typer brings: what was typed is no command."""
+
+
+class CommandGroup(TyperGroup):
+    """Commands whose usage errors have the form of all others, on stdout too where --json was typed."""
+
+    def main(self, args: Sequence[str] | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        """Run a command and end the process with its exit code."""
+        typed = sys.argv[1:] if args is None else list(args)
+        try:
+            code = super().main(args, **{**extra, "standalone_mode": False})
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+                sys.exit(error.exit_code)
+            sys.exit(exit_with(_told(error), as_json="--json" in typed).exit_code)
+        except typer.Abort:
+            sys.exit(INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _told(error: Any) -> ConfigError:
+    """Return a usage error of typer in our words, with the nearest name that there is."""
+    context = error.ctx
+    message = re.split(r" \(Possible options|\. Did you mean", error.format_message())[0].rstrip(".")
+    message = re.sub(r"'(--[\w-]+)'", r"\1", message.replace("Value error, ", ""))
+    names = list(getattr(error, "possibilities", None) or ())
+    if message.startswith("No such command"):
+        names = context.command.list_commands(context)
+    near = difflib.get_close_matches(re.split(r"[ ']+", message.strip("'"))[-1], names, cutoff=0.7)
+    path = context.command_path if context is not None else "meshwright"
+    text = f"did you mean {' or '.join(near)}?" if near else f"{path} --help lists what there is"
+    return ConfigError(message[:1].lower() + message[1:], help=text)
+
+
 def _sentence(text: str, choices: tuple[Any, ...], *, begins: bool) -> str:
     """Return a text with a full stop, and where it begins the help with a capital, unless it begins with a value or a name."""
     text = text.replace("``", "`").strip()
@@ -315,13 +378,6 @@ def _sentence(text: str, choices: tuple[Any, ...], *, begins: bool) -> str:
 
 
 # Arguments and options that several commands share.
-
-
-def complete_models(incomplete: str) -> list[str]:
-    """Return the models of the catalogue that begin so; where none does, the shell offers files."""
-    from ..schema.catalogue import model_names
-
-    return [name for name in model_names() if name.startswith(incomplete)]
 
 
 ModelArgument = Annotated[

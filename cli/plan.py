@@ -1,4 +1,4 @@
-"""`meshwright plan` and `estimate`: the best layout for a model on a cluster, and what one given layout costs."""
+"""`meshwright plan`: the best layout for a model on a cluster, or the best batch for generating with it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+from pydantic import model_validator
 
 from ..schema.base import Count
 from ..schema.engine_facts import OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
 from ..schema.task import Generation, Workload
-from ..schema.units import GB, GIB
-from .options import JsonOption, Mode, ModelArgument, OptionModel, ProfileOptions, SolverOptions, command, option
+from ..schema.units import GB, GIB, parse_count, parse_decimal
+from .complete import complete_clusters, complete_layout
+from .options import Mode, ModelArgument, OptionModel, ProfileOptions, SolverOptions, command, option
 from .terminal import INTERRUPTED, search_progress, show_answer, spinner, stopping_on_interrupt
 
 if TYPE_CHECKING:
@@ -23,14 +25,18 @@ if TYPE_CHECKING:
     from ..schema import ClusterSpec, GenerationPlan, ModelSpec, Offer, Plan, TrainingPlan
 
 
-def complete_clusters(incomplete: str) -> list[str]:
-    """Return `local`, or devices behind a count: 64xH1 becomes 64xH100-SXM-80GB."""
-    from ..schema.catalogue import device_entries
+class TokensOfBatch(int):
+    """A global batch given in tokens; how many sequences that is follows from their length."""
 
-    count, times, begun = incomplete.rpartition("x")
-    if times and all(part.isdecimal() for part in count.split("x")):
-        return [f"{count}x{name}" for name in device_entries() if name.lower().startswith(begun.lower())]
-    return [name for name in ("local",) if name.startswith(incomplete)]
+
+def parse_batch(text: str) -> int:
+    """Read a global batch: sequences (512, 1k), or tokens (4M-tokens).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    count, dash, _ = text.partition("-tokens")
+    return TokensOfBatch(parse_count(count)) if dash else parse_count(text)
 
 
 class ClusterOptions(ProfileOptions):
@@ -98,7 +104,9 @@ class TrainingOptions(OptionModel):
 
     mirrors = Workload
 
-    global_batch_size: int
+    global_batch_size: int = option(
+        ..., "sequences in a step, or tokens: 512, 4M-tokens (k is 1024, M is 1024 x 1024).", ge=1, parse=parse_batch
+    )  # fmt: skip
     seq_len: int
     optimizer: str
     attention: str
@@ -114,6 +122,20 @@ class TrainingOptions(OptionModel):
     calibrate: Path | None = option(
         None, "measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.", metavar="RUNS.csv"
     )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _batch_in_sequences(cls, data: Any) -> Any:
+        batch, seq_len = data.get("global_batch_size"), data.get("seq_len")
+        if not isinstance(batch, TokensOfBatch) or not isinstance(seq_len, int) or seq_len < 1:
+            return data
+        if batch % seq_len or not batch:
+            nearest = max(1, round(batch / seq_len))
+            raise ConfigError(
+                f"--global-batch-size: {batch:,} tokens are no whole number of sequences of {seq_len:,}",
+                help=f"use --global-batch-size {nearest}: {nearest * seq_len:,} tokens",
+            )
+        return {**data, "global_batch_size": batch // seq_len}
 
     def calibrated(self, cluster: ClusterSpec) -> ClusterSpec:
         """Return a cluster with the correction that the runs of --calibrate make of its device's rates."""
@@ -204,7 +226,9 @@ class OffloadOptions(SolverOptions):
 class SearchOptions(OptionModel):
     """What a search keeps to, and what it finds next to the plan."""
 
-    fix: str = option("", "layout fields to keep, e.g. tp=8,recompute=full.", metavar="A=B,...")
+    fix: str = option(
+        "", "layout fields to keep, e.g. tp=8,recompute=full.", metavar="A=B,...", complete=complete_layout
+    )
     space: Literal["runnable", "full"] | None = option(
         None,
         "layouts to search: what meshwright apply executes, or all of the engine. Default: runnable where apply trains the model.",
@@ -237,7 +261,9 @@ class CostOptions(OptionModel):
 
     offers: Path | None = option(None, "what can be rented, with prices (docs/cluster.md).")
     min_tokens_per_s: float = option(0.0, "sizes that are slower do not count.", ge=0)
-    tokens: float | None = option(None, "tokens of the whole run, e.g. 1e12.", ge=1, metavar="T")
+    tokens: float | None = option(
+        None, "tokens of the whole run, e.g. 15T or 15e12.", ge=1, metavar="T", parse=parse_decimal
+    )
     deadline_h: float | None = option(None, "hours the run may take.", ge=0.001, metavar="H", needs=("tokens",))
 
 
@@ -434,40 +460,3 @@ def _plan_generation(
     fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
     limit_s = generation.latency_limit_s
     return most_tokens(spec, machine, task, top=output.top, fixed=fixed, offload=allowed, latency_limit_s=limit_s)
-
-
-@command()
-def estimate(
-    model: ModelArgument,
-    step: TrainingOptions,
-    layout: Annotated[
-        str, typer.Option(metavar="A=B,...", help="e.g. tp=8,pp=4,dp_shard=8,micro_batch_size=1,recompute=full")
-    ],
-    cluster: ClusterOptions,
-    precision: PrecisionOptions,
-    offload: OffloadOptions,
-    json: JsonOption = False,
-) -> None:
-    """Predict step time and memory of one layout, whether it fits or not; with --offload, of its best offload schedule."""
-    from ..planner import not_executed
-    from ..planner.plan import estimate_with_schedule
-    from ..planner.request import PlanRequest, resolve_model
-    from ..schema import Layout
-    from .show.plan import add_offload, estimate_table
-
-    given = Layout.parse(layout)
-    allowed = offload.request()
-    if allowed is not None:
-        given = given.replace(offload="scheduled")
-    spec, machine = resolve_model(model, step.seq_len), step.calibrated(cluster.read())
-    workload = step.workload(spec, machine, precision.precision)
-    costs, scheduled = estimate_with_schedule(PlanRequest(spec, machine, workload, offload=allowed), given)
-    table = estimate_table(spec, machine, workload, given, costs)
-    if scheduled is not None:
-        add_offload(table, scheduled.stage, scheduled.schedule)
-    show_answer(costs, table, as_json=json)
-    for reason in not_executed(spec, machine, workload, given):
-        typer.echo(f"note: `meshwright plan` and `apply` do not use this layout: {reason}", err=True)
-    typer.echo(
-        "next: meshwright plan with the same model, cluster and batch finds the fastest layout that fits", err=True
-    )

@@ -15,7 +15,8 @@ import typer
 from ..schema import ConfigError, Profile
 from ..schema.base import Count
 from ..schema.units import GB, TFLOP, counted, format_bytes, format_percent, format_seconds
-from .options import JsonOption, Mode, OptionModel, command, complete_models, option
+from .complete import complete_models
+from .options import JsonOption, Mode, OptionModel, command, option
 from .terminal import Table, figures_table, headed_table, show_answer
 from .terminal import show as show_table
 

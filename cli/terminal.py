@@ -7,6 +7,7 @@ Rich is imported where something is drawn: a command that draws nothing starts w
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import BaseModel
@@ -43,26 +44,63 @@ MAX_NAME = 12
 
 
 @contextmanager
-def exit_on_error() -> Iterator[None]:
-    """Turn a MeshwrightError into a message on stderr and its exit code; Ctrl-C into exit code 130."""
+def exit_on_error(*, as_json: bool = False) -> Iterator[None]:
+    """Turn an error of ours into a message on stderr and its exit code, Ctrl-C into exit code 130; with ``as_json`` also into an
+    object on stdout, as any failure.
+    """
     try:
         yield
     except MeshwrightError as error:
-        typer.secho("error: ", err=True, fg=typer.colors.RED, bold=True, nl=False)
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from None
+        raise exit_with(error, as_json=as_json) from None
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        typer.secho("error: ", err=True, fg=typer.colors.RED, bold=True, nl=False)
-        typer.echo(
-            f"this needs {error.name}, which is not installed\n  help: pip install 'meshwright[{extra}]'", err=True
+        lacking = ConfigError(
+            f"this needs {error.name}, which is not installed", help=f"pip install 'meshwright[{extra}]'"
         )
-        raise typer.Exit(ConfigError.exit_code) from None
+        raise exit_with(lacking, as_json=as_json) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
+        if as_json:
+            _echo_failure("KeyboardInterrupt", "interrupted", exit_code=INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:  # a bug of ours: Python shows where
+        if as_json and not isinstance(error, typer.Exit | typer.Abort):
+            _echo_failure(type(error).__name__, str(error), exit_code=1)
+        raise
+
+
+def exit_with(error: MeshwrightError, *, as_json: bool) -> typer.Exit:
+    """Say an error, on stderr and with ``as_json`` on stdout as well; return what ends the command with its exit code."""
+    typer.secho("error: ", err=True, fg=typer.colors.RED, bold=True, nl=False)
+    typer.echo(str(error), err=True)
+    if as_json:
+        _echo_failure(
+            type(error).__name__, error.message, details=error.details, help=error.help, exit_code=error.exit_code
+        )
+    return typer.Exit(error.exit_code)
+
+
+def _echo_failure(kind: str, message: str, *, exit_code: int, **more: object) -> None:
+    fields = {"type": kind, "message": message, "details": (), "help": None} | more | {"exit_code": exit_code}
+    typer.echo(json.dumps({"error": fields}))
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        typer.echo(f"meshwright {version('meshwright')}")
+        raise typer.Exit
+
+
+def begin(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and end.")
+    ] = False,
+) -> None:
+    """Plan how to spread the training of a large model over a cluster, see why, and run the plan."""
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Frozen(BaseModel):
         ConfigError: where pydantic would raise ValidationError, with one line for each wrong field.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
     def __init__(self, /, **data: Any) -> None:
         try:
@@ -272,6 +272,7 @@ class OptionSpec(NamedTuple):
         needs: fields of which one must be set for this one to mean anything.
         barred_by: fields that leave this one without meaning once they are set.
         complete: what the shell offers for a beginning.
+        parse: reads the value from text, or raises a ValueError that says what is wrong with it.
         is_option: False: it is set in Python only.
     """
 
@@ -280,6 +281,7 @@ class OptionSpec(NamedTuple):
     needs: tuple[str, ...] = ()
     barred_by: tuple[str, ...] = ()
     complete: Callable[[str], list[str]] | None = None
+    parse: Callable[[str], Any] | None = None
     is_option: bool = True
 
 

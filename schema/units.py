@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,48 @@ def format_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f}"
+
+
+_SUFFIXES = {"k": 2**10, "m": 2**20}
+_DECIMAL_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_COUNT = re.compile(r"([+-]?[0-9][0-9_,]*)([kKmM]?)")
+
+
+def parse_count(text: str) -> int:
+    """Read a count as lengths of sequences and batches are written: ``parse_count("8k") == 8192``, ``parse_count("4M") == 2**22``.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no whole number; 8192 and 8k (8 x 1024) are")
+    return int(match[1].replace(",", "").replace("_", "")) * _SUFFIXES.get(match[2].lower(), 1)
+
+
+def parse_number(text: str) -> float:
+    """Read a number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number") from None
+
+
+def parse_decimal(text: str) -> float:
+    """Read an amount as the tokens of a run are written: ``parse_decimal("15T") == 15e12``.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    number, factor = text.strip(), _DECIMAL_SUFFIXES.get(text.strip()[-1:].lower(), 1)
+    try:
+        return float(number if factor == 1 else number[:-1]) * factor
+    except ValueError:
+        raise ValueError(f"{text!r} is no number; 15e12 and 15T are") from None
 
 
 def format_percent(fraction: float, digits: int = 1, *, sign: bool = False) -> str:
