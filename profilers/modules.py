@@ -199,7 +199,11 @@ class _Tracer:
             self._outputs = next((t.shape[-1] for t in tensors_in(output) if t.ndim == 3), 0)
             del output  # until here autograd holds all that it keeps
         if len(self._calls) < len(self.blocks):
-            raise ConfigError(f"{len(self.blocks) - len(self._calls)} of {len(self.blocks)} blocks are not called")
+            missing = len(self.blocks) - len(self._calls)
+            raise ConfigError(
+                f"{missing} of {len(self.blocks)} blocks ({self._names[self.blocks[0]]}, ...) are not called with these inputs",
+                help="give inputs that reach them, or name other blocks: profile_module(..., blocks='encoder.layers')",
+            )
         _, self.seq_len, self.width = _hidden(self._calls[self.blocks[0]]).shape
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

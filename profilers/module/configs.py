@@ -43,6 +43,7 @@ def trace_config(path: str | Path, *, seq_len: int) -> ModelSpec:
 def build_model(content: dict[str, Any], *, where: str = "config") -> Any:
     """Return the causal language model of a config.json on the meta device."""
     try:
+        import transformers
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     except ImportError:
@@ -50,7 +51,7 @@ def build_model(content: dict[str, Any], *, where: str = "config") -> Any:
             f"{where}: {_described(content)} is no known family; its code in transformers would be traced, which is not installed",
             help=INSTALL,
         ) from None
-    from transformers import __version__
+    version = transformers.__version__
 
     model_type = content.get("model_type")
     if model_type is None:
@@ -60,7 +61,7 @@ def build_model(content: dict[str, Any], *, where: str = "config") -> Any:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         own = " and code of its own (auto_map), which is never run" if "auto_map" in content else ""
         raise ConfigError(
-            f"{where}: {_described(content)} is no known family{own}; transformers {__version__} does not have it either",
+            f"{where}: {_described(content)} is no known family{own}; transformers {version} does not have it either",
             help="`meshwright models` lists known ones; any module can be traced with profile_module (docs/models.md)",
         )
     kind = CONFIG_MAPPING[model_type]
@@ -69,14 +70,20 @@ def build_model(content: dict[str, Any], *, where: str = "config") -> Any:
             f"{where}: {_described(content)} is no language model that continues a text",
             help="trace it from Python with profile_module and inputs of its own (docs/models.md)",
         )
+    mapped = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    names = [cls.__name__ for cls in (mapped if isinstance(mapped, tuple) else (mapped,))]
+    listed = (content.get("architectures") or names)[0]
+    if listed not in names and hasattr(transformers, listed):
+        raise ConfigError(
+            f"{where}: architecture {shown(listed)} is not supported; of model_type {model_type} {names[0]} would be traced",
+            help="trace it from Python with profile_module and inputs of its own (docs/models.md)",
+        )
     try:
         config = kind.from_dict({key: value for key, value in content.items() if key != "auto_map"})
         with _quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     except Exception as error:  # transformers checks its settings as it builds a model, with errors of any kind
-        raise ConfigError(
-            f"{where}: transformers {__version__} cannot build {model_type}: {first_line(error)}"
-        ) from None
+        raise ConfigError(f"{where}: transformers {version} cannot build {model_type}: {first_line(error)}") from None
 
 
 def default_model_types() -> list[str]:

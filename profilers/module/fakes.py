@@ -42,7 +42,7 @@ class _Limit(TorchFunctionMode):
         self._count += 1
         if self._count == MAX_CALLS:  # once: what restores modes while the stack is unwound must not raise
             raise ConfigError(
-                f"its forward pass calls torch more than {MAX_CALLS:,} times: a recurrence computed token by token in Python",
+                f"its forward pass calls torch more than {MAX_CALLS:,} times: loops of Python, as a recurrence token by token",
                 help="trace it with a package that has a kernel for it, or with shorter sequences",
             )
         return func(*args, **(kwargs or {}))

@@ -54,7 +54,9 @@ def find_family(content: Mapping[str, Any]) -> str:
         what = f"model_type {shown(model_type)}" if first is None else f"architecture {shown(first)}"
         raise UnknownModelError(f"{what} is not supported", help=hint)
     if model_type not in (None, known):
-        raise ConfigError(f"architecture {first} is of model_type {known}, but model_type = {shown(model_type)}")
+        # transformers has model_types that run the code of another one; what we know must agree with itself.
+        kind = ConfigError if model_type in family_entries() else UnknownModelError
+        raise kind(f"architecture {first} is of model_type {known}, but model_type = {shown(model_type)}")
     return known
 
 

@@ -88,6 +88,7 @@ def test_config_of_no_known_family_is_planned_from_its_path(tmp_path: Path) -> N
         ({"model_type": "unheard-of"}, "'unheard-of' is no known family; transformers .* does not have it"),
         ({"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}, "code of its own .auto_map., which is never run"),
         ({"model_type": "vit"}, "'vit' is no language model"),
+        ({"architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not supported; of model_type helium Helium"),
         ({"model_type": "helium", "hidden_size": -1}, "cannot build helium"),
         ({"model_type": None, "architectures": ["Xyz"]}, "there is no model_type"),
     ],
@@ -192,7 +193,7 @@ def test_heads_that_tp_does_not_divide_and_models_without_a_plan_are_refused(
 def test_recurrence_in_python_is_refused_and_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "MAX_CALLS", 500)
     tiny = content("falcon_mamba") | {"state_size": 4}
-    with pytest.raises(ConfigError, match=r"FalconMambaForCausalLM .* a recurrence computed token by token"):
+    with pytest.raises(ConfigError, match=r"FalconMambaForCausalLM .* a recurrence token by token"):
         trace_model(build_model(tiny), seq_len=64, name="mamba")
     assert torch.is_grad_enabled()
     monkeypatch.undo()
