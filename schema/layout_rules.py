@@ -264,10 +264,6 @@ VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.lo
     "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
     "predicted only")
 
-VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.logical_not(t.splits_vocabulary),
-    "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
-    "predicted only")
-
 FSDP2_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
     *lacks("fsdp2", *SWITCHES),
