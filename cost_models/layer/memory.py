@@ -34,7 +34,6 @@ from ...schema.layout import Recompute
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.task import LowRank
 from ...schema.units import FloatArray
-from .buffers import graph_buffers_bytes
 from .operators import CostInputs, Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
 from .parallel import expert_params, token_share
 
@@ -196,8 +195,6 @@ def activation_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Floa
     if workload.engine_facts.memory is not None and rules.stores_scores:
         # Each gradient of the scores takes the place of a saved tensor that has been used.
         gradients = 0.5 * _saved_bytes(_elements_under_recompute(layer, "none", fused, inputs), inputs)
-    if layer.inner_block is not None and layouts.cuda_graphs.any():
-        mean = mean + graph_buffers_bytes(inputs)
     return mean, saved[0] - selected + gradients
 
 

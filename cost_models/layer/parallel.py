@@ -42,7 +42,7 @@ from ...schema import ClusterSpec, Workload
 from ...schema.layers import Embedding, Head, MoE
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.recurrences import Recurrence
-from ...schema.units import FloatArray, IntArray
+from ...schema.units import Array, FloatArray, IntArray
 from ..hardware.collectives import Hops, collective_s, p2p_s
 from ..hardware.compute import OperatorTime
 from ..hardware.machine import device_rates
@@ -137,6 +137,18 @@ def overlapped_s(
             forward = forward + np.minimum(scatter, time.forward_s)
             backward = backward + np.minimum(gather, time.backward_s / 2)
     return np.where(chunked, forward, 0.0), reduced + np.where(chunked, backward, 0.0)
+
+
+def userbuffers_bytes(boundary_bytes: Array, layouts: Any, workload: Workload) -> Array:
+    """Return the buffers for products in chunks, given the hidden states of a rank; of a StepShape or a LayoutTable.
+
+    Each of the ten collectives of a block has one that ranks write into, for the hidden states of all tp ranks: six gathers, in fp8
+    where products are, and four reductions.
+    Source: Transformer Engine, initialize_ub; Megatron gives it [seq_len / cp * micro_batch_size, hidden_dim].
+    """
+    gathered = 1.0 if workload.precision in ("fp8", "nvfp4") else float(workload.compute_bytes)
+    whole = boundary_bytes * layouts.tp * (6 * gathered / workload.compute_bytes + 4)
+    return np.where(layouts.tp_overlap, whole, 0.0)
 
 
 def _reduction_s(inputs: CostInputs) -> FloatArray:

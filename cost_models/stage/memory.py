@@ -48,9 +48,8 @@ from ...schema import Workload
 from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array
 from ..coefficients import Scenario
-from ..layer.buffers import userbuffers_bytes
 from ..layer.data import gradient_bytes, has_copies, has_plain_replicas
-from ..layer.parallel import sharded_params
+from ..layer.parallel import sharded_params, userbuffers_bytes
 
 _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all

@@ -46,10 +46,9 @@ def test_chunks_have_ten_buffers_of_the_hidden_states(precision: str, bytes_of_e
 
 
 def test_graphs_keep_what_their_passes_use() -> None:
-    """Two hidden states a block and micro-batch in flight; and logits, working sets and gradients of the update come on top."""
+    """Logits and the gradients of the update come on top of activations and working sets."""
     plain, graphs = (run(SPLIT.replace(cuda_graphs=value)).memory_bytes for value in (False, True))
-    hidden_bytes = 2 * 4096 * LLAMA.hidden_dim * 2 / SPLIT.tp
-    assert graphs.activations - plain.activations == pytest.approx(LLAMA.num_blocks * 2 * hidden_bytes, rel=1e-9)
+    assert graphs.activations == plain.activations > 0  # the peak is in a backward pass
     whole, in_graphs = (
         run(Layout(tp=8, gradients="compute", cuda_graphs=value)).memory_bytes for value in (False, True)
     )
