@@ -158,7 +158,7 @@ def compare_job(
     from ..planner.explain.changes import BEST_SWITCHES, Changes, Variant, variant_plan
     from ..planner.request import PlanRequest
 
-    costs = estimate(job.model, cluster, job.workload, job.layout)
+    costs, batch = estimate(job.model, cluster, job.workload, job.layout), job.workload.global_batch_size
     before = Variant(layout=job.layout, workload=job.workload, estimate=costs)
     best = _best_plan(job, cluster, BEST_SWITCHES, deadline=deadline, on_progress=on_progress)
     request = PlanRequest(job.model, cluster, job.workload)
@@ -172,12 +172,16 @@ def compare_job(
                 changes=changes_of(job.engine, last_plan, made, job.facts),
                 layout=made.layout,
                 estimate=variant.estimate,
-                difference=Difference.between(last.estimate, variant.estimate),
+                difference=Difference.between((last.layout, last.estimate), (variant.layout, variant.estimate), batch),
             )
         )
         last, last_plan = variant, made
     return JobComparison(
-        job=job, estimate=costs, plan=best, difference=Difference.between(costs, best.estimate), steps=tuple(steps)
+        job=job,
+        estimate=costs,
+        plan=best,
+        difference=Difference.between((job.layout, costs), (best.layout, best.estimate), batch),
+        steps=tuple(steps),
     )
 
 

@@ -97,8 +97,8 @@ def _verdict(difference: Difference) -> str:
     if difference.lost_fraction <= 0:
         return "no plan that was found is faster"
     low, high = (1 - 1 / end for end in (difference.ratio_interval.low, difference.ratio_interval.high))
-    between = f" (90 %: {format_percent(low)} to {format_percent(high)})" if low != high else ""
-    return f"you lose {format_percent(difference.lost_fraction)} here{between}"
+    between = f"90 % interval {format_percent(low)} to {format_percent(high)}"
+    return f"you lose {format_percent(difference.lost_fraction)} here ({between})"
 
 
 def _changes(answer: JobComparison) -> Table:

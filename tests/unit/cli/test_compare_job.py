@@ -44,6 +44,9 @@ def test_steps_lead_to_most_of_the_gain_in_the_engines_words(tmp_path: Path) -> 
     assert before == estimate(job.model, ClusterSpec.parse(CLUSTER), job.workload, job.layout).step_time_s
     best = answer["plan"]["estimate"]["step_time_s"]
     assert answer["difference"]["lost_fraction"] == pytest.approx(1 - best / before)
+    ratio, interval = answer["difference"]["ratio"], answer["difference"]["ratio_interval"]
+    assert interval["low"] < ratio < interval["high"] and ratio == before / best
+    assert 0.5 < answer["difference"]["probability"] < 1
     steps = answer["steps"]
     assert 1 <= len(steps) <= 3
     times = [before, *(step["estimate"]["step_time_s"] for step in steps)]
