@@ -27,6 +27,7 @@ from ..schema.errors import (
     NodesNotMetError,
     RuntimeMismatchError,
 )
+from ..schema.units import counted
 from .options import Mode, OptionModel, ProfileOptions, command, option
 
 if TYPE_CHECKING:
@@ -316,7 +317,7 @@ def remaining_cluster(cluster: ClusterSpec, *, nnodes: int, devices_here: int) -
         size = level.domain_size * devices_here // group.devices_per_node if spans_nodes else devices_here
         sizes.setdefault(size, level.replace(domain_size=size))
     return resized.replace(
-        name=f"{resized.name}, {devices_here} devices in each node",
+        name=f"{resized.name}, {counted(devices_here, 'device')} in each node",
         groups=(group.replace(devices_per_node=devices_here, levels=()),),
         levels=tuple(sizes.values()),
     )

@@ -43,6 +43,7 @@ from ..schema import (
 )
 from ..schema.offers import CostSummary, Outcome, SizeTried
 from ..schema.training_plan import TimeBreakdown
+from ..schema.units import counted
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .pareto import beats
 from .plan import plan_training
@@ -436,7 +437,7 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
             return error
         raise AssertionError("a size fits that no search found")
     rate, cluster = fastest.request.workload.tokens_per_step / fastest.step_time_s, fastest.request.cluster
-    devices = f"{cluster.num_nodes} nodes of {fastest.offer} ({cluster.num_devices} devices)"
+    devices = f"{counted(cluster.num_nodes, 'node')} of {fastest.offer} ({counted(cluster.num_devices, 'device')})"
     less = f"{math.floor(rate):,} tokens/s or less (a deadline {floor / rate:.3g} times as long)"
     return InfeasibleError(
         f"no size of the offers reaches {floor:,.0f} tokens/s with {fastest.request.model.name}",

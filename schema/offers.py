@@ -15,6 +15,7 @@ from .cluster_files import check_keys, count_from_table
 from .errors import ConfigError
 from .layout import Layout
 from .plan import Proof
+from .units import counted
 
 Outcome = Literal["chosen", "on the front", "dearer", "too slow", "does not fit", "no layout", "not examined"]
 
@@ -160,7 +161,7 @@ def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
         if size == total:
             break
     return cluster.replace(
-        name=f"{cluster.name}, {num_nodes} nodes",
+        name=f"{cluster.name}, {counted(num_nodes, 'node')}",
         groups=(group,),
         levels=tuple(levels),
         bandwidth_matrix=cluster.bandwidths_of(range(num_nodes)),
