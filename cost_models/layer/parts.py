@@ -29,6 +29,7 @@ from .operators import (
     Gemm,
     Layer,
     Operator,
+    Scan,
 )
 from .parallel import token_share
 
@@ -110,7 +111,7 @@ def ideal_times(
             )
         else:
             time = operator_time(op, inputs.tokens, layouts.tp, layouts.sequence_parallel, rates=rates)
-        if isinstance(op, FusedAttention) and limit == "arithmetic":
+        if isinstance(op, FusedAttention | Scan) and limit == "arithmetic":
             time = time._replace(backward_s=time.backward_s * 2 / BACKWARD_ATTENTION_RATIO)
         times.append(time)
     return times

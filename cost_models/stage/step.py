@@ -44,7 +44,7 @@ from ...schema.training_plan import Interval, MemoryBreakdown, StageEstimate, Ti
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario, packaged_coefficients
 from ..hardware.machine import is_measured, peak_flops_per_s
-from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, layer_operators
+from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, Scan, layer_operators
 from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
 from . import memory
 from .contents import contents_between, pipeline_shape, rank_memory_terms, stage_memory_terms
@@ -344,7 +344,7 @@ def step_flops_per_token(model: ModelSpec, workload: Workload) -> float:
 def model_flops_per_token(
     layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int, *, frozen: bool = False
 ) -> float:
-    """Return the FLOPs of a training step per token: forward plus backward, no recompute, causal attention counted once.
+    """Return the FLOPs of a training step per token: forward plus backward, no recompute, causal attention and scans counted once.
 
     A frozen model needs no gradients of its weights: four FLOPs for each instead of six (its adapters are left out).
     """
@@ -353,7 +353,7 @@ def model_flops_per_token(
         for op in layer_operators(layer, OperatorRules(hidden_dim=hidden_dim, seq_len=seq_len)):
             if isinstance(op, Gemm):
                 total += count * (4 if frozen else 6) * op.n * op.k * op.rows_per_token
-            elif isinstance(op, FusedAttention):
+            elif isinstance(op, FusedAttention | Scan):
                 total += count * 3 * op.forward_flops_per_token  # backward without the kernel's recomputed scores
     return total
 

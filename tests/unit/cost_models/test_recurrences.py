@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.layer.operators import Gemm, OperatorRules, Scan, layer_operators
 from meshwright.cost_models.stage.generation import pass_costs
+from meshwright.cost_models.stage.step import model_flops_per_token
 from meshwright.planner import estimate, plan
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.layers import Block, LayerRun
@@ -137,3 +138,15 @@ def test_scan_is_repeated_by_selective_recompute_and_products_are_not():
     assert 0 < again.breakdown_s.recompute < 0.2 * again.breakdown_s.compute
     assert again.memory_bytes.activations < kept.memory_bytes.activations
     assert any(isinstance(op, Scan) for op in layer_operators(model.block_runs[0][0], OperatorRules(hidden_dim=D)))
+
+
+@pytest.mark.parametrize("mixer", [DELTA, MIXERS["mamba"]], ids=["delta", "mamba"])
+def test_model_flops_count_the_scan(mixer):
+    model = with_mixer(mixer)
+    products = 6 * sum(
+        run.count * op.num_params for run in model.layers for op in layer_operators(run.layer, OperatorRules(hidden_dim=D))
+        if isinstance(op, Gemm)
+    )  # fmt: skip
+    runs = tuple((run.layer, run.count) for run in model.layers)
+    scans = 3 * model.num_blocks * mixer.scan_flops_per_token
+    assert model_flops_per_token(runs, D, 8192) == pytest.approx(products + scans)
