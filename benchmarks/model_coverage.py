@@ -50,7 +50,8 @@ def try_type(model_type: str, seq_len: int) -> Outcome:
         pass
     try:
         model = build_model(content, where=model_type)
-        length = min(seq_len, getattr(model.config.get_text_config(), "max_position_embeddings", None) or seq_len)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+        length = min(seq_len, longest) if longest > 0 else seq_len
         spec = trace_model(model, seq_len=length, name=model_type)
     except ConfigError as error:
         return outcome("refused", remark=error.message)

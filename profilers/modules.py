@@ -74,6 +74,12 @@ def profile_module(
     structure = find_structure(model, container)
     facts = split_facts(model, structure)
     tracer = _Tracer(model, container, facts.rules)
+    owners = Counter(key for block in tracer.blocks for key in set(map(id, block.parameters())))
+    if shared := [path for path, p in model.named_parameters() if owners[id(p)] > 1]:
+        raise ConfigError(
+            f"{shared[0]} and {len(shared) - 1} more parameters of {type(model).__name__} are shared by several of its blocks: "
+            "each would be counted, sharded and reduced as if it were its own",
+        )
     tracer.run(example_inputs)
     kinds = [tracer.traced_block(block) for block in tracer.blocks]
     before, after = tracer.outside()

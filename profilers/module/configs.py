@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ...schema.base import read_json, shown
 from ...schema.errors import ConfigError
@@ -103,7 +104,7 @@ def trace_model(model: Any, *, seq_len: int, name: str) -> ModelSpec:
         raise ConfigError(
             f"{type(model).__name__} cannot be traced: {error.message}", error.details, error.help
         ) from None
-    except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
             f"{type(model).__name__} cannot be traced: what it computes depends on the values of its input ({error.func})",
             help="plan a model of a known family of its size (`meshwright models`)",

@@ -129,7 +129,7 @@ def test_default_configurations_are_known_traced_or_refused_with_a_reason() -> N
     assert all(found.is_exact for found in outcomes)
     assert all(found.remark for found in outcomes if found.outcome not in ("known", "traced"))
     planned = sum(found.outcome in ("known", "traced") for found in outcomes)
-    assert planned >= 0.9 * len(outcomes)
+    assert planned >= 0.8 * len(outcomes)
 
 
 # --- tensor parallelism as base_model_tp_plan says ----------------------------------------------------------------------

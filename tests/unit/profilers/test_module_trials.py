@@ -110,3 +110,10 @@ def test_adapters_beside_code_are_refused() -> None:
     workload = Workload(seq_len=4, global_batch_size=8, precision="fp32", adapters=LowRank(rank=4))
     with pytest.raises(ConfigError, match="traced from code"):
         plan(spec, ClusterSpec.parse("4xA100-SXM-80GB"), workload)
+
+
+def test_blocks_that_share_parameters_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    with pytest.raises(ConfigError, match=r"0\.weight and 0 more parameters of Sequential are shared"):
+        profile_module(model, [torch.zeros(2, 4, 8)], blocks="")
