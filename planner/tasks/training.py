@@ -174,7 +174,11 @@ def _notes_on_gradients(
     if chosen.layout(result.costs.layouts).gradients == "fp32" or "gradients" in request.fixed:
         return ()
     share = 100 * worth_s / chosen.estimate.step_time_s
-    gain = f"worth {share:.1f} % of the step" if math.isfinite(share) else "in fp32 this layout would not fit"
+    gain = (
+        f"in fp32 this layout would take {share:.1f} % longer"
+        if math.isfinite(share)
+        else "in fp32 this layout would not fit"
+    )
     return (f"gradients add up and are reduced in 16 bits, {gain}; --fix gradients=fp32 plans with fp32",)
 
 
