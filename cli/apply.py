@@ -143,7 +143,7 @@ def apply(
         raise ConfigError(f"no such script: {script[0]}")
     with _predicted_by(plan, profile) as (path, loaded):
         require_our_engine(loaded.workload.engine)
-        if lacking := loaded.why_not_applied(own_model=bool(script)):
+        if lacking := loaded.why_not_applied(is_user_model=bool(script)):
             raise RuntimeMismatchError(
                 "`meshwright apply` cannot run this plan",
                 details=lacking,

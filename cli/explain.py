@@ -55,8 +55,8 @@ def explain(plan: PlanArgument, question: QuestionOptions, json: JsonOption = Fa
         for part in explain_in_parts(given, why_not=fields, deadline=deadline):
             if not json:
                 bar.show(*part_tables(given, part))
-            worth = part.explanation.worth
-            bar.set(part.done, worth[-1].change if part.name == "value" else "searching again")
+            values = part.explanation.worth
+            bar.set(part.done, values[-1].change if part.name == "value" else "searching again")
     if json:
         typer.echo(part.explanation.model_dump_json(indent=2))
     if deadline.is_stopped:

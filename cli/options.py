@@ -280,10 +280,10 @@ def command(*modes: Mode) -> Callable[[Callable[..., None]], Callable[..., None]
                 options.require_meant(mode, values, typed)
                 given = {_CONTEXT.name: context} if _CONTEXT.name in hints else {}
                 arguments = options.arguments(mode, values)
-                with ExitStack() as held:
+                with ExitStack() as stack:
                     for each in arguments.values():
                         if isinstance(each, OptionModel):
-                            held.enter_context(each.in_force())
+                            stack.enter_context(each.in_force())
                     function(**given, **arguments)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -349,13 +349,13 @@ class CommandGroup(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 error.show()
                 sys.exit(error.exit_code)
-            sys.exit(exit_with(_told(error), as_json="--json" in typed).exit_code)
+            sys.exit(exit_with(_as_config_error(error), as_json="--json" in typed).exit_code)
         except typer.Abort:
             sys.exit(INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _told(error: Any) -> ConfigError:
+def _as_config_error(error: Any) -> ConfigError:
     """Return a usage error of typer in our words, with the nearest name that there is."""
     context = error.ctx
     message = re.split(r" \(Possible options|\. Did you mean", error.format_message())[0].rstrip(".")

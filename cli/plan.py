@@ -348,7 +348,7 @@ def plan(
         is_code = trained.model.code is not None
         script = " SCRIPT, which calls parallelize(model, plan)" if is_code else ""
         hint = f"next: meshwright apply {output.out}{script}"
-        if trained.why_not_applied(own_model=is_code):
+        if trained.why_not_applied(is_user_model=is_code):
             from .show.next_step import instead_of_apply
 
             hint = instead_of_apply(trained, output.out)

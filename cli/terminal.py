@@ -87,8 +87,8 @@ def _echo_failure(kind: str, message: str, *, exit_code: int, **more: object) ->
     typer.echo(json.dumps({"error": fields}))
 
 
-def _say_version(is_asked: bool) -> None:
-    if is_asked:
+def _say_version(show_version: bool) -> None:
+    if show_version:
         from importlib.metadata import version
 
         typer.echo(f"meshwright {version('meshwright')}")
@@ -235,14 +235,14 @@ class Table:
     Attributes:
         title: above it, broken where it is longer than a line.
         columns: their names; all empty: no heading.
-        left: columns that begin at the left; figures end at the right.
+        flush_left: columns that begin at the left; figures end at the right.
         words: the last column holds words, broken into lines; each line of a cell begins a new one.
         num_keys: columns that stand again in every part of a table whose figures do not fit side by side.
     """
 
     title: str
     columns: Sequence[str]
-    left: Collection[int] = (0,)
+    flush_left: Collection[int] = (0,)
     words: bool = True
     num_keys: int = 1
     sections: list[list[tuple[tuple[Text, ...], float | None]]] = field(default_factory=lambda: [[]])
@@ -271,7 +271,7 @@ class Table:
         parts = list(self._parts(figures, width))
         for columns in parts:
             placed = _Placed(
-                console, width, tuple((idx, figures[idx], idx in self.left) for idx in columns if figures[idx])
+                console, width, tuple((idx, figures[idx], idx in self.flush_left) for idx in columns if figures[idx])
             )
             is_last = columns is parts[-1]
             if any(self.columns):
@@ -354,10 +354,10 @@ class _Placed:
             yield from up_to_last.row(cells, words, None)
             return
         bar = _bar(share) if share is not None and self.room >= BAR_WIDTH else ""
-        is_beside = longest + len(bar) <= self.room or self.room >= MIN_WORDS
-        beside = self._wrapped(words if is_beside else Text(), self.room, before=bar)
-        yield from self._lines([cells[idx].wrap(self.console, width) for idx, width, _ in self.columns], beside)
-        if not is_beside:
+        fits_on_line = longest + len(bar) <= self.room or self.room >= MIN_WORDS
+        words_on_line = self._wrapped(words if fits_on_line else Text(), self.room, before=bar)
+        yield from self._lines([cells[idx].wrap(self.console, width) for idx, width, _ in self.columns], words_on_line)
+        if not fits_on_line:
             indent = INDENT + len(label.plain) - len(label.plain.lstrip())
             for line in self._wrapped(words, self.width - indent):
                 yield _stripped(Text.assemble(" " * indent, line))
@@ -384,14 +384,14 @@ class _Placed:
 
         for *row, line in zip_longest(*cells, words, fillvalue=Text()):
             joined = Text(" ")
-            for cell, (_, width, is_left) in zip(row, self.columns, strict=True):
-                joined.append_text(_padded(_stripped(cell), width, is_left=is_left)).append(" " * GAP)
+            for cell, (_, width, starts_left) in zip(row, self.columns, strict=True):
+                joined.append_text(_padded(_stripped(cell), width, starts_left=starts_left)).append(" " * GAP)
             yield _stripped(joined.append_text(line))
 
 
-def _padded(text: Text, width: int, *, is_left: bool = True) -> Text:
+def _padded(text: Text, width: int, *, starts_left: bool = True) -> Text:
     padded = text.copy()
-    padded.align("left" if is_left else "right", max(width, text.cell_len))
+    padded.align("left" if starts_left else "right", max(width, text.cell_len))
     return padded
 
 
@@ -407,8 +407,14 @@ def _bar(share: float) -> str:
 
 def headed_table(title: str, *columns: str, text: Collection[str] = ("",), num_keys: int = 1) -> Table:
     """Return an empty table with a line of column names; figures but for those in ``text``, of which the last holds words."""
-    left = {idx for idx, name in enumerate(columns) if name in text}
-    return Table(title, columns, left=left, words=len(columns) - 1 in left and len(columns) > 1, num_keys=num_keys)
+    flush_left = {idx for idx, name in enumerate(columns) if name in text}
+    return Table(
+        title,
+        columns,
+        flush_left=flush_left,
+        words=len(columns) - 1 in flush_left and len(columns) > 1,
+        num_keys=num_keys,
+    )
 
 
 def figures_table(title: str, num_figures: int = 2) -> Table:

@@ -53,9 +53,9 @@ LIMITS = (
     ),
     Limit(
         "applied",
-        lambda p: not p.why_not_applied(own_model=p.model.code is not None),
+        lambda p: not p.why_not_applied(is_user_model=p.model.code is not None),
         lambda p: (
-            f"the pods run `meshwright apply`: {'; '.join(p.why_not_applied(own_model=p.model.code is not None))}"
+            f"the pods run `meshwright apply`: {'; '.join(p.why_not_applied(is_user_model=p.model.code is not None))}"
         ),
         "export the plan for an engine that runs it",
     ),

@@ -31,10 +31,10 @@ def export(plan: TrainingPlan, engine: str, **options: str) -> Exported:
     Raises:
         ConfigError: there is no such engine or option, or it cannot run the plan as it is: each reason with its numbers.
     """
-    chosen, asked = _known(engine), plan
+    chosen, original = _known(engine), plan
     if unknown := options.keys() - set(chosen.options):
         raise ConfigError(f"{engine} takes no {', '.join(sorted(unknown))}", help="it is for kubernetes")
-    plan = chosen.adapt(asked)
+    plan = chosen.adapt(original)
     if broken := _broken(chosen, plan):
         raise ConfigError(
             f"{engine} {chosen.version} cannot run this plan",
@@ -42,7 +42,7 @@ def export(plan: TrainingPlan, engine: str, **options: str) -> Exported:
             help=broken[0].help,
         )
     made = chosen.write(plan, **options)
-    before, after = asked.layout.model_dump(), plan.layout.model_dump()
+    before, after = original.layout.model_dump(), plan.layout.model_dump()
     adapted = (
         f"{name}={before[name]}: {engine} runs {value}" for name, value in after.items() if before[name] != value
     )

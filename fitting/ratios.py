@@ -54,8 +54,8 @@ def fit_sd(groups: Iterable[Group]) -> Sd:
         likely = weight @ (np.log(2 * scale) + np.abs(error) / scale)
         return float(likely + PRIOR_WEIGHT * np.sum((log_sd - prior) ** 2))
 
-    found = minimize(loss, prior, method="L-BFGS-B")
-    return dict(zip(KINDS, np.exp(found.x).tolist(), strict=True))
+    fit = minimize(loss, prior, method="L-BFGS-B")
+    return dict(zip(KINDS, np.exp(fit.x).tolist(), strict=True))
 
 
 def coverage(group: Group, sd: Mapping[str, float]) -> list[float]:
@@ -95,9 +95,9 @@ def _regrets(name: str, groups: Sequence[Group], chosen: Sequence[int]) -> str:
         )
         parts[part].append(group.regret(idx))
     both = parts["vtrain"] + parts["others"]
-    told = [
+    summaries = [
         f"{part} ({len(values)}) {100 * np.mean(values):.2f} %, at most {100 * max(values):.1f}"
         for part, values in [*parts.items(), (f"all but {SEPARATE_ENGINE}", both)]
         if values
     ]
-    return f"# regret, {name}: {'; '.join(told)}"
+    return f"# regret, {name}: {'; '.join(summaries)}"

@@ -103,7 +103,7 @@ class Choice:
 
     @property
     def slower_fraction(self) -> float:
-        """What the chosen one's step takes longer by prediction."""
+        """Share by which the chosen step is longer by prediction."""
         return self.chosen.step_time_s / self.fastest.step_time_s - 1
 
 

@@ -216,7 +216,7 @@ class Enumeration:
         return _take(c, rows), worth_trying[rows]
 
     def _equal_chunks(self, c: Rows) -> NDArray[np.bool_]:
-        """As many chunks as divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
+        """Return where so many chunks divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
         chunks, pp, num_blocks = c["num_model_chunks"], c["pp"], self.request.model.num_blocks
         divide = ((self._is_of_torch & (chunks == 2)) | (-(-num_blocks // pp) % chunks == 0)) & (
             chunks * pp <= num_blocks
@@ -290,9 +290,9 @@ class Enumeration:
         request, in_fp32 = self.request, np.zeros_like(c["tp"])
         if "gradients" in request.fixed or "gradients" not in request.workload.engine_facts.switches:
             return c | {"gradients": column_of("gradients", request.fixed.get("gradients", "fp32"), len(in_fp32))}
-        whole = np.flatnonzero(c["zero_stage"] == 0)
-        in_compute_dtype = np.concatenate([in_fp32 + 1, in_fp32[whole]])
-        return _take(c, np.concatenate([np.arange(len(in_fp32)), whole])) | {"gradients": in_compute_dtype}
+        unsharded = np.flatnonzero(c["zero_stage"] == 0)
+        in_compute_dtype = np.concatenate([in_fp32 + 1, in_fp32[unsharded]])
+        return _take(c, np.concatenate([np.arange(len(in_fp32)), unsharded])) | {"gradients": in_compute_dtype}
 
     def _fills(self, c: Rows, domains: Sequence[int]) -> NDArray[np.bool_]:
         """dp_shard is 1, all, or as many ranks of a stage as one domain of some link level holds."""

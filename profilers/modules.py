@@ -156,7 +156,7 @@ class _Tracer:
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._state = {name: fakes[tensor] for name, tensor in tensors}
         in_blocks = {storage_key(fakes[p]): self._names[block] for block in self.blocks for p in block.parameters()}
-        own = {
+        parameters = {
             storage_key(fakes[p]): name for name, p in model.named_parameters() if storage_key(fakes[p]) in in_blocks
         }
         self._rules = rules
@@ -164,7 +164,7 @@ class _Tracer:
             storage_key(self._state[f"{path}.weight"]): rule for path, rule in rules.items() if rule != "heads_norm"
         }
         self._splits = Splits(by_weight)
-        self._before, self._after = Counts(watched=own), Counts(watched=own, splits=self._splits)
+        self._before, self._after = Counts(watched=parameters), Counts(watched=parameters, splits=self._splits)
 
     def run(self, example_inputs: Sequence[Any] | Mapping[str, Any]) -> None:
         """Run one sequence through the entire model: what blocks are called with and keep, what runs before the first and after."""
@@ -264,9 +264,9 @@ class _Tracer:
             return None
         splits, size = forward.splits, self._element_bytes
         weights = {storage_key(tensor) for tensor in self._state.values()}
-        kept = {key: storage.nbytes() for key, storage in saved.items() if key not in weights}
-        of_split = sum(nbytes for key, nbytes in kept.items() if key in splits.split)
-        of_read = sum(nbytes for key, nbytes in kept.items() if key in splits.read and key not in splits.split)
+        saved_bytes = {key: storage.nbytes() for key, storage in saved.items() if key not in weights}
+        of_split = sum(nbytes for key, nbytes in saved_bytes.items() if key in splits.split)
+        of_read = sum(nbytes for key, nbytes in saved_bytes.items() if key in splits.read and key not in splits.split)
         total, start = self._saved_bytes[block], f"{self._names[block]}."
         inside = [rule for path, rule in self._rules.items() if path.startswith(start)]
         return TracedSplit(
@@ -275,7 +275,8 @@ class _Tracer:
             backward_elements=round(backward.split_bytes / size),
             saved_elements=round(min(of_split, total) / size),
             selective_elements=round(
-                sum(kept[key] for key in forward.saved_outputs if key in kept and key in splits.split) / size
+                sum(saved_bytes[key] for key in forward.saved_outputs if key in saved_bytes and key in splits.split)
+                / size
             ),
             gathered_elements=round(min(of_read, max(0, total - of_split)) / size),
             num_sums=sum(rule in ("by_input", "by_slice") for rule in inside),

@@ -257,7 +257,7 @@ class TrainingPlan(Plan):
             "memory": f"{format_bytes(cost.required_bytes)} of {format_bytes(cost.budget_bytes)}",
         }
 
-    def why_not_applied(self, *, own_model: bool = False) -> tuple[str, ...]:
+    def why_not_applied(self, *, is_user_model: bool = False) -> tuple[str, ...]:
         """Return why `meshwright apply` of this version does not run the plan, with a model of the user's own or with the plan's.
 
         Machine and data are not looked at: an empty answer means that the right ones are all it takes.
@@ -265,7 +265,7 @@ class TrainingPlan(Plan):
         cluster, workload = self.cluster, self.workload
         if not workload.engine_facts.is_own_runtime:
             return (f"it is for {workload.engine}",)
-        lacking = why_not_trainable(workload) if own_model else why_not_runnable(self.model, workload)
+        lacking = why_not_trainable(workload) if is_user_model else why_not_runnable(self.model, workload)
         problem = problem_facts(
             self.model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain,
             is_nvidia=cluster.is_nvidia,

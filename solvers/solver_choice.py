@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pulp
 
 HIGHS = "highs"
-_AT_MOST, _EQUAL, _AT_LEAST = -1, 0, 1
+_UPPER, _EQUAL, _LOWER = -1, 0, 1
 """Senses of a constraint as PuLP numbers them."""
 PULP_NAMES = {
     "highs": ("HiGHS",),
@@ -128,7 +128,7 @@ class PulpProgram:
 
     def change_upper(self, row: int, upper: float) -> None:
         """Set the upper side of one row that has one."""
-        (constraint,) = (each for each in self.rows[row] if each.sense == _AT_MOST)
+        (constraint,) = (each for each in self.rows[row] if each.sense == _UPPER)
         constraint.changeRHS(upper)
 
     @property
@@ -172,7 +172,7 @@ def as_pulp(program: LinearProgram) -> PulpProgram:
             terms[idxs[entry]].append((x, float(values[entry])))
     rows: list[list[pulp.LpConstraint]] = []
     for label, pairs, low, high in zip(labels, terms, program.lower, program.upper, strict=True):
-        sides = [(_EQUAL, low, "")] if low == high else [(_AT_LEAST, low, "_lower"), (_AT_MOST, high, "_upper")]
+        sides = [(_EQUAL, low, "")] if low == high else [(_LOWER, low, "_lower"), (_UPPER, high, "_upper")]
         rows.append(
             [
                 pulp.LpConstraint(pulp.LpAffineExpression(pairs), sense, label + suffix, side)

@@ -43,7 +43,7 @@ def part_tables(plan: TrainingPlan, part: Part) -> Iterator[RenderableType]:
         case "runner_ups":
             yield from _others(explanation)
         case "worth":
-            yield _worth(explanation)
+            yield _values(explanation)
 
 
 def _others(explanation: Explanation) -> Iterator[RenderableType]:
@@ -80,7 +80,7 @@ def _binds(plan: TrainingPlan, explanation: Explanation) -> Table:
     return table
 
 
-def _worth(explanation: Explanation) -> Table:
+def _values(explanation: Explanation) -> Table:
     step_time_s = explanation.step_time_s
     table = figures_table("")
     table.add_row("[bold]what more would save", "time", "share", "with this layout; then with the best one")

@@ -14,7 +14,9 @@ def instead_of_apply(plan: TrainingPlan, path: Path) -> str:
     takers = [target for target, reason in why_not.items() if reason is None]
     if engine.exporter in takers and not engine.is_own_runtime:
         return f"next: meshwright export {path} --to {engine.exporter}"
-    lines = [f"not run by `meshwright apply`: {'; '.join(plan.why_not_applied(own_model=plan.model.code is not None))}"]
+    lines = [
+        f"not run by `meshwright apply`: {'; '.join(plan.why_not_applied(is_user_model=plan.model.code is not None))}"
+    ]
     if takers:
         if engine.exporter not in ("", *takers):
             lines.append(f"not exported to {engine.exporter}: {why_not[engine.exporter]}")

@@ -260,8 +260,8 @@ _STYLES = {"chosen": "[bold green]", "on the front": "[bold]", "dearer": "", "no
 
 def cost_table(cost: CostSummary, tokens_per_step: int) -> Table:
     """Show every size that was tried: what it costs, and why it was not chosen."""
-    least = "cheapest" if cost.objective == "cost" else f"least {cost.objective}"
-    title = f"{least}: {counted(cost.num_nodes, 'node')} of {cost.offer}"
+    title_word = "cheapest" if cost.objective == "cost" else f"least {cost.objective}"
+    title = f"{title_word}: {counted(cost.num_nodes, 'node')} of {cost.offer}"
     has_prices, has_energy = cost.price_per_hour is not None, cost.joules_per_token is not None
     prices = ("USD/h", "USD/1e9 tokens") if has_prices else ()
     columns = ("", "nodes", *prices[:1], "step", "tokens/s", *prices[1:], *(["J/token"] if has_energy else []), "")

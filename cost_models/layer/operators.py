@@ -311,8 +311,8 @@ def traced_operators(traced: Traced) -> tuple[Operator, ...]:
     if split is None:
         return (*products, *attentions, Elementwise("others", *elements, *kernels, "none"))
     parts = split.forward_elements * each, split.backward_elements * each
-    whole = Elementwise("others", elements[0] - parts[0], elements[1] - parts[1], *kernels, "tokens")
-    return (*products, *attentions, whole, Elementwise("others_split", *parts, 0, 0, "column"))
+    unsplit = Elementwise("others", elements[0] - parts[0], elements[1] - parts[1], *kernels, "tokens")
+    return (*products, *attentions, unsplit, Elementwise("others_split", *parts, 0, 0, "column"))
 
 
 def attended_tokens(seq_len: int, window: int | None, *, chunked: bool = False) -> float:

@@ -147,8 +147,8 @@ def userbuffers_bytes(boundary_bytes: Array, layouts: Any, workload: Workload) -
     Source: Transformer Engine, initialize_ub; Megatron gives it [seq_len / cp * micro_batch_size, hidden_dim].
     """
     gathered = 1.0 if workload.precision in ("fp8", "nvfp4") else float(workload.compute_bytes)
-    whole = boundary_bytes * layouts.tp * (6 * gathered / workload.compute_bytes + 4)
-    return np.where(layouts.tp_overlap, whole, 0.0)
+    exchanged = boundary_bytes * layouts.tp * (6 * gathered / workload.compute_bytes + 4)
+    return np.where(layouts.tp_overlap, exchanged, 0.0)
 
 
 def _reduction_s(inputs: CostInputs) -> FloatArray:

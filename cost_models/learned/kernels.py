@@ -351,13 +351,13 @@ def term_columns(shape: AttentionShape, silicon: AttentionDevice, *, backward: b
     product = 4 * passes * shape.rows * shape.seq_len * shape.context * shape.width / silicon.peak_flops_per_s
     longest_block = 4 * passes * _QUERIES_A_BLOCK * shape.longest * shape.width / silicon.peak_flops_per_s
     # q, k, v and output once; the backward pass adds gradients and reads twice.
-    once = 2 * shape.element_bytes * shape.rows * shape.seq_len * shape.width * (1 + 1 / shape.group)
+    attended = 2 * shape.element_bytes * shape.rows * shape.seq_len * shape.width * (1 + 1 / shape.group)
     columns = (
         np.ones_like(product),
         product,
         product * _REFERENCE_WIDTH / shape.width,
         longest_block * silicon.processors,
-        once * (2.0 if backward else 1.0) / silicon.bytes_per_s,
+        attended * (2.0 if backward else 1.0) / silicon.bytes_per_s,
     )
     return np.stack(np.broadcast_arrays(*columns), axis=-1)
 

@@ -37,7 +37,7 @@ from ..tasks.training import plan_candidate, search_layouts
 
 MORE_COMPUTE = 1.1
 
-WORTH_SWITCHING = 0.005
+MIN_GAIN = 0.005
 """Another layout is the best of a changed cluster where it is so much faster than the old one there: less is not worth a move."""
 
 MAX_EXPANDED = 48
@@ -115,14 +115,14 @@ class ClusterChange:
 
     Attributes:
         searched: whether the best layout on it is of interest.
-        most_times_as_fast: no layout gains more than this ratio, which is that of the rate.
+        max_speedup: no layout gains more than this ratio, which is that of the rate.
     """
 
     resource: Resource
     text: str
     cluster: ClusterSpec
     searched: bool = True
-    most_times_as_fast: float = math.inf
+    max_speedup: float = math.inf
 
     @property
     def adds_memory(self) -> bool:
@@ -145,7 +145,7 @@ def resource_changes(cluster: ClusterSpec) -> tuple[ClusterChange, ...]:
                 "link",
                 f"1 GB/s more on {level.link.name} ({level.link.bandwidth_bytes_per_s / GB:g} GB/s)",
                 with_bandwidth(cluster, idx, float(GB)),
-                most_times_as_fast=1 + GB / level.link.bandwidth_bytes_per_s,
+                max_speedup=1 + GB / level.link.bandwidth_bytes_per_s,
             )
             for idx, level in enumerate(cluster.levels)
             if level.domain_size > 1
@@ -214,7 +214,7 @@ def marginal_values(plan: TrainingPlan, request: PlanRequest, fastest: Fastest |
     """
     planned_s = _planned_s(plan, plan.cluster)
     for change in resource_changes(plan.cluster):
-        changed_s = _kept_s(plan, change)
+        changed_s = _same_layout_s(plan, change)
         if planned_s is None or changed_s is None:
             continue
         gain_s = planned_s - changed_s
@@ -222,7 +222,7 @@ def marginal_values(plan: TrainingPlan, request: PlanRequest, fastest: Fastest |
             gain_s = max(0.0, gain_s)
         best_s, best = None, None
         if fastest is not None and change.searched:
-            old_s = changed_s if fastest.plan is plan else _kept_s(fastest.plan, change)
+            old_s = changed_s if fastest.plan is plan else _same_layout_s(fastest.plan, change)
             layout, seconds = fastest.with_change(request, change, old_s) or (None, None)
             if seconds is not None:
                 best_s = max(0.0, fastest.step_time_s - seconds)
@@ -269,7 +269,7 @@ def _planned_s(plan: TrainingPlan, cluster: ClusterSpec) -> float | None:
         return None
 
 
-def _kept_s(plan: TrainingPlan, change: ClusterChange) -> float | None:
+def _same_layout_s(plan: TrainingPlan, change: ClusterChange) -> float | None:
     """Return the step time of the plan's layout on a changed cluster; with more memory it is cut into stages anew."""
     if not change.adds_memory:
         return _planned_s(plan, change.cluster)
@@ -329,15 +329,15 @@ class Fastest:
     ) -> tuple[Layout, float] | None:
         """Return the fastest layout of a changed cluster and its seconds; None unless the search ended in time.
 
-        It begins with the old one's ``old_s``, which another has to beat by WORTH_SWITCHING, and looks at MAX_EXPANDED layouts.
+        It begins with the old one's ``old_s``, which another has to beat by MIN_GAIN, and looks at MAX_EXPANDED layouts.
         What fits in no more memory than there was is left out where memory stays as it is; only where it grows are orders of passes
         made anew.
         """
         if old_s is None:
             return None
         known_s = min(old_s, self.step_time_s)
-        below_s = known_s * (1 - WORTH_SWITCHING)
-        if self.bound_s / change.most_times_as_fast >= below_s:
+        below_s = known_s * (1 - MIN_GAIN)
+        if self.bound_s / change.max_speedup >= below_s:
             return self.layout, known_s
         try:
             run = search_layouts if change.adds_memory else search

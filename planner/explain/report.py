@@ -282,7 +282,7 @@ def _runner_ups(plan: TrainingPlan, request: PlanRequest) -> Iterable[Comparison
         yield compare(plan, other.layout, again, reason=other.reason, schedule=schedule)
 
 
-def _worth_of_switches(plan: TrainingPlan, with_all_s: float) -> Iterator[str]:
+def _value_of_switches(plan: TrainingPlan, with_all_s: float) -> Iterator[str]:
     """Yield what the plan's stages would take and need with each of its switches turned off."""
     for name, default in ((name, Layout.model_fields[name].default) for name in SWITCHES):
         if (value := getattr(plan.layout, name)) == default or plan.offload is not None:
@@ -307,7 +307,7 @@ def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
     except MeshwrightError as error:
         notes.append(f"this version cannot estimate the plan's layout: {error.message}")
     else:
-        notes += _worth_of_switches(plan, again_s)
+        notes += _value_of_switches(plan, again_s)
     if not was_searched:
         notes.append("the time limit came before the space was searched again: gains of the best layout are left out")
     if plan.provenance.fixed:

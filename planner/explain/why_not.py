@@ -117,13 +117,13 @@ def why_not(plan: TrainingPlan, request: PlanRequest, asked: Mapping[str, Any]) 
     The fields that the plan had to keep are kept too, unless ``asked`` changes them. Where the runtime excludes the fields and the
     entire space of its engine does not, the best layout of that space is compared, after the rules.
     """
-    kept = {name: value for name, value in request.fixed.items() if name not in asked}
-    answer = WhyNot(status="excluded", asked=format_assignments(asked), kept=format_assignments(kept))
+    fixed = {name: value for name, value in request.fixed.items() if name not in asked}
+    answer = WhyNot(status="excluded", asked=format_assignments(asked), kept=format_assignments(fixed))
     if all(getattr(plan.layout, name) == value for name, value in asked.items()):
         return answer.replace(status="same", reasons=(f"the plan has these fields: {plan.layout}",))
     reasons: tuple[str, ...] = ()
     for runnable in (True, False) if request.runnable else (False,):
-        completed = replace(request, fixed=kept | dict(asked), runnable=runnable)
+        completed = replace(request, fixed=fixed | dict(asked), runnable=runnable)
         try:
             compared = _compare_completion(plan, completed, asked)
         except ConfigError as error:

@@ -133,10 +133,10 @@ def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest
     choice = choose(request, result, slowest_s=slowest_s)
     chosen = choice.chosen
     in_fp32 = _with_fp32_gradients(request, result, chosen)
-    worth_s = math.inf if in_fp32 is None else in_fp32.step_time_s - chosen.step_time_s
+    saved_s = math.inf if in_fp32 is None else in_fp32.step_time_s - chosen.step_time_s
     if in_fp32 is not None and is_as_fast(request, result, in_fp32, chosen, slowest_s=slowest_s):
         choice = replace(choice, chosen=in_fp32)
-    of_gradients = _notes_on_gradients(request, choice.chosen, result, worth_s)
+    of_gradients = _notes_on_gradients(request, choice.chosen, result, saved_s)
     layout = choice.chosen.layout(result.costs.layouts)
     return plan_candidate(request, layout, choice.chosen, result.certificate()).replace(
         fastest=build_fastest(result, choice),
@@ -168,12 +168,12 @@ def _with_fp32_gradients(request: PlanRequest, result: SearchResult, chosen: Can
 
 
 def _notes_on_gradients(
-    request: PlanRequest, chosen: Candidate, result: SearchResult, worth_s: float
+    request: PlanRequest, chosen: Candidate, result: SearchResult, saved_s: float
 ) -> tuple[str, ...]:
     """Say what gradients in the compute dtype are worth where the search chose them: they change the sums that are trained with."""
     if chosen.layout(result.costs.layouts).gradients == "fp32" or "gradients" in request.fixed:
         return ()
-    share = 100 * worth_s / chosen.estimate.step_time_s
+    share = 100 * saved_s / chosen.estimate.step_time_s
     gain = (
         f"in fp32 this layout would take {share:.1f} % longer"
         if math.isfinite(share)

@@ -60,9 +60,9 @@ def build_model(content: dict[str, Any], *, where: str = "config") -> Any:
             f"{where}: {_described(content)} is not supported, and there is no model_type by which transformers knows it"
         )
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        own = " and code of its own (auto_map), which is never run" if "auto_map" in content else ""
+        remote = " and code of its own (auto_map), which is never run" if "auto_map" in content else ""
         raise ConfigError(
-            f"{where}: {_described(content)} is no known family{own}; transformers {version} does not have it either",
+            f"{where}: {_described(content)} is no known family{remote}; transformers {version} does not have it either",
             help="`meshwright models` lists known ones; any module can be traced with profile_module (docs/models.md)",
         )
     kind = CONFIG_MAPPING[model_type]

@@ -69,7 +69,7 @@ def why_not_staged(module: nn.Module, structure: Structure, example_inputs: Sequ
 
 
 def _compare_stages(module: nn.Module, structure: Structure, tokens: Tensor, num_blocks: int) -> str:
-    whole = module(input_ids=tokens, use_cache=False).logits
+    unsplit = module(input_ids=tokens, use_cache=False).logits
     half = 1 + num_blocks // 2
     halves = [range(half), range(half, num_blocks + 2)]
     parts = [stage_module(module, structure, idxs) for idxs in halves]
@@ -81,14 +81,15 @@ def _compare_stages(module: nn.Module, structure: Structure, tokens: Tensor, num
     for part, idxs in zip(parts, halves, strict=True):
         run_as_stage(part, structure, idxs, num_blocks + 2)
         hidden = part(hidden)
-    if hidden.shape != whole.shape:
-        return f"two stages of {type(module).__name__} make logits {list(hidden.shape)} where the module makes {list(whole.shape)}"
-    expected, found = recorded(whole), recorded(hidden)
+    if hidden.shape != unsplit.shape:
+        made, expected_shape = list(hidden.shape), list(unsplit.shape)
+        return f"two stages of {type(module).__name__} make logits {made} where the module makes {expected_shape}"
+    expected, staged = recorded(unsplit), recorded(hidden)
     more = [
-        node for node in found - expected if not node.removesuffix("0").removesuffix("Backward").startswith(HARMLESS)
+        node for node in staged - expected if not node.removesuffix("0").removesuffix("Backward").startswith(HARMLESS)
     ]
-    if more or expected - found:
-        what = f"{more[0]} more often" if more else f"{next(iter(expected - found))} less often"
+    if more or expected - staged:
+        what = f"{more[0]} more often" if more else f"{next(iter(expected - staged))} less often"
         return f"two stages of {type(module).__name__} compute {what} than the module by itself"
     return ""
 

@@ -218,11 +218,11 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
     from_before = np.arange(n + 1)[:, None] - sizes
     from_before = np.where(from_before < 0, -1, from_before)
     longest = _longest_chains_s(_Passes.of(instance), int(sizes[0]), int(sizes[-1]))
-    once_s = _once_of_chunks_s(instance, sizes) if instance.shape.num_model_chunks > 1 else ()
+    edges_s = _edges_of_chunks_s(instance, sizes) if instance.shape.num_model_chunks > 1 else ()
     for rank in range(pp):
         splits = _rank_splits(instance.shape, n, int(sizes[0]), int(sizes[-1]), rank)
         reached = np.full((n + 2, len(sizes)), np.inf)
-        step_s = longest[rank] + (once_s[rank] if len(once_s) else _once_of_blocks_s(instance, rank, splits))
+        step_s = longest[rank] + (edges_s[rank] if len(edges_s) else _edges_of_blocks_s(instance, rank, splits))
         reached[splits.before[:, 0]] = np.maximum(best[splits.before], _rank_cost_s(instance, rank, splits, step_s))
         arriving = reached[from_before, np.arange(len(sizes))]
         choices.append(sizes[np.argmin(arriving, axis=1)])
@@ -381,14 +381,14 @@ def _passes_on_rank_s(instance: SplitBoundInstance, rank: int, splits: _RankSpli
     return np.asarray(fixed + _lightest_chunks(instance, stages, splits.sizes, weights)[:, None, :])
 
 
-def _once_of_blocks_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
+def _edges_of_blocks_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> FloatArray:
     """Return sum_q max(ONCE_MIN[q], ONCE_FIXED[q] + ONCE[q] of the rank's blocks) [B, Y], one chunk a rank."""
     added = _sums_over_blocks(instance.once_s, splits)
     added = added + instance.once_fixed_s[:, instance.stages_of_rank[rank]].sum(axis=1)[:, None, None]
     return np.asarray(np.maximum(added, instance.min_once_s[:, None, None]).sum(axis=0))
 
 
-def _once_of_chunks_s(instance: SplitBoundInstance, sizes: IntArray) -> FloatArray:
+def _edges_of_chunks_s(instance: SplitBoundInstance, sizes: IntArray) -> FloatArray:
     """Return the same of all ranks, with several chunks each [R, 1, Y]."""
     stages = instance.stages_of_rank
     weights = np.repeat(instance.kind_s[3:, None, :], stages.shape[1], axis=1)

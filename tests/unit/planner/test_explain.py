@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 from meshwright.planner import estimate, explain, plan
-from meshwright.planner.explain.marginal_values import WORTH_SWITCHING, with_bandwidth, with_memory
+from meshwright.planner.explain.marginal_values import MIN_GAIN, with_bandwidth, with_memory
 from meshwright.planner.explain.report import Explanation, explain_in_parts
 from meshwright.planner.planned_stages import reestimate
 from meshwright.planner.request import Deadline, PlanRequest
@@ -68,7 +68,7 @@ def test_worth_is_what_searching_again_finds() -> None:
     worth = {gain.resource: gain for gain in found.worth if gain.resource != "link"}
     assert found.fastest_s == pytest.approx(fastest_s(CLUSTER), rel=1e-12)
     more = fastest_s(CLUSTER) - fastest_s(with_memory(CLUSTER, GIB))
-    assert worth["memory"].best_s == pytest.approx(more, abs=WORTH_SWITCHING * found.fastest_s)
+    assert worth["memory"].best_s == pytest.approx(more, abs=MIN_GAIN * found.fastest_s)
     assert worth["unlimited_memory"].best_s >= worth["memory"].best_s >= 0
     assert worth["unlimited_memory"].best_s > 0.01 * found.step_time_s  # 13 B parameters in 40 GB
     assert worth["unlimited_memory"].best is not None
