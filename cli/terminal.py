@@ -235,14 +235,14 @@ class Table:
     Attributes:
         title: above it, broken where it is longer than a line.
         columns: their names; all empty: no heading.
-        flush_left: columns that begin at the left; figures end at the right.
+        left_aligned: columns that begin at the left; figures end at the right.
         words: the last column holds words, broken into lines; each line of a cell begins a new one.
         num_keys: columns that stand again in every part of a table whose figures do not fit side by side.
     """
 
     title: str
     columns: Sequence[str]
-    flush_left: Collection[int] = (0,)
+    left_aligned: Collection[int] = (0,)
     words: bool = True
     num_keys: int = 1
     sections: list[list[tuple[tuple[Text, ...], float | None]]] = field(default_factory=lambda: [[]])
@@ -271,7 +271,7 @@ class Table:
         parts = list(self._parts(figures, width))
         for columns in parts:
             placed = _Placed(
-                console, width, tuple((idx, figures[idx], idx in self.flush_left) for idx in columns if figures[idx])
+                console, width, tuple((idx, figures[idx], idx in self.left_aligned) for idx in columns if figures[idx])
             )
             is_last = columns is parts[-1]
             if any(self.columns):
@@ -384,14 +384,14 @@ class _Placed:
 
         for *row, line in zip_longest(*cells, words, fillvalue=Text()):
             joined = Text(" ")
-            for cell, (_, width, starts_left) in zip(row, self.columns, strict=True):
-                joined.append_text(_padded(_stripped(cell), width, starts_left=starts_left)).append(" " * GAP)
+            for cell, (_, width, is_left_aligned) in zip(row, self.columns, strict=True):
+                joined.append_text(_padded(_stripped(cell), width, is_left_aligned=is_left_aligned)).append(" " * GAP)
             yield _stripped(joined.append_text(line))
 
 
-def _padded(text: Text, width: int, *, starts_left: bool = True) -> Text:
+def _padded(text: Text, width: int, *, is_left_aligned: bool = True) -> Text:
     padded = text.copy()
-    padded.align("left" if starts_left else "right", max(width, text.cell_len))
+    padded.align("left" if is_left_aligned else "right", max(width, text.cell_len))
     return padded
 
 
@@ -407,12 +407,12 @@ def _bar(share: float) -> str:
 
 def headed_table(title: str, *columns: str, text: Collection[str] = ("",), num_keys: int = 1) -> Table:
     """Return an empty table with a line of column names; figures but for those in ``text``, of which the last holds words."""
-    flush_left = {idx for idx, name in enumerate(columns) if name in text}
+    left_aligned = {idx for idx, name in enumerate(columns) if name in text}
     return Table(
         title,
         columns,
-        flush_left=flush_left,
-        words=len(columns) - 1 in flush_left and len(columns) > 1,
+        left_aligned=left_aligned,
+        words=len(columns) - 1 in left_aligned and len(columns) > 1,
         num_keys=num_keys,
     )
 

@@ -71,11 +71,13 @@ def model_settings(model: ModelSpec, seq_len: int) -> Settings:
     blocks = [block for block, _ in model.block_runs]
     dense = {block.mlp for block in blocks if isinstance(block.mlp, DenseMLP)}
     experts = {block.mlp for block in blocks if isinstance(block.mlp, MoE)}
+    attention = blocks[0].attention
+    assert isinstance(attention, SoftmaxAttention | LatentAttention), "models of Megatron's GPT have no others"
     mlp: DenseMLP | MoE = next(iter(dense)) if dense else next(iter(experts))
     return {
         "num_layers": model.num_blocks,
         "hidden_size": model.hidden_dim,
-        **_attention(blocks[0].attention),
+        **_attention(attention),
         "normalization": "RMSNorm" if blocks[0].norm == "rmsnorm" else "LayerNorm",
         "norm_epsilon": model.norm_eps,
         **_positions(model, seq_len),

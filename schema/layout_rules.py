@@ -253,11 +253,13 @@ ENGINE_RULES: tuple[Rule, ...] = (
 
 def lacks(engine: str, *names: str) -> tuple[Rule, ...]:
     """Return the rules that an engine has none of these of SWITCHES, one each."""
-    return tuple(
-        Rule(f"{name}_of_{engine}", name, lambda t, p, name=name: np.equal(getattr(t, name), 0),
-            f"{name}={choices(name)[1] if choices(name) else 'true'}: {engine} has no such switch")
-        for name in names
-    )
+
+    def rule(name: str) -> Rule:
+        value = choices(name)[1] if choices(name) else "true"
+        reason = f"{name}={value}: {engine} has no such switch"
+        return Rule(f"{name}_of_{engine}", name, lambda t, p: np.equal(getattr(t, name), 0), reason)
+
+    return tuple(rule(name) for name in names)
 
 
 VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.logical_not(t.splits_vocabulary),
