@@ -235,14 +235,14 @@ class Table:
     Attributes:
         title: above it, broken where it is longer than a line.
         columns: their names; all empty: no heading.
-        left_aligned: columns that begin at the left; figures end at the right.
+        text_columns: columns that begin at the left; figures end at the right.
         words: the last column holds words, broken into lines; each line of a cell begins a new one.
         num_keys: columns that stand again in every part of a table whose figures do not fit side by side.
     """
 
     title: str
     columns: Sequence[str]
-    left_aligned: Collection[int] = (0,)
+    text_columns: Collection[int] = (0,)
     words: bool = True
     num_keys: int = 1
     sections: list[list[tuple[tuple[Text, ...], float | None]]] = field(default_factory=lambda: [[]])
@@ -271,7 +271,7 @@ class Table:
         parts = list(self._parts(figures, width))
         for columns in parts:
             placed = _Placed(
-                console, width, tuple((idx, figures[idx], idx in self.left_aligned) for idx in columns if figures[idx])
+                console, width, tuple((idx, figures[idx], idx in self.text_columns) for idx in columns if figures[idx])
             )
             is_last = columns is parts[-1]
             if any(self.columns):
@@ -407,12 +407,12 @@ def _bar(share: float) -> str:
 
 def headed_table(title: str, *columns: str, text: Collection[str] = ("",), num_keys: int = 1) -> Table:
     """Return an empty table with a line of column names; figures but for those in ``text``, of which the last holds words."""
-    left_aligned = {idx for idx, name in enumerate(columns) if name in text}
+    text_columns = {idx for idx, name in enumerate(columns) if name in text}
     return Table(
         title,
         columns,
-        left_aligned=left_aligned,
-        words=len(columns) - 1 in left_aligned and len(columns) > 1,
+        text_columns=text_columns,
+        words=len(columns) - 1 in text_columns and len(columns) > 1,
         num_keys=num_keys,
     )
 

@@ -28,8 +28,9 @@ from .search import SearchResult
 NUM_COARSE = 2
 """Columns of `complexity` that weigh more than headroom."""
 
-MAX_PRICE = 0.1
-"""What a plainer layout may take longer by prediction, whatever the error of the ratio."""
+MAX_PRICE = 0.05
+"""What a plainer layout may take longer by prediction, whatever the error of the ratio: with 0.1 the mean regret over 123 measured
+groups is 3.4 % in place of 3.6 (fitting ratios), and a plan gives up what many would not."""
 
 MAX_TRIES, MAX_BOUNDED, MAX_GROWTHS = 32, 1 << 12, 2
 """Plainer layouts that are cut into stages, those whose bounds are worked out before, and how often the search's pool grows."""

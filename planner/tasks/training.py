@@ -134,7 +134,7 @@ def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest
     chosen = choice.chosen
     in_fp32 = _with_fp32_gradients(request, result, chosen)
     saved_s = math.inf if in_fp32 is None else in_fp32.step_time_s - chosen.step_time_s
-    if in_fp32 is not None and is_as_fast(request, result, in_fp32, chosen, slowest_s=slowest_s):
+    if in_fp32 is not None and is_as_fast(request, result, in_fp32, choice.fastest, slowest_s=slowest_s):
         choice = replace(choice, chosen=in_fp32)
     of_gradients = _notes_on_gradients(request, choice.chosen, result, saved_s)
     layout = choice.chosen.layout(result.costs.layouts)
