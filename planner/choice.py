@@ -21,11 +21,11 @@ from ..cost_models.stage.ratio import margin, probability_above, ratio_coefficie
 from ..schema import Layout
 from ..schema.layout_table import LayoutTable
 from ..schema.units import BoolArray, FloatArray, IntArray
-from .expand import Candidate, expand_fitting
+from .expand import Candidate, expand_fitting, expand_with_fp32_gradients
 from .request import PlanRequest
 from .search import SearchResult
 
-NUM_COARSE = 2
+NUM_COARSE = 3
 """Columns of `complexity` that weigh more than headroom."""
 
 MAX_PRICE = 0.05
@@ -38,8 +38,9 @@ MAX_TRIES, MAX_BOUNDED, MAX_GROWTHS = 32, 1 << 12, 2
 
 def complexity(table: LayoutTable) -> IntArray:
     """Return what orders layouts by simplicity [N, ...], first column first: fewer axes beside data parallelism, which is the plain
-    way to use more devices (replicas of shards are one more), backward passes in one, no recompute, a lower ZeRO stage, smaller
-    degrees of the axes that cost the most care, fewer switches, less memory where only sequence parallelism is left out.
+    way to use more devices (replicas of shards are one more), backward passes in one, gradients in fp32, no recompute, smaller
+    degrees of the axes that cost the most care, a lower ZeRO stage, fewer switches, less memory where only sequence parallelism is
+    left out.
     """
     degrees = (table.tp, table.pp, table.cp, table.ep, table.etp, table.num_model_chunks)
     levels = (np.minimum(table.dp_replicate, table.dp_shard), table.gradient_shard, table.optimizer_shard)
@@ -48,14 +49,15 @@ def complexity(table: LayoutTable) -> IntArray:
     columns = (
         axes,
         np.asarray(table.schedule_fact("splits_backward")),
+        np.asarray(table.reduces_in_compute_dtype),
         table.recompute,
-        table.zero_stage,
         table.pp,
         table.tp,
         table.cp,
         table.ep,
         table.etp,
         table.num_model_chunks,
+        table.zero_stage,
         np.asarray(table.tp_overlap) + np.asarray(table.cuda_graphs),
         (table.tp > 1) & (np.asarray(table.sequence_parallel) == 0),
         table.micro_batch_size,
@@ -116,12 +118,21 @@ def choose(request: PlanRequest, result: SearchResult, *, slowest_s: float = mat
     if request.prefer == "fastest":
         return Choice(fastest, fastest, 1.0)
     candidates = [c for c in result.feasible if c.step_time_s <= max(slowest_s, fastest.step_time_s)]
+    if "gradients" not in request.fixed:
+        candidates += in_fp32(request, result, candidates)
     table = table_of(request, [c.layout(result.costs.layouts) for c in candidates])
     seconds = np.array([c.step_time_s for c in candidates])
     lacks = np.array([lacks_headroom(request, c) for c in candidates])
     idx = plainest(table, seconds, lacks, probability=_probability())
     log_ratio, sd = math.log(seconds[idx] / seconds[0]), float(ratio_sd(table, 0)[idx])
     return Choice(candidates[idx], fastest, 1.0 if idx == 0 else probability_above(log_ratio, sd))
+
+
+def in_fp32(request: PlanRequest, result: SearchResult, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return near ties with 16-bit gradients once more with fp32 ones, where they fit: of both dtypes the search costs one."""
+    reduced = [c for c in candidates if c.layout(result.costs.layouts).gradients == "compute"]
+    made = [expand_with_fp32_gradients(result.costs, c.idx) for c in reduced if _is_near(request, result, c)]
+    return [candidate for candidate in made if candidate is not None]
 
 
 def table_of(request: PlanRequest, layouts: Sequence[Layout]) -> LayoutTable:
@@ -186,18 +197,6 @@ def with_headroom(request: PlanRequest, result: SearchResult, row: int, fastest:
 
 def _rank(request: PlanRequest, layout: Layout, *, lacks: bool) -> tuple[int, ...]:
     return (*map(int, complexity(table_of(request, [layout]))[0][:NUM_COARSE]), int(lacks))
-
-
-def is_as_fast(
-    request: PlanRequest, result: SearchResult, slower: Candidate, chosen: Candidate, *, slowest_s: float
-) -> bool:
-    """Return whether a candidate may be as fast as the chosen one, within ``slowest_s``."""
-    if request.prefer == "fastest":
-        return slower.step_time_s <= chosen.step_time_s
-    layouts = result.costs.layouts
-    return slower.step_time_s <= max(slowest_s, chosen.step_time_s) and is_near_tie(
-        request, slower.layout(layouts), slower.step_time_s, chosen.layout(layouts), chosen.step_time_s
-    )
 
 
 def _is_near(request: PlanRequest, result: SearchResult, candidate: Candidate) -> bool:

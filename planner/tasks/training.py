@@ -30,7 +30,7 @@ from ...schema.layout_rules import why_not_runnable, why_not_trainable
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.schedules import OVER_A_V
 from ...schema.units import format_bytes, format_percent
-from ..choice import Choice, choose, is_as_fast, lacks_headroom
+from ..choice import Choice, choose, lacks_headroom
 from ..expand import Candidate, expand_fitting, expand_with_fp32_gradients
 from ..request import Deadline, PlanRequest
 from ..search import REL_GAP, SearchResult, search
@@ -132,16 +132,11 @@ def plan_layout(request: PlanRequest, result: SearchResult, *, top: int, slowest
     """Return the plan of the layout that is taken of those that a search found (`choose`), none slower than ``slowest_s``."""
     choice = choose(request, result, slowest_s=slowest_s)
     chosen = choice.chosen
-    in_fp32 = _with_fp32_gradients(request, result, chosen)
-    saved_s = math.inf if in_fp32 is None else in_fp32.step_time_s - chosen.step_time_s
-    if in_fp32 is not None and is_as_fast(request, result, in_fp32, choice.fastest, slowest_s=slowest_s):
-        choice = replace(choice, chosen=in_fp32)
-    of_gradients = _notes_on_gradients(request, choice.chosen, result, saved_s)
-    layout = choice.chosen.layout(result.costs.layouts)
-    return plan_candidate(request, layout, choice.chosen, result.certificate()).replace(
+    layout = chosen.layout(result.costs.layouts)
+    return plan_candidate(request, layout, chosen, result.certificate()).replace(
         fastest=build_fastest(result, choice),
         alternatives=build_alternatives(result, choice, top),
-        notes=(*_notes(request, choice), *of_gradients),
+        notes=(*_notes(request, choice), *_notes_on_gradients(request, chosen, result)),
     )
 
 
@@ -158,27 +153,14 @@ def plan_candidate(request: PlanRequest, layout: Layout, chosen: Candidate, cert
     )
 
 
-def _with_fp32_gradients(request: PlanRequest, result: SearchResult, chosen: Candidate) -> Candidate | None:
-    """Return the same layout with gradients in fp32; None where the search did not choose their dtype, or where it does not fit.
-
-    Where ranks share states the search takes the compute dtype, which holds and moves less (`Enumeration`).
-    """
-    is_open = "gradients" not in request.fixed and result.costs.layouts.reduces_in_compute_dtype[chosen.idx]
-    return expand_with_fp32_gradients(result.costs, chosen.idx) if is_open else None
-
-
-def _notes_on_gradients(
-    request: PlanRequest, chosen: Candidate, result: SearchResult, saved_s: float
-) -> tuple[str, ...]:
+def _notes_on_gradients(request: PlanRequest, chosen: Candidate, result: SearchResult) -> tuple[str, ...]:
     """Say what gradients in the compute dtype are worth where the search chose them: they change the sums that are trained with."""
     if chosen.layout(result.costs.layouts).gradients == "fp32" or "gradients" in request.fixed:
         return ()
-    share = 100 * saved_s / chosen.estimate.step_time_s
-    gain = (
-        f"in fp32 this layout would take {share:.1f} % longer"
-        if math.isfinite(share)
-        else "in fp32 this layout would not fit"
-    )
+    in_fp32 = expand_with_fp32_gradients(result.costs, chosen.idx)
+    gain = "in fp32 this layout would not fit"
+    if in_fp32 is not None:
+        gain = f"in fp32 this layout would take {100 * (in_fp32.step_time_s / chosen.step_time_s - 1):.1f} % longer"
     return (f"gradients add up and are reduced in 16 bits, {gain}; --fix gradients=fp32 plans with fp32",)
 
 
