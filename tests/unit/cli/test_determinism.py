@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 PLANS = [
-    ["olmoe-1b-7b", "--cluster", "16xH100-SXM-80GB", "--global-batch-size", "64", "--seq-len", "4096", "--engine", "megatron"],
+    ["olmoe-1b-7b", "--cluster", "16xH100-SXM-80GB", "--global-batch-size", "64", "--seq-len", "4096", "--engine", "nemo"],
     ["llama-3.1-8b", "--cluster", "2x8xA100-SXM-40GB", "--global-batch-size", "48", "--seq-len", "4096"],
 ]  # fmt: skip
 
