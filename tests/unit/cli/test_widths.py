@@ -120,7 +120,7 @@ def test_figures_stay_whole_on_one_line(printed: list[tuple[str, Table]]) -> Non
     """A figure with its unit is not broken, even where the table is."""
     for command, table in printed:
         drawn = at_width(table, 60)
-        figures = [idx for idx in range(len(table.columns) - table.words) if idx and idx not in table.left]
+        figures = [idx for idx in range(len(table.columns) - table.words) if idx and idx not in table.text_columns]
         for section in table.sections:
             for cells, _ in section:
                 assert all(cells[idx].plain in drawn for idx in figures), f"{command}\n{drawn}"
