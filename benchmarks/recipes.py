@@ -8,6 +8,7 @@ The same table on a screen: `meshwright recipes --plan`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -80,9 +81,13 @@ OFF = """* **DeepSeek-V3 by DeepSeek** ran DualPipe with its own kernels; we cos
   We do not know why: what the publications say does not tell, and nothing was adjusted."""
 
 
-def main(words: list[str]) -> None:
+def main() -> None:
     """Plan, or read what was planned; then write the page."""
-    if words == ["page"]:
+    parser = argparse.ArgumentParser(
+        description="Plan the published runs of `meshwright recipes`, and write docs/recipes.md."
+    )
+    parser.add_argument("what", nargs="?", choices=["page"], help="page: write it from what was planned before")
+    if parser.parse_args().what == "page":
         content = json.loads(RESULTS.read_text())
     else:
         start = time.perf_counter()
@@ -142,4 +147,4 @@ def _plans(rows: list[Recipe]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

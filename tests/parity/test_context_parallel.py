@@ -58,7 +58,7 @@ TWO = (
     Plain("exchange bf16", Layout(cp=2, cp_ulysses=2, micro_batch_size=4), workload=LONG_BF16),
     Plain("ring, latent", Layout(cp=2, micro_batch_size=4, recompute="selective"), model="long latent sgd"),
     Plain("exchange, latent", Layout(cp=2, cp_ulysses=2, micro_batch_size=4), model="long latent sgd"),
-    Plain("own model, ring", Layout(cp=2, micro_batch_size=4), is_user_model=True),
+    Plain("own model, ring", Layout(cp=2, micro_batch_size=4), own_model=True),
     Long("ring resumed as pp", Layout(pp=2, micro_batch_size=2), resumes="ring, zero 1"),
     Plain("ten steps of a ring", Layout(cp=2, micro_batch_size=4), num_steps=STEPS),
 )

@@ -159,9 +159,9 @@ TWO = (
         "tp bf16 selective", Layout(tp=2, sequence_parallel=False, recompute="selective"), workload=BF16, model="five"
     ),
     Setup("tp tied", Layout(tp=2, sequence_parallel=False, micro_batch_size=4), model="tied"),
-    Setup("own model, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="rich", is_user_model=True),
-    Setup("own model, tp", Layout(tp=2, micro_batch_size=4), model="tied", is_user_model=True),
-    Setup("own model, pp", Layout(pp=2, micro_batch_size=2), model="tied", is_user_model=True),
+    Setup("own model, zero 3", Layout(dp_shard=2, micro_batch_size=2), model="rich", own_model=True),
+    Setup("own model, tp", Layout(tp=2, micro_batch_size=4), model="tied", own_model=True),
+    Setup("own model, pp", Layout(pp=2, micro_batch_size=2), model="tied", own_model=True),
     Setup("sgd zero 2", Layout(dp_shard=2, zero_stage=2, micro_batch_size=2), model="sgd", workload=SGD),
     Setup("sgd tp", Layout(tp=2, micro_batch_size=4), model="sgd", workload=SGD),
     Setup("tp sp", Layout(tp=2, micro_batch_size=4), model="rich"),
@@ -247,7 +247,7 @@ EIGHT = (
 
 def run(setups: tuple[Setup, ...], folder: Path) -> dict[str, list[Outcome]]:
     cases = [
-        Case(s.name, s.plan, num_steps=s.num_steps, is_user_model=s.own_model, saves=s.saves, resumes=s.resumes)
+        Case(s.name, s.plan, num_steps=s.num_steps, own_model=s.own_model, saves=s.saves, resumes=s.resumes)
         for s in setups
     ]
     return run_group(setups[0].layout.world_size, cases, folder)

@@ -76,7 +76,7 @@ TWO = (
     Piped("zb-v bf16", v("zb-v"), workload=BF16),
     Piped("v-half", v("v-half", micro_batch_size=2), model="five rich", rank_map=(1, 0)),
     Piped("v-min", v("v-min"), blocks_per_stage=(2, 1, 1, 1)),
-    Piped("own model, zb-v", v("zb-v", micro_batch_size=2), is_user_model=True),
+    Piped("own model, zb-v", v("zb-v", micro_batch_size=2), own_model=True),
     Piped("synthesised", v("synthesised", micro_batch_size=2), pipeline_order=zb_v_from_the_last_rank(2, 4)),
     Piped("chunks resumed as zb-v", v("zb-v", micro_batch_size=2), resumes="chunks"),
     Piped("zb-v resumed as zero 3", Layout(dp_shard=2, micro_batch_size=2), resumes="zb-v"),

@@ -33,7 +33,11 @@ def engine_reads(parser: str, cases: Sequence[dict[str, Any]], checkout: str = "
     if done.returncode and re.search(r"^(ModuleNotFound|Import)Error", done.stderr, re.MULTILINE):
         pytest.skip(f"{program}: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    answers = json.loads(done.stdout)
+    for answer in answers:
+        if str(answer.get("error", "")).startswith("ModuleNotFoundError"):
+            pytest.skip(f"{program}: {answer['error']}")
+    return answers
 
 
 def plan_of(

@@ -36,6 +36,7 @@ DEVICE_OPTIONAL = {
     "num_sms",
     "cache_bytes",
     "power_limit_ratio",
+    "power_limit_w",
     "max_matmul_flops_per_s",
     "price_per_hour",
     "price_source",
