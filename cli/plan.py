@@ -336,22 +336,24 @@ def plan(
     of its own engine only.
     """
     from ..planner.request import Deadline
+    from ..schema import TrainingPlan
     from .show.plan import plan_tables
 
     deadline = Deadline() if search is None else Deadline(search.time_limit_s)
     if generation is not None:
         answer: Plan = _plan_generation(model, cluster, generation, offload, output)
-        hint = "it is an estimate: meshwright runs no generation"
     else:
         assert step is not None and search is not None
-        answer = trained = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
-        is_code = trained.model.code is not None
+        answer = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
+    hint = f"it is an estimate: meshwright runs no {answer.task_name}"
+    if isinstance(answer, TrainingPlan):
+        is_code = answer.model.code is not None
         script = " SCRIPT, which calls parallelize(model, plan)" if is_code else ""
         hint = f"next: meshwright apply {output.out}{script}"
-        if trained.why_not_applied(is_user_model=is_code):
+        if answer.why_not_applied(is_user_model=is_code):
             from .show.next_step import instead_of_apply
 
-            hint = instead_of_apply(trained, output.out)
+            hint = instead_of_apply(answer, output.out)
         elif cluster.profile is None and not str(cluster.cluster).startswith("local"):
             hint = f"next: meshwright explain {output.out}, and on the cluster meshwright apply {output.out}{script}"
     answer.save(output.out)
