@@ -15,8 +15,8 @@ from meshwright.planner.request import Deadline
 from meshwright.validation.recipes import FILE, recipes, with_plans
 from typer.testing import CliRunner
 
-ROOT = Path(__file__).parents[3]
-SHARED = Path("/work/shared/data/measured_runs/training_runs.csv")
+ROOT = Path(__file__).resolve().parents[3]
+SHARED = ROOT.parent / "shared/data/measured_runs/training_runs.csv"
 
 
 def test_every_row_is_predicted_and_has_a_source() -> None:
