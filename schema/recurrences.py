@@ -163,21 +163,10 @@ class LinearAttention(Recurrence):
         return weights + convolution + scalars + norm + self.bias * (self.input_width + hidden_dim)
 
 
-class SelectiveScan(Recurrence):
-    """Mamba (arXiv:2312.00752): ``channels`` of state_dim each with a decay that depends on the token.
+class ChannelRecurrence(Recurrence):
+    """Abstract base of recurrences whose channels do not mix: each is a head of its own."""
 
-    Attributes:
-        step_rank: rank of the projection that makes the steps; norms: of steps and both state vectors (Jamba).
-    """
-
-    kind: Literal["selective_scan"] = "selective_scan"
     channels: Count
-    state_dim: Count
-    step_rank: Count
-    conv_kernel: Count = 4
-    conv_bias: bool = True
-    bias: bool = False
-    norms: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -193,6 +182,22 @@ class SelectiveScan(Recurrence):
     def width(self) -> int:
         """Channels."""
         return self.channels
+
+
+class SelectiveScan(ChannelRecurrence):
+    """Mamba (arXiv:2312.00752): ``channels`` of state_dim each with a decay that depends on the token.
+
+    Attributes:
+        step_rank: rank of the projection that makes the steps; norms: of steps and both state vectors (Jamba).
+    """
+
+    kind: Literal["selective_scan"] = "selective_scan"
+    state_dim: Count
+    step_rank: Count
+    conv_kernel: Count = 4
+    conv_bias: bool = True
+    bias: bool = False
+    norms: bool = False
 
     @property
     def input_width(self) -> int:
@@ -222,28 +227,12 @@ class SelectiveScan(Recurrence):
         return products + vectors + self.norms * self.step_width + self.bias * (2 * w + hidden_dim)
 
 
-class ShortConvolution(Recurrence):
+class ShortConvolution(ChannelRecurrence):
     """Gated causal convolution of a few tokens (LFM2): out(c * conv(b * x)), where b, c and x are projections."""
 
     kind: Literal["short_convolution"] = "short_convolution"
-    channels: Count
     conv_kernel: Count
     bias: bool = False
-
-    @property
-    def num_heads(self) -> int:
-        """Each channel is a head of its own."""
-        return self.channels
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a channel."""
-        return 1
-
-    @property
-    def width(self) -> int:
-        """Channels."""
-        return self.channels
 
     @property
     def input_width(self) -> int:
