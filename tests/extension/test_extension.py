@@ -172,6 +172,7 @@ def test_toy_is_a_patch_of_few_files(name: str, max_files: int, script: str, tmp
     package = tmp_path / "meshwright"
     for folder in (*FOLDERS, "tests/parity"):
         shutil.copytree(ROOT / folder, package / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "api" / "__init__.py", package)  # without it an installed meshwright is imported instead
     subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=package, check=True)
     run = subprocess.run(
         [sys.executable, "-c", SETUP + script],
