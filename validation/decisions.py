@@ -15,6 +15,7 @@ from ..schema.layout_table import LayoutTable
 from ..schema.units import BoolArray, FloatArray
 from .predict import Prediction
 from .rows import RunRow
+from .stalls import stalled
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ class Group:
 
 
 def read_groups(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> list[Group]:
-    """Return the decision groups with two or more scored rows that could be predicted."""
+    """Return the decision groups with two or more scored rows that could be predicted; none that stalled between nodes."""
     members: dict[str, list[tuple[RunRow, Prediction]]] = defaultdict(list)
-    for row, prediction in zip(rows, predictions, strict=True):
-        if row.decision_group and row.is_scored and row.measured_s is not None and prediction.estimate is not None:
+    for row, prediction, has_stalled in zip(rows, predictions, stalled(rows), strict=True):
+        if has_stalled or row.measured_s is None or prediction.estimate is None:
+            continue
+        if row.decision_group and row.is_scored:
             members[row.decision_group].append((row, prediction))
     return [_group(pairs) for pairs in members.values() if len(pairs) > 1]
 
