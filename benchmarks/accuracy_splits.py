@@ -33,9 +33,9 @@ def main() -> None:
     rows, names = read_runs(options.runs), read_groups(options.groups)
     predictions = predict(rows)
     known = [
-        (row, p.estimate.step_time_s, row.measured_s)
+        (row, p.estimate.step_time_s, p.measured_s)
         for row, p in zip(rows, predictions, strict=True)
-        if row.is_scored and row.measured_s is not None and p.estimate is not None
+        if row.is_scored and p.measured_s is not None and p.estimate is not None
     ]
     for name, belongs in SPLITS.items():
         for parts in (("fit",), ("held-out",), ("fit", "held-out")):

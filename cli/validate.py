@@ -155,8 +155,8 @@ def _save_plot(path: Path, rows: Sequence[RunRow], predictions: Sequence[Predict
 
     points: dict[str, list[tuple[float, float]]] = {}
     for row, prediction in zip(rows, predictions, strict=True):
-        if prediction.estimate and row.measured_s and row.is_scored:
-            points.setdefault(row.source_set, []).append((row.measured_s, prediction.estimate.step_time_s))
+        if prediction.estimate and prediction.measured_s and row.is_scored:
+            points.setdefault(row.source_set, []).append((prediction.measured_s, prediction.estimate.step_time_s))
     if not points:
         raise ConfigError("nothing to plot: no row has both a measured and a predicted time")
     pyplot = _pyplot()

@@ -92,13 +92,13 @@ def measured(rows: Sequence[RunRow], cap: int | None = None) -> Measured:
     """Return scored rows that can be predicted; of each source at most ``cap``, in the order of a checksum of their names."""
     by_source: dict[str, list[RunRow]] = defaultdict(list)
     for row in rows:
-        if row.is_scored and row.measured_s is not None:
+        if row.is_scored and row.status == "ok":
             by_source[row.source_set].append(row)
     known = [
-        (source, inputs, float(row.measured_s or 0.0))
+        (source, inputs, inputs.measured_s)
         for source, members in sorted(by_source.items())
         for row in sorted(members, key=lambda row: zlib.crc32(row.id.encode()))[:cap]
-        if isinstance(inputs := run_inputs(row), RunInputs)
+        if isinstance(inputs := run_inputs(row), RunInputs) and inputs.measured_s is not None
     ]
     return Measured(*(tuple(column) for column in zip(*known, strict=True))) if known else Measured((), (), ())
 
@@ -176,10 +176,10 @@ class Residuals(NamedTuple):
 def residuals(rows: Sequence[RunRow], predictions: Sequence[Prediction], *, separate: bool) -> Residuals:
     """Return what the widths are fitted to: runs of SEPARATE_ENGINE, or of all others."""
     known = [
-        (time_shares(p.estimate.breakdown_s), np.log(row.measured_s / p.estimate.step_time_s), row.source_set)
+        (time_shares(p.estimate.breakdown_s), np.log(p.measured_s / p.estimate.step_time_s), row.source_set)
         for row, p in zip(rows, predictions, strict=True)
         if row.is_scored
-        and row.measured_s is not None
+        and p.measured_s is not None
         and p.estimate is not None
         and p.inputs is not None
         and (p.inputs.workload.engine == SEPARATE_ENGINE) == separate

@@ -45,9 +45,7 @@ def read_groups(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> li
     """Return the decision groups with two or more scored rows that could be predicted; none that stalled between nodes."""
     members: dict[str, list[tuple[RunRow, Prediction]]] = defaultdict(list)
     for row, prediction, has_stalled in zip(rows, predictions, stalled(rows), strict=True):
-        if has_stalled or row.measured_s is None or prediction.estimate is None:
-            continue
-        if row.decision_group and row.is_scored:
+        if row.decision_group and row.is_scored and prediction.measured_s is not None and not has_stalled:
             members[row.decision_group].append((row, prediction))
     return [_group(pairs) for pairs in members.values() if len(pairs) > 1]
 
@@ -59,7 +57,7 @@ def _group(members: Sequence[tuple[RunRow, Prediction]]) -> Group:
         source=members[0][0].source_set,
         table=LayoutTable.from_layouts([i.layout for i in inputs], inputs[0].workload.global_batch_size),
         predicted_s=np.array([estimate.step_time_s for estimate in estimates]),
-        measured_s=np.array([row.measured_s for row, _ in members], dtype=np.float64),
+        measured_s=np.array([prediction.measured_s for _, prediction in members], dtype=np.float64),
         fits=np.array([estimate.fits for estimate in estimates]),
         engine=inputs[0].workload.engine,
     )

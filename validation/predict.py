@@ -36,6 +36,7 @@ from .layouts import (
 )
 from .models import model_of
 from .rows import FrameworkDefaults, RunRow
+from .throughput import measured_step_s
 
 SKIPS: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
     ("mapping: stages have different numbers of devices", stages_differ_in_devices),
@@ -69,6 +70,7 @@ class RunInputs:
         stage_layouts: where stages recompute or offload different fractions, the layout of each; `layout` has their mean.
         assumed: choices the row does not state, as "name=value".
         approximated: features that something nearby stands in for.
+        measured_s: seconds of the measured step; None where the row does not say it.
     """
 
     model: ModelSpec
@@ -80,6 +82,7 @@ class RunInputs:
     stage_layouts: tuple[Layout, ...] = ()
     assumed: tuple[str, ...] = ()
     approximated: tuple[str, ...] = ()
+    measured_s: float | None = None
 
 
 def run_inputs(row: RunRow) -> RunInputs | str:
@@ -120,6 +123,7 @@ def run_inputs(row: RunRow) -> RunInputs | str:
         stage_layouts=stage_layouts(row, layout),
         assumed=tuple(defaults.assumed),
         approximated=(*model.approximated, *(name for name, applies in APPROXIMATIONS if applies(row))),
+        measured_s=measured_step_s(row, model.spec, workload, layout, device),
     )
 
 
@@ -130,6 +134,11 @@ class Prediction:
     inputs: RunInputs | None
     estimate: TrainingEstimate | None
     skipped: str | None
+
+    @property
+    def measured_s(self) -> float | None:
+        """Seconds of the measured step, where the row says them and the row was predicted."""
+        return self.inputs.measured_s if self.inputs is not None and self.estimate is not None else None
 
 
 def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | None = None) -> list[Prediction]:

@@ -92,6 +92,9 @@ class RunRow:
     optimizer: str = ""
     iter_time_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    tflops_kind: str = ""
+    mfu: float | None = None
     peak_mem_gib: float | None = None
     mem_kind: str = ""
     status: str = "ok"
@@ -120,7 +123,7 @@ class RunRow:
 
     @property
     def measured_s(self) -> float | None:
-        """Seconds of one step; from the throughput where the time is not printed. None without a stated global batch."""
+        """Seconds of one step, or None: as printed, or from printed tokens. FLOPs say it too: see `throughput.measured_step_s`."""
         if self.status != "ok" or self.global_batch is None:
             return None
         if self.iter_time_s is not None or not (self.tokens_per_s_per_gpu and self.seq_len and self.n_gpus):
@@ -210,6 +213,8 @@ def _parse(path: str | Path, line: int, name: str, kind: str, text: str) -> str 
         raise ConfigError(f"{place} is not a number") from None
     if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         raise ConfigError(f"{place} is not a positive number")
+    if name == "mfu" and value > 1:
+        raise ConfigError(f"{place} is more than 1", help="an MFU is a fraction of the peak, 0.45 and not 45")
     if not kind.startswith("int"):
         return value
     if value != int(value) or value > MAX_COUNT:

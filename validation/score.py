@@ -166,7 +166,7 @@ def score_groups(
     """Return our choice in every named decision group that has scored, measured rows."""
     members: dict[str, list[tuple[RunRow, Prediction, float]]] = defaultdict(list)
     for row, prediction in zip(rows, predictions, strict=True):
-        measured = row.measured_s
+        measured = prediction.measured_s or row.measured_s
         if row.decision_group and row.is_scored and measured is not None:
             members[row.decision_group].append((row, prediction, measured))
     return {name: _score_group(members[name]) for name in names if members.get(name)}
@@ -209,7 +209,7 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
 
 
 def _score_time(pairs: list[Pair]) -> TimeScore | None:
-    known = [(p.estimate, row.measured_s) for row, p in pairs if p.estimate is not None and row.measured_s is not None]
+    known = [(p.estimate, p.measured_s) for _, p in pairs if p.estimate is not None and p.measured_s is not None]
     if not known:
         return None
     predicted, measured = np.array([e.step_time_s for e, _ in known]), np.array([m for _, m in known])

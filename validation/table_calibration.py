@@ -99,8 +99,8 @@ def measured_runs(rows: Sequence[RunRow]) -> list[MeasuredRun]:
             continue
         memory = None if row.peak_mem_gib is None else row.peak_mem_gib * GIB
         peaks = (memory, None) if memory_kind(row.mem_kind) == "allocated" else (None, memory)
-        if row.measured_s is not None or memory is not None:
-            runs.append(MeasuredRun(inputs, row.measured_s, *peaks))
+        if inputs.measured_s is not None or memory is not None:
+            runs.append(MeasuredRun(inputs, inputs.measured_s, *peaks))
     return runs
 
 

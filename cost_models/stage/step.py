@@ -348,14 +348,23 @@ def model_flops_per_token(
 
     A frozen model needs no gradients of its weights: four FLOPs for each instead of six (its adapters are left out).
     """
-    total = 0.0
+    products, attention = forward_flops_per_token(layers, hidden_dim, seq_len)
+    # Attention's backward pass counts without the kernel's recomputed scores.
+    return (2 if frozen else 3) * products + 3 * attention
+
+
+def forward_flops_per_token(
+    layers: tuple[tuple[Layer, int], ...], hidden_dim: int, seq_len: int
+) -> tuple[float, float]:
+    """Return the FLOPs of a forward pass per token: of products with weights, of causal attention and scans."""
+    products = attention = 0.0
     for layer, count in layers:
         for op in layer_operators(layer, OperatorRules(hidden_dim=hidden_dim, seq_len=seq_len)):
             if isinstance(op, Gemm):
-                total += count * (4 if frozen else 6) * op.n * op.k * op.rows_per_token
+                products += count * 2 * op.n * op.k * op.rows_per_token
             elif isinstance(op, FusedAttention | Scan):
-                total += count * 3 * op.forward_flops_per_token  # backward without the kernel's recomputed scores
-    return total
+                attention += count * op.forward_flops_per_token
+    return products, attention
 
 
 def time_shares(terms: TimeBreakdown) -> dict[str, float]:
