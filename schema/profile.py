@@ -24,6 +24,7 @@ class Calibration(Frozen):
 
     Attributes:
         products: rate of matrix products.
+        fp8_products, fp4_products: what products in these formats reach of that besides: their kernels and scaling recipes differ.
         attention: rate of fused attention.
         elementwise: bandwidth of memory-bound kernels.
         host: speed of the host's dispatch (its seconds are divided by this).
@@ -36,6 +37,8 @@ class Calibration(Frozen):
     """
 
     products: float = Ratio
+    fp8_products: float = Ratio
+    fp4_products: float = Ratio
     attention: float = Ratio
     elementwise: float = Ratio
     host: float = Ratio
@@ -48,9 +51,13 @@ class Calibration(Frozen):
     error_before: float | None = None
     error_after: float | None = None
 
+    def products_in(self, dtype: str) -> float:
+        """Return the rate of products in fp8, fp4 or any other format."""
+        return self.products * {"fp8": self.fp8_products, "fp4": self.fp4_products}.get(dtype, 1.0)
+
     def __str__(self) -> str:
         """Show the ratios that moved, and on how many runs they rest."""
-        names = ("products", "attention", "elementwise", "host", "scale_up", "scale_out", "activations")
+        names = (name for name in type(self).model_fields if type(self).model_fields[name].default == 1.0)
         moved = [f"{name} x{getattr(self, name):.2f}" for name in names if abs(getattr(self, name) - 1) >= 0.005]
         if abs(self.overhead_bytes) >= 2**20:
             moved.append(f"{self.overhead_bytes / 2**30:+.2f} GiB")

@@ -117,10 +117,11 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     is_host, is_fp8 = device.backend.is_host, workload.precision == "fp8"
     measured = measured_rates(scenario)
     points = cluster.profile.matmuls if cluster.profile is not None else ()
-    gemm = None if is_host else gemm_rates(device, workload.precision, ratio.products, points, c)
+    products = ratio.products_in(_dtype(device, workload.precision))
+    gemm = None if is_host else gemm_rates(device, workload.precision, products, points, c)
     on_host = device.gemm or GemmFit(**{name: c["gemm"][name] for name in GemmFit.model_fields})
     fit = on_host if gemm is None else gemm.coefficients
-    slowed = ratio.products if gemm is None else gemm.sustained_ratio
+    slowed = products if gemm is None else gemm.sustained_ratio
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     line = device.memory_bandwidth_bytes_per_s
     elementwise = measured.elementwise_bytes_per_s or line * (1.0 if is_host else c["elementwise"]["memory_efficiency"])
