@@ -16,7 +16,10 @@ CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all
 Direction = Literal["forward", "backward"]
 ProfileSectionName = Literal["compute", "memory", "layers", "links", "host", "storage", "overlap"]
 
-Ratio = Field(default=1.0, gt=0.05, lt=20.0)
+MAX_RATIO = 20.0
+"""A ratio lies between its inverse and it: what is further off is another machine."""
+
+Ratio = Field(default=1.0, ge=1 / MAX_RATIO, le=MAX_RATIO)
 
 
 class Calibration(Frozen):

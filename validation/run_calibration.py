@@ -25,16 +25,11 @@ import numpy as np
 from ..planner.planned_stages import reestimate
 from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate, TrainingPlan
 from ..schema.base import read_text, shown
+from ..schema.profile import MAX_RATIO
 from .predict import RunInputs
 from .table_calibration import TRUST, MeasuredRun, left_out_scores, memory_ratios
 
 MIN_RUNS_TO_LEAVE_OUT = 3
-
-MAX_RATIO = 15.0
-"""Beyond it a run measured something else than its plan."""
-
-MAX_LOG_RATIO = 2.7
-"""Of one term."""
 
 _MIN_SHARE = 0.02
 """Of the step; terms below it are noise."""
@@ -157,7 +152,7 @@ def _time_ratios(
 
 
 def _ratio(logs: Sequence[float], trust: float) -> float:
-    return math.exp(trust * float(np.clip(np.mean(logs), -MAX_LOG_RATIO, MAX_LOG_RATIO))) if logs else 1.0
+    return float(np.clip(math.exp(trust * np.mean(logs)), 1 / MAX_RATIO, MAX_RATIO)) if logs else 1.0
 
 
 def _memory_ratios(

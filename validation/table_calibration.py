@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate
+from ..schema.profile import MAX_RATIO
 from ..schema.units import GIB, BoolArray, FloatArray, IntArray
 from .predict import RunInputs, estimate_runs, run_inputs, with_calibrations
 from .rows import RunRow, read_runs
@@ -135,7 +136,8 @@ def left_out_scores(
 
 
 def _calibration(log_ratios: FloatArray) -> Calibration:
-    return Calibration().replace(**dict(zip(PRIORS, np.exp(log_ratios).tolist(), strict=True)))
+    ratios = np.clip(np.exp(log_ratios), 1 / MAX_RATIO, MAX_RATIO)
+    return Calibration().replace(**dict(zip(PRIORS, ratios.tolist(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,9 @@ def _solve(shares: _Shares, target: FloatArray) -> FloatArray:
         return np.concatenate([np.sign(misfit) * np.sqrt(2 * _loss(misfit)), standardised])
 
     start = np.linalg.solve(root, shares.log_ratios)
-    return np.asarray(root @ least_squares(residuals, start, bounds=(-5, 5)).x, dtype=np.float64)
+    log_ratios = root @ least_squares(residuals, start, bounds=(-5, 5)).x
+    limit = np.log(MAX_RATIO * SHARE_STEP)  # room for a step further
+    return np.clip(log_ratios, -limit, limit)
 
 
 def _loss(residuals: FloatArray) -> FloatArray:

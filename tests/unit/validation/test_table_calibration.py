@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from meshwright.planner import estimate
 from meshwright.schema import Calibration, ClusterSpec, Layout, ModelSpec, TrainingEstimate, Workload
+from meshwright.schema.profile import MAX_RATIO
 from meshwright.validation import RunInputs
-from meshwright.validation.table_calibration import MeasuredRun, calibrate, estimates_with
+from meshwright.validation.table_calibration import PRIORS, MeasuredRun, calibrate, estimates_with
 
 LAYOUTS = (
     "tp=8,dp_shard=2", "tp=4,dp_shard=4,recompute=full", "tp=2,pp=2,dp_shard=4", "dp_shard=16,recompute=full",
@@ -73,6 +74,13 @@ def test_one_odd_run_does_not_decide() -> None:
     runs = runs_at(Calibration(products=0.9))
     runs[0] = replace(runs[0], step_time_s=1.7 * (runs[0].step_time_s or 0))
     assert error(runs[1:], calibrate(runs)) < error(runs[1:], Calibration())
+
+
+def test_runs_far_from_the_predicted_give_a_calibration_within_its_bounds() -> None:
+    runs = [replace(run, step_time_s=40 * (run.step_time_s or 0)) for run in runs_at(Calibration())]
+    calibration = calibrate(runs)
+    assert error(runs, calibration) < error(runs, Calibration())
+    assert all(1 / MAX_RATIO <= getattr(calibration, name) <= MAX_RATIO for name in PRIORS)
 
 
 def test_measured_memory_corrects_the_activations() -> None:
