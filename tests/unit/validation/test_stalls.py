@@ -23,15 +23,23 @@ def test_run_that_loses_a_second_at_each_micro_batch_stalls_and_its_neighbours_d
     "changes",
     [
         {"iter_time_s": 15.0},  # 0.43 s a micro-batch instead of 0.2: a quarter of a second more is needed
-        {"micro_batch": 4, "iter_time_s": 16.0},  # more sequences may take longer
+        {"micro_batch": 4, "iter_time_s": 9.0},  # 0.47 s instead of 0.2: twice the sequences may take twice as long
         {"n_gpus": 8, "dp": 1, "iter_time_s": 168.0},  # nothing leaves the node
-        {"n_gpus": 32, "dp": 16, "pp": 1, "iter_time_s": 42.0},  # no pass waits for a message
+        {"dp": 16, "pp": 1, "iter_time_s": 42.0},  # a pipeline is no neighbour of a run without
         {"model": "another", "iter_time_s": 42.0},
         {"status": "oom", "iter_time_s": None},
     ],
 )
 def test_run_does_not_stall(changes) -> None:
     assert not stalled([a_row(**PIPELINE, iter_time_s=7.0), a_row(**PIPELINE | changes)]).any()
+
+
+def test_sums_of_gradients_between_nodes_stall_by_the_step() -> None:
+    plain = {"global_batch": 256, "micro_batch": 2, "tp": 1, "pp": 1}
+    small = a_row(**plain | {"n_gpus": 16, "dp": 16}, iter_time_s=2.4)  # 8 micro-batches of 0.3 s
+    dear = a_row(**plain | {"n_gpus": 128, "dp": 128}, iter_time_s=0.7)  # one: its sums cost 0.4 s more
+    lost = a_row(**plain | {"n_gpus": 128, "dp": 128}, iter_time_s=0.9)
+    assert stalled([small, dear, lost]).tolist() == [False, False, True]
 
 
 def test_stalled_runs_are_no_members_of_a_decision_group() -> None:
