@@ -44,6 +44,11 @@ LL_STEP_RATIO = 0.2
 IN_NODE_RING_STEP_S = 3.4e-6
 """One step between devices of a node of a Simple ring that spans nodes (NVIDIA/nccl src/graph/tuning.cc, NVLink)."""
 
+NETWORK_RING_STEP_S = 14e-6
+"""One step between nodes of a Simple ring whose next messages wait in the same launch (NVIDIA/nccl src/graph/tuning.cc, network).
+What a fabric adds to that when a ring fills is there once a launch, not once a message: under nanotron's ZeRO-1 every tensor of a
+step costs 12 us a node on EFA, where a collective by itself costs 350."""
+
 LL_BANDWIDTH_RATIO = 0.1
 """Bandwidth of LL rings across nodes over that of Simple: NCCL caps LL at 45 of 400 GB/s on two Hopper nodes (tuning.cc)."""
 
@@ -62,7 +67,13 @@ class Hops(NamedTuple):
 
 
 def collective_s(
-    op: Op, size_bytes: FloatArray | float, group: IntArray, stride: IntArray, cluster: ClusterSpec
+    op: Op,
+    size_bytes: FloatArray | float,
+    group: IntArray,
+    stride: IntArray,
+    cluster: ClusterSpec,
+    *,
+    in_one_launch: bool = False,
 ) -> FloatArray:
     """Return the seconds of one collective, arrays [N]; a group of one rank costs nothing.
 
@@ -72,6 +83,7 @@ def collective_s(
             what one rank sends, its part for itself included.
         group, stride: ranks of the group, and the distance between neighbours.
         cluster: its links.
+        in_one_launch: it is one of many that NCCL runs one after another (ncclGroupStart and End, torch's coalesced collectives).
     """
     shape = np.broadcast_shapes(np.shape(size_bytes), group.shape, stride.shape)
     size = np.broadcast_to(np.asarray(size_bytes, dtype=np.float64), shape)
@@ -84,7 +96,7 @@ def collective_s(
         members = np.maximum(group if level is cluster.levels[-1] else inside, inner)
         if np.any(members > inner):
             rate = _line_rate(op, (group, stride), inner_domain, level, cluster)
-            latency, transfer = _level_s(op, size, (inner, members, group), level, rate)
+            latency, transfer = _level_s(op, size, (inner, members, group), level, rate, in_one_launch=in_one_launch)
             slowest = np.maximum(slowest, np.where(members > inner, transfer, 0.0))
             latency_s = latency_s + np.where(members > inner, latency, 0.0)
         inner, inner_domain = members, level.domain_size
@@ -114,6 +126,8 @@ def _level_s(
     ranks: tuple[IntArray, IntArray, IntArray],
     level: LinkLevel,
     rate: tuple[float, FloatArray | float],
+    *,
+    in_one_launch: bool,
 ) -> tuple[FloatArray, FloatArray]:
     """Return latency and transfer of one level.
 
@@ -141,9 +155,11 @@ def _level_s(
     # A chunk that starts inside a domain crosses into each domain once, its own included at the end.
     crossings = domains - (inner == 1)
     crossing = link.latency_s if link.ring_step_s is None else link.ring_step_s
+    crossing = min(crossing, NETWORK_RING_STEP_S) if in_one_launch else crossing
     steps = crossing * crossings + IN_NODE_RING_STEP_S * (members - domains)
     fast = LL_STEP_RATIO * steps
-    return latency.base + fast, np.minimum(steps - fast + transfer, transfer / LL_BANDWIDTH_RATIO)
+    base = 0.0 if in_one_launch else latency.base
+    return base + fast, np.minimum(steps - fast + transfer, transfer / LL_BANDWIDTH_RATIO)
 
 
 def _moved_bytes(op: Op, size: FloatArray, inner: IntArray, members: IntArray, group: IntArray) -> FloatArray:

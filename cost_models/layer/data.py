@@ -9,7 +9,7 @@ import numpy as np
 from ...schema import Workload
 from ...schema.layout_table import OFFLOADS, LayoutTable
 from ...schema.units import Array, FloatArray, IntArray
-from ..hardware.collectives import Pair, collective_s, exposed_s, slowdown_law
+from ..hardware.collectives import Op, Pair, collective_s, exposed_s, slowdown_law
 from ..hardware.machine import (
     device_rates,
     host_link_bytes_per_s,
@@ -64,7 +64,7 @@ def data_parallel_s(
 ) -> DataParallelTime:
     """Return gathers and reductions over the ranks that share parameters [N]; experts with axes of their own have their own groups.
 
-    Where the engine runs them tensor by tensor, each further one costs the steps of a ring: its latency is not shared.
+    Where the engine runs them tensor by tensor, each costs the steps of a ring: its latency is not shared.
     Frozen parameters are gathered only where they are sharded. Offloaded ones reach the device over the host's link first.
     Without a backward pass nothing is reduced; zeroth-order training moves parameters before each of its two passes, so that below
     zero 3 they are gathered twice too.
@@ -80,20 +80,14 @@ def data_parallel_s(
     frozen = np.where(layouts.zero_stage == 3, frozen_bytes, 0.0)
     replicas = layouts.num_replicas * layouts.num_shards // layouts.num_optimizer_shards
     shards = (layouts.num_shards, layouts.num_gradient_shards, layouts.num_optimizer_shards)
-    seconds = _sharded_s(dense, frozen, ShardGroups(*shards, replicas, layouts.tp), inputs)
-    by_tensor = inputs.workload.engine_facts.data_parallel.zero1_by_tensor & (layouts.zero_stage == 1)
-    num_further = np.where(by_tensor, num_tensors, 1) - 1
-    steps_s = num_further * layouts.num_shards * inputs.scenario.coefficients["data_parallel"]["tensor_step_s"]
+    seconds = _sharded_s(dense, frozen, ShardGroups(*shards, replicas, layouts.tp), inputs, max(num_tensors, 1))
     # One rank's shard over the host's link, where parameters are offloaded.
     rate = host_link_bytes_per_s(layouts.offload_to_storage, inputs.scenario)
     shard_bytes = trained * inputs.workload.compute_bytes + frozen_bytes
     is_offloaded = layouts.offload == OFFLOADS.index("parameters")
     fetch_s = np.where(is_offloaded, shard_bytes / layouts.num_optimizer_shards / rate, 0.0)
     seconds = DataParallelTime(
-        seconds.gather_s + steps_s + fetch_s,
-        seconds.regather_s + steps_s + fetch_s,
-        seconds.reduce_s + steps_s,
-        seconds.levels_s,
+        seconds.gather_s + fetch_s, seconds.regather_s + fetch_s, seconds.reduce_s, seconds.levels_s
     )
     if not np.all(layouts.experts_follow_tp):
         routed = np.where(layouts.experts_follow_tp, 0.0, routed)
@@ -112,7 +106,7 @@ def data_parallel_s(
 
 
 def _sharded_s(
-    num_trained: FloatArray, frozen_bytes: FloatArray, groups: ShardGroups, inputs: CostInputs
+    num_trained: FloatArray, frozen_bytes: FloatArray, groups: ShardGroups, inputs: CostInputs, num_tensors: int = 1
 ) -> DataParallelTime:
     """Return all-gathers of parameters in the compute dtype, reduce-scatters of gradients, all-reduces over replicas [N].
 
@@ -125,9 +119,18 @@ def _sharded_s(
     is_zero3 = layouts.zero_stage == 3
     gathered = num_trained * workload.compute_bytes + frozen_bytes
     reduced = num_trained * gradient_bytes(layouts, workload)
-    regather = collective_s("all_gather", gathered, groups.parameters, groups.stride, cluster)
-    gather = regather
-    scatter = collective_s("reduce_scatter", reduced, groups.gradients, groups.stride, cluster)
+    by_tensor = facts.zero1_by_tensor & (layouts.zero_stage == 1)
+
+    def of_states(op: Op, size: FloatArray, group: IntArray, stride: IntArray) -> FloatArray:
+        """Return a collective on a layer's states as a whole, or one for each of its tensors in one launch."""
+        seconds = collective_s(op, size, group, stride, cluster)
+        if not np.any(by_tensor):
+            return seconds
+        of_tensor = collective_s(op, size / num_tensors, group, stride, cluster, in_one_launch=True)
+        return np.where(by_tensor, num_tensors * of_tensor, seconds)
+
+    gather = regather = of_states("all_gather", gathered, groups.parameters, groups.stride)
+    scatter = of_states("reduce_scatter", reduced, groups.gradients, groups.stride)
     # All-reduces of a layer's unsharded gradients; a share of a bucket is filled by its neighbours.
     buckets = num_trained * workload.compute_bytes / facts.bucket_bytes
     buckets = np.where((layouts.zero_stage == 0) & (buckets > 0), buckets, 1.0)
@@ -136,7 +139,7 @@ def _sharded_s(
     over_replicas = buckets * bucket_s
     levels = np.zeros(len(layouts))
     if np.any(groups.optimizer > groups.parameters):
-        from_owners = collective_s("all_gather", gathered, groups.optimizer, groups.stride, cluster)
+        from_owners = of_states("all_gather", gathered, groups.optimizer, groups.stride)
         gathers_once = is_zero3 & (not facts.gathers_from_owners)
         gather = np.where(gathers_once, regather, from_owners)
         once = collective_s(
@@ -147,12 +150,11 @@ def _sharded_s(
             cluster,
         )
         levels = levels + np.where(gathers_once, once, 0.0)
-        levels = levels + collective_s(
+        levels = levels + of_states(
             "reduce_scatter",
             reduced / groups.gradients,
             groups.optimizer // groups.gradients,
             groups.stride * groups.gradients,
-            cluster,
         )
     sums_once = (groups.optimizer > groups.gradients) | (is_zero3 & facts.defers_replica_sums)
     reduce = scatter + np.where(sums_once, 0.0, over_replicas)

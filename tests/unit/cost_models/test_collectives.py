@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.hardware.collectives import Hops, collective_s, p2p_s
+from meshwright.cost_models.hardware.collectives import NETWORK_RING_STEP_S, Hops, collective_s, p2p_s
 from meshwright.schema import ClusterSpec, Link, LinkLevel
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency
 from meshwright.schema.profile import CollectivePoint
@@ -120,6 +120,16 @@ def test_hierarchical_is_not_slower_than_one_nic_for_all(ideal: ClusterSpec) -> 
     for op in ("all_reduce", "all_gather", "all_to_all"):
         assert seconds(op, 8e9, 32, 1, ideal) < seconds(op, 8e9, 32, 1, shared)
         assert seconds(op, 8e9, 4, 8, shared) == pytest.approx(8 * seconds(op, 8e9, 4, 8, ideal))
+
+
+def test_launch_of_many_messages_fills_the_fabric_once() -> None:
+    """On EFA the first messages of a ring take 350 us a node, those that wait in the same launch 14."""
+    cluster = ClusterSpec.parse("8x8xH100-SXM-80GB/efa-v2")
+    ranks = np.array([8])
+    alone = collective_s("all_gather", 1e9, ranks, ranks, cluster)
+    among = collective_s("all_gather", 1e9, ranks, ranks, cluster, in_one_launch=True)
+    base_s = cluster.levels[-1].link.collective_latency_s.base
+    assert alone[0] - among[0] == pytest.approx(base_s + 7 * (350e-6 - NETWORK_RING_STEP_S), rel=1e-6)
 
 
 def test_ring_between_nodes_pays_for_every_crossing_and_a_tree_for_every_doubling() -> None:

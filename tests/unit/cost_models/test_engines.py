@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cost_cases import operators_under
+from meshwright.cost_models.hardware.collectives import IN_NODE_RING_STEP_S, NETWORK_RING_STEP_S
 from meshwright.cost_models.hardware.compute import OperatorTime
 from meshwright.cost_models.hardware.machine import update_bytes_per_param
 from meshwright.cost_models.layer.data import copied_bytes_per_param
@@ -39,10 +40,11 @@ def test_reductions_in_the_compute_dtype_move_half_the_bytes() -> None:
 
 
 def test_collectives_tensor_by_tensor_cost_the_steps_of_their_rings() -> None:
-    """Two collectives for each of 291 tensors, a ring over 64 ranks each: 0.15 s more than nanotron's own bandwidth share."""
+    """Two collectives for each of six tensors of 32 blocks, instead of two a block, in rings over eight nodes of eight ranks."""
     layout = Layout(dp_shard=64, zero_stage=1, micro_batch_size=2)
     by_tensor, by_bucket = (run(engine, layout).breakdown_s.dp for engine in ("nanotron", "deepspeed"))
-    assert by_tensor - by_bucket == pytest.approx(2 * (32 * 6 - 32) * 64 * 4.2e-6, rel=0.2)
+    step_s = 8 * NETWORK_RING_STEP_S + 56 * IN_NODE_RING_STEP_S
+    assert by_tensor - by_bucket == pytest.approx(2 * (32 * 6 - 32) * step_s, rel=0.2)
 
 
 def test_model_chunks_hide_reductions_and_transfers() -> None:
