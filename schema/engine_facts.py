@@ -157,6 +157,8 @@ class EngineFacts:
             Megatron-Core: recompute_granularity is one for the entire model; with full and recompute_method block the first
             recompute_num_layers of every (virtual) stage are recomputed.
         offloads_compute_gradients: gradients go to the host in the compute dtype, otherwise as they were summed.
+        offloads_in_backward: gradients go there during the backward pass, otherwise in the update.
+        host_copy_bytes: read and written by the host for one parameter in the update besides the optimizer's own.
         reduces_after_pipeline: under a pipeline parameters stay gathered and gradients are reduced once, after the last backward
             pass, when nothing is left to hide behind (torch.distributed.pipelining).
         receives_by_stage: every stage of a rank has receive buffers of its own.
@@ -193,6 +195,8 @@ class EngineFacts:
     uses_hopper_attention: bool = False
     recomputes_first_blocks: bool = False
     offloads_compute_gradients: bool = False
+    offloads_in_backward: bool = False
+    host_copy_bytes: float = 0.0
     reduces_after_pipeline: bool = False
     receives_by_stage: bool = False
 
@@ -233,6 +237,9 @@ _RECORDS = (
         update_copy_bytes=0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
         sums_gradients="shards",
         groups_expert_products=True,
+        # FSDPParam copies a reduced gradient to the host without waiting; what is clipped is there: read, read and written.
+        offloads_in_backward=True,
+        host_copy_bytes=12.0,
         reduces_after_pipeline=True,
         receives_by_stage=True,
     ),
@@ -303,6 +310,10 @@ _RECORDS = (
         update_copy_bytes=24.0,  # as megatron; gradients cast to fp32, checked for overflow and unscaled
         is_eager_like_megatron=True,
         offloads_compute_gradients=True,
+        # stage3.py: partition_grads copies during the backward pass; unscale_and_clip_grads scales in place (8 bytes), and the
+        # updated fp32 parameters are cast on the host before they go up (6).
+        offloads_in_backward=True,
+        host_copy_bytes=14.0,
     ),
     EngineFacts(
         name="nanotron",

@@ -355,7 +355,7 @@ def workload_of(
         document_len=defaults.value("packed_document") if row.task in ("sft", "lora") else None,
         adapters=adapters,
         engine=defaults.value("engine"),
-        flash_generation=defaults.value("flash_generation"),
+        flash_generation=cast("Any", int(stated("flash generation", row.notes) or defaults.value("flash_generation"))),
         overlap=defaults.value("overlap") and not stated("no overlap", row.notes),
         selective="alternate_products" if is_per_operator else "products",
         dropout=defaults.value("dropout"),

@@ -6,8 +6,9 @@ ranks of a node together get no more than the host's side of one and a half link
 
     update_s = shard * ((g + b) / link + ranks_per_node * max(u / host_bandwidth, 2 * s / storage))
 
-with g bytes of a gradient that goes down, b of a parameter that comes back, u of traffic of the optimizer, and s of fp32
-parameter and states, read and written while the next ones are updated, only where they lie on storage.
+with g bytes of a gradient that goes down (0 where gradients leave beside the backward pass, `data.leaving_s`), b of a parameter
+that comes back (0 where parameters stay there), u of traffic of the optimizer, and s of fp32 parameter and states, read and
+written while the next ones are updated, only where they lie on storage.
 Source: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857 (storage).
 """
 
@@ -53,13 +54,15 @@ class AttentionRates(NamedTuple):
     """Fused attention on one device.
 
     ``kernel`` says whose coefficients, ``arithmetic_ratio`` how much longer than the kernel's this generation's arithmetic takes,
-    ``reference`` what the learned residual takes the device for (`_reference`); no calibration in it.
+    ``reference`` what the learned residual takes the device for (`_reference`); no calibration in it. ``isolated_ratio``: how much
+    of its seconds beside products a kernel takes that has the board's power to itself.
     """
 
     kernel: str
     device: AttentionDevice
     arithmetic_ratio: float
     reference: AttentionDevice
+    isolated_ratio: float = 1.0
 
 
 class GroupedGemm(NamedTuple):
@@ -263,7 +266,8 @@ def _attention_rates(scenario: Scenario) -> AttentionRates:
     workload, cluster = scenario.workload, scenario.cluster
     device = cluster.weakest_device
     precision: Precision = "bf16-mixed" if workload.precision in ("fp8", "nvfp4") else workload.precision
-    c, on_hopper = scenario.coefficients["attention"], workload.engine_facts.uses_hopper_attention
+    c, generation = scenario.coefficients["attention"], workload.flash_generation
+    on_hopper = workload.engine_facts.uses_hopper_attention or generation >= 3
     kernel = kernel_name(device.architecture, uses_hopper_attention=on_hopper)
 
     def rates(device: Device, ratio: float) -> AttentionDevice:
@@ -274,8 +278,11 @@ def _attention_rates(scenario: Scenario) -> AttentionRates:
         return AttentionDevice(peak, device.memory_bandwidth_bytes_per_s, processors)
 
     reference = rates(_reference(device, precision) or device, 1.0)
-    ratio = c["first_generation_ratio"] if workload.flash_generation == 1 else 1.0
-    return AttentionRates(kernel, rates(device, cluster.calibration.attention), ratio, reference)
+    ratio = c["first_generation_ratio"] if generation == 1 else 1.0
+    if generation == 4 and kernel == "blackwell":
+        ratio = c["fourth_generation_ratio"]
+    isolated = 1.0 if kernel == "hopper_fa2" else scenario.coefficients["sustained"].get(device.architecture, 1.0)
+    return AttentionRates(kernel, rates(device, cluster.calibration.attention), ratio, reference, isolated)
 
 
 class HostCosts(NamedTuple):
@@ -328,6 +335,9 @@ _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
 _CLIP_BYTES = 12.0
 """Gradient clipping: read for the norm; read and write for the scale."""
 
+_UNSHARED_LINK_BYTES_PER_S = 4.5e11
+"""One direction of a processor that one device has to itself (GH200); half of it where two devices share one (GB200)."""
+
 
 def update_bytes_per_param(workload: Workload) -> float:
     """Return the bytes read and written for one parameter by the optimizer step, all passes of the engine."""
@@ -344,23 +354,41 @@ def host_link_bytes_per_s(to_storage: Array, scenario: Scenario) -> Array:
     return np.where(to_storage == 1, np.minimum(link, storage_bytes_per_s(scenario) / cluster.largest_node), link)
 
 
-def host_update_s_per_param(scenario: Scenario, to_storage: Array, update_bytes: float) -> Array:
-    """Return the seconds per parameter of a rank's shard to update it on the host."""
+def host_update_s_per_param(scenario: Scenario, to_storage: Array, comes_back: Array) -> Array:
+    """Return the seconds per parameter of a rank's shard to update it on the host; ``comes_back``: to parameters on the device."""
     workload, ranks = scenario.workload, scenario.cluster.largest_node
-    # Gradients go down in the compute dtype where the engine reduces them so (DeepSpeed), else as they were accumulated.
-    in_compute_dtype = workload.engine_facts.offloads_compute_gradients
-    gradient_bytes = workload.compute_bytes if in_compute_dtype else workload.master_bytes
     link = host_link_bytes_per_s(np.zeros_like(to_storage), scenario)
-    moved = (gradient_bytes + workload.compute_bytes) / link
-    update = update_bytes * ranks / host_update_bytes_per_s(scenario)
+    down = 0.0 if workload.engine_facts.offloads_in_backward else leaving_bytes(workload)
+    moved = (down + np.where(comes_back, workload.compute_bytes, 0.0)) / link
+    update = host_update_bytes_per_param(workload) * ranks / host_update_bytes_per_s(scenario)
     states = 2.0 * (workload.optimizer_bytes + workload.master_bytes) * ranks / storage_bytes_per_s(scenario)
     return moved + np.maximum(update, np.where(to_storage == 1, states, 0.0))
 
 
+def leaving_bytes(workload: Workload) -> float:
+    """Return the bytes of a gradient that goes to the host: in the compute dtype where the engine reduces so (DeepSpeed)."""
+    return workload.compute_bytes if workload.engine_facts.offloads_compute_gradients else workload.master_bytes
+
+
+def host_update_bytes_per_param(workload: Workload) -> float:
+    """Return the bytes that the host reads and writes for one parameter in the update, with what its engine copies there."""
+    masters = _STEP_BYTES[workload.optimizer] + workload.engine_facts.host_copy_bytes
+    return masters * workload.master_bytes / 4
+
+
 def host_update_bytes_per_s(scenario: Scenario) -> float:
-    """Return the traffic of one node's processors that update parameters."""
-    of_node = measured_rates(scenario).host_update_bytes_per_s
-    return of_node or float(scenario.coefficients["offload"]["host_update_bytes_per_s"])
+    """Return the traffic of one node's processors that update parameters.
+
+    Processors, their memory and their links come in generations: PCIe 3 with DDR4-2666, 4 with DDR4-3200, 5 with DDR5.
+    """
+    if of_node := measured_rates(scenario).host_update_bytes_per_s:
+        return of_node
+    c, cluster = scenario.coefficients["offload"], scenario.cluster
+    line = min(group.host_link_bytes_per_s or c["link_bytes_per_s"] for group in cluster.groups)
+    if line >= c["own_host_bytes_per_s"]:
+        return float(c["own_update_bytes_per_s"] * cluster.largest_node * min(line / _UNSHARED_LINK_BYTES_PER_S, 1.0))
+    generation = sum(line > 1.2 * c["link_bytes_per_s"] * doubled for doubled in (1, 2))
+    return float(c["update_bytes_per_s"][generation])
 
 
 def storage_bytes_per_s(scenario: Scenario) -> float:

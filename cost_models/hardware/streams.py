@@ -25,7 +25,12 @@ from ...schema.units import FloatArray
 from ..coefficients import Coefficients, Scenario
 from ..measured import floored, slowdown_ratio
 from .collectives import Pair
-from .machine import host_link_bytes_per_s, host_update_bytes_per_s, storage_bytes_per_s, update_bytes_per_param
+from .machine import (
+    host_link_bytes_per_s,
+    host_update_bytes_per_param,
+    host_update_bytes_per_s,
+    storage_bytes_per_s,
+)
 
 STREAMS = ("compute", "collective", "to_device", "to_host")
 """Order of the streams in every array and matrix of this file."""
@@ -131,7 +136,7 @@ def host_rates(
         duplex=0.0 if is_host else float(np.clip(both - 1, 0.0, 1.0)),
         compute_lost_to_host=min(float(slow[compute, to_host]), 0.5),
         compute_lost_to_device=min(float(slow[compute, to_device]), 0.5),
-        update_s_per_param=update_bytes_per_param(workload) * ranks / host_update_bytes_per_s(scenario),
+        update_s_per_param=host_update_bytes_per_param(workload) * ranks / host_update_bytes_per_s(scenario),
         storage_bytes_per_s=storage_bytes_per_s(scenario) / ranks,
         memory_bytes=memory_bytes / ranks,
     )

@@ -14,6 +14,7 @@ from ..hardware.machine import (
     device_rates,
     host_link_bytes_per_s,
     host_update_s_per_param,
+    leaving_bytes,
     measured_rates,
     update_bytes_per_param,
 )
@@ -188,7 +189,19 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     both = np.where(gather_backward > 0, again, 0.0) + sent
     in_forward = _added_s(forward, cost.gather_s, first, inputs)
     in_backward = _added_s(backward, both_s, both, inputs)
-    return np.asarray(in_forward + in_backward)
+    return np.asarray(in_forward + in_backward + np.maximum(leaving_s(cost, inputs) - backward - both_s, 0.0))
+
+
+def leaving_s(cost: Any, inputs: CostInputs) -> FloatArray:
+    """Return what the gradients of a layer of a LayerCost take to the host in a pass, where they leave during it [N]."""
+    layouts, workload = inputs.layouts, inputs.workload
+    if not (workload.engine_facts.offloads_in_backward and np.any(layouts.offload > 0)):
+        return np.zeros(len(layouts))
+    owners = layouts.num_optimizer_shards, layouts.expert_optimizer_shards
+    away = np.where(layouts.offload > 0, layouts.offload_fraction, 0.0)
+    share = away * sharded_params(cost.num_trained, cost.expert_params, *owners)
+    link = host_link_bytes_per_s(np.zeros_like(layouts.offload_to_storage), inputs.scenario)
+    return np.asarray(share * leaving_bytes(workload) / link)
 
 
 def _added_s(compute_s: FloatArray, collective_s: FloatArray, sent_bytes: FloatArray, inputs: CostInputs) -> FloatArray:
@@ -295,5 +308,6 @@ def update_s(
     if workload.optimizer == "muon":
         seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * inputs.hidden_dim / rates.gemm_flops_per_s
     away = np.where(b.offload[idx] > 0, b.offload_fraction[idx], 0.0)
-    on_host = host_update_s_per_param(inputs.scenario, b.offload_to_storage[idx], update_bytes)
+    comes_back = b.offload[idx] != OFFLOADS.index("parameters")
+    on_host = host_update_s_per_param(inputs.scenario, b.offload_to_storage[idx], comes_back)
     return np.asarray((1 - away) * seconds + away * share * on_host)

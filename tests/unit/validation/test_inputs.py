@@ -166,6 +166,8 @@ def test_adapters_come_from_the_task_and_their_storage_from_the_precision() -> N
         ({"framework": "llm-foundry/Composer FSDP1"}, "engine", 1, False),
         ({"framework": "Megatron-DeepSpeed"}, "engine", 2, True),
         ({"framework": "NeMo/Megatron-Core"}, "engine", 2, False),
+        ({"framework": "llm-foundry/Composer FSDP1", "notes": "with FlashAttention-3"}, "engine", 3, False),
+        ({"framework": "NeMo/Megatron-Core", "notes": "FA3 (H200)/FA4 beta (B200)"}, "engine", 4, False),
     ],
 )
 def test_kernels_follow_the_framework_and_what_the_row_states(changes, fusion, generation, dropout) -> None:

@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
+from meshwright.cost_models.hardware.compute import attention_s
+from meshwright.cost_models.hardware.machine import device_rates
+from meshwright.cost_models.layer.operators import FusedAttention
 from meshwright.cost_models.learned.kernels import (
     PROCESSORS,
     AttentionDevice,
@@ -18,6 +22,7 @@ from meshwright.cost_models.learned.kernels import (
     shipped_model,
     term_columns,
 )
+from meshwright.schema import ClusterSpec, Workload
 from meshwright.schema.engine_facts import ENGINES
 
 H100 = AttentionDevice(989.5e12, 3.35e12, PROCESSORS["hopper"])
@@ -124,3 +129,24 @@ def test_shipped_model_repeats_the_measurements() -> None:
         predicted = attention_seconds(str(family), fit.shape_of(part), fit.device_of(part), backward=False)
         errors.append(np.abs(predicted / part.seconds.to_numpy() - 1))
     assert np.mean(np.concatenate(errors)) < 0.08
+
+
+def attention_of(cluster: str, seq_len: int, generation: int = 2) -> float:
+    """Seconds of one forward pass over a sequence as training runs it."""
+    workload = Workload(seq_len=seq_len, global_batch_size=8, flash_generation=generation)
+    scenario = Scenario.build(workload, ClusterSpec.parse(cluster))
+    op = FusedAttention("attention", 32, 128, 128, (seq_len + 1) / 2, seq_len, seq_len, 8)
+    tokens, one = np.array([seq_len]), np.ones(1, dtype=np.int64)
+    return float(attention_s(op, tokens, one, device_rates(scenario), backward=False)[0])
+
+
+def test_generations_of_flash_attention_are_those_of_their_devices() -> None:
+    assert attention_of("8xH100-SXM-80GB", 32768, 3) < 0.75 * attention_of("8xH100-SXM-80GB", 32768)
+    assert attention_of("8xB200-180GB", 32768, 4) < 0.9 * attention_of("8xB200-180GB", 32768, 3)
+    assert attention_of("8xA100-SXM-80GB", 32768, 3) == attention_of("8xA100-SXM-80GB", 32768)
+
+
+def test_attention_that_outlasts_power_regulation_keeps_its_own_clocks() -> None:
+    slowed = packaged_coefficients()["sustained"]["hopper"]
+    short, long = (attention_of("8xH200-SXM-141GB", seq_len, 3) for seq_len in (1 << 17, 1 << 20))
+    assert 64 * slowed < long / short < 64  # as many FLOPs more, less what clocks gain
