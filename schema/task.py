@@ -109,6 +109,8 @@ class EngineOptions(Frozen):
         selective: what selective recompute keeps besides attention: the outputs of all products, or of every second one.
         fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
         overlap: communication of data parallelism and of interleaved pipelines overlaps with compute where the engine can.
+        blocking_launches: the host waits for every kernel it launches (CUDA_LAUNCH_BLOCKING=1): its time adds to the device's, and
+            nothing overlaps.
     """
 
     engine: Engine = OWN_ENGINE
@@ -118,6 +120,12 @@ class EngineOptions(Frozen):
     selective: Selective = "products"
     fp8_activation_input: bool = False
     overlap: bool = True
+    blocking_launches: bool = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether communication may run beside compute."""
+        return self.overlap and not self.blocking_launches
 
     @property
     def engine_facts(self) -> EngineFacts:

@@ -343,7 +343,7 @@ def workload_of(
     is_mixed = precision == "fp16" or (
         precision == "bf16" and not stated("pure bf16", f"{row.precision}@{row.sharding}")
     )
-    adapters = adapters_of(row, defaults)
+    adapters, blocking = adapters_of(row, defaults), stated("blocking launches", row.notes)
     trained = "adapters" if adapters else "all"
     # torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated.
     is_per_operator = row.framework.startswith("torchtitan") and "layer" not in row.recompute
@@ -357,6 +357,7 @@ def workload_of(
         engine=defaults.value("engine"),
         flash_generation=cast("Any", int(stated("flash generation", row.notes) or defaults.value("flash_generation"))),
         overlap=defaults.value("overlap") and not stated("no overlap", row.notes),
+        blocking_launches=defaults.value("blocking_launches") if blocking is None else blocking == "yes",
         selective="alternate_products" if is_per_operator else "products",
         dropout=defaults.value("dropout"),
         fusion=_fusion(row, defaults),

@@ -317,14 +317,15 @@ def host_costs(scenario: Scenario) -> HostCosts:
         speed = speed / shared["own_processor_ratio"]  # no other processor's link is as fast as Grace's
     seconds = {name: c.get(name, 0.0) / speed for name in HostCosts._fields if name.endswith("_s")}
     is_host = scenario.cluster.weakest_device.backend.is_host
-    return HostCosts(**seconds, overlap_norm=shared["overlap_norm"], adds=is_host)
+    norm = 1.0 if scenario.workload.blocking_launches else shared["overlap_norm"]
+    return HostCosts(**seconds, overlap_norm=norm, adds=is_host)
 
 
 def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArray:
     """Return how much longer than the device's own work a pass takes: (device^p + host^p)^(1/p) - device.
 
     Were the host always far ahead it would be the larger of the two (p without limit). Where both are alike, the host is ahead
-    of the long kernels and behind the short ones.
+    of the long kernels and behind the short ones. A host that waits for every kernel is never ahead (p = 1).
     """
     return np.asarray((device_s**norm + host_s**norm) ** (1 / norm) - device_s)
 

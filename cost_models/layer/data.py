@@ -172,8 +172,8 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     facts = workload.engine_facts.data_parallel
     forward = overlap * (cost.forward_s + cost.comm_forward_s)
     backward = overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s)
-    forward = forward * (workload.overlap & (layouts.zero_stage >= facts.gather_hides_from))
-    backward = backward * (workload.overlap & (layouts.zero_stage >= facts.reduction_hides_from))
+    forward = forward * (workload.overlaps & (layouts.zero_stage >= facts.gather_hides_from))
+    backward = backward * (workload.overlaps & (layouts.zero_stage >= facts.reduction_hides_from))
     if workload.engine_facts.reduces_after_pipeline:
         # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
         backward = np.where(layouts.pp > 1, 0.0, backward)
@@ -218,7 +218,7 @@ def _added_s(compute_s: FloatArray, collective_s: FloatArray, sent_bytes: FloatA
     pair = Pair(compute=law.compute * ratio, collective=law.collective * ratio)
     of_layer = exposed_s(compute_s, collective_s, pair)
     # With model chunks communication of one may run while others compute.
-    if not (inputs.workload.overlap and inputs.workload.engine_facts.data_parallel.hides_in_chunks):
+    if not (inputs.workload.overlaps and inputs.workload.engine_facts.data_parallel.hides_in_chunks):
         return of_layer
     of_others = exposed_s(compute_s * np.minimum(layouts.num_microbatches, layouts.pp), collective_s, pair)
     return np.asarray(of_layer / layouts.num_model_chunks + of_others * (1 - 1 / layouts.num_model_chunks))

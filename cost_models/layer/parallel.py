@@ -119,7 +119,7 @@ def overlapped_s(
     layouts, workload, none = inputs.layouts, inputs.workload, np.zeros(len(inputs.layouts))
     forward, backward, reduced = none, none, none
     timed = [(op.name, time) for op, time in zip(operators, times, strict=True)]
-    if workload.engine_facts.hides_reduction_in_weight_gradient and workload.overlap:
+    if workload.engine_facts.hides_reduction_in_weight_gradient and workload.overlaps:
         one_s = _reduction_s(inputs)
         for name, time in timed:
             if name in ("qkv", "mlp_up", "logits"):
@@ -268,7 +268,7 @@ def transfer_s(
     if stage_links.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
         ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), stage_links) + gathered
         once = np.where(b.num_model_chunks > 1, ring, once)
-    if workload.overlap and workload.engine_facts.data_parallel.hides_in_chunks:
+    if workload.overlaps and workload.engine_facts.data_parallel.hides_in_chunks:
         hidden = np.maximum(once - forward_s / b.num_model_chunks, 0.0)
         once = np.where(b.num_model_chunks > 1, hidden, once)
     return np.asarray(np.where(b.pp > 1, b.num_model_chunks * once, 0.0))

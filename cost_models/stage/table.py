@@ -364,7 +364,7 @@ class CostTable:
         data those of each stage's share, first gather and last reduction included.
         """
         b = self.layouts
-        hidden_s = self.total("busy_s") / b.pp if self.workload.overlap else 0.0
+        hidden_s = self.total("busy_s") / b.pp if self.workload.overlaps else 0.0
         sent_s = np.maximum(share.sent_s - hidden_s, 0.0)
         step_s = (b.num_microbatches + (b.pp - 1) / b.num_model_chunks) * (share.total("busy_s") + sent_s)
         dp_s = np.zeros(len(b))

@@ -124,6 +124,19 @@ def test_a_pass_takes_no_less_than_device_or_host_and_no_more_than_both(device_s
     assert max(device_s, host_s) * (1 - 1e-9) <= total <= (device_s + host_s) * (1 + 1e-9)
 
 
+def test_blocking_launches_add_the_same_host_time_to_every_micro_batch_size() -> None:
+    """So that they cost small micro-batches most; a host that runs ahead hides nearly all of it behind wide layers."""
+    added_s = []
+    for micro_batch_size in (1, 8):
+        layout = Layout(tp=8, sequence_parallel=False, recompute="full", micro_batch_size=micro_batch_size)
+        ahead, blocked = (
+            cost_of(layout, megatron(engine="deepspeed", blocking_launches=is_blocking)).busy_s[0]
+            for is_blocking in (False, True)
+        )
+        added_s.append(float(blocked - ahead))
+    assert 2e-3 < added_s[0] < added_s[1] < 1.2 * added_s[0]
+
+
 @pytest.mark.parametrize("engine", ["megatron", "deepspeed"])
 @pytest.mark.parametrize("attention", ["math", "flash"])
 def test_bounds_hold_for_engines_with_a_slow_host(engine: str, attention: str) -> None:

@@ -175,6 +175,20 @@ def test_kernels_follow_the_framework_and_what_the_row_states(changes, fusion, g
     assert (workload.fusion, workload.flash_generation, workload.dropout) == (fusion, generation, dropout)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_blocking"),
+    [
+        ({"framework": "Any engine"}, False),
+        ({"framework": "Any engine", "notes": "ran with CUDA_LAUNCH_BLOCKING=1"}, True),
+        ({"framework": "Megatron-DeepSpeed (BigScience)"}, True),
+        ({"framework": "Megatron-DeepSpeed (BigScience)", "notes": "async=yes (CUDA_LAUNCH_BLOCKING 0)"}, False),
+    ],
+)
+def test_launches_block_where_the_row_or_the_framework_says_so(changes, is_blocking) -> None:
+    workload = inputs_of(**changes).workload
+    assert (workload.blocking_launches, workload.overlaps) == (is_blocking, not is_blocking)
+
+
 def test_layout_text_round_trips_what_is_predicted_only() -> None:
     layout = Layout.parse("dp_shard=8,offload=optimizer,offload_fraction=0.5,recompute=full,recompute_fraction=0.25")
     assert (layout.offload_fraction, layout.recompute_fraction) == (0.5, 0.25)
