@@ -53,7 +53,7 @@ class ClusterOptions(ProfileOptions):
     )  # fmt: skip
 
     headroom: str = option(
-        "0%", "memory of each device to leave free, beyond the 2.5 GiB that are reserved anyway.", metavar="PERCENT"
+        "0%", "memory of each device to leave free, beyond what context and collectives take.", metavar="PERCENT"
     )
 
     @property

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..schema.catalogue import find_device
 from ..schema.cluster import (
-    DEFAULT_RESERVED_BYTES,
     ClusterSpec,
     CollectiveLatency,
     Device,
@@ -17,6 +16,7 @@ from ..schema.cluster import (
     LinkEfficiency,
     LinkLevel,
     NodeGroup,
+    default_reserved_bytes,
 )
 from ..schema.errors import ConfigError, ProfileError
 from ..schema.profile import CollectivePoint, Profile
@@ -167,11 +167,12 @@ def cluster_from_profile(profile: Profile) -> ClusterSpec:
     )
     link = unused_link(backend, bandwidth) if ranks == 1 else fit_link(profile.collectives, backend, source)
     host_memory = machine.host_memory_bytes if on_gpu else None
+    levels = (LinkLevel(link=link, domain_size=ranks),)
     return ClusterSpec(
         name="local",
         groups=(NodeGroup(device=device, num_nodes=1, devices_per_node=ranks, host_memory_bytes=host_memory),),
-        levels=(LinkLevel(link=link, domain_size=ranks),),
-        reserved_bytes=DEFAULT_RESERVED_BYTES if on_gpu else CPU_RESERVED_BYTES,
+        levels=levels,
+        reserved_bytes=default_reserved_bytes(levels) if on_gpu else CPU_RESERVED_BYTES,
         profile=profile,
     )
 

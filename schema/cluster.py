@@ -15,17 +15,14 @@ from .catalogue import find_device
 from .cluster_files import MAX_DEVICES, device_fields, link_fields, read_cluster
 from .errors import ConfigError
 from .profile import Calibration, CollectivePoint, Profile
-from .units import GIB
+from .units import GIB, MIB
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 Vendor = Literal["nvidia", "amd", "cpu", "google", "intel", "aws", "other"]
 
-DEFAULT_RESERVED_BYTES = int(2.5 * GIB)
-"""Memory of an accelerator that a plan may not use: CUDA context, NCCL channels, cuBLAS workspace and allocator fragmentation.
-
-Sources: context and NCCL buffers take 1-2 GiB of nvidia-smi memory on A100/H100; reserved/allocated was 1.03-1.09 on 43
-measured B200 runs (SimuMax, Apache-2.0).
-"""
+_CONTEXT_BYTES, _CHANNEL_BYTES, _CHANNEL_BYTES_PER_S, _CHANNELS = GIB // 2, 85 * MIB, 12.5e9, (2, 24)
+"""A context is 0.4 to 0.6 GiB on A100 and H100. NCCL: NCCL_BUFFSIZE is 4 MiB, about 10 with the other protocols, for each of two
+neighbours in four communicators; 24 channels on A100's 300 GB/s, 2 over PCIe (its documentation and log)."""
 
 MIN_BANDWIDTH = 1e3
 """Bytes/s; no link is slower, and a smaller number is a wrong unit or a pair of nodes that do not reach each other."""
@@ -187,6 +184,13 @@ class LinkLevel(Frozen):
     domain_size: Count
 
 
+def default_reserved_bytes(levels: Sequence[LinkLevel]) -> int:
+    """Return the memory of an accelerator that a plan may not use: its context, and the buffers of collectives."""
+    fastest = levels[0].link.bandwidth_bytes_per_s if levels and levels[-1].domain_size > 1 else 0.0
+    channels = min(max(fastest / _CHANNEL_BYTES_PER_S, _CHANNELS[0]), _CHANNELS[1]) if fastest else 0
+    return _CONTEXT_BYTES + int(channels * _CHANNEL_BYTES)
+
+
 def require_nesting(levels: tuple[LinkLevel, ...], num_devices: int, owner: str) -> None:
     """Require that domains consist of complete inner domains, and that the outermost one is all devices of the owner.
 
@@ -247,7 +251,7 @@ class ClusterSpec(Frozen):
 
     Attributes:
         levels: link levels, innermost first; the last one joins every device.
-        reserved_bytes: memory of each device that a plan may not use.
+        reserved_bytes: memory of each device that a plan may not use; unset: context and buffers of collectives.
         bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one: what one device of a node gets to its
             counterpart on another while the other devices of the node send as well. The diagonal is not read.
         profile: the measurements this spec was made from, where there are any.
@@ -257,7 +261,7 @@ class ClusterSpec(Frozen):
     name: str = Field(min_length=1)
     groups: tuple[NodeGroup, ...] = Field(min_length=1)
     levels: tuple[LinkLevel, ...] = Field(min_length=1)
-    reserved_bytes: NonNegativeInt = DEFAULT_RESERVED_BYTES
+    reserved_bytes: NonNegativeInt = Field(default_factory=lambda data: default_reserved_bytes(data.get("levels", ())))
     bandwidth_matrix: tuple[tuple[NonNegativeFloat, ...], ...] | None = None
     profile: Profile | None = None
     calibration: Calibration = Calibration()

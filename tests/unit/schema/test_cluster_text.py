@@ -13,6 +13,7 @@ from meshwright.schema import ClusterSpec, ConfigError
 from meshwright.schema import cluster_files as module
 from meshwright.schema.catalogue import device_entries, link_entries
 from meshwright.schema.cluster_files import DEFAULT_EFFICIENCY
+from meshwright.schema.units import GIB
 
 LAB = """
 name = "lab"
@@ -334,3 +335,12 @@ def test_any_file_is_a_cluster_or_a_config_error(tmp_path, lines, start):
     except ConfigError:
         return
     assert cluster.levels[-1].domain_size == cluster.num_devices
+
+
+def test_reserved_memory_follows_the_channels_of_the_innermost_link() -> None:
+    alone, over_pcie, over_nvlink = (
+        ClusterSpec.parse(text).reserved_bytes / GIB for text in ("1xL4-24GB", "8xL4-24GB", "8xH100-SXM-80GB")
+    )
+    assert alone == 0.5
+    assert alone < over_pcie < 0.8
+    assert 2.4 < over_nvlink < 2.6
