@@ -144,6 +144,7 @@ class EngineFacts:
         keeps_parameters_closer: under zero 3 parameters may stay within fewer ranks than gradients and optimizer states.
         update_copy_bytes: read and written for one parameter in the update besides the optimizer's own: copies in the compute
             dtype, cleared gradients.
+        clip_bytes: the same to clip fp32 gradients: read for the norm, read and written for the scale.
         sums_gradients: who adds up the gradients of micro-batches: the products themselves, or a pass in the compute dtype or fp32;
             "shards": fully_shard, in what it reduces.
         is_eager_like_megatron: it runs Megatron's layers and pipeline, or something as eager.
@@ -186,6 +187,7 @@ class EngineFacts:
     data_parallel: DataParallelFacts
     memory: MemoryFacts | None = None
     update_copy_bytes: float
+    clip_bytes: float = 12.0
     sums_gradients: Literal["products", "compute", "fp32", "shards"] = "compute"
     is_eager_like_megatron: bool = False
     sends_tokens_once_per_node: bool = False
@@ -307,7 +309,11 @@ _RECORDS = (
             bucket_bytes=2 * 5e8 * 4,
             live_elements=1e9,
         ),
-        update_copy_bytes=24.0,  # as megatron; gradients cast to fp32, checked for overflow and unscaled
+        # step_fused_adam: gradients are flattened and their norm taken in the compute dtype; Adam reads them so, scales and clips
+        # them and writes the parameters twice. Megatron-DeepSpeed in fp16 on A100, by what a step takes
+        # besides its micro-batches: 33 bytes a parameter in all, with 0.1 to 0.5 B parameters a rank alike.
+        update_copy_bytes=6.0,
+        clip_bytes=0.0,
         is_eager_like_megatron=True,
         offloads_compute_gradients=True,
         # stage3.py: partition_grads copies during the backward pass; unscale_and_clip_grads scales in place (8 bytes), and the

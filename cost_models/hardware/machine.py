@@ -333,16 +333,13 @@ def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArr
 _STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
 """Fused update: read parameter, gradient and states, write parameter and states, fp32."""
 
-_CLIP_BYTES = 12.0
-"""Gradient clipping: read for the norm; read and write for the scale."""
-
 _UNSHARED_LINK_BYTES_PER_S = 4.5e11
 """One direction of a processor that one device has to itself (GH200); half of it where two devices share one (GB200)."""
 
 
 def update_bytes_per_param(workload: Workload) -> float:
     """Return the bytes read and written for one parameter by the optimizer step, all passes of the engine."""
-    masters = (_STEP_BYTES[workload.optimizer] + _CLIP_BYTES) * workload.master_bytes / 4
+    masters = (_STEP_BYTES[workload.optimizer] + workload.engine_facts.clip_bytes) * workload.master_bytes / 4
     return masters + (0.0 if workload.precision == "bf16" else workload.engine_facts.update_copy_bytes)
 
 

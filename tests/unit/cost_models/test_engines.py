@@ -65,6 +65,11 @@ def test_the_optimizer_makes_at_least_the_passes_of_a_fused_update() -> None:
         assert update_bytes_per_param(workload) >= 7 * 4
 
 
+def test_deepspeed_scales_and_casts_within_adam() -> None:
+    """Flattened fp16 gradients (4 bytes) and their norm (2) come before 28 bytes of Adam."""
+    assert update_bytes_per_param(Workload(seq_len=1, global_batch_size=1, engine="deepspeed")) == 34
+
+
 def test_keeping_every_second_product_repeats_the_others() -> None:
     """k, out and up of q, k, v, out, gate, up, down: (1024 + 4096 + 14336) of (6144 + 4096 + 3 * 14336) columns of 4096."""
     spec = ModelSpec.named("llama-3.1-8b")
