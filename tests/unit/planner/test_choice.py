@@ -57,6 +57,12 @@ def test_seven_percent_do_not_buy_four_context_ranks() -> None:
     assert plainest(layouts, np.array([1.0, 1.05]), no, probability=0.667) == 0
 
 
+def test_within_the_same_axes_the_fastest_is_taken_and_the_simplest_of_what_is_alike() -> None:
+    layouts, no = table(*(Layout(pp=pp, dp_shard=8, zero_stage=1) for pp in (2, 4))), np.zeros(2, dtype=bool)
+    assert plainest(layouts, np.array([1.01, 1.0]), no, probability=0.667) == 1
+    assert plainest(layouts, np.array([1.0005, 1.0]), no, probability=0.667) == 0
+
+
 def test_headroom_decides_between_layouts_of_as_many_axes_only() -> None:
     with_recompute = PLAIN.replace(recompute="full")
     layouts, seconds = table(PLAIN, with_recompute, OTHER), np.array([1.0, 1.01, 1.0])
