@@ -89,6 +89,8 @@ def _switches(plan: TrainingPlan) -> Settings:
         settings["cuda_graph_impl"] = "local"
     if layout.cuda_graphs:
         settings["te_rng_tracker"] = True
+    if layout.ep_overlap:
+        settings |= {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
     if num_layers := num_offloaded_layers(plan):
         settings["cpu_offloading_num_layers"] = num_layers
     return settings
@@ -204,6 +206,7 @@ def layout_from_settings(
         "tp_overlap": bool(settings.get("tp_comm_overlap")) and bool(settings.get("sequence_parallel")),
         "gradients": "compute" if settings.get("grad_reduce_in_bf16") else "fp32",
         "cuda_graphs": bool(graphs) and graphs != "none",
+        "ep_overlap": ep > 1 and bool(settings.get("overlap_moe_expert_parallel_comm")),
     }  # fmt: skip
     if (moved := number("cpu_offloading_num_layers", 0) if settings.get("cpu_offloading_num_layers") else 0) and model:
         fields["offload_activations"] = moved / model.num_blocks

@@ -62,7 +62,7 @@ def complexity(table: LayoutTable) -> IntArray:
         table.etp,
         table.num_model_chunks,
         table.zero_stage,
-        np.asarray(table.tp_overlap) + np.asarray(table.cuda_graphs),
+        np.asarray(table.tp_overlap) + np.asarray(table.cuda_graphs) + np.asarray(table.ep_overlap),
         (table.tp > 1) & (np.asarray(table.sequence_parallel) == 0),
         table.micro_batch_size,
     )

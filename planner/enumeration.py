@@ -41,7 +41,7 @@ SAME_SECONDS_FRACTION = 0.01
 ENUMERATED = frozenset((
     "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "tp_overlap",
     "cuda_graphs", "dp_shard", "dp_replicate", "gradients", "zero_stage", "gradient_shard", "optimizer_shard", "schedule",
-    "recompute",
+    "recompute", "ep_overlap",
 ))  # fmt: skip
 """Fields with a step of their own in the enumeration. Of the others those with options are tried with each (`LayoutField.options`),
 and the rest has one value in the entire space: the fixed one, or the default."""
@@ -192,7 +192,7 @@ class Enumeration:
             c = self._cross(c, name, (Layout.model_fields[name].default, *LAYOUT_FIELDS[name].options), _all_rows)
         c = admitted(c | {"num_microbatches": batch_size // (c["dp"] * c["micro_batch_size"])})
         c = self._with_sequence_parallelism(c, costed=costed)
-        for name in ("tp_overlap", "cuda_graphs"):
+        for name in ("tp_overlap", "cuda_graphs", "ep_overlap"):
             c = self._with_switch(admitted(c), name, costed=costed)
         return admitted(c)
 
@@ -353,7 +353,7 @@ class Enumeration:
         fixed = self.request.fixed
         is_plain = by_schedule("bound")[c["schedule"]] == "whole_backward"
         is_mixed = (not self.request.cluster.parts) & is_plain & (c["num_model_chunks"] == 1)
-        is_mixed &= (fixed.get("vocabulary", "ends") == "ends") & (c["cuda_graphs"] == 0)
+        is_mixed &= (fixed.get("vocabulary", "ends") == "ends") & (c["cuda_graphs"] + c["ep_overlap"] == 0)
         if "recompute" in fixed:
             c = cross(c, "recompute", [LAYOUT_RECOMPUTES.index(fixed["recompute"])])
             if fixed["recompute"] == "mixed":
@@ -367,7 +367,7 @@ class Enumeration:
             is_mixed &= ("recompute_fraction" not in fixed) & (MIXED in choices)
             takes_mixed = np.repeat(is_mixed, len(choices))
             c = cross(c, "recompute", choices, lambda c: (c["recompute"] == MIXED) == takes_mixed)
-        c = select(c, (c["cuda_graphs"] == 0) | (c["recompute"] <= RECOMPUTES.index("selective")))
+        c = select(c, (c["cuda_graphs"] + c["ep_overlap"] == 0) | (c["recompute"] <= RECOMPUTES.index("selective")))
         if self._is_of_torch:  # as the rule split_backward_keeps_activations, which saw what is asked for only
             c = select(c, ~by_schedule("splits_backward")[c["schedule"]] | (c["recompute"] == 0))
         return c

@@ -255,7 +255,7 @@ _RECORDS = (
             "bf16-mixed", "fp16-mixed", "fp8", "fp32", reason="Megatron keeps fp32 master parameters", also=of_megatron
         ),
         zero_stages=(0, 1),
-        switches=("gradients", "tp_overlap", "cuda_graphs"),
+        switches=("gradients", "tp_overlap", "cuda_graphs", "ep_overlap"),
         plans_whole_sequence=False,
         # Transformer Engine's norms; apply_rope_fusion, bias_swiglu_fusion, bias_gelu_fusion, fused cross entropy, as its recipes
         # set them; the gradients of q, k and v are concatenated. Loss: maximum of the fp32 copy, exponentials, sum and quotient

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .layout import SWITCHES
-from .layout_rules import FSDP2_RULES, VOCABULARY_AT_ENDS, Rule, lacks
+from .layout_rules import FSDP2_RULES, GRAPHS_BEFORE_EXPERTS, VOCABULARY_AT_ENDS, Rule, lacks
 from .layout_table import MIXED, OFFLOADS, RECOMPUTES
 from .schedules import SCHEDULES
 
@@ -80,6 +80,7 @@ one checkpointing policy for all blocks (activation_checkpoint) and one mesh of 
 
 ACCELERATE_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
+    GRAPHS_BEFORE_EXPERTS,
     *lacks("accelerate", *SWITCHES),
     _OF_FSDP2["tp_in_scaleup_domain"],
     _only("no_pipeline", "the configuration has no pipeline", pp=1),
@@ -104,6 +105,7 @@ GradientAccumulationPlugin(sync_each_batch=True); otherwise Accelerator.no_sync 
 
 MEGATRON_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
+    GRAPHS_BEFORE_EXPERTS,
     Rule("megatron_zero_stage", "zero_stage", lambda t, p: t.zero_stage <= 1,
         "zero_stage {t.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"),
     MEGATRON_EXCHANGE,
@@ -118,6 +120,17 @@ MEGATRON_RULES: tuple[Rule, ...] = (
         lambda t, p: np.equal(t.cuda_graphs, 0) | (t.recompute <= RECOMPUTES.index("selective")),
         "cuda_graphs with full recompute of blocks: Megatron captures a layer as it runs forward and backward "
         "(transformer_config.py)"),
+    Rule("megatron_ep_overlap_exchanges", "ep ep_overlap", lambda t, p: np.equal(t.ep_overlap, 0) | (t.ep > 1),
+        "ep_overlap with ep {t.ep}: no tokens travel that another micro-batch could hide"),
+    Rule("megatron_ep_overlap_chunks", "pp num_model_chunks ep_overlap",
+        lambda t, p: np.equal(t.ep_overlap, 0) | (t.pp == 1) | (t.num_model_chunks > 1),
+        "ep_overlap with pp {t.pp} and one model chunk: under a pipeline --overlap-moe-expert-parallel-comm needs virtual stages"),
+    Rule("megatron_ep_overlap_micro_batches", "dp micro_batch_size ep_overlap",
+        lambda t, p: np.equal(t.ep_overlap, 0) | (p.num_microbatches(t) > 1),
+        "ep_overlap with one micro-batch: there is no other one whose passes could run beside"),
+    Rule("megatron_ep_overlap_recompute", "ep_overlap recompute",
+        lambda t, p: np.equal(t.ep_overlap, 0) | (t.recompute <= RECOMPUTES.index("selective")),
+        "ep_overlap with full recompute of blocks: --overlap-moe-expert-parallel-comm takes none (transformer_config.py)"),
     Rule("megatron_offload_activations", "offload_activations pp recompute cuda_graphs",
         lambda t, p: (t.offload_activations == 0) | ((t.pp == 1) & ~t.recomputes & np.equal(t.cuda_graphs, 0)),
         "offload_activations with pp {t.pp}, recompute or cuda_graphs: Megatron's --cpu-offloading takes none of them"),
@@ -138,7 +151,8 @@ cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_paral
 
 DEEPSPEED_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
-    *lacks("deepspeed", "tp_overlap", "cuda_graphs"),
+    GRAPHS_BEFORE_EXPERTS,
+    *lacks("deepspeed", "tp_overlap", "cuda_graphs", "ep_overlap"),
     Rule("deepspeed_zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
         "zero_stage {t.zero_stage} with pp {t.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only"),
     Rule("deepspeed_axes", "ep etp num_model_chunks",

@@ -227,7 +227,12 @@ class Layout(Frozen, Degrees):
             of the products.
         tp_overlap: tensor-parallel communication runs chunk by chunk along with the products that need or make it (Transformer
             Engine's userbuffers).
-        cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators.
+        cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators; of a layer with experts it
+            holds what comes before the tokens are sent.
+        expert_graphs: graphs hold the experts too: counts of tokens stay on the device, whose buffers have a fixed size, and the
+            host replays one graph a step.
+        ep_overlap: tokens travel to experts and back while another micro-batch computes: the forward pass of one along with the
+            backward pass of the other, layer by layer.
         schedule: order of the passes (schema/schedules.py); 1f1b and zb-h1 with chunks are their interleaved forms; synthesised is
             the order that the plan brings along.
     """
@@ -267,6 +272,8 @@ class Layout(Frozen, Degrees):
     gradients: Annotated[Gradients, LayoutField(("data",), position=3)] = "fp32"
     tp_overlap: Annotated[bool, LayoutField(("layer",), position=3)] = False
     cuda_graphs: Annotated[bool, LayoutField(("layer",), position=3)] = False
+    expert_graphs: Annotated[bool, LayoutField(("expert_layer",), position=3)] = False
+    ep_overlap: Annotated[bool, LayoutField(("expert_layer",), position=3)] = False
     offload: Annotated[Offload, LayoutField(("layer", "data"), position=3, text=_offload_text)] = "none"
     offload_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=lambda _: "")] = 1.0
     offload_activations: Annotated[float, Field(ge=0, le=1), LayoutField(("layer",), position=3)] = 0.0
@@ -331,7 +338,7 @@ LAYOUT_FIELDS: dict[str, LayoutField] = {
 }
 """The table of fields."""
 
-SWITCHES = ("gradients", "tp_overlap", "cuda_graphs")
+SWITCHES = ("gradients", "tp_overlap", "cuda_graphs", "ep_overlap")
 """Fields that change what an engine does within given degrees, off by default; which engine has which: `layout_rules`."""
 
 

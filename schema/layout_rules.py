@@ -262,12 +262,16 @@ def lacks(engine: str, *names: str) -> tuple[Rule, ...]:
     return tuple(rule(name) for name in names)
 
 
+GRAPHS_BEFORE_EXPERTS = Rule("graphs_before_experts", "expert_graphs", lambda t, p: np.equal(t.expert_graphs, 0),
+    "expert_graphs=true: plans are written without the fused MXFP8 products whose sizes stay on the device; it is predicted only")
+
 VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.logical_not(t.splits_vocabulary),
     "vocabulary=split: the engine's schedules have no passes between which all stages exchange a micro-batch's sums; it is "
     "predicted only")
 
 FSDP2_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
+    GRAPHS_BEFORE_EXPERTS,
     *lacks("fsdp2", *SWITCHES),
     Rule("zeroth_order", "pp recompute offload offload_activations",
         lambda t, p: p.has_backward | ((t.pp == 1) & ~t.recomputes & ~t.offloads),

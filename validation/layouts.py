@@ -372,11 +372,29 @@ def with_switches(
     """Return the layout with how its engine communicates and dispatches, as the row or the engine's recipes say."""
     # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only.
     gradients = "compute" if workload.precision == "fp16-mixed" else defaults.value("gradients")
+    run = _run_of_recipe(row, layout)
+    has_graphs = has_graphs and _switch("graphs", row, defaults.value("cuda_graphs", run))
+    can_overlap = layout.ep > 1 and (layout.pp == 1 or layout.num_model_chunks > 1) and layout.recompute != "full"
     return layout.replace(
         gradients=stated("gradients", row.precision) or gradients,
         tp_overlap=layout.sequence_parallel and defaults.value("tp_overlap"),
-        cuda_graphs=has_graphs and defaults.value("cuda_graphs"),
+        cuda_graphs=has_graphs,
+        expert_graphs=has_graphs and bool(row.experts) and defaults.value("expert_graphs", run),
+        ep_overlap=can_overlap and _switch("exchange overlap", row, defaults.value("ep_overlap", run)),
     )
+
+
+def _run_of_recipe(row: RunRow, layout: Layout) -> str:
+    """Return what recipes of one framework differ by: device, experts, precision, stages of a rank, release."""
+    kind = "experts" if row.experts else "dense"
+    stages = f"{layout.pp}x{layout.num_model_chunks}"
+    return f": {row.gpu_type}, {kind}, {row.precision}, stages {stages}, release {stated('release', row.notes) or 'unknown'}"
+
+
+def _switch(choice: str, row: RunRow, default: bool) -> bool:
+    """Return whether the notes of a row say that a switch was on or off, else the framework's default."""
+    said = stated(choice, row.notes)
+    return default if not said else said == "on"
 
 
 def base_precision(row: RunRow) -> str | None:

@@ -292,6 +292,7 @@ class HostCosts(NamedTuple):
         operator_s, collective_s: dispatch of one operator, and of one tensor-parallel collective.
         fsdp_unit_s: one fully sharded layer, forward plus backward.
         routing_s: what a mixture of experts adds to a block, forward plus backward: routing, permutation, counts read back.
+        graphed_routing_s: the same where a graph replays the router and what prepares the exchange.
         overlap_norm: p of (device^p + host^p)^(1/p), the seconds of a pass.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
         pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
@@ -302,6 +303,7 @@ class HostCosts(NamedTuple):
     collective_s: float
     fsdp_unit_s: float
     routing_s: float
+    graphed_routing_s: float
     overlap_norm: float
     adds: bool
     pipelined_collective_s: float

@@ -57,7 +57,7 @@ class LayerCost:
         recompute_s: forward work repeated in the backward pass.
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
         cp_forward_s, cp_backward_s: exposed communication of context parallelism.
-        ep_forward_s, ep_backward_s: communication of tokens with their experts.
+        ep_forward_s, ep_backward_s: exposed communication of tokens with experts; ep_hidden_s: what a micro-batch beside hides.
         gather_s, regather_s, reduce_s, levels_s: collectives over data (`DataParallelTime`).
         num_params: parameters of this rank's tensor-parallel share and of the experts it holds.
         frozen_bytes: of parameters that are not trained, as they are stored.
@@ -77,6 +77,7 @@ class LayerCost:
     cp_backward_s: FloatArray
     ep_forward_s: FloatArray
     ep_backward_s: FloatArray
+    ep_hidden_s: FloatArray
     gather_s: FloatArray
     regather_s: FloatArray
     reduce_s: FloatArray
@@ -143,7 +144,7 @@ class LayerPasses(NamedTuple):
 
     Attributes:
         operators, times: what runs, and its isolated seconds with what context parallelism adds.
-        tp_s, cp_s, ep_s: exposed communication, forward and backward.
+        tp_s, cp_s, ep_s: exposed communication, forward and backward; ep_hidden_s: what another micro-batch hides of the last.
         forward_s, backward_s, recompute_s: operators with the host's dispatch, no communication.
     """
 
@@ -152,6 +153,7 @@ class LayerPasses(NamedTuple):
     tp_s: tuple[FloatArray, FloatArray]
     cp_s: tuple[FloatArray, FloatArray]
     ep_s: tuple[FloatArray, FloatArray]
+    ep_hidden_s: FloatArray
     forward_s: FloatArray
     backward_s: FloatArray
     recompute_s: FloatArray
@@ -169,20 +171,20 @@ def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
     tp_s = tensor_parallel_s(layer, inputs)
     overlapped = overlapped_s(operators, times, inputs)
     tp_s = (np.maximum(tp_s[0] - overlapped[0], 0.0), np.maximum(tp_s[1] - overlapped[1], 0.0))
-    ep_s = expert_parallel_s(layer, inputs)
+    ep_s, hidden_s = expert_parallel_s(layer, operators, times, inputs)
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
-    return LayerPasses(operators, times, tp_s, cp_s, ep_s, *passes_s(layer, operators, times, comm_s, inputs))
+    return LayerPasses(operators, times, tp_s, cp_s, ep_s, hidden_s, *passes_s(layer, operators, times, comm_s, inputs))
 
 
 def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
     hidden_dim, layouts, workload = inputs.hidden_dim, inputs.layouts, inputs.workload
     none = np.zeros(len(layouts))
-    _, times, tp_s, cp_s, ep_s, forward, backward, recompute = layer_passes(layer, inputs)
+    _, times, tp_s, cp_s, ep_s, ep_hidden_s, forward, backward, recompute = layer_passes(layer, inputs)
     # Gradients of weights as a part of the backward pass; what the host adds counts to both parts alike.
     deferrable, isolated_backward = _total(times, "weight_s", layouts), _total(times, "backward_s", layouts)
     weight_share = np.divide(deferrable, isolated_backward, out=none.copy(), where=isolated_backward > 0)
     saved, working = activation_bytes(layer, inputs)
-    # What leaves for the host during the forward pass and comes back during the backward one hides behind them.
+    # What leaves for the host during a forward pass hides behind it.
     moved_s = layouts.offload_activations * saved / host_link_bytes_per_s(layouts.offload_to_storage, inputs.scenario)
     num_params = tp_params(layer, hidden_dim, layouts)
     num_trained, frozen_bytes = trained_and_frozen(layer, num_params, inputs)
@@ -197,10 +199,8 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         cp_backward_s=cp_s[1],
         ep_forward_s=ep_s[0],
         ep_backward_s=ep_s[1],
-        gather_s=none,
-        regather_s=none,
-        reduce_s=none,
-        levels_s=none,
+        ep_hidden_s=ep_hidden_s,
+        **dict.fromkeys(("gather_s", "regather_s", "reduce_s", "levels_s"), none),
         num_params=num_params,
         frozen_bytes=frozen_bytes,
         num_trained=num_trained,
@@ -223,7 +223,7 @@ def _forward_only(cost: LayerCost, workload: Workload) -> LayerCost:
 def with_minimum(cost: LayerCost, num_options: int) -> LayerCost:
     """Return ``num_options`` times as many cases, [options x cases], followed by the minimum of the options field by field."""
     by_option = {field.name: getattr(cost, field.name).reshape(num_options, -1) for field in fields(cost)}
-    return LayerCost(**{name: np.concatenate([*values, np.min(values, axis=0)]) for name, values in by_option.items()})
+    return LayerCost(**{name: np.concatenate([*values, values.min(axis=0)]) for name, values in by_option.items()})
 
 
 def _total(times: list[OperatorTime], name: str, layouts: LayoutTable) -> FloatArray:
@@ -351,7 +351,8 @@ def passes_s(
     host_recompute = repeated * host.operator_s + repeats * collectives * each_s
     if has_block and layouts.cuda_graphs.any():  # collectives and recompute are in the graph
         is_graph = layouts.cuda_graphs == 1
-        in_graph_s = [host.operator_s + seconds for seconds in _outside_graphs_s(layer, operators, times, host)]
+        outside_s, is_out = _outside_graphs_s(layer, operators, times, host), layouts.expert_graphs == 0
+        in_graph_s = [host.operator_s + is_out * seconds for seconds in outside_s]
         host_forward, host_backward = (
             np.where(is_graph, graph_s, eager_s)
             for graph_s, eager_s in zip(in_graph_s, (host_forward, host_backward), strict=True)
@@ -383,21 +384,20 @@ def _outside_graphs_s(
 ) -> tuple[Numbers, Numbers]:
     """Return the host's seconds forward and backward [N] for what no graph holds: routed experts, whose shapes change.
 
-    Megatron's transformer_config.py takes experts into a graph only where their inputs are padded to a capacity.
+    Megatron's transformer_config.py takes experts into the graph of a layer only where their inputs are padded to a capacity.
     """
     if layer.experts is None:
         return 0.0, 0.0
     routed = [time for op, time in zip(operators, times, strict=True) if getattr(op, "routed", False)]
     dispatches = (sum(getattr(time, f"{which}_dispatches") for time in routed) for which in ("forward", "backward"))
-    forward, backward = (host.operator_s * count + host.routing_s / 2 for count in dispatches)
+    forward, backward = (host.operator_s * count + host.graphed_routing_s / 2 for count in dispatches)
     return forward, backward
 
 
 def _between_nodes_s(host: HostCosts, inputs: CostInputs) -> FloatArray:
     """Return what a rank adds to a tensor-parallel collective [N] for traffic between nodes, where the engine is known for it."""
-    layouts, cluster = inputs.layouts, inputs.cluster
-    node = max(group.devices_per_node for group in cluster.groups)
-    over_pipeline = np.where((layouts.pp > 1) & (cluster.num_nodes > 1), host.pipelined_collective_s, 0.0)
+    layouts, node = inputs.layouts, max(group.devices_per_node for group in inputs.cluster.groups)
+    over_pipeline = np.where((layouts.pp > 1) & (inputs.cluster.num_nodes > 1), host.pipelined_collective_s, 0.0)
     return np.asarray(over_pipeline + np.where(layouts.tp > node, host.spanning_collective_s, 0.0))
 
 

@@ -35,7 +35,7 @@ from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.task import LowRank
 from ...schema.units import FloatArray
 from .operators import CostInputs, Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
-from .parallel import expert_params, token_share
+from .parallel import expert_params, stored_share
 
 _TARGETS = {
     "qkv": "qkv", "q": "qkv", "q_down": "qkv", "q_up": "qkv", "kv_down": "qkv", "kv_up": "qkv", "attention_out": "out",
@@ -214,7 +214,7 @@ def _elements_under_recompute(
 def _saved_bytes(saved: SavedElements, inputs: CostInputs) -> FloatArray:
     layouts, workload = inputs.layouts, inputs.workload
     along_sequence = np.where(layouts.sequence_parallel == 1, layouts.tp, 1)
-    unsharded = saved.unsharded + saved.routed * token_share(layouts, workload)
+    unsharded = saved.unsharded + saved.routed * stored_share(layouts, workload)
     elements = unsharded + saved.tp / layouts.tp + saved.tokens / along_sequence
     fp32 = saved.tp_fp32 / layouts.tp + saved.fp32 / along_sequence
     return np.asarray(inputs.tokens * (workload.compute_bytes * elements + 4 * fp32), dtype=np.float64)

@@ -43,7 +43,7 @@ from ...schema.layers import Embedding, Head, MoE
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.recurrences import Recurrence
 from ...schema.units import Array, FloatArray, IntArray
-from ..hardware.collectives import Hops, collective_s, p2p_s
+from ..hardware.collectives import Hops, collective_s, exposed_s, p2p_s, slowdown_law
 from ..hardware.compute import OperatorTime
 from ..hardware.machine import device_rates
 from .operators import CostInputs, FusedAttention, Layer, Operator
@@ -287,6 +287,16 @@ def token_share(layouts: LayoutTable, workload: Workload) -> FloatArray:
     return np.asarray(expert_imbalance(layouts, workload) * layouts.expert_tp / layouts.tp)
 
 
+STASH_RATIO = 1.2
+"""Buffers in which graphs keep the rows of experts over those of an even router: moe_paged_stash_buffer_size_factor_cuda of
+Megatron Bridge's recipes with cuda_graph_impl full_iteration."""
+
+
+def stored_share(layouts: LayoutTable, workload: Workload) -> FloatArray:
+    """Return the routed rows for which a rank keeps tensors, as in `token_share` [N]."""
+    return np.asarray(token_share(layouts, workload) * np.where(layouts.expert_graphs == 1, STASH_RATIO, 1.0))
+
+
 def expert_imbalance(layouts: LayoutTable, workload: Workload) -> FloatArray:
     """Return the rows of the rank with most over the average [N]; 1 without measured loads, or with all experts on every rank."""
     ratio = np.ones(len(layouts))
@@ -324,10 +334,43 @@ def dispatch_s(layer: Layer, inputs: CostInputs) -> FloatArray:
     return np.asarray(np.where(layouts.experts_follow_tp, 0.0, exchanges_s + gather + scatter))
 
 
-def expert_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of tokens to experts and back, forward and backward [N]; recomputing entire blocks sends them again."""
-    once = dispatch_s(layer, inputs)
-    return once, once * np.where(inputs.layouts.recompute == RECOMPUTES.index("full"), 2, 1)
+def expert_parallel_s(
+    layer: Layer, operators: tuple[Operator, ...], times: list[OperatorTime], inputs: CostInputs
+) -> tuple[tuple[FloatArray, FloatArray], FloatArray]:
+    """Return the exposed seconds of tokens to experts and back, forward and backward [N], and those another micro-batch hides [N].
+
+    Recomputing entire blocks sends them again. With ``ep_overlap`` a layer's forward pass on one micro-batch runs along with the
+    backward pass of another, and communication of one beside compute of the other:
+
+        communication   combine, backward    dispatch, forward and backward    combine, forward
+        compute         before experts, forward     experts, both passes      before experts, backward
+
+    Each hides as far as its compute is long enough and is not slowed down itself, times the share that runs of it show.
+    Source: Megatron-LM, TransformerLayerSchedulePlan.run (model_chunk_schedule_plan.py).
+    """
+    once, layouts = dispatch_s(layer, inputs), inputs.layouts
+    both = (once, once * np.where(layouts.recompute == RECOMPUTES.index("full"), 2, 1))
+    if layer.experts is None or not layouts.ep_overlap.any():
+        return both, np.zeros(len(layouts))
+    compute_s = {
+        (routed, which): np.zeros(len(layouts)) for routed in (False, True) for which in ("forward_s", "backward_s")
+    }
+    for op, time in zip(operators, times, strict=True):
+        for which in ("forward_s", "backward_s"):
+            key = (bool(getattr(op, "routed", False)), which)
+            compute_s[key] = compute_s[key] + getattr(time, which)
+    sent = layer.experts.top_k * inputs.tokens / layouts.tp * inputs.hidden_dim * float(inputs.workload.compute_bytes)
+    rate = 2 * np.divide(sent, once, out=np.zeros(len(layouts)), where=once > 0)
+    law = slowdown_law(rate / inputs.cluster.weakest_device.memory_bandwidth_bytes_per_s, inputs.scenario.coefficients)
+    pairs = (
+        (compute_s[False, "forward_s"], once / 2),
+        (compute_s[True, "forward_s"] + compute_s[True, "backward_s"], once),
+        (compute_s[False, "backward_s"], once / 2),
+    )
+    hidden = sum(sent_s - np.minimum(exposed_s(busy_s, sent_s, law), sent_s) for busy_s, sent_s in pairs)
+    share = float(inputs.scenario.coefficients["overlap"]["exchange"])
+    hidden = np.where(layouts.ep_overlap == 1, share * hidden, 0.0)
+    return (both[0] - hidden / 2, both[1] - hidden / 2), hidden
 
 
 def _exchange_s(token_bytes: FloatArray, moe: MoE, inputs: CostInputs) -> FloatArray:

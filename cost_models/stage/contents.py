@@ -61,10 +61,13 @@ def pipeline_shape(costs: CostTable, idx: int) -> PipelineShape:
 
 
 def more_in_flight(costs: CostTable, in_flight: Any, idx: int | slice = slice(None)) -> Any:
-    """Return the micro-batches in flight with one more where the barrier of a split vocabulary holds it."""
+    """Return the micro-batches in flight with one more where the barrier of a split vocabulary holds it, and one more of a chunk
+    where the exchange of tokens runs beside another micro-batch (Megatron-LM, get_pp_rank_microbatches).
+    """
     b = costs.layouts
-    more = np.minimum(b.num_microbatches[idx], in_flight + MORE_IN_FLIGHT)
-    return np.where(b.vocabulary[idx] == 1, more, in_flight)
+    barrier = np.where(b.vocabulary[idx] == 1, MORE_IN_FLIGHT, 0.0)
+    more = in_flight + barrier + b.ep_overlap[idx] / b.num_model_chunks[idx]
+    return np.where(more > in_flight, np.minimum(b.num_microbatches[idx], more), in_flight)
 
 
 def shape_of_stages(costs: CostTable, idx: int, stage_idx: IntArray) -> StepShape:
@@ -170,6 +173,7 @@ def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tu
     of_ranks = contents_of_ranks(costs, idx, contents)
     saved = of_ranks.activation_bytes
     flight = np.divide(peak, saved, out=np.zeros_like(peak), where=saved > 0)
+    flight = more_in_flight(costs, flight, idx) if costs.layouts.ep_overlap[idx] else flight
     return of_ranks, stage_memory(of_ranks, shape_of_ranks(costs, idx, flight), costs.scenario)
 
 

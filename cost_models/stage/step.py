@@ -117,6 +117,8 @@ def estimate_step(
         fullest = int(np.argmax([float(of_rank) / cap for of_rank, cap in zip(required, budgets, strict=True)]))
     once_s = (edges_s(costs, idx, pool_of_stage), update_s)
     breakdown_s = _time_breakdown(replace(shape, pp=num_ranks), passes, ranks, transfer_s, once_s)
+    unhidden_s = float(costs.total("ep_hidden_s")[idx])
+    breakdown_s = breakdown_s.replace(dp=max(breakdown_s.dp - unhidden_s, 0.0), ep=breakdown_s.ep + unhidden_s)
     breakdown_s = _with_vocabulary_s(costs, idx, breakdown_s)
     forward_s, backward_s = (np.bincount(ranks, seconds, num_ranks) for seconds in (passes.forward, passes.backward))
     if (share := costs.vocabulary) is not None:
@@ -165,7 +167,7 @@ def transfer_of_stages(costs: CostTable, idx: int, pool_of_stage: IntArray) -> F
 
 
 def edges_s(costs: CostTable, idx: int, pool_of_stage: IntArray | None) -> float:
-    """Return first gather, last reduction and tied copies, on the pool where they take longest."""
+    """Return first gather, last reduction, tied copies and tokens that nothing hides, on the pool where they take longest."""
     pools = (costs,) if pool_of_stage is None else costs.device_pools
     return max(float(pool.dp_edges_s[idx]) for pool in pools)
 

@@ -312,10 +312,14 @@ class CostTable:
 
     @cached_property
     def dp_edges_s(self) -> FloatArray:
-        """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients."""
+        """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients.
+
+        And tokens on their way to experts in the first forward and the last backward pass, which run beside no other micro-batch.
+        """
         first = self.by_kind[self.kind_of_layer[0]]
         exposed = self._exposed_s(self.kinds[self.kind_of_layer[0]], first)
         edges = np.maximum(self._overlap * self._num_passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
+        edges = edges + self.total("ep_hidden_s")
         if not self.model.tie_embeddings or self.workload.adapters is not None:  # frozen copies have no gradients
             return np.asarray(edges)
         b = self.layouts

@@ -72,6 +72,7 @@ def test_megatron_and_back(engine: str, layout: Layout, tmp_path: Path) -> None:
         Layout(tp=2, ep=4, dp_shard=8, zero_stage=1, pp=2),
         Layout(tp=4, ep=1, dp_shard=2, zero_stage=1, pp=2),
         Layout(tp=2, ep=2, etp=2, dp_shard=4, zero_stage=1),
+        Layout(ep=8, dp_shard=8, zero_stage=1, ep_overlap=True, cuda_graphs=True),
     ],
     ids=str,
 )

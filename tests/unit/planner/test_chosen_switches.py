@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from meshwright.engines import export
 from meshwright.planner import plan
 from meshwright.planner.explain.report import explain
 from meshwright.planner.request import PlanRequest
@@ -58,6 +59,19 @@ def test_short_passes_are_planned_as_graphs() -> None:
     assert found.estimate.step_time_s < 0.95 * eager.estimate.step_time_s
 
 
+def test_experts_exchange_beside_another_micro_batch_where_it_is_worth_it() -> None:
+    """Over two nodes: the plan says what it gains, and its overrides and options turn it on."""
+    found = plan_of("qwen3-30b-a3b", "2x8xB200/ib400", 256, seq_len=4096, fixed={"ep": 16, "tp": 1})
+    assert found.layout.ep_overlap
+    forbidden = {"ep": 16, "tp": 1, "ep_overlap": False}
+    without = plan_of("qwen3-30b-a3b", "2x8xB200/ib400", 256, seq_len=4096, fixed=forbidden)
+    assert without.estimate.step_time_s > 1.03 * found.estimate.step_time_s
+    said = [text for text in explain(found, time_limit_s=0.1).notes if text.startswith("without ep_overlap=true")]
+    assert len(said) == 1 and "% longer" in said[0]
+    assert "--overlap-moe-expert-parallel-comm" in export(found, "megatron").files[0][1]
+    assert "overlap_moe_expert_parallel_comm: true" in export(found, "nemo").files[0][1]
+
+
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "mixtral-8x7b"])
 def test_sequences_are_split_with_tp_and_chunks_only_then(model: str) -> None:
     request = PlanRequest(
@@ -80,6 +94,7 @@ def test_other_devices_and_engines_have_none() -> None:
             PlanRequest(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload.replace(engine=engine))
         ).batch
         assert not (batch.tp_overlap.any() or batch.cuda_graphs.any() or batch.gradients.any())
+        assert not batch.ep_overlap.any()
         with pytest.raises(ConfigError, match="can be executed") as error:
             plan(
                 model,

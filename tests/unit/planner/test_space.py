@@ -33,7 +33,10 @@ def test_megatron_space_has_every_axis() -> None:
         assert set(getattr(batch, axis)) >= {1, 2, largest}, axis
     assert set(batch.zero_stage) == {0, 1}
     assert set(batch.recompute) == {0, 1, 2, MIXED}
-    assert np.all((batch.recompute == MIXED) == ((batch.num_model_chunks == 1) & (batch.cuda_graphs == 0)))
+    assert np.all(
+        (batch.recompute == MIXED)
+        == ((batch.num_model_chunks == 1) & (batch.cuda_graphs == 0) & (batch.ep_overlap == 0))
+    )
 
 
 @pytest.mark.parametrize("engine", PLANNED_ENGINES)

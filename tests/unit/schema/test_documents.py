@@ -156,6 +156,25 @@ def test_switches_of_megatron(layout: Layout, is_nvidia: bool, rule: str) -> Non
     assert f"[{rule}]" in broken if rule else not broken
 
 
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        (Layout(dp_shard=8, ep_overlap=True), "megatron_ep_overlap_exchanges"),
+        (Layout(dp_shard=8, ep=8, pp=2, ep_overlap=True), "megatron_ep_overlap_chunks"),
+        (Layout(dp_shard=64, ep=8, ep_overlap=True), "megatron_ep_overlap_micro_batches"),
+        (Layout(dp_shard=8, ep=8, recompute="full", ep_overlap=True), "megatron_ep_overlap_recompute"),
+        (Layout(dp_shard=8, ep=8, cuda_graphs=True, expert_graphs=True), "graphs_before_experts"),
+        (Layout(dp_shard=8, ep=8, pp=2, num_model_chunks=2, recompute="selective", ep_overlap=True), ""),
+    ],
+)
+def test_what_megatron_takes_beside_the_exchange_of_tokens(layout: Layout, rule: str) -> None:
+    model, workload = ModelSpec.named("mixtral-8x7b"), Workload(seq_len=1024, global_batch_size=64)
+    layout = layout.replace(zero_stage=1)
+    problem = problem_facts(model, workload, world_size=layout.world_size, scaleup_domain=8)
+    broken = " ".join(broken_rules(layout, problem, MEGATRON_RULES))
+    assert f"[{rule}]" in broken if rule else not broken
+
+
 @pytest.mark.parametrize("rule", [*RULES, *MEGATRON_RULES, *DEEPSPEED_RULES], ids=lambda rule: rule.name)
 def test_rules_say_which_fields_they_need(rule: Rule) -> None:
     """With only the fields that it needs known, a rule holds where it holds with all of them known."""
