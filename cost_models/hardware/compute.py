@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...schema.units import FloatArray, IntArray
-from ..layer.operators import BACKWARD_ATTENTION_RATIO, Elementwise, FusedAttention, Gemm, Operator, Scan
+from ..layer.operators import BACKWARD_ATTENTION_RATIO, CostInputs, Elementwise, FusedAttention, Gemm, Operator, Scan
 from ..learned.kernels import AttentionShape, attention_seconds, gemm_seconds
-from .machine import DeviceRates, GroupedGemm
+from .machine import DeviceRates, GroupedGemm, unpack_s_per_weight
 
 _TENSOR_CORE_ALIGNMENT_BYTES = 16
 """Rows of the small matrices of attention that do not start at multiples of this keep the tensor cores out of batched products."""
@@ -150,6 +150,15 @@ def quantize_s(elements: FloatArray | IntArray, rates: DeviceRates) -> FloatArra
     return np.asarray(
         rates.kernel_s + elements * rates.quantize_bytes / rates.elementwise_bytes_per_s, dtype=np.float64
     )
+
+
+def unpacked_s(operators: tuple[Operator, ...], inputs: CostInputs) -> FloatArray:
+    """Return what each pass takes to write frozen 4-bit products out in the compute dtype before it uses them [N]; mostly zero."""
+    workload, layouts = inputs.workload, inputs.layouts
+    if workload.adapters is None or workload.adapters.frozen != "nf4":
+        return np.zeros(len(layouts))
+    weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
+    return np.asarray(weights / layouts.tp * unpack_s_per_weight(inputs.scenario))
 
 
 def attention_s(

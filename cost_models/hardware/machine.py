@@ -156,6 +156,21 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     )
 
 
+def unpack_s_per_weight(scenario: Scenario) -> float:
+    """Return the seconds of writing one frozen 4-bit weight out in the compute dtype.
+
+    The kernel that plain code calls (bitsandbytes) finds each value by branches, which takes longer than its traffic where a device
+    has little arithmetic for its bandwidth.
+    """
+    workload, device = scenario.workload, scenario.cluster.weakest_device
+    frozen_bytes = 0.0 if workload.adapters is None else workload.adapters.frozen_bytes
+    traffic_s = (frozen_bytes + workload.compute_bytes) / device_rates(scenario).elementwise_bytes_per_s
+    in_fp32 = device.peak_flops_per_s.fp32
+    if workload.code != "eager" or in_fp32 is None:
+        return traffic_s
+    return max(traffic_s, scenario.coefficients["elementwise"]["nf4_flops"] / in_fp32)
+
+
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
     """Return the dense peak of the device for a precision, FLOP/s (fp32 products run as tf32 where the device has it).
 
@@ -318,6 +333,8 @@ def host_costs(scenario: Scenario) -> HostCosts:
     if max(rates) > scenario.coefficients["offload"]["own_host_bytes_per_s"]:
         speed = speed / shared["own_processor_ratio"]  # no other processor's link is as fast as Grace's
     seconds = {name: c.get(name, 0.0) / speed for name in HostCosts._fields if name.endswith("_s")}
+    if scenario.workload.code == "eager":
+        seconds["operator_s"] = max(seconds["operator_s"], shared["plain_operator_s"] / speed)
     is_host = scenario.cluster.weakest_device.backend.is_host
     norm = 1.0 if scenario.workload.blocking_launches else shared["overlap_norm"]
     return HostCosts(**seconds, overlap_norm=norm, adds=is_host)

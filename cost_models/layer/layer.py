@@ -19,7 +19,7 @@ from ...schema.layers import Block
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.recurrences import Recurrence
 from ...schema.units import FloatArray, IntArray, Numbers
-from ..hardware.compute import OperatorTime, operator_time
+from ..hardware.compute import OperatorTime, operator_time, unpacked_s
 from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s
 from ..measured import attention_ratio, layer_ratios
 from . import recurrences as _registered  # noqa: F401  operators and saved tensors of those kinds
@@ -337,6 +337,7 @@ def passes_s(
     recompute, repeated = layouts.recompute_fraction * recompute, layouts.recompute_fraction * repeated
     written_s = unpacked_s(operators, inputs)
     forward, backward = forward + written_s, backward + written_s
+    recompute = recompute + written_s * layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
     # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces.
     per_pass = (2 if has_block else 0.5) * np.where(layouts.sequence_parallel == 1, 2, 1)
     collectives = np.where(layouts.tp > 1, per_pass, 0.0)
@@ -367,16 +368,6 @@ def passes_s(
         backward + waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
         recompute,
     )
-
-
-def unpacked_s(operators: tuple[Operator, ...], inputs: CostInputs) -> FloatArray:
-    """Return what each pass takes to write frozen 4-bit products out in the compute dtype before it uses them [N]; mostly zero."""
-    workload, layouts = inputs.workload, inputs.layouts
-    if workload.adapters is None or workload.adapters.frozen != "nf4":
-        return np.zeros(len(layouts))
-    weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
-    traffic = weights * (workload.adapters.frozen_bytes + workload.compute_bytes) / layouts.tp
-    return np.asarray(traffic / device_rates(inputs.scenario).elementwise_bytes_per_s)
 
 
 def _outside_graphs_s(

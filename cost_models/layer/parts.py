@@ -17,9 +17,9 @@ import numpy as np
 
 from ...schema import Workload
 from ...schema.units import FloatArray
-from ..hardware.compute import OperatorTime, operator_time
+from ..hardware.compute import OperatorTime, operator_time, unpacked_s
 from ..hardware.machine import DeviceRates, GroupedGemm, device_rates, peak_flops_per_s
-from .layer import LayerCost, layer_passes, unpacked_s
+from .layer import LayerCost, layer_passes
 from .operators import (
     BACKWARD_ATTENTION_RATIO,
     CORE_ATTENTION,
