@@ -76,6 +76,7 @@ class DataParallelFacts(NamedTuple):
         gathers_from_owners: parameters that are sharded over fewer ranks than the optimizer states are gathered from the owners of
             the states in every forward pass (and from the fewer in the backward pass), instead of once a step.
         defers_replica_sums: gradients that are sharded are summed over the replicas of the shards once a step.
+        sums_shards: under ZeRO-2 every backward pass reduces; otherwise whole gradients add up, and are reduced once a step.
     """
 
     reduction_hides_from: int
@@ -85,6 +86,7 @@ class DataParallelFacts(NamedTuple):
     bucket_bytes: float = math.inf
     gathers_from_owners: bool = False
     defers_replica_sums: bool = False
+    sums_shards: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +237,7 @@ _RECORDS = (
         kernels=TORCH_KERNELS,
         # Prefetches the next layer's parameters, reduces during the next layer's backward pass: runtime/data_parallel.py.
         # reshard_after_forward=N keeps what a forward pass gathered within N ranks.
-        data_parallel=DataParallelFacts(0, 0, gathers_from_owners=True),
+        data_parallel=DataParallelFacts(0, 0, gathers_from_owners=True, sums_shards=True),
         update_copy_bytes=0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
         sums_gradients="shards",
         groups_expert_products=True,
@@ -296,8 +298,9 @@ _RECORDS = (
         # Megatron-DeepSpeed: fused norms and bias-gelu; rotary and gated parts as torch.
         kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=_STEPWISE_LOSS, qkv=_COPIED_CONTEXT),
         # overlap_comm is false unless stage 3, and updated parameters are gathered in the step itself.
-        # ZeRO++ reads its second partition (hpZ) in the backward pass only; MiCS sums over islands at the step's end.
-        data_parallel=DataParallelFacts(3, 3, gathers_from_owners=True, defers_replica_sums=True),
+        # ZeRO++ reads its second partition (hpZ) in the backward pass only; MiCS sums over islands at the step's end. Partitioned
+        # gradients are reduced in every pass (reduce_ready_partitions_and_remove_grads).
+        data_parallel=DataParallelFacts(3, 3, gathers_from_owners=True, defers_replica_sums=True, sums_shards=True),
         # Megatron's vocab_parallel_cross_entropy: logits, their fp32 copy, softmax; eager activations;
         # reduce_bucket_size 5e8 twice (overlap_comm), max_live_parameters 1e9.
         # [fitted: 20 bytes a parameter and 3.7 GiB besides are what the runs of `meshwright validate --source sailor` hold]
@@ -309,9 +312,7 @@ _RECORDS = (
             bucket_bytes=2 * 5e8 * 4,
             live_elements=1e9,
         ),
-        # step_fused_adam: gradients are flattened and their norm taken in the compute dtype; Adam reads them so, scales and clips
-        # them and writes the parameters twice. Megatron-DeepSpeed in fp16 on A100, by what a step takes
-        # besides its micro-batches: 33 bytes a parameter in all, with 0.1 to 0.5 B parameters a rank alike.
+        # step_fused_adam flattens 2-byte gradients and takes their norm; Adam scales and clips. Measured (fp16, A100): 33 in all.
         update_copy_bytes=6.0,
         clip_bytes=0.0,
         is_eager_like_megatron=True,
@@ -405,6 +406,14 @@ _DERIVED = (
         loss_chunks=1,
         code="eager",
         zero_stages=(0, 2, 3),
+    ),
+    # group_sharded_stage2.py: every backward pass reduces each tensor to its owner; comm_overlap is off unless set.
+    replace(
+        _BY_NAME["megatron"],
+        name="paddlenlp",
+        calibrated_as="megatron",
+        rules=None,
+        data_parallel=DataParallelFacts(3, 3, sums_shards=True),
     ),
     # NeMo: Megatron-Core under a recipe of Megatron Bridge 0.3, which holds the model; its overrides leave the recipe's kernels.
     replace(

@@ -163,7 +163,7 @@ def _sharded_s(
 
 
 def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_head: bool) -> FloatArray:
-    """Return what gathering and reducing a layer of a LayerCost adds to its compute in one pass over data [N].
+    """Return what gathering and reducing a layer of a LayerCost adds to its compute in a step [N].
 
     ``overlap`` is the part of the compute time that collectives hide behind; a head stays gathered, as its backward pass follows
     at once.
@@ -224,14 +224,27 @@ def _added_s(compute_s: FloatArray, collective_s: FloatArray, sent_bytes: FloatA
     return np.asarray(of_layer / layouts.num_model_chunks + of_others * (1 - 1 / layouts.num_model_chunks))
 
 
-def num_passes(layouts: LayoutTable, workload: Workload) -> IntArray:
-    """Return how often in a step parameters are gathered and gradients reduced [N].
+class PassesPerStep(NamedTuple):
+    """How often in a step [N] parameters are gathered and gradients reduced."""
+
+    gathers: IntArray
+    reductions: IntArray
+
+
+def passes_per_step(layouts: LayoutTable, workload: Workload) -> PassesPerStep:
+    """Return how often a step gathers and reduces.
 
     Under a pipeline fully_shard keeps parameters gathered and reduces once: torch's PipelineStage asks for it in its last
-    backward pass, and torchtitan's reshard_after_forward is off there.
+    backward pass, and torchtitan's reshard_after_forward is off there. Sharded gradients are a reason to reduce in every pass
+    only where the whole gradients are nowhere to add up (`DataParallelFacts.sums_shards`).
     """
-    once = (layouts.zero_stage < 2) | ((layouts.pp > 1) & workload.engine_facts.reduces_after_pipeline)
-    return np.asarray(np.where(once, 1, layouts.num_microbatches))
+    zero, facts, is_piped = layouts.zero_stage, workload.engine_facts, layouts.pp > 1
+    is_gathered = is_piped & facts.reduces_after_pipeline
+    # DeepSpeed's stages 1 and 2 gather the updated parameters in the step; fully_shard frees them after every backward pass.
+    gathers = (zero == 3) | ((zero == 2) & facts.uses_fully_shard)
+    reduces = (zero == 3) | ((zero == 2) & facts.data_parallel.sums_shards & ~is_piped)
+    m = layouts.num_microbatches
+    return PassesPerStep(np.where(gathers & ~is_gathered, m, 1), np.where(reduces & ~is_gathered, m, 1))
 
 
 def copied_bytes_per_param(layouts: LayoutTable, workload: Workload) -> FloatArray:

@@ -17,7 +17,7 @@ from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients, Scenario
 from ..hardware.collectives import collective_s
 from ..hardware.machine import device_rates
-from ..layer.data import copied_bytes_per_param, exposed_collectives_s, num_passes, update_s
+from ..layer.data import copied_bytes_per_param, exposed_collectives_s, passes_per_step, update_s
 from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_layer_cost
 from ..layer.operators import CostInputs, Layer
 from ..layer.parallel import transfer_s
@@ -277,14 +277,14 @@ class CostTable:
         """Part of the compute time under which data-parallel communication hides."""
         return float(self.scenario.coefficients["overlap"][self.cluster.weakest_device.backend.collectives])
 
-    @cached_property
-    def _num_passes(self) -> IntArray:
-        return num_passes(self.layouts, self.workload)
+    def _whole_s(self, cost: LayerCost) -> FloatArray:
+        """Return what of gathering and reducing one layer counts in a step if nothing hides it [N]."""
+        passes = passes_per_step(self.layouts, self.workload)
+        return np.asarray(self._overlap * (passes.gathers * cost.gather_s + passes.reductions * cost.reduce_s))
 
     def _exposed_s(self, kind: Layer, cost: LayerCost) -> FloatArray:
         """Return what gathering and reducing one layer adds to a step [N]."""
-        is_head = kind.is_head
-        return np.asarray(self._num_passes * exposed_collectives_s(cost, self._overlap, self._inputs, is_head=is_head))
+        return exposed_collectives_s(cost, self._overlap, self._inputs, is_head=kind.is_head)
 
     @cached_property
     def _copied_s_per_param(self) -> FloatArray:
@@ -318,7 +318,7 @@ class CostTable:
         """
         first = self.by_kind[self.kind_of_layer[0]]
         exposed = self._exposed_s(self.kinds[self.kind_of_layer[0]], first)
-        edges = np.maximum(self._overlap * self._num_passes * (first.gather_s + first.reduce_s) - exposed, 0.0)
+        edges = np.maximum(self._whole_s(first) - exposed, 0.0)
         edges = edges + self.total("ep_hidden_s")
         if not self.model.tie_embeddings or self.workload.adapters is not None:  # frozen copies have no gradients
             return np.asarray(edges)
@@ -375,8 +375,7 @@ class CostTable:
         for kind in self.kinds:
             if kind.is_embedding or kind.is_head:
                 cost = share.embedding if kind.is_embedding else share.head
-                at_least = self._overlap * self._num_passes * (cost.gather_s + cost.reduce_s)
-                exposed = np.maximum(self._exposed_s(kind, cost), at_least)
+                exposed = np.maximum(self._exposed_s(kind, cost), self._whole_s(cost))
                 dp_s = dp_s + exposed + cost.levels_s + self._copied_s_per_param * cost.num_trained
         return np.asarray(sent_s), np.asarray(step_s), np.where(b.vocabulary == 1, dp_s, 0.0)
 

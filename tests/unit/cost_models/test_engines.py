@@ -8,7 +8,7 @@ from cost_cases import operators_under
 from meshwright.cost_models.hardware.collectives import IN_NODE_RING_STEP_S, NETWORK_RING_STEP_S
 from meshwright.cost_models.hardware.compute import OperatorTime
 from meshwright.cost_models.hardware.machine import update_bytes_per_param
-from meshwright.cost_models.layer.data import copied_bytes_per_param
+from meshwright.cost_models.layer.data import copied_bytes_per_param, passes_per_step
 from meshwright.cost_models.layer.layer import alternate_products_s
 from meshwright.cost_models.layer.operators import Gemm
 from meshwright.cost_models.stage.table import CostTable
@@ -63,6 +63,21 @@ def test_the_optimizer_makes_at_least_the_passes_of_a_fused_update() -> None:
     for engine in ("fsdp2", "megatron", "deepspeed", "nanotron", "internevo"):
         workload = Workload(seq_len=1, global_batch_size=1, engine=engine)
         assert update_bytes_per_param(workload) >= 7 * 4
+
+
+def test_sharded_gradients_are_reduced_in_every_pass_only_where_shards_add_up() -> None:
+    """Eight micro-batches; whole gradients of Megatron's descendants wait for the last, as those of every pipeline."""
+    layout = Layout(dp_shard=16, tp=4, zero_stage=2, micro_batch_size=1)
+    found = {}
+    for engine in ("fsdp2", "deepspeed", "megatron"):
+        workload = Workload(seq_len=512, global_batch_size=128, engine=engine)
+        for pp in (1, 2):
+            piped = LayoutTable.from_layouts([layout.replace(dp_shard=16 // pp, pp=pp)], 128)
+            found[engine, pp] = tuple(int(counts[0]) for counts in passes_per_step(piped, workload))
+    assert found == {
+        ("fsdp2", 1): (8, 8), ("deepspeed", 1): (1, 8), ("megatron", 1): (1, 1),
+        ("fsdp2", 2): (1, 1), ("deepspeed", 2): (1, 1), ("megatron", 2): (1, 1),
+    }  # fmt: skip
 
 
 def test_deepspeed_scales_and_casts_within_adam() -> None:
