@@ -28,7 +28,7 @@ def build_parser() -> ArgumentParser:
         ("collectives", "collectives", "report", "data", "collective_curves.json"),
         ("overlap", "overlap", "report", "table", "[interference] and [overlap], from overlap_interference.csv"),
         ("coefficients", "steps", "report_coefficients", "runs", "coefficients of entire steps, from measured runs"),
-        ("intervals", "steps", "report_intervals", "runs", "[interval] of coefficients.toml, from measured runs"),
+        ("intervals", "intervals", "report", "runs", "[interval] of coefficients.toml, from measured runs"),
         ("ratios", "ratios", "report", "runs", "[ratio.sd] of coefficients.toml, from groups of measured runs"),
     ):
         fit = fits.add_parser(name, help=text)

@@ -1,9 +1,9 @@
 """Fit how far ratios of two layouts' step times are off ([ratio.sd]), and score choices that are made by it.
 
 Rows that differ in nothing but their layout are a decision group. Every pair of its rows gives one error of log(time ratio); the
-standard deviations of `cost_models.stage.ratio` are the most likely ones under a Laplace distribution, with a prior that decides
+standard deviations of `cost_models.stage.interval` are the most likely ones under a Laplace distribution, with a prior that decides
 where no pair says anything. Sources weigh alike (those with fewer than three groups in proportion), in them groups, in these
-pairs. Runs of one engine that scatter for reasons nobody knows (`fitting.steps.SEPARATE_ENGINE`) are left out.
+pairs. Runs of one engine that scatter for reasons nobody knows (SEPARATE_ENGINE) are left out.
 
 What is reported of a source comes from values that were fitted on the other sources.
 """
@@ -17,12 +17,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from scipy.optimize import minimize
 
-from ..cost_models.stage.ratio import KINDS, margin
+from ..cost_models.stage.interval import KINDS, margin
+from ..schema.engine_facts import Engine
 from ..schema.units import FloatArray
 from ..validation.decisions import Group, choose_by, choose_naively, read_groups
 from ..validation.predict import predict
 from ..validation.rows import read_runs
-from .steps import SEPARATE_ENGINE
+
+SEPARATE_ENGINE: Engine = "nanotron"
+"""Its groups are reported apart."""
 
 PRIOR = dict.fromkeys(KINDS, 0.08) | {"noise": 0.03, "schedule": 0.05}
 """Where no pair says anything: between what tensor and pipeline parallelism have."""

@@ -1,7 +1,7 @@
 """Which layout is taken: the fastest by prediction, unless a plainer one may well be as fast.
 
     near ties   layouts that the fastest is not faster than with PROBABILITY, by the error of the ratio of two layouts' times
-                (cost_models/stage/ratio.py), which is smaller than that of either and grows with what differs between them
+                (cost_models/stage/interval.py), which is smaller than that of either and grows with what differs between them
     taken       of these those with the fewest axes; of those the ones that leave HEADROOM of the device's memory free, if any do;
                 of those the fastest, of layouts that are ALIKE in time the simplest (`complexity`)
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost_models.stage.ratio import margin, probability_above, ratio_coefficients, ratio_sd
+from ..cost_models.stage.interval import margin, probability_above, ratio_coefficients, ratio_sd
 from ..schema import Layout
 from ..schema.layout_table import LayoutTable
 from ..schema.units import BoolArray, FloatArray, IntArray

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost_models.stage.ratio import differences
+from ..cost_models.stage.interval import differences
 from ..planner.choice import plainest
 from ..schema.layout_table import LayoutTable
 from ..schema.units import BoolArray, FloatArray

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost_models.coefficients import Coefficients
+from ..cost_models.coefficients import Coefficients, Scenario
+from ..cost_models.stage.interval import widened
 from ..cost_models.stage.step import estimate_step, with_memory
 from ..cost_models.stage.table import CostTable
 from ..schema import Calibration, ClusterSpec, ConfigError, Layout, ModelSpec, TrainingEstimate, Workload
@@ -59,6 +60,9 @@ APPROXIMATIONS: tuple[tuple[str, Callable[[RunRow], bool]], ...] = (
 )
 """Name and condition of what stands in for something else."""
 
+DECISIVE = ("precision=", "micro_batch=", "vocab")
+"""Assumptions for which intervals are wider; other defaults of a framework are what runs use."""
+
 
 @dataclass(frozen=True)
 class RunInputs:
@@ -83,6 +87,11 @@ class RunInputs:
     assumed: tuple[str, ...] = ()
     approximated: tuple[str, ...] = ()
     measured_s: float | None = None
+
+    @property
+    def is_vague(self) -> bool:
+        """Return whether something stands in for what ran, or a choice that decides the time is assumed."""
+        return bool(self.approximated) or any(choice.startswith(DECISIVE) for choice in self.assumed)
 
 
 def run_inputs(row: RunRow) -> RunInputs | str:
@@ -192,13 +201,25 @@ def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> TrainingEstimate
         cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
     estimate = estimate_step(costs, idx, cuts)
     if not inputs.stage_layouts:
-        return estimate
+        return _with_doubt(estimate, costs.scenario) if inputs.is_vague else estimate
     # Memory is that of the fullest stage, each under its layout.
     layouts = LayoutTable.from_layouts(list(inputs.stage_layouts), inputs.workload.global_batch_size)
     stage_costs = costs.evaluate(layouts)
     stages = [estimate_step(stage_costs, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
     fullest = max(stages, key=lambda stage: stage.memory_bytes.total)
-    return with_memory(estimate, fullest.memory_bytes, costs.scenario)
+    estimate = with_memory(estimate, fullest.memory_bytes, costs.scenario)
+    return _with_doubt(estimate, costs.scenario) if inputs.is_vague else estimate
+
+
+def _with_doubt(estimate: TrainingEstimate, scenario: Scenario) -> TrainingEstimate:
+    """Return the estimate with the intervals of a run of which something is not known."""
+    c, seconds, peak = scenario.coefficients["interval"], estimate.step_time_s, estimate.peak_allocated_bytes
+    return estimate.replace(
+        step_time_interval_s=widened(
+            estimate.step_time_interval_s, seconds, c["time"]["width"]["unstated"], c["time"]["skew"]
+        ),
+        memory_interval_bytes=widened(estimate.memory_interval_bytes, peak, c["memory"]["unstated"]),
+    )
 
 
 def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]:

@@ -260,6 +260,13 @@ def is_measured(device: Device) -> bool:
     return device.gemm is not None or (not device.backend.is_host and device.name in known_devices())
 
 
+@cache
+def measured_architectures() -> frozenset[str]:
+    """Return the architectures of the devices whose products were measured."""
+    devices = (_catalogued(name) for name in known_devices())
+    return frozenset(device.architecture for device in devices if device is not None)
+
+
 def gemm_device(device: Device, precision: Precision, coefficients: Coefficients) -> GemmDevice:
     """Return what the learned model of matrix products knows of a device."""
     c = coefficients["gemm"]
@@ -325,13 +332,18 @@ class HostCosts(NamedTuple):
     spanning_collective_s: float
 
 
+def has_own_host(scenario: Scenario) -> bool:
+    """Return whether devices have processors of their own as hosts: no other processor's link is as fast as Grace's."""
+    rates = [group.host_link_bytes_per_s or 0.0 for group in scenario.cluster.groups]
+    return max(rates) > float(scenario.coefficients["offload"]["own_host_bytes_per_s"])
+
+
 def host_costs(scenario: Scenario) -> HostCosts:
     """Return the host overheads of the workload's engine."""
     shared, speed = scenario.coefficients["host"], scenario.cluster.calibration.host
     c = shared[scenario.workload.calibration_engine]
-    rates = [group.host_link_bytes_per_s or 0.0 for group in scenario.cluster.groups]
-    if max(rates) > scenario.coefficients["offload"]["own_host_bytes_per_s"]:
-        speed = speed / shared["own_processor_ratio"]  # no other processor's link is as fast as Grace's
+    if has_own_host(scenario):
+        speed = speed / shared["own_processor_ratio"]
     seconds = {name: c.get(name, 0.0) / speed for name in HostCosts._fields if name.endswith("_s")}
     if scenario.workload.code == "eager":
         seconds["operator_s"] = max(seconds["operator_s"], shared["plain_operator_s"] / speed)

@@ -400,12 +400,6 @@ def context_bytes(scenario: Scenario) -> float:
     return 0.0 if _is_host(scenario) else float(scenario.coefficients["memory"]["context_bytes"])
 
 
-def interval_factors(scenario: Scenario) -> tuple[float, float]:
-    """Return the ends of the nominal 90 % interval of a measured peak, as multiples of the predicted one."""
-    low, high = scenario.coefficients["interval"]["memory"][_engine_key(scenario)]
-    return float(low), float(high)
-
-
 def reserved_bytes(allocated: Array, parameters: Array, scenario: Scenario) -> Array:
     """Return what the caching allocator holds: slack on all but a frozen model, which is loaded once into blocks of its size."""
     static = 0.0 if scenario.workload.adapters is None else parameters

@@ -9,15 +9,6 @@ of the entire cluster. Layouts that are not aligned are costed as if every rank 
 
 with the passes, exposed_s and update_s of stage s on its pool, and the edges of the pool that has the most.
 
-The interval is nominal, 90 %, and depends on what the time is made of:
-
-    log(measured / predicted) is above -sum_k low_k s_k and below sum_k high_k s_k in all but 5 % of runs each,
-
-with s the shares of the step time: kernels, tensor-parallel, data-parallel and pipeline communication, bubbles. Kernels are known
-better than networks that others share. The coefficients are quantile regressions on published runs, every source with the
-same weight [fitted: python -m meshwright.fitting intervals RUNS.csv]. A calibrated cluster uses the spread that its own runs
-showed.
-
 Each device draws a part of its power limit that depends on what it does (coefficients.toml, [power]):
 
     E = sum over devices of LIMIT * (COMPUTE t_compute + MEMORY t_memory_bound + COMMUNICATION t_communication + WAITING t_waiting)
@@ -32,7 +23,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,21 +31,16 @@ from ...schema import ClusterSpec, ModelSpec, TrainingEstimate, Workload
 from ...schema.cluster import part_label
 from ...schema.errors import ConfigError
 from ...schema.layout_table import MIXED
-from ...schema.training_plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
+from ...schema.training_plan import MemoryBreakdown, StageEstimate, TimeBreakdown
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario, packaged_coefficients
-from ..hardware.machine import is_measured, peak_flops_per_s
+from ..hardware.machine import peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, Scan, layer_operators
 from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
 from . import memory
 from .contents import contents_between, pipeline_shape, rank_memory_terms, stage_memory_terms
+from .interval import Basis, peak_interval, time_interval
 from .table import CostTable
-
-TAIL = 1.645
-"""Standard deviations of a normal distribution beyond which 5 % lie on one side."""
-
-MIN_LOG_WIDTH = 0.03
-"""Repeats of one run differ by 1-5 % on managed clusters (MLPerf submissions of one configuration)."""
 
 
 class StagePasses(NamedTuple):
@@ -133,7 +119,7 @@ def estimate_step(
         )
         for s in range(num_ranks)
     )
-    return estimate_from_terms(costs, breakdown_s, stages, fullest, scenarios[fullest])
+    return estimate_from_terms(costs, idx, breakdown_s, stages, fullest, scenarios[fullest])
 
 
 def ranks_of_stages(shape: PipelineShape, num_stages: int) -> IntArray:
@@ -284,6 +270,7 @@ def _with_vocabulary_s(costs: CostTable, idx: int, terms: TimeBreakdown) -> Time
 
 def estimate_from_terms(
     costs: CostTable,
+    idx: int,
     breakdown_s: TimeBreakdown,
     stages: tuple[StageEstimate, ...],
     fullest: int,
@@ -301,7 +288,15 @@ def estimate_from_terms(
     of_pool = scenario or costs.scenario
     return TrainingEstimate(
         step_time_s=time,
-        step_time_interval_s=time_interval(breakdown_s, costs.scenario),
+        step_time_interval_s=time_interval(
+            Basis(
+                model=model,
+                scenario=costs.scenario,
+                terms=breakdown_s,
+                zero_stage=int(costs.layouts.zero_stage[idx]),
+                offloads=bool(costs.layouts.offloads[idx]) or breakdown_s.offload > 0,
+            )
+        ),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / cluster.num_devices,
         mfu=flops / peak,
@@ -323,12 +318,11 @@ def _peaks(terms: MemoryBreakdown, scenario: Scenario) -> dict[str, Any]:
     allocated = terms.total
     reserved = float(memory.reserved_bytes(allocated, terms.parameters, scenario))
     required = int(memory.required_bytes(allocated, terms.parameters, scenario))
-    low, high = memory.interval_factors(scenario)
     return {
         "peak_allocated_bytes": allocated,
         "peak_reserved_bytes": int(reserved),
         "peak_device_bytes": int(reserved + memory.context_bytes(scenario)),
-        "memory_interval_bytes": Interval(low=low * allocated, high=high * allocated),
+        "memory_interval_bytes": peak_interval(allocated, scenario),
         "required_bytes": required,
         "fits": required <= scenario.cluster.memory_budget_bytes,
     }
@@ -367,35 +361,6 @@ def forward_flops_per_token(
             elif isinstance(op, FusedAttention | Scan):
                 attention += count * op.forward_flops_per_token
     return products, attention
-
-
-def time_shares(terms: TimeBreakdown) -> dict[str, float]:
-    """Return the shares of a step time, summing to one; keys as in coefficients.toml."""
-    kernels = terms.compute + terms.recompute + terms.optimizer + terms.offload
-    seconds = {"kernels": kernels, "tp": terms.tp, "dp": terms.dp, "pp": terms.pp, "bubble": terms.bubble}
-    return {name: value / terms.total for name, value in seconds.items()}
-
-
-def time_interval(terms: TimeBreakdown, scenario: Scenario) -> Interval:
-    """Return the interval of a step time; it always holds the prediction."""
-    low, high = _log_width(terms, scenario, "low"), _log_width(terms, scenario, "high")
-    return Interval(low=terms.total * math.exp(-low), high=terms.total * math.exp(high))
-
-
-def _log_width(terms: TimeBreakdown, scenario: Scenario, side: Literal["low", "high"]) -> float:
-    device, calibration = scenario.cluster.weakest_device, scenario.cluster.calibration
-    c, engine = scenario.coefficients["interval"], scenario.workload.calibration_engine
-    if device.backend.is_host:
-        return abs(math.log(float(c["time_cpu"][side == "high"])))
-    widths = c["time"][engine if engine in c["time"] else "others"]
-    width: float = sum(widths[side][name] * share for name, share in time_shares(terms).items())
-    if not is_measured(device):
-        width *= c["time"]["unmeasured_device"]
-    if calibration.spread is not None:
-        # The model's width counts as much as a few runs; the runs' spread was measured with as many as there were.
-        weight = calibration.num_runs / (calibration.num_runs + c["time"]["prior_runs"])
-        width = weight * TAIL * calibration.spread + (1 - weight) * width
-    return max(width, MIN_LOG_WIDTH)
 
 
 WORK = {

@@ -145,7 +145,7 @@ STOPS = (
     ),
     Stop(
         "cost_models/stage/step.py",
-        ("estimate_step", "pipeline_s", "time_interval"),
+        ("estimate_step", "pipeline_s", "estimate_from_terms"),
         "Seconds of the step: {step_s:.3f}, between {low_s:.2f} and {high_s:.2f}: {breakdown}.",
     ),
     Stop(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Self
 
-from ...cost_models.stage.ratio import margin, probability_above, ratio_sd
+from ...cost_models.stage.interval import margin, probability_above, ratio_sd
 from ...schema.base import Frozen, PositiveFloat
 from ...schema.layout import Layout
 from ...schema.layout_table import LayoutTable
@@ -24,7 +24,7 @@ class Difference(Frozen):
         lost_fraction: of the first step's time that the second saves; below 0 where it takes longer.
         ratio: the first step's time over the second's.
         ratio_interval: nominal 90 % interval: most of the error of two predictions for one machine is the same for both
-            (cost_models/stage/ratio.py).
+            (cost_models/stage/interval.py).
         probability: that the first step takes longer, by the same error.
     """
 

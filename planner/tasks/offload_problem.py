@@ -232,7 +232,7 @@ def build_estimate(
     waiting = max(0.0, seconds - within_layers)
     breakdown = terms.replace(dp=constant - copied, optimizer=simulated.update_s, offload=waiting, pp=0.0, bubble=0.0)
     stage = plain.stages[0].replace(memory_bytes=_memory_terms(instance, choice, simulated), device="")
-    return estimate_from_terms(costs, breakdown, (stage,), 0)
+    return estimate_from_terms(costs, 0, breakdown, (stage,), 0)
 
 
 def _memory_terms(i: OffloadInstance, choice: OffloadChoice, simulated: SimulatedStep) -> MemoryBreakdown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.ratio import KINDS
+from meshwright.cost_models.stage.interval import KINDS
 from meshwright.fitting.ratios import COVERED, coverage, fit_sd
 from meshwright.schema import Layout
 from meshwright.schema.layout_table import LayoutTable

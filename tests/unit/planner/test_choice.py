@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.ratio import KINDS, differences, margin, probability_above, ratio_sd
+from meshwright.cost_models.stage.interval import KINDS, differences, margin, probability_above, ratio_sd
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
 from meshwright.planner.choice import NUM_COARSE, complexity, is_near_tie, lacks_headroom, near_ties, plainest
