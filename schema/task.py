@@ -107,6 +107,7 @@ class EngineOptions(Frozen):
             with RMSNorm as separate kernels (torch before 2.8); eager is plain model code, where each kernel keeps what it read
             besides.
         selective: what selective recompute keeps besides attention: the outputs of all products, or of every second one.
+        fp8_scaling: one scale for a tensor, or for each row and column that a product runs along.
         fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
         overlap: communication of data parallelism and of interleaved pipelines overlaps with compute where the engine can.
         blocking_launches: the host waits for every kernel it launches (CUDA_LAUNCH_BLOCKING=1): its time adds to the device's, and
@@ -118,6 +119,7 @@ class EngineOptions(Frozen):
     flash_generation: Literal[1, 2, 3, 4] = 2
     fusion: Fusion = "engine"
     selective: Selective = "products"
+    fp8_scaling: Literal["tensor", "row"] = "tensor"
     fp8_activation_input: bool = False
     overlap: bool = True
     blocking_launches: bool = False

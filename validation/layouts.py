@@ -361,6 +361,7 @@ def workload_of(
         selective="alternate_products" if is_per_operator else "products",
         dropout=defaults.value("dropout"),
         fusion=_fusion(row, defaults),
+        fp8_scaling=cast("Any", stated("fp8 scaling", row.precision)),
         fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),
         attention="math" if keeps_scores(row, model, defaults) else "flash",
     )

@@ -109,7 +109,8 @@ def _gemm_time(
     dispatches = (1, 1 if op.frozen else 2)
     if not (op.quantized and rates.quantize_bytes):
         return OperatorTime(forward, backward, *dispatches, weight)
-    cast = (quantize_s(rows * k, rates), quantize_s(rows * n, rates))
+    weights = n * k * op.num_matrices / ep if rates.quantizes_weights else 0.0
+    cast = (quantize_s(rows * k + weights, rates), quantize_s(rows * n + weights, rates))
     return OperatorTime(forward + cast[0], backward + cast[1], dispatches[0] + 1, dispatches[1] + 1, weight)
 
 

@@ -80,6 +80,7 @@ class DeviceRates(NamedTuple):
         full_gemm: the same for products that fp8 training keeps in bf16.
         gemm_flops_per_s: large matrix products; vector_flops_per_s: products that cannot use the matrix units.
         quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
+        quantizes_weights: so are weights, in every pass; otherwise once a step.
         expert_by_expert: the engine launches a product for each expert instead of one for all.
         grouped: products of experts by pass: forward, dgrad, wgrad.
         attention: fused attention; None where it runs at the rate of products (CPUs).
@@ -93,6 +94,7 @@ class DeviceRates(NamedTuple):
     full_gemm: GemmRates | None
     gemm_flops_per_s: float
     quantize_bytes: float
+    quantizes_weights: bool
     expert_by_expert: bool
     grouped: Mapping[str, GroupedGemm]
     attention: AttentionRates | None
@@ -142,7 +144,8 @@ def device_rates(scenario: Scenario) -> DeviceRates:
         gemm=gemm,
         full_gemm=gemm_rates(device, "bf16-mixed", ratio.products, points, c) if is_fp8 else gemm,
         gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
-        quantize_bytes=c["fp8"]["quantize_bytes"] if is_fp8 else 0.0,
+        quantize_bytes=_quantize_bytes(workload, c) if is_fp8 else 0.0,
+        quantizes_weights=workload.engine_facts.uses_fully_shard,
         expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
         grouped=grouped,
         attention=None if is_host else _attention_rates(scenario),
@@ -154,6 +157,14 @@ def device_rates(scenario: Scenario) -> DeviceRates:
         vector_flops_per_s=vector_flops_per_s * slowed,
         compute_bytes=workload.compute_bytes,
     )
+
+
+def _quantize_bytes(workload: Workload, coefficients: Coefficients) -> float:
+    """Return the traffic of casting one element of an input of an fp8 product, by how its scale is found."""
+    c = coefficients["fp8"]
+    if workload.fp8_scaling == "row":
+        return float(c["row_bytes"])
+    return float(c["dynamic_bytes" if workload.engine_facts.uses_fully_shard else "quantize_bytes"])
 
 
 def unpack_s_per_weight(scenario: Scenario) -> float:

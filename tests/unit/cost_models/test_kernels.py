@@ -61,10 +61,10 @@ def test_every_engine_reads_and_writes_each_norm_at_least_once(engine) -> None:
     assert norm.backward >= 3  # the input, both gradients
 
 
-def products(precision: str) -> dict[str, float]:
+def products(precision: str, **changes: object) -> dict[str, float]:
     """Forward seconds of a block's and the head's products in one precision."""
     spec = ModelSpec.named("llama-3.1-8b")
-    rates = device_rates(Scenario.build(WORKLOAD.replace(precision=precision), H100))
+    rates = device_rates(Scenario.build(WORKLOAD.replace(precision=precision, **changes), H100))
     one, tokens = np.ones(1, dtype=np.int64), np.array([8192])
     kinds = dict.fromkeys(run.layer for run in spec.layers)
     operators = [op for layer in kinds for op in operators_under(layer, spec.hidden_dim, 4096, engine="megatron")]
@@ -79,6 +79,12 @@ def test_fp8_speeds_up_blocks_by_less_than_two_and_logits_not_at_all() -> None:
     bf16, fp8 = products("bf16-mixed"), products("fp8")
     assert fp8["logits"] == pytest.approx(bf16["logits"])
     assert all(0.5 * bf16[name] < fp8[name] < bf16[name] for name in ("qkv", "mlp_up", "mlp_down"))
+
+
+def test_finding_scales_costs_passes_over_what_is_cast() -> None:
+    ways = [{"engine": "megatron"}, {"engine": "fsdp2"}, {"engine": "fsdp2", "fp8_scaling": "row"}]
+    delayed, dynamic, by_row = (sum(products("fp8", **changes).values()) for changes in ways)
+    assert delayed < dynamic < by_row < sum(products("bf16-mixed").values())
 
 
 def grouped(experts: float, engine: str = "megatron") -> tuple[float, float]:

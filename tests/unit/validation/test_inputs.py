@@ -192,6 +192,11 @@ def test_launches_block_where_the_row_or_the_framework_says_so(changes, is_block
     assert (workload.blocking_launches, workload.overlaps) == (is_blocking, not is_blocking)
 
 
+def test_scales_of_fp8_are_as_the_precision_says() -> None:
+    for precision, scaling in (("fp8 rowwise", "row"), ("fp8 tensorwise", "tensor"), ("FP8 (delayed)", "tensor")):
+        assert inputs_of(precision=precision, precision_class="fp8").workload.fp8_scaling == scaling
+
+
 def test_layout_text_round_trips_what_is_predicted_only() -> None:
     layout = Layout.parse("dp_shard=8,offload=optimizer,offload_fraction=0.5,recompute=full,recompute_fraction=0.25")
     assert (layout.offload_fraction, layout.recompute_fraction) == (0.5, 0.25)
