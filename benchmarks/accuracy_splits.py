@@ -20,7 +20,7 @@ NODE = 8
 SPLITS: dict[str, Callable[[RunRow], bool]] = {
     "vtrain, one node": lambda row: row.source_set == "vtrain" and (row.n_gpus or 0) <= NODE,
     "vtrain, several nodes": lambda row: row.source_set == "vtrain" and (row.n_gpus or 0) > NODE,
-    "table 5": lambda row: row.source_set == "papers" and "MLSys23" in row.framework,
+    "table 5": lambda row: "arXiv:2205.05198" in row.source,
 }
 
 

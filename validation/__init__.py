@@ -1,7 +1,7 @@
 """Our predictions against published measurements: read a table of runs, predict every row, score.
 
 rows.py reads, and has the tables of data/ that say what words mean and what silent rows leave out; models.py, clusters.py and
-layouts.py turn a row into our nouns; predict.py estimates in batches; score.py compares. table_calibration.py and
+layouts.py (with noted.py) turn a row into our nouns; predict.py estimates in batches; score.py compares. table_calibration.py and
 run_calibration.py correct the model by measured runs.
 """
 

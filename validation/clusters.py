@@ -24,8 +24,12 @@ _VENDOR_WORDS = re.compile(
 )
 
 _GBIT = r"(\d+(?:\.\d+)?) ?G(?:b(?:it)?(?:/[sS](?:ec)?|ps|E)?|B(?:/[sS](?:ec)?|ps)|)(?![A-Za-z])"
-_PER_DEVICE = re.compile(r"(\d+(?:\.\d+)?) ?G(b|B)(?:/s|ps) per (?:GPU|device|GCD)")
-_PER_NODE = re.compile(r"(?:(\d+) ?x ?(?:[A-Z]\S+ )?)?(\d+) ?Gb(?:/s|ps) per node")
+_PER_DEVICE = re.compile(r"(\d+(?:\.\d+)?) ?Gb(?:/s|ps) (?:per|a) (?:GPU|device|GCD)", re.IGNORECASE)
+_PER_NODE = re.compile(r"(?:(\d+) ?x ?(?:[A-Z]\S+ )?)?(\d+(?:\.\d+)?) ?Gb(?:/s|ps) (?:per|a) node")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?) ?GB(?:/[sS](?:ec)?|ps)")
+_TERABITS = re.compile(r"(\d+(?:\.\d+)?) ?T(?:b(?:it)?(?:/[sS](?:ec)?|ps)|bE)")
+_MAX_PORT_GBIT = 800.0
+"""Of one port (XDR InfiniBand, 800GbE): a bare rate above it is of all ports of a node."""
 _NICS = re.compile(r"(\d+) ?x ?((?:[A-Za-z][^\s,;]* ){0,5}?)\(?" + _GBIT)
 _RATE = re.compile(_GBIT)
 _RATES_OF_ONE_PORT = re.compile(r"(?:\d+ ?Gb/)+(\d+ ?Gb)(?![A-Za-z/])")
@@ -97,7 +101,7 @@ def network_link(text: str, *, devices_per_node: int, default: str) -> Link:
     Parts that name a management or storage network, and no compute network, are not read. The rate is what one device gets:
     "4x HDR = 800 Gb/s per node" of eight devices is 100 Gb/s each.
     """
-    parts = re.split(r"[,;+](?!\d)", text)
+    parts = re.split(r"[,;+](?!\d)", _in_gbit(text))
     compute = ", ".join(part for part in parts if "compute" in part.lower() or not _SIDE_NETWORK.search(part))
     compute = _RATES_OF_ONE_PORT.sub(r"\1", compute)
     line = first_match("networks", compute.lower())
@@ -107,6 +111,14 @@ def network_link(text: str, *, devices_per_node: int, default: str) -> Link:
     if gbit is None or link.shared_by != "device" or link.name in _NOMINAL_ONLY:
         return link
     return link.replace(bandwidth_bytes_per_s=gbit * GB / 8)
+
+
+def _in_gbit(text: str) -> str:
+    """Return a text with its rates in Gb/s: bytes times eight; "10GB/Sec" of Ethernet is spelled wrong and stays."""
+    text = _TERABITS.sub(lambda match: f"{float(match[1]) * 1000:g} Gb/s", text.replace("\u00d7", "x"))
+    if re.search(r"ethernet", text, re.IGNORECASE) and not re.search(r"roce|rdma", text, re.IGNORECASE):
+        return text
+    return _BYTES.sub(lambda match: f"{float(match[1]) * 8:g} Gb/s", text)
 
 
 def _closest_link(members: list[str], text: str, default: str, gbit_per_device: float | None) -> str:
@@ -124,9 +136,10 @@ def _closest_link(members: list[str], text: str, default: str, gbit_per_device: 
 def _gbit_per_device(text: str, devices_per_node: int) -> float | None:
     """Return the Gb/s of one device where the text states it, by the device, by the node or by its NICs."""
     if match := _PER_DEVICE.search(text):
-        return float(match[1]) * (8 if match[2] == "B" else 1)
+        return float(match[1])
     if match := _PER_NODE.search(text):
         return int(match[1] or 1) * float(match[2]) / devices_per_node
     # A device uses the NIC next to it: more NICs than devices add nothing.
     totals = [min(int(nics[1]), devices_per_node) * float(nics[3]) for nics in _NICS.finditer(text)]
+    totals = totals or [rate for match in _RATE.finditer(text) if (rate := float(match[1])) > _MAX_PORT_GBIT]
     return max(totals) / devices_per_node if totals else None

@@ -6,19 +6,16 @@ As stated, or as its framework does by default. What Mist and Aceso tuned by sta
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
+from ..cost_models.layer.operators import Gemm, OperatorRules, layer_operators
 from ..schema import Layout, ModelSpec, Workload
 from ..schema.layers import LatentAttention
 from ..schema.layout import Offload, Recompute
 from ..schema.task import Fusion, LowRank, Optimizer, Precision
+from .noted import listed_fractions, noted_numbers, stage_fractions, tuned_stages
 from .rows import FrameworkDefaults, RunRow, stated
-
-TOKENS_PER_PASS = 8192
-"""Where nothing says how a rank's sequences are split into passes, a fully sharded rank takes as many as have this many tokens."""
 
 _ACESO_CORE = 3 / 13
 """Scores, softmax and dropout of unfused attention among the operators of an Aceso block (its model_ops.py), recomputed first
@@ -28,86 +25,6 @@ _ZERO_STAGES = {"none": 0, "lora": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 _PREFIX_TUNING = LowRank(rank=1, targets=("qkv", "out", "mlp"), dropout=False)
 """Prefix vectors, or a scale and a bias on every product: a rank-1 adapter has as many parameters and kernels."""
-
-
-def completed_degrees(row: RunRow) -> tuple[RunRow, tuple[str, ...]] | str:
-    """Fill in tp, pp, dp and micro_batch from what a row states, or as its framework would take them.
-
-    Returns:
-        The row and which of them were assumed; or why they stay open.
-    """
-    num_devices = row.n_gpus
-    if num_devices is None:
-        return row, ()  # the cluster cannot be built either
-    row = _with_tuned_strategy(row)
-    degrees: dict[str, Any] = {name: getattr(row, name) or 0 for name in ("tp", "pp", "dp")}
-    missing = [name for name in degrees if getattr(row, name) is None]
-    if len(missing) == 3 and num_devices > 1:
-        return "mapping: tp, pp and dp not stated"
-    assumed: list[str] = []
-    if missing:
-        known = (row.cp or 1) * max(degrees["tp"], 1) * max(degrees["pp"], 1) * max(degrees["dp"], 1)
-        quotient, remainder = divmod(num_devices, known)
-        if remainder:
-            return "layout: degrees do not multiply to the number of devices"
-        # The last open one takes what remains: data parallelism where that is open, else tensor parallelism.
-        last = missing[0] if len(missing) == 1 else "dp" if "dp" in missing else "tp"
-        degrees |= {name: quotient if name == last else 1 for name in missing}
-        assumed = [f"{name}=1" for name in missing if name != last]
-    filled = replace(row, **degrees)
-    if filled.micro_batch is None:
-        filled = replace(filled, micro_batch=_micro_batch(filled))
-        assumed.append("micro_batch" if filled.grad_accum else f"micro_batch={filled.micro_batch}")
-    return filled, tuple(assumed)
-
-
-def _micro_batch(row: RunRow) -> int:
-    """Return global / (dp * accumulation) where stated; one sequence for Megatron's engines; for FSDP, TOKENS_PER_PASS."""
-    share = (row.global_batch or 0) // (row.dp or 1)
-    if share < 1:
-        return 1
-    if row.grad_accum:
-        return max(share // row.grad_accum, 1)
-    if row.sharding_class not in ("zero3", "hybrid") or (row.pp or 1) > 1:
-        return 1
-    upper = max(TOKENS_PER_PASS // (row.seq_len or TOKENS_PER_PASS), 1)
-    return max(size for size in range(1, min(share, upper) + 1) if share % size == 0)
-
-
-# --- plans in the notes ----------------------------------------------------------------------------------------------
-
-
-class _TunedStage(NamedTuple):
-    """A stage of a plan of Mist, ``- - 1 - 2 - 1 - 0 - 0 - 1 - 0.0 ...``: what is sharded, and fractions on the host."""
-
-    micro_batch: float
-    dp: float
-    tp: float
-    shards_parameters: float
-    shards_gradients: float
-    shards_states: float
-    parameters: float
-    gradients: float
-    states: float
-    activations: float
-
-
-def _tuned_stages(row: RunRow) -> list[_TunedStage]:
-    stages = re.findall(r"- (- \d+ - \d+ - \d+ - \d - \d - \d(?: - \d\.\d+){4})", row.notes)
-    return [_TunedStage(*map(float, stage[2:].split(" - "))) for stage in stages]
-
-
-def _with_tuned_strategy(row: RunRow) -> RunRow:
-    """Fill in micro-batch, dp, tp and sharding from a plan of Mist whose stages are all alike in them."""
-    stages = {stage[:6] for stage in _tuned_stages(row)}
-    if len(stages) != 1:
-        return row
-    micro, dp, tp, parameters, gradients, states = map(int, stages.pop())
-    if row.n_gpus != dp * tp * (row.pp or 1) * (row.cp or 1):
-        return row
-    sharding = "zero3" if parameters else "zero2" if gradients else "zero1" if states else "none"
-    filled = replace(row, micro_batch=row.micro_batch or micro, dp=row.dp or dp, tp=row.tp or tp)
-    return replace(filled, sharding_class=sharding) if row.sharding_class in ("", "unknown") else filled
 
 
 def stage_layouts(row: RunRow, layout: Layout) -> tuple[Layout, ...]:
@@ -122,50 +39,6 @@ def stage_layouts(row: RunRow, layout: Layout) -> tuple[Layout, ...]:
     for change, fraction in zip(changes, states, strict=False):
         change |= {"offload": "optimizer" if fraction else "none", "offload_fraction": fraction or 1.0}
     return tuple(layout.replace(**change) for change in changes)
-
-
-def stage_fractions(row: RunRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return, by stage where the row says it, the fraction of its blocks that recompute and of its optimizer states on the host."""
-    recomputed = listed_fractions(row.recompute)
-    blocks, counts = (_noted_numbers(name, row.notes) for name in ("layer_partitions", "gradient_checkpointing"))
-    if blocks and len(blocks) == len(counts):
-        recomputed = tuple(min(count / n, 1.0) for n, count in zip(blocks, counts, strict=True))
-    return recomputed, tuple(stage.states for stage in _tuned_stages(row))
-
-
-def stage_cuts(row: RunRow) -> tuple[int, ...]:
-    """Return where a row's stages begin and end, in layers with embedding and head, as far as the row says it.
-
-    Mist lists blocks (layer_partitions), Sailor layers with embedding and head (layers_per_stage).
-    """
-    layers = _noted_numbers("layer_partitions", row.notes)
-    if layers:
-        layers[0] += 1
-        layers[-1] += 1
-    elif listed := re.search(r"layers_per_stage=\[([\d, ]+)\]", row.notes):
-        layers = [int(number) for number in re.findall(r"\d+", listed[1])]
-    is_complete = row.layers and len(layers) == (row.pp or 1) and sum(layers) == row.layers + 2
-    return tuple(accumulate(layers, initial=0)) if is_complete else ()
-
-
-def stages_differ_in_devices(row: RunRow) -> bool:
-    """Return whether the stages of a row have different numbers of devices."""
-    match = re.search(r"stage gpus=\[([\d, ]+)\]", row.notes)
-    return match is not None and len(set(match[1].replace(" ", "").split(","))) > 1
-
-
-def listed_fractions(text: str) -> tuple[float, ...]:
-    """Return the numbers of ``[0.5, 0.25]``, at most 1 each; none where there is no such list."""
-    match = re.search(r"\[([\d\s.,]+)\]", text)
-    numbers = re.split(r"[\s,]+", match[1].strip(" ,\t")) if match else []
-    if not all(re.fullmatch(r"\d+(?:\.\d+)?", number) for number in numbers):
-        return ()
-    return tuple(min(float(number), 1.0) for number in numbers)
-
-
-def _noted_numbers(name: str, notes: str) -> list[int]:
-    match = re.search(name + r":((?: - \d+)+)", notes)
-    return [int(number) for number in re.findall(r"\d+", match[1])] if match else []
 
 
 # --- layout ----------------------------------------------------------------------------------------------------------
@@ -247,6 +120,8 @@ def _recompute_fields(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults
         choice = _recompute(row, model, defaults)
     if row.recompute_class == "selective" and fraction is not None:
         choice = "full"  # of some layers
+    elif row.recompute_class == "selective" and stated("recomputed module", row.recompute):
+        choice, fraction = "full", _feed_forward_share(model)
     return {"recompute": choice, "recompute_fraction": fraction if fraction and choice != "none" else 1.0}
 
 
@@ -262,6 +137,15 @@ def _recompute(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Re
         if row.framework.startswith("fms-fsdp"):  # selective_checkpointing there is a fraction of blocks; 1 by default
             return "full"
     return cast("Recompute", row.recompute_class)
+
+
+def _feed_forward_share(model: ModelSpec) -> float:
+    """Return the share of the feed-forward layer in the products of the last block, which stands for repeating that layer alone."""
+    rules = OperatorRules(hidden_dim=model.hidden_dim, seq_len=1)
+    products = [op for op in layer_operators(model.block_runs[-1][0], rules) if isinstance(op, Gemm)]
+    flops = [op.n * op.k * op.rows_per_token for op in products]
+    first = next((idx + 1 for idx, op in enumerate(products) if op.name == "attention_out"), 0)
+    return float(sum(flops[first:]) / sum(flops))
 
 
 def _by_fraction(row: RunRow, fraction: float) -> tuple[Recompute, float]:
@@ -280,7 +164,7 @@ def _recompute_fraction(row: RunRow) -> float | None:
         total = row.layers if of == "layers" else float(of)
         if total is not None:
             return min(float(part) / max(total, 1), 1.0)
-    layers = _noted_numbers("gradient_checkpointing", row.notes)
+    layers = noted_numbers("gradient_checkpointing", row.notes)
     return min(sum(layers) / row.layers, 1.0) if layers and row.layers else None
 
 
@@ -296,7 +180,7 @@ class OffloadChoice(NamedTuple):
 def offload_of(row: RunRow) -> OffloadChoice:
     """Return what a row says it offloads; of tuned stages the mean."""
     words = row.offload.lower()
-    offload, stages = cast("Any", stated("offloaded", words)), _tuned_stages(row)
+    offload, stages = cast("Any", stated("offloaded", words)), tuned_stages(row)
     if offload == "nothing" or (offload == "by stage" and not stages):
         return OffloadChoice()
     if offload == "by stage":
@@ -347,6 +231,8 @@ def workload_of(
     trained = "adapters" if adapters else "all"
     # torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated.
     is_per_operator = row.framework.startswith("torchtitan") and "layer" not in row.recompute
+    noted = defaults.stated("flash_generation") or stated("flash generation", row.notes)
+    flash_generation = int(noted or defaults.value("flash_generation"))
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
@@ -354,8 +240,8 @@ def workload_of(
         optimizer=cast("Optimizer", stated("optimizer", row.optimizer)),
         document_len=defaults.value("packed_document") if row.task in ("sft", "lora") else None,
         adapters=adapters,
-        engine=defaults.value("engine"),
-        flash_generation=cast("Any", int(stated("flash generation", row.notes) or defaults.value("flash_generation"))),
+        engine=defaults.value("engine", f": {row.sharding_class}, tp {layout.tp}, pp {layout.pp}"),
+        flash_generation=cast("Any", flash_generation),
         overlap=defaults.value("overlap") and not stated("no overlap", row.notes),
         blocking_launches=defaults.value("blocking_launches") if blocking is None else blocking == "yes",
         selective="alternate_products" if is_per_operator else "products",
@@ -374,14 +260,14 @@ def with_switches(
     # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only.
     gradients = "compute" if workload.precision == "fp16-mixed" else defaults.value("gradients")
     run = _run_of_recipe(row, layout)
-    has_graphs = has_graphs and _switch("graphs", row, defaults.value("cuda_graphs", run))
+    has_graphs = has_graphs and _switch("cuda_graphs", "graphs", row, run, defaults)
     can_overlap = layout.ep > 1 and (layout.pp == 1 or layout.num_model_chunks > 1) and layout.recompute != "full"
     return layout.replace(
-        gradients=stated("gradients", row.precision) or gradients,
+        gradients=defaults.stated("gradients") or stated("gradients", row.precision) or gradients,
         tp_overlap=layout.sequence_parallel and defaults.value("tp_overlap"),
         cuda_graphs=has_graphs,
         expert_graphs=has_graphs and bool(row.experts) and defaults.value("expert_graphs", run),
-        ep_overlap=can_overlap and _switch("exchange overlap", row, defaults.value("ep_overlap", run)),
+        ep_overlap=can_overlap and _switch("ep_overlap", "exchange overlap", row, run, defaults),
     )
 
 
@@ -389,13 +275,16 @@ def _run_of_recipe(row: RunRow, layout: Layout) -> str:
     """Return what recipes of one framework differ by: device, experts, precision, stages of a rank, release."""
     kind = "experts" if row.experts else "dense"
     stages = f"{layout.pp}x{layout.num_model_chunks}"
-    return f": {row.gpu_type}, {kind}, {row.precision}, stages {stages}, release {stated('release', row.notes) or 'unknown'}"
+    release = row.software_date[2:].replace("-", ".") or "unknown"
+    return f": {row.gpu_type}, {kind}, {row.precision}, stages {stages}, release {release}"
 
 
-def _switch(choice: str, row: RunRow, default: bool) -> bool:
-    """Return whether the notes of a row say that a switch was on or off, else the framework's default."""
-    said = stated(choice, row.notes)
-    return default if not said else said == "on"
+def _switch(choice: str, words: str, row: RunRow, run: str, defaults: FrameworkDefaults) -> bool:
+    """Return whether a switch was on: as the row's column or notes say, else as the framework's recipes have it for such a run."""
+    said = stated(words, row.notes)
+    if not said or defaults.stated(choice) is not None:
+        return bool(defaults.value(choice, run))
+    return said == "on"
 
 
 def base_precision(row: RunRow) -> str | None:
@@ -419,15 +308,20 @@ def adapters_of(row: RunRow, defaults: FrameworkDefaults) -> LowRank | None:
 
 def keeps_scores(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> bool:
     """Return whether attention ran without a fused kernel: as the row says, else on Volta and in engines of its time."""
+    if (is_unfused := defaults.stated("unfused_attention")) is not None:
+        return bool(is_unfused)
     if attention := stated("attention", row.notes):
         return attention == "math"
     # Gated feed-forward layers came after FlashAttention, and the scripts for such models turn it on where it runs.
-    is_recent = model.block_runs[-1][0].norm == "rmsnorm"
-    return row.gpu_type.startswith("V100") or (bool(defaults.value("unfused_attention")) and not is_recent)
+    norm = model.block_runs[-1][0].norm
+    is_unfused = defaults.value("unfused_attention", f": {norm}, {row.gpu_class or row.gpu_type}, {row.sharding_class}")
+    return row.gpu_type.startswith("V100") or (bool(is_unfused) and norm != "rmsnorm")
 
 
 def _fusion(row: RunRow, defaults: FrameworkDefaults) -> Fusion:
-    # torchtitan's pages on quantised training compile every run of their tables, those in bf16 too (components/quantization).
-    is_quantised = row.precision_class in ("fp8", "mxfp8", "nvfp4") or "components/quantization" in row.source
-    is_compiled = stated("compiled", row.notes) == "yes" or (row.framework.startswith("torchtitan") and is_quantised)
-    return cast("Fusion", defaults.value("compiled", f": {row.source}") if is_compiled else defaults.value("fusion"))
+    if fusion := defaults.stated("fusion"):
+        return cast("Fusion", fusion)
+    # torchtitan's quantised products are fast only when compiled, and its documents compile them (components/quantization).
+    is_quantised = row.precision_class in ("fp8", "mxfp8", "nvfp4") and row.framework.startswith("torchtitan")
+    is_compiled = stated("compiled", row.notes) == "yes" or is_quantised
+    return cast("Fusion", defaults.value("compiled" if is_compiled else "fusion"))

@@ -38,6 +38,12 @@ MAX_LAYERS = 2000
 
 _MANY_POSITIONS = 2**20
 
+_MAX_DENSE = 3
+"""First blocks without experts that any family has (experts.csv)."""
+
+_FEW_EXPERTS = 16
+"""Up to so many, a token visits two where nothing says how many (as Mixtral, Grok); of more, eight (DeepSeek, Qwen3, OLMoE)."""
+
 _HIDDEN_OF_LITE = 2048
 """Width up to which queries are not compressed and tokens visit any group of experts (DeepSeek-V2-Lite, Moonlight)."""
 
@@ -83,7 +89,8 @@ def model_of(row: RunRow) -> RowModel | str:
     if row.layers is not None and row.hidden is not None:
         shape = Shape(row.layers, row.hidden, row.heads, row.kv_heads, row.ffn, row.vocab, row.experts, row.topk)
     elif names := [name for name in (row.model.lower().strip(), canonical(row.model)) if name in model_names()]:
-        return RowModel(ModelSpec.named(names[0]))
+        spec = ModelSpec.named(names[0])
+        return RowModel(_truncated(spec, row.layers, params_b) if row.layers else spec)
     elif known := shape_named(row.model):
         shape, params_b = known[0], params_b or known[1]
     elif params_b and not row.experts:
@@ -97,7 +104,7 @@ def model_of(row: RunRow) -> RowModel | str:
 @cache
 def _model(name: str, family: str, shape: Shape, params_b: float | None, seq_len: int) -> RowModel | str:
     """Return one object for the same arguments, so that its rows are estimated together."""
-    published = _published(shape)
+    published = _published(shape, params_b)
     if published is not None:
         return RowModel(published)
     assumed = ("vocab",) if shape.vocab is None else ()
@@ -123,7 +130,9 @@ def _candidates(name: str, traits: Traits, shape: Shape, seq_len: int) -> Iterat
     plain = [_decoder(name, traits, shape, seq_len, tied=tied) for tied in (not traits.gated, traits.gated)]
     known = [_with_known_experts(spec) for spec in plain]
     yield from known
-    if shape.experts and known == plain:
+    if known != plain:  # a cut model may have fewer dense blocks
+        yield from (_with_known_experts(plain[0], max_dense=number) for number in range(_MAX_DENSE))
+    elif shape.experts:
         for shared, tied in itertools.product((1, 2, 4, 8), (not traits.gated, traits.gated)):
             yield _decoder(name, traits, shape, seq_len, tied=tied, num_shared=shared)
 
@@ -147,8 +156,9 @@ def _decoder(name: str, traits: Traits, shape: Shape, seq_len: int, *, tied: boo
     kind = {"ffn_dim": ffn, "gated": traits.gated, "activation": "silu" if traits.gated else "gelu"}
     mlp: FeedForward = DenseMLP(**kind, bias=traits.biases)  # type: ignore[arg-type]
     if shape.experts:
+        top_k = shape.top_k or min(2 if shape.experts <= _FEW_EXPERTS else 8, shape.experts)
         shared = {"shared_ffn_dim": num_shared * ffn} if num_shared else {}
-        mlp = MoE(num_experts=shape.experts, top_k=shape.top_k or 1, **kind, **shared)  # type: ignore[arg-type]
+        mlp = MoE(num_experts=shape.experts, top_k=top_k, **kind, **shared)  # type: ignore[arg-type]
     block = Block(attention=attention, mlp=mlp, **norm)  # type: ignore[arg-type]
     positions = seq_len if traits.learned_positions else 0
     return ModelSpec(
@@ -186,24 +196,43 @@ def _catalogue_shapes() -> tuple[tuple[int, tuple[int, ...], ModelSpec], ...]:
     return tuple(shapes)
 
 
-def _published(shape: Shape) -> ModelSpec | None:
-    """Return the catalogue's model of exactly this shape; of all but the layer count, with its last blocks left out."""
+def _published(shape: Shape, params_b: float | None) -> ModelSpec | None:
+    """Return the catalogue's model of exactly this shape; of all but the layer count, cut to that many blocks."""
     num_blocks, *columns = (value or 0 for value in shape[:-1])
     for known_blocks, known_columns, spec in _catalogue_shapes():
         if tuple(columns) == known_columns and num_blocks <= known_blocks:
-            return spec if num_blocks == known_blocks else _truncated(spec, num_blocks)
+            return _truncated(spec, num_blocks, params_b)
     return None
 
 
-def _truncated(spec: ModelSpec, num_blocks: int) -> ModelSpec:
-    """Return the model with its first ``num_blocks`` blocks only."""
-    runs, remaining = [], num_blocks
-    for run in spec.layers:
-        if not isinstance(run.layer, Block):
-            runs.append(run)
-        elif remaining > 0:
-            runs.append(LayerRun(layer=run.layer, count=min(run.count, remaining)))
-            remaining -= run.count
+def _truncated(spec: ModelSpec, num_blocks: int, params_b: float | None) -> ModelSpec:
+    """Return the model with ``num_blocks`` of its blocks: the first, or with as many of its first kind as has the stated size."""
+    if num_blocks >= spec.num_blocks:
+        return spec
+    available = spec.block_runs[0][1]
+    usual = min(available, num_blocks)
+    cuts = [
+        _with_blocks(spec, count, num_blocks - count)
+        for count in range(usual, -1, -1)
+        if num_blocks - count <= spec.num_blocks - available
+    ]
+    return min(cuts, key=lambda cut: abs(cut.num_params / 1e9 - params_b)) if params_b else cuts[0]
+
+
+def _with_blocks(spec: ModelSpec, num_first: int, num_others: int) -> ModelSpec:
+    """Return the model with so many blocks of its first run, and so many of those after it."""
+    first = next(idx for idx, run in enumerate(spec.layers) if isinstance(run.layer, Block))
+    runs: list[LayerRun] = []
+    for idx, run in enumerate(spec.layers):
+        count = run.count
+        if idx == first:
+            count = num_first
+        elif isinstance(run.layer, Block):
+            count = min(run.count, num_others)
+            num_others -= count
+        if count:
+            runs.append(run.replace(count=count))
+    num_blocks = sum(run.count for run in runs if isinstance(run.layer, Block))
     return spec.replace(layers=tuple(runs), name=f"{spec.name}-{num_blocks}-blocks")
 
 
@@ -277,7 +306,7 @@ def _latent_attention(num_heads: int, hidden_dim: int) -> LatentAttention:
     )
 
 
-def _with_known_experts(plain: ModelSpec) -> ModelSpec:
+def _with_known_experts(plain: ModelSpec, max_dense: int = _MAX_DENSE) -> ModelSpec:
     """Add what families of experts have besides the routed ones, which columns do not say (experts.csv).
 
     Shared experts; first blocks that are dense and as wide as the experts one token visits; but in Lite, groups of experts of which
@@ -297,7 +326,7 @@ def _with_known_experts(plain: ModelSpec) -> ModelSpec:
     experts = mlp.replace(shared_ffn_dim=num_shared * mlp.ffn_dim, shared_gate=line["shared_gate"] == "1", **groups)
     if line["attention"] == "latent":
         block = block.replace(attention=_latent_attention(block.attention.num_heads, hidden))
-    num_dense = min(int(line["num_dense"]), max(count - 1, 1))
+    num_dense = min(int(line["num_dense"]), max(count - 1, 1), max_dense)
     dense = block.replace(mlp=DenseMLP(ffn_dim=(mlp.top_k + num_shared) * mlp.ffn_dim))
     runs = ((dense, num_dense), (block.replace(mlp=experts), count - num_dense))
     blocks = (LayerRun(layer=layer, count=number) for layer, number in runs if number)

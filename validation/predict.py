@@ -25,17 +25,15 @@ from ..solvers.stages import splits
 from .clusters import DRIVE_BYTES_PER_S, cluster_of, with_drives
 from .layouts import (
     base_precision,
-    completed_degrees,
     layout_of,
     num_chunks,
     offload_of,
-    stage_cuts,
     stage_layouts,
-    stages_differ_in_devices,
     with_switches,
     workload_of,
 )
 from .models import model_of
+from .noted import completed_degrees, stage_cuts, stages_differ_in_devices
 from .rows import FrameworkDefaults, RunRow
 from .throughput import measured_step_s
 
@@ -96,18 +94,17 @@ class RunInputs:
 
 def run_inputs(row: RunRow) -> RunInputs | str:
     """Return what the estimator needs for a row, or why it cannot have it."""
-    reason = next((reason for reason, applies in SKIPS if applies(row)), None)
-    if reason is not None:
-        return reason
     completed = completed_degrees(row)
-    if isinstance(completed, str):
-        return completed
+    known = row if isinstance(completed, str) else completed[0]
+    reason = next((reason for reason, applies in SKIPS if applies(known)), None)
+    if reason is not None or isinstance(completed, str):
+        return reason or str(completed)
     row, derived = completed
     if isinstance(model := model_of(row), str):
         return model
     if isinstance(cluster := cluster_of(row), str):
         return cluster
-    device, defaults = cluster.weakest_device, FrameworkDefaults(row.framework)
+    device, defaults = cluster.weakest_device, FrameworkDefaults(row)
     defaults.assumed += [*model.assumed, *derived]
     try:
         layout = layout_of(row, model.spec, defaults)

@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from ..schema import Layout, Workload
 from ..schema.base import read_text
 from ..schema.errors import ConfigError
 
@@ -36,6 +37,12 @@ MAX_COUNT = 10**9
 
 _LONG_NUMBER = re.compile("[0-9]{31}")
 _MAY_BE_ZERO = ("experts", "topk")
+_OTHER_COLUMNS = (
+    "recompute", "sharding", "precision", "adapters", "sequence_parallel", "experts_follow_tp", "compiled",
+)  # fmt: skip
+"""Choices of frameworks.toml that other columns state; each of the rest may have a column of its name."""
+
+_YES_NO = {"yes": True, "no": False, "true": True, "false": False}
 _NO_DEFAULT = ("id", "gpu_type", "model")  # the column must exist, the cell may be empty
 _FOLDER = Path(__file__).parent / "data"
 
@@ -101,6 +108,8 @@ class RunRow:
     quality: str = "A"
     flag: str = ""
     notes: str = ""
+    date: str = ""
+    behaviour: tuple[tuple[str, Any], ...] = ()  # from columns that are named like a choice of frameworks.toml
 
     @property
     def part(self) -> Part:
@@ -110,6 +119,12 @@ class RunRow:
         """
         key = f"{self.source_set}/{self.model}/{self.gpu_class or self.gpu_type}/{self.n_gpus}"
         return "held-out" if zlib.crc32(key.encode()) % 2 else "fit"
+
+    @property
+    def software_date(self) -> str:
+        """Year and month of the software that ran, ``2024-03``: as stated, else of its release or of the publication; or ""."""
+        text = "@".join((self.date, self.framework, self.source, self.notes))
+        return stated("date", text) or ""
 
     @property
     def is_scored(self) -> bool:
@@ -137,13 +152,13 @@ def read_runs(path: str | Path) -> list[RunRow]:
     Raises:
         ConfigError: no such file, not CSV, a required column is missing, a cell is not what its column holds, an id repeats.
     """
-    columns = {field.name: str(field.type) for field in fields(RunRow) if field.name != "line"}
+    columns = {field.name: str(field.type) for field in fields(RunRow) if field.name not in ("line", "behaviour")}
     rows: list[RunRow] = []
     first_line: dict[str, int] = {}
     for line, cells in _read_table(path, required=REQUIRED):
         values = {name: _parse(path, line, name, kind, cells[name]) for name, kind in columns.items() if name in cells}
         stated: dict[str, Any] = {name: v for name, v in values.items() if v not in (None, "") or name in _NO_DEFAULT}
-        row = RunRow(line=line, **stated)
+        row = RunRow(line=line, **stated, behaviour=_behaviour(path, line, cells))
         if not row.id or row.id in first_line:
             problem = f"{row.id!r} is already on line {first_line[row.id]}" if row.id else "empty"
             raise ConfigError(f"{path} line {line} column id: {problem}")
@@ -253,18 +268,52 @@ def framework_choices() -> dict[str, list[dict[str, Any]]]:
 class FrameworkDefaults:
     """The choices of one framework, and a record of those that had to be assumed, as ``name=value``."""
 
-    def __init__(self, framework: str) -> None:
-        self.framework = framework
+    def __init__(self, row: RunRow) -> None:
+        self.framework, self.date = row.framework, row.software_date
+        self.behaviour = dict(row.behaviour)
         self.assumed: list[str] = []
 
     def value(self, choice: str, detail: str = "") -> Any:
-        """Return a choice; ``detail`` follows the framework's name where the table looks at more than that."""
-        lines = framework_choices()[choice]
+        """Return a choice; ``detail`` follows the framework's name where the table looks at more than that.
+
+        What the row's column of the choice states comes before what frameworks do.
+        """
+        if choice in self.behaviour:
+            return self.behaviour[choice]
         text = self.framework + detail
-        return next(line.get("value") for line in lines if re.match(line["framework"], text, re.IGNORECASE))
+        lines = (line for line in framework_choices()[choice] if re.match(line["framework"], text, re.IGNORECASE))
+        return next(line.get("value") for line in lines if not ("until" in line and (self.date or "9") > line["until"]))
+
+    def stated(self, choice: str) -> Any:
+        """Return what the row's column of a choice states; None where it states nothing."""
+        return self.behaviour.get(choice)
 
     def assume(self, choice: str, detail: str = "") -> Any:
-        """Return a choice and record it."""
+        """Return a choice and record it where the row does not state it."""
         value = self.value(choice, detail)
-        self.assumed.append(f"{choice}={value}")
+        if choice not in self.behaviour:
+            self.assumed.append(f"{choice}={value}")
         return value
+
+
+def _behaviour(path: str | Path, line: int, cells: dict[str, str]) -> tuple[tuple[str, Any], ...]:
+    """Return (choice, value) of the cells that state what else frameworks.toml would say."""
+    names = (name for name in framework_choices() if name not in _OTHER_COLUMNS and cells.get(name))
+    return tuple((name, _choice(f"{path} line {line} column {name}", name, cells[name])) for name in names)
+
+
+def _choice(place: str, choice: str, text: str) -> Any:
+    """Return a cell as a value of a choice: one of those that its field of the schema has, else that frameworks.toml has.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    fields_of = {**Layout.model_fields, **Workload.model_fields}
+    values = get_args(fields_of[choice].annotation) if choice in fields_of else ()
+    values = values or tuple(line["value"] for line in framework_choices()[choice] if "value" in line)
+    if choice == "packed_document" and text.isdigit() and 0 < int(text) <= MAX_COUNT:
+        return int(text)
+    known = _YES_NO if any(isinstance(value, bool) for value in values) else {str(value): value for value in values}
+    if text.lower() not in known:
+        raise ConfigError(f"{place}: {text[:40]!r} is not one of {', '.join(dict.fromkeys(known))}")
+    return known[text.lower()]

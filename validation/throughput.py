@@ -37,9 +37,7 @@ def counted_flops_per_token(row: RunRow, model: ModelSpec, workload: Workload, l
     """Return the FLOPs that a row's publisher counts for a token of a training step."""
     layers = tuple((run.layer, run.count) for run in model.layers)
     blocks = tuple(pair for pair in layers if pair[0].is_block)
-    of_attention = stated("counted attention", row.tflops_kind) or FrameworkDefaults(row.framework).value(
-        "counted_attention"
-    )
+    of_attention = stated("counted attention", row.tflops_kind) or FrameworkDefaults(row).value("counted_attention")
     weight = _ATTENTION[of_attention]
     products, attention = forward_flops_per_token(layers, model.hidden_dim, workload.attended_len)
     flops = (2 if workload.adapters else 3) * products + 3 * weight * attention

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from meshwright.planner.expert_files import read_placement
 from meshwright.schema import ConfigError, MeshwrightError
 from meshwright.schema.base import read_text, shown
-from meshwright.validation.layouts import listed_fractions
+from meshwright.validation.noted import listed_fractions
 from mutations import mutated
 from targets import (
     LLAMA,

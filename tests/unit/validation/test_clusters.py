@@ -41,6 +41,12 @@ def test_tables_name_what_the_catalogue_has_and_state_their_sources() -> None:
         ("RoCE 1600 Gbps per node", "roce200", 200),
         ("EFA (AWS p5; 3200 Gb/s per node nominal)", "efa-v2", 400),
         ("EFA 400 Gb/s per node", "efa-v1", 50),
+        ("8x50 GB/s", "ib400", 400),
+        ("8x 50 GB/s RoCE", "roce400", 400),
+        ("400 GB/s per node InfiniBand", "ib400", 400),
+        ("InfiniBand 25 GB/s a GPU", "ib200", 200),
+        ("3.2 Tb/s RDMA", "ib400", 400),
+        ("1x Ethernet 10GB/Sec", "eth10", 10),
         ("GCP A3: 4x200 Gb/s TCP(X) (weak)", "tcpx", 100),
         ("100 Gbps Ethernet (not stated in repo)", "eth100", 100),
         (

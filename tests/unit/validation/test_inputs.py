@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
-from meshwright.schema import Layout
+from meshwright.schema import ConfigError, Layout
 from meshwright.validation import RunInputs, predict, read_runs, run_inputs
-from meshwright.validation.layouts import stage_fractions
-from meshwright.validation.rows import FrameworkDefaults, framework_choices
-from run_rows import SHARED, a_row, inputs_of
+from meshwright.validation.noted import stage_fractions
+from meshwright.validation.rows import FrameworkDefaults, RunRow, framework_choices
+from run_rows import SHARED, a_row, inputs_of, table
 
 MIST = (
     "strategy: enabled: true layer_partitions: - 4 - 8 device_assignment: - - 1 - 2 - - 1 - 2 "
@@ -64,10 +67,89 @@ def test_every_choice_of_a_framework_has_a_last_resort_and_sources() -> None:
     for choice, lines in framework_choices().items():
         assert lines[-1]["framework"] == "", choice
         assert all(line["source"] for line in lines), choice
-    defaults = FrameworkDefaults("nobody's engine")
+    defaults = FrameworkDefaults(a_row(framework="nobody's engine"))
     assert defaults.assume("precision") == "bf16"
     assert defaults.value("packed_document") is None
     assert defaults.assumed == ["precision=bf16"]
+
+
+def stating(**cells: str) -> RunRow:
+    """Return the row of a file whose columns state how an engine that nobody knows behaves."""
+    row = f"x,Zephyr,A100-SXM-80GB,16,gpt,24,2048,16,8192,51200,2048,64,1,4,2,2,,zero1,full,bf16,{','.join(cells.values())}"
+    columns = (
+        "id,framework,gpu_type,n_gpus,model,layers,hidden,heads,ffn,vocab,seq_len,global_batch,micro_batch,dp,tp,pp"
+    )
+    header = f"{columns},iter_time_s,sharding_class,recompute_class,precision_class,{','.join(cells)}"
+    with TemporaryDirectory() as folder:
+        return read_runs(table(Path(folder), row, header=header))[0]
+
+
+def test_columns_state_how_an_unknown_engine_behaves() -> None:
+    cells = {"engine": "nanotron", "dropout": "yes", "unfused_attention": "no", "gradients": "compute", "overlap": "no"}
+    run = run_inputs(stating(**cells, cuda_graphs="yes", fusion="compiled_blocks", flash_generation="1"))
+    assert isinstance(run, RunInputs), run
+    workload = run.workload
+    assert (workload.engine, workload.dropout, workload.attention, workload.overlap) == (
+        "nanotron",
+        True,
+        "flash",
+        False,
+    )
+    assert (workload.fusion, workload.flash_generation) == ("compiled_blocks", 1)
+    assert (run.layout.gradients, run.layout.cuda_graphs) == ("compute", True)
+
+
+def test_a_behaviour_that_no_engine_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"line 2 column engine: 'warp' is not one of fsdp2, .*nanotron"):
+        stating(engine="warp")
+    with pytest.raises(ConfigError, match="'maybe' is not one of yes, no"):
+        stating(dropout="maybe")
+
+
+def test_unknown_engine_is_taken_for_what_its_layout_and_time_suggest() -> None:
+    sharded = {"framework": "Zephyr", "n_gpus": 8, "tp": 1, "pp": 1, "dp": 8, "sharding_class": "zero3"}
+    assert inputs_of(**sharded).workload.engine == "fsdp2"
+    assert inputs_of(framework="Zephyr").workload.engine == "megatron"
+    # A GPT with LayerNorm on an A100: as before FlashAttention, unless something dates it.
+    assert inputs_of(framework="Zephyr").workload.attention == "math"
+    assert inputs_of(framework="Zephyr", gpu_type="H100", gpu_class="H100").workload.attention == "flash"
+
+
+@pytest.mark.parametrize(
+    ("changes", "date"),
+    [
+        ({"date": "2024-03"}, "2024-03"),
+        ({"date": "2023"}, "2023-06"),
+        ({"framework": "NeMo24.05"}, "2024-05"),
+        ({"source": "arXiv:2205.05198 Table 5"}, "2022-05"),
+        ({"source": "org/repo:benchmarks/h100_202412_x.md@feb88fe9bd05"}, "2024-12"),
+        ({"notes": "26.02.01 NeMo Container"}, "2026-02"),
+        ({"notes": "22.19 sequences/s, torch 2.13"}, ""),
+    ],
+)
+def test_date_of_the_software(changes: dict[str, str], date: str) -> None:
+    assert a_row(**changes).software_date == date
+
+
+def test_software_of_its_time_reduces_after_the_backward_pass() -> None:
+    early, late = (inputs_of(framework="Megatron-LM (fork)", date=date).workload for date in ("2021-04", "2025-01"))
+    assert (early.overlap, late.overlap) == (False, True)
+    assert (early.attention, late.attention) == ("math", "flash")
+
+
+def test_sizes_in_the_notes_fill_empty_cells() -> None:
+    run = inputs_of(seq_len=None, global_batch=None, micro_batch=None, notes="GBS 32, MBS 2; sequence = 1024")
+    assert (run.workload.seq_len, run.workload.global_batch_size, run.layout.micro_batch_size) == (1024, 32, 2)
+    assert "seq_len=1024 (notes)" in run.assumed
+    assert inputs_of(notes="GBS 32").workload.global_batch_size == 64
+
+
+def test_modules_of_a_feed_forward_layer_are_repeated_as_its_share() -> None:
+    run = inputs_of(recompute_class="selective", recompute="selective:mlp+core_attn", framework="Megatron-Bridge")
+    assert run.layout.recompute == "full"
+    assert run.layout.recompute_fraction == pytest.approx(8 / 12)  # 8 h^2 of 12 h^2
+    act = inputs_of(recompute_class="selective", recompute="selective:layernorm+moe_act", framework="Megatron-Bridge")
+    assert act.layout.recompute == "selective"
 
 
 def test_open_degrees_follow_from_the_others_and_are_named_where_they_do_not() -> None:
@@ -162,7 +244,7 @@ def test_adapters_come_from_the_task_and_their_storage_from_the_precision() -> N
             2,
             False,
         ),
-        ({"framework": "torchtitan (FSDP2)", "source": "components/quantization/mxfp8.md bf16"}, "compiled", 2, False),
+        ({"framework": "torchtitan (FSDP2)", "precision_class": "mxfp8"}, "compiled", 2, False),
         ({"framework": "llm-foundry/Composer FSDP1"}, "engine", 1, False),
         ({"framework": "Megatron-DeepSpeed"}, "engine", 2, True),
         ({"framework": "NeMo/Megatron-Core"}, "engine", 2, False),

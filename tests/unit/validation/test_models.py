@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from meshwright.schema import ModelSpec
 from meshwright.validation.models import published_shapes, shape_named, shape_of_size
 from run_rows import inputs_of
 
@@ -36,6 +37,17 @@ def test_published_shape_is_taken_from_the_catalogue_even_truncated() -> None:
     }
     assert inputs_of(**llama, layers=80).model.name == "llama-3.1-70b"
     assert inputs_of(**llama, layers=12).model.num_blocks == 12
+
+
+def test_truncated_model_keeps_the_blocks_that_its_size_says() -> None:
+    """DeepSeek-V3 starts with three dense blocks of 0.6 B; one with experts has 11.5 B."""
+    full = ModelSpec.named("deepseek-v3")
+    embedding = (full.num_params - sum(count * block.num_params(7168) for block, count in full.block_runs)) / 1e9
+    for num_dense, params_b in ((3, 3 * 0.58 + 11.5), (1, 0.58 + 3 * 11.5), (0, 4 * 11.5)):
+        model = inputs_of(model="DeepSeek-V3", layers=4, hidden=None, params_b=embedding + params_b).model
+        dense = sum(count for block, count in model.block_runs if not block.experts)
+        assert (model.num_blocks, dense) == (4, num_dense)
+    assert inputs_of(model="DeepSeek-V3", layers=4, hidden=None, params_b=None).model.block_runs[0][1] == 3
 
 
 def test_wrong_parameter_count_is_named() -> None:
