@@ -109,7 +109,10 @@ class TrainingOptions(OptionModel):
     )  # fmt: skip
     seq_len: int
     optimizer: str
+    update: str
+    paged_states: bool
     attention: str
+    loss: str
     engine: Engine = option(
         OWN_ENGINE, "who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.", metavar="NAME"
     )  # fmt: skip

@@ -74,6 +74,7 @@ def write(plan: TrainingPlan) -> Exported:
             f"in the training script: {batch}",
             *([EACH_BATCH] if is_sharded and plan.num_microbatches > 1 else []),
             *([recompute] if layout.recompute == "full" and not is_sharded else []),
+            *(f"in the training script: {part}" for part in plan.workload.library_parts),
             "data, optimizer, learning rate",
         ),
         command=f"accelerate launch --config_file {CONFIG} your_script.py",

@@ -400,6 +400,7 @@ _DERIVED = (
             "fp16-mixed",
             "fp32",
             reason="Accelerate is planned with no, fp16 and bf16, and fp32 master parameters",
+            script_trains=True,
         ),
         splits_sequence=False,
         recompute=("none", "full"),

@@ -25,14 +25,18 @@ TORCHTITAN_MODELS = (
 """Names in the catalogue of the models that torchtitan 0.3.0 has configurations of."""
 
 
-def full_training(*precisions: str, reason: str, also: Lacks | None = None) -> Lacks:
-    """Return what an engine lacks that trains all parameters, in these precisions, of every model but for what ``also`` says."""
+def full_training(*precisions: str, reason: str, also: Lacks | None = None, script_trains: bool = False) -> Lacks:
+    """Return what an engine lacks that trains all parameters, in these precisions, of every model but for what ``also`` says.
+
+    ``script_trains``: loss and optimizer are those of the user's script, and not of the engine.
+    """
 
     def lacks(model: ModelSpec, workload: Workload) -> tuple[str, ...]:
         reasons = [
             (workload.precision not in precisions, f"precision {workload.precision}: {reason}"),
             (workload.adapters is not None, "adapters, which are set in the training script of the engine"),
             (not workload.has_backward, "training without a backward pass"),
+            *((True, text) for text in workload.library_parts if not script_trains),
         ]
         return (*(text for holds, text in reasons if holds), *(also(model, workload) if also else ()))
 

@@ -383,6 +383,7 @@ def why_not_trainable(workload: Workload) -> tuple[str, ...]:
         (workload.precision in ("fp8", "nvfp4"), workload.precision),
         (workload.precision == "bf16", "bf16 without fp32 masters"),
         (workload.optimizer == "muon", "muon"),
+        *((True, text) for text in workload.library_parts),
     ]
     if workload.adapters is not None:
         frozen = workload.adapters.frozen

@@ -13,7 +13,8 @@ from .engine_facts import ENGINES, OWN_ENGINE, Engine, EngineFacts
 from .errors import ConfigError
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
-Optimizer = Literal["adamw", "sgd", "muon"]
+Optimizer = Literal["adamw", "adamw-8bit", "sgd", "muon"]
+Loss = Literal["engine", "chunked", "fused"]
 Selective = Literal["products", "alternate_products"]
 Fusion = Literal["engine", "compiled", "compiled_blocks", "composite_norm", "eager"]
 Passes = Literal["backward", "zeroth_order"]
@@ -109,6 +110,10 @@ class EngineOptions(Frozen):
         selective: what selective recompute keeps besides attention: the outputs of all products, or of every second one.
         fp8_scaling: one scale for a tensor, or for each row and column that a product runs along.
         fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
+        loss: as the engine makes it; chunked: of logits that are all kept, a part of the tokens after the other; fused with the
+            product before it: logits are there for some tokens at a time, gradients are made with them (Liger).
+        update: of parameters after the step, or of each as soon as its gradient is there, where there is one micro-batch.
+        paged_states: optimizer states lie in pages that the driver moves to the host where the device is full (bitsandbytes).
         overlap: communication of data parallelism and of interleaved pipelines overlaps with compute where the engine can.
         blocking_launches: the host waits for every kernel it launches (CUDA_LAUNCH_BLOCKING=1): its time adds to the device's, and
             nothing overlaps.
@@ -121,6 +126,9 @@ class EngineOptions(Frozen):
     selective: Selective = "products"
     fp8_scaling: Literal["tensor", "row"] = "tensor"
     fp8_activation_input: bool = False
+    loss: Loss = "engine"
+    update: Literal["step", "in_backward"] = "step"
+    paged_states: bool = False
     overlap: bool = True
     blocking_launches: bool = False
 
@@ -158,7 +166,8 @@ class Workload(EngineOptions, Task):
         global_batch_size: sequences of one step over the entire cluster.
         precision: of the matrix products. The mixed ones keep fp32 master parameters; bf16 keeps
             parameters, gradients and optimizer states in bf16.
-        optimizer: adamw keeps two states per parameter, muon one (orthogonalised by Newton-Schulz steps), sgd (no momentum) none.
+        optimizer: adamw keeps two states per parameter, adamw-8bit in a byte each, muon one (orthogonalised by Newton-Schulz
+            steps), sgd (no momentum) none.
         passes: zeroth_order replaces the backward pass and the optimizer by a second forward pass and a step along a random
             direction (runtime/training/optimizer.py): no gradients, no states, nothing kept between the passes.
         adapters: train only low-rank adapters of a frozen model; None trains every parameter.
@@ -199,6 +208,17 @@ class Workload(EngineOptions, Task):
         )
 
     @property
+    def library_parts(self) -> tuple[str, ...]:
+        """Return the parts of a step that are made by libraries besides an engine (Liger, bitsandbytes, torchtune)."""
+        parts = (
+            (self.loss != "engine", f"a {self.loss} loss"),
+            (self.optimizer == "adamw-8bit", "adamw-8bit"),
+            (self.paged_states, "paged optimizer states"),
+            (self.update == "in_backward", "updates within the backward pass"),
+        )
+        return tuple(text for holds, text in parts if holds)
+
+    @property
     def tokens_per_step(self) -> int:
         """Return the tokens of one step over the entire cluster."""
         return self.seq_len * self.global_batch_size
@@ -214,9 +234,11 @@ class Workload(EngineOptions, Task):
         return 4 if self.precision == "fp32" else 2
 
     @property
-    def optimizer_bytes(self) -> int:
-        """Return the bytes of optimizer state for one trained parameter."""
-        return {"adamw": 2, "muon": 1, "sgd": 0}[self.optimizer] * self.master_bytes if self.has_backward else 0
+    def optimizer_bytes(self) -> float:
+        """Return the bytes of optimizer state for one trained parameter; states of 8 bits have a scale for each 256 of them."""
+        of_states = {"adamw": 2, "muon": 1, "sgd": 0}
+        each = 2 * (1 + 4 / 256) if self.optimizer == "adamw-8bit" else of_states[self.optimizer] * self.master_bytes
+        return each if self.has_backward else 0
 
     @property
     def master_bytes(self) -> int:

@@ -248,6 +248,9 @@ def workload_of(
         dropout=defaults.value("dropout"),
         fusion=_fusion(row, defaults),
         fp8_scaling=cast("Any", stated("fp8 scaling", row.precision)),
+        loss=defaults.stated("loss") or stated("loss", row.notes) or defaults.value("loss"),
+        update=cast("Any", stated("update", f"{row.optimizer} {row.notes}") or "step"),
+        paged_states=stated("paged states", row.optimizer) is not None,
         fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),
         attention="math" if keeps_scores(row, model, defaults) else "flash",
     )

@@ -372,7 +372,7 @@ def waiting_s(device_s: FloatArray, host_s: FloatArray, norm: float) -> FloatArr
     return np.asarray((device_s**norm + host_s**norm) ** (1 / norm) - device_s)
 
 
-_STEP_BYTES = {"adamw": 28.0, "muon": 20.0, "sgd": 12.0}
+_STEP_BYTES = {"adamw": 28.0, "adamw-8bit": 16.0, "muon": 20.0, "sgd": 12.0}
 """Fused update: read parameter, gradient and states, write parameter and states, fp32."""
 
 _UNSHARED_LINK_BYTES_PER_S = 4.5e11

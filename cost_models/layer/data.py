@@ -31,6 +31,9 @@ _DIRECTION_ELEMENTS = 4
 _NEWTON_SCHULZ_FLOPS = 25.0
 """FLOPs a weight and hidden width of Muon: five steps of X X', its square and a product with X, 4 a + 2 a^2 / b for [a, b]."""
 
+_SUB_GROUP_PARAMS = 1e9
+"""Under zero 3 DeepSpeed's update goes through sub-groups of so many parameters."""
+
 
 class ShardGroups(NamedTuple):
     """Groups of ranks that share parameters [N]: over how many parameters, gradients and optimizer states are sharded, each a
@@ -302,6 +305,39 @@ def has_copies(layouts: Any, workload: Workload) -> Array:
 def has_plain_replicas(layouts: Any, workload: Workload) -> Array:
     """Return whether our runtime has fp32 replicas and nothing more: gradients are reduced in DDP's buckets, which stay."""
     return layouts.is_replicated & (workload.engine_facts.is_own_runtime & (workload.precision == "fp32"))
+
+
+def summed_gradients(stage: Any, step: Any, workload: Workload) -> tuple[Array, Array]:
+    """Return the bytes of gradients of a StageContents in our runtime when the last backward pass begins, and when it has ended."""
+    unsharded = float(workload.master_bytes) * stage.trained
+    sharded = float(workload.master_bytes) * stage.reduced(step)
+    accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
+    # Below zero 2 unsharded gradients wait for the last micro-batch; each unit's are freed as its shard is made.
+    # Under a pipeline no pass but the last one reduces, whatever is sharded.
+    waits = step.is_piped if workload.engine_facts.reduces_after_pipeline else False
+    final = np.where((step.zero_stage == 0) | waits | ((step.zero_stage == 1) & accumulates), unsharded, sharded)
+    # Sums of earlier micro-batches lie next to DDP's buckets until the last one moves into them.
+    buckets = np.where(has_plain_replicas(step, workload), unsharded, 0.0)
+    if workload.update == "in_backward":  # of each unit, as long as it takes
+        final = np.where(accumulates, final, 0.0)
+    return np.where(accumulates, final, 0.0) + buckets, final
+
+
+def buffered_gradients(stage: Any, step: Any, workload: Workload, *, keeps_fp32: bool) -> tuple[Array, Array]:
+    """Return the bytes of gradients of a StageContents in another engine, before and in the update.
+
+    DeepSpeed's BF16_Optimizer adds gradients in the compute dtype up in an fp32 copy of all of them. With the states on the host
+    each shard leaves for it as soon as it is reduced.
+    """
+    g, sharded = gradient_bytes(step, workload), stage.owned(step)
+    if keeps_fp32:
+        g = np.where(g == 4, g + workload.compute_bytes, g)
+    # With offloaded parameters every engine streams so.
+    leaves = (keeps_fp32 & (step.zero_stage >= 2) & (step.offload > 0)) | (step.offload == 2)
+    buffer = np.where(leaves, 0.0, g * np.where(step.zero_stage >= 2, stage.reduced(step), stage.trained))
+    updated = np.where(step.zero_stage == 3, np.minimum(_SUB_GROUP_PARAMS, sharded), sharded) * step.on_device
+    final = buffer + np.where(g >= workload.master_bytes, 0.0, 4.0 * updated)
+    return np.where(keeps_fp32 & (step.zero_stage < 3), final, buffer), final
 
 
 def update_s(

@@ -405,6 +405,8 @@ def _engine_block(
     in_fp8 = workload.precision in ("fp8", "nvfp4") and workload.engine_facts.saves_fp8_inputs
     read = 0.5 if in_fp8 else 1.0
     saved = _engine_attention(attention, recompute, read, rules, engine)
+    if workload.code == "compiled":  # or by a library of fused kernels (Liger): input of the norm; gate and up
+        engine = replace(engine, unfused_rmsnorm=False, glu_tensors=3)
     gated = (engine.glu_tensors - 1) * (one_byte if workload.fp8_activation_input else 1.0)
     output = 0.0 if drops else read
     saved += SavedElements(

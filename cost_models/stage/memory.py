@@ -6,7 +6,7 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
     parameters   4 P / N                       fp32 masters (under fp32 they are the parameters)
     optimizer    o P / N                       o = 8 for AdamW
     gradients    zero 0: 4 P    zero 1: 4 P / N, or 4 P where micro-batches accumulate (always so under a pipeline)
-                 zero 2, 3: 4 P / N
+                 zero 2, 3: 4 P / N, under a pipeline 4 P, as torch reduces after the last backward pass only
     with levels  gradients and states have an N each (gradient_shard, optimizer_shard), masters that of the states; parameters that
                  stay within fewer ranks (zero 3) are a copy of b P / N besides, counted as unsharded
     unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: this unit and the block gathered in advance
@@ -48,21 +48,21 @@ from ...schema import Workload
 from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array
 from ..coefficients import Scenario
-from ..layer.data import gradient_bytes, has_copies, has_plain_replicas
+from ..layer.data import buffered_gradients, has_copies, summed_gradients
 from ..layer.parallel import sharded_params, userbuffers_bytes
 
 _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
 but the first); the fp32 copy is gone by then."""
 
-_MORE_THAN_ANY = float(2**52)
-"""Bytes beyond any device's, whose sum with its terms is exact to less than one."""
-
-_SUB_GROUP_PARAMS = 1e9
-"""Under zero 3 DeepSpeed's update goes through sub-groups of so many parameters."""
+_LOSS_PARTS = 8
+"""Of a chunked loss (torchtune: num_output_chunks)."""
 
 LOSS_CHUNK_ELEMENTS = 2**24
 """Logits that the loss works on at a time (runtime/loss.py: CHUNK_ELEMENTS)."""
+
+_MORE_THAN_ANY = float(2**52)
+"""Bytes beyond any device's, whose sum with its terms is exact to less than one."""
 
 MemoryTerms = dict[str, Array]
 """Bytes by the names of MemoryBreakdown."""
@@ -164,7 +164,7 @@ def stage_memory(stage: StageContents, step: StepShape, scenario: Scenario) -> M
     if not workload.has_backward:
         return _zeroth_order(stage, step, scenario)
     b, copies = workload.compute_bytes, has_copies(step, workload)
-    before, final = _gradients(stage, step, workload)
+    before, final = summed_gradients(stage, step, workload)
     # fully_shard keeps them from the forward to the backward pass (reshard_after_forward=N).
     second_copy = b * np.where(step.has_second_copy, stage.stored(step), 0.0)
     receive = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
@@ -187,7 +187,7 @@ def stage_memory(stage: StageContents, step: StepShape, scenario: Scenario) -> M
     }
     return {
         "parameters": _parameters(stage, step, workload),
-        "optimizer": float(workload.optimizer_bytes) * stage.owned(step) * step.on_device,
+        "optimizer": _states(stage.owned(step), step, workload),
         **_fullest([full, update], also_temporary=_workspace_bytes(scenario)),
     }
 
@@ -202,7 +202,11 @@ def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     direction = workload.master_bytes * step.tp * np.maximum(stage.root_params, block)
     unsharded_of_head, unsharded = (_gathered(params, stage, step, workload) for params in (head, 2 * block))
     moments = [
-        {"unsharded": unsharded_of_head, "logits": loss_bytes(stage.logits, workload), "temporary": none},
+        {
+            "unsharded": unsharded_of_head,
+            "logits": loss_bytes(stage.logits, workload, stage.boundary_bytes),
+            "temporary": none,
+        },
         {"unsharded": unsharded, "logits": none, "temporary": stage.working_bytes + none},
         {"unsharded": none, "logits": none, "temporary": direction + none},
     ]
@@ -239,8 +243,12 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
             "temporary": temporary + 0.0 * stage.params,
         }
         for params, logits, temporary in (
-            (head, loss_bytes(stage.logits, workload), 0.0),
-            (head + block, b * stage.logits / max(workload.engine_facts.loss_chunks, 1), b * head),
+            (
+                head,
+                loss_bytes(stage.logits, workload, stage.boundary_bytes),
+                b * head if workload.loss == "fused" else 0.0,
+            ),
+            (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * head),
             (block, none, reduction(head)),
             (2 * block, none, stage.working_bytes + b * grads + stays),
             (block, none, reduction(block)),
@@ -254,17 +262,36 @@ def _gathered(params: Array, stage: StageContents, step: StepShape, workload: Wo
     return np.where(has_copies(step, workload), unsharded, 0.0)
 
 
-def loss_bytes(logits: Array, workload: Workload) -> Array:
+def logit_gradient_bytes(logits: Array, workload: Workload, hidden_bytes: Array) -> Array:
+    """Return the bytes that the head's backward pass reads: gradients of the logits, or those of the hidden states made before."""
+    if workload.loss == "fused":
+        return np.where(logits > 0, hidden_bytes, 0.0)
+    return workload.compute_bytes * logits / max(workload.engine_facts.loss_chunks, 1)
+
+
+def loss_bytes(logits: Array, workload: Workload, hidden_bytes: Array = 0.0) -> Array:
     """Return the bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel.
 
     Ours takes the logsumexp of a chunk's differences from the largest, in fp32, next to the chunk in fp32 (runtime/loss.py); a loss
-    that is made for some of the tokens after the other has the logits of those only.
+    that is made for some of the tokens after the other has the logits of those only; one that takes parts of logits that are all
+    there keeps the log-softmax of each in fp32, which a compiled one makes again. A fused one has as many as the hidden states have
+    elements, and the gradients of those (Liger: tokens / (vocabulary / hidden) at a time).
     """
     b, chunks = workload.compute_bytes, workload.engine_facts.loss_chunks
+    if workload.loss == "fused":
+        return np.where(logits > 0, 2.0 * hidden_bytes, 0.0)
+    if workload.loss == "chunked":
+        stored, of_part = (b, b) if workload.code == "compiled" else (b + 4.0, 8.0)
+        return (stored + of_part / _LOSS_PARTS) * logits
     if workload.code == "engine" and not chunks:
         of_chunk = 4.0 if b == 4 else 8.0
         return b * logits + of_chunk * np.minimum(LOSS_CHUNK_ELEMENTS, logits)
     return (2 * b if workload.code == "compiled" else _EAGER_LOGIT_BYTES) * logits / max(chunks, 1)
+
+
+def _states(owned: Array, step: StepShape, workload: Workload) -> Array:
+    """Return the bytes of optimizer states on the device; pages that the driver moves are not the allocator's."""
+    return 0.0 * owned if workload.paged_states else float(workload.optimizer_bytes) * owned * step.on_device
 
 
 def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Array:
@@ -276,18 +303,6 @@ def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Ar
     remaining = np.where(step.zero_stage == 3, workload.compute_bytes * (1.0 - step.on_device), 0.0)
     trained = stage.owned(step) * (workload.master_bytes * step.on_device + remaining)
     return np.where(step.offload == 2, 0.0, trained + stage.frozen(step))
-
-
-def _gradients(stage: StageContents, step: StepShape, workload: Workload) -> tuple[Array, Array]:
-    """Return the bytes of gradients when the last backward pass begins, and when it has ended."""
-    unsharded = float(workload.master_bytes) * stage.trained
-    sharded = float(workload.master_bytes) * stage.reduced(step)
-    accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
-    # Below zero 2 unsharded gradients wait for the last micro-batch; each unit's are freed as its shard is made.
-    final = np.where((step.zero_stage == 0) | ((step.zero_stage == 1) & accumulates), unsharded, sharded)
-    # Sums of earlier micro-batches lie next to DDP's buckets until the last one moves into them.
-    buckets = np.where(has_plain_replicas(step, workload), unsharded, 0.0)
-    return np.where(accumulates, final, 0.0) + buckets, final
 
 
 def _reduction(params: Array, stage: StageContents, step: StepShape, scenario: Scenario) -> Array:
@@ -307,17 +322,22 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     activations = step.in_flight * stage.activation_bytes
     chunks = userbuffers_bytes(stage.boundary_bytes, step, workload)
     in_pool = np.where(step.cuda_graphs, 1.0, 0.0)  # what graphs use in their passes is nobody else's
-    before, final = _gradients_in_buffer(stage, step, workload, keeps_fp32=facts.keeps_fp32_gradients)
+    before, final = buffered_gradients(stage, step, workload, keeps_fp32=facts.keeps_fp32_gradients)
     receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
     # Zero 3 has one buffer, in the compute dtype.
     buckets = facts.bucket_bytes * np.where(step.zero_stage == 3, b / 8.0, 1.0)
     # In fp32 there is no copy: logits, softmax, gradient.
-    logit_bytes = facts.logit_bytes if b < 4 else max(facts.logit_bytes, 12.0)
+    logits: Array = (facts.logit_bytes if b < 4 else max(facts.logit_bytes, 12.0)) * stage.logits
+    if workload.loss != "engine":
+        logits = loss_bytes(stage.logits, workload, stage.boundary_bytes)
+    # Reduced as soon as they are there, or made in advance; otherwise products add to a buffer.
+    gradients_leave = (np.asarray(step.zero_stage) >= 2) | (workload.loss == "fused")
+    of_head = np.where((stage.logits > 0) & gradients_leave, b * stage.root_params, 0.0)
     loss = {
         "gradients": before,
         "activations": activations,
-        "logits": logit_bytes * stage.logits,
-        "temporary": receive + buckets + in_pool * stage.working_bytes,
+        "logits": logits,
+        "temporary": receive + buckets + in_pool * stage.working_bytes + of_head,
     }
     backward = {**loss, "logits": 0.0 * stage.logits, "temporary": receive + buckets + stage.working_bytes}
     remaining = buckets + in_pool * stage.working_bytes + 0.0 * receive
@@ -335,29 +355,10 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     copies = b * np.where(step.gathers_in_pieces, units + shard, 0.0 if reads_masters else stage.trained)
     return {
         "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen(step)),
-        "optimizer": float(workload.optimizer_bytes) * sharded * step.on_device,
+        "optimizer": _states(sharded, step, workload),
         "unsharded": copies,
         **_fullest([loss, backward, update], also_temporary=_workspace_bytes(scenario) + chunks),
     }
-
-
-def _gradients_in_buffer(
-    stage: StageContents, step: StepShape, workload: Workload, *, keeps_fp32: bool
-) -> tuple[Array, Array]:
-    """Return the bytes of gradients before and in the update.
-
-    DeepSpeed's BF16_Optimizer adds gradients in the compute dtype up in an fp32 copy of all of them. With the states on the host
-    each shard leaves for it as soon as it is reduced.
-    """
-    g, sharded = gradient_bytes(step, workload), stage.owned(step)
-    if keeps_fp32:
-        g = np.where(g == 4, g + workload.compute_bytes, g)
-    # With offloaded parameters every engine streams so.
-    leaves = (keeps_fp32 & (step.zero_stage >= 2) & (step.offload > 0)) | (step.offload == 2)
-    buffer = np.where(leaves, 0.0, g * np.where(step.zero_stage >= 2, stage.reduced(step), stage.trained))
-    updated = np.where(step.zero_stage == 3, np.minimum(_SUB_GROUP_PARAMS, sharded), sharded) * step.on_device
-    final = buffer + np.where(g >= workload.master_bytes, 0.0, 4.0 * updated)
-    return np.where(keeps_fp32 & (step.zero_stage < 3), final, buffer), final
 
 
 def _fullest(phases: list[MemoryTerms], *, also_temporary: Array = 0.0) -> MemoryTerms:

@@ -5,9 +5,13 @@ import pytest
 from meshwright.cost_models.coefficients import Scenario
 from meshwright.cost_models.layer.memory import SavedTensorRules, saved_elements
 from meshwright.cost_models.stage import memory
+from meshwright.cost_models.stage.memory import loss_bytes
 from meshwright.planner.plan import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema.engine_facts import ENGINES
+from meshwright.schema.layout_rules import why_not_trainable
 from meshwright.schema.task import LowRank
+from meshwright.schema.training_plan import MemoryBreakdown
 
 MACHINE = ClusterSpec.parse("8xH100-SXM-80GB")
 MODEL = ModelSpec.named("llama-3.1-8b")
@@ -49,3 +53,74 @@ def test_dropout_and_wide_activation_inputs_keep_more() -> None:
     )
     assert dropped.tokens - kept.tokens == MODEL.hidden_dim  # two masks of one byte
     assert kept.tp - thin.tp == pytest.approx(block.mlp.ffn_dim)  # gate and up at one byte instead of two
+
+
+def peak_terms(layout: Layout | None = None, **changes: object) -> MemoryBreakdown:
+    workload = Workload(seq_len=8192, global_batch_size=8).replace(**changes)
+    return estimate(MODEL, MACHINE, workload, layout or Layout(dp_shard=8, recompute="full")).memory_bytes
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "deepspeed", "megatron"])
+def test_fused_loss_holds_hidden_states_in_place_of_logits(engine: str) -> None:
+    zero = 1 if engine == "megatron" else 3
+    layout = Layout(dp_shard=8, zero_stage=zero, recompute="full")
+    whole, parts, fused = (
+        peak_terms(layout, engine=engine, loss=loss, fusion="composite_norm").total
+        for loss in ("engine", "chunked", "fused")
+    )
+    assert fused < parts
+    if engine == "accelerate":
+        assert parts < whole
+
+
+def test_loss_bytes_of_one_logit() -> None:
+    logits, hidden = 2.0**30, 2.0**26
+    eager, compiled = (Workload(seq_len=1, global_batch_size=1, fusion=f) for f in ("composite_norm", "compiled"))
+    assert loss_bytes(logits, eager) == 14 * logits
+    assert (
+        loss_bytes(logits, eager.replace(loss="chunked")) == 7 * logits
+    )  # logits, log-softmax, an eighth's fp32 copies
+    assert loss_bytes(logits, compiled.replace(loss="chunked")) == 2.25 * logits
+    assert loss_bytes(logits, compiled.replace(loss="fused"), hidden) == 2 * hidden
+    assert loss_bytes(0.0, compiled.replace(loss="fused"), hidden) == 0
+
+
+def test_states_of_eight_bits_and_pages() -> None:
+    full, small, paged = (
+        peak_terms(**changes).optimizer
+        for changes in ({}, {"optimizer": "adamw-8bit"}, {"optimizer": "adamw-8bit", "paged_states": True})
+    )
+    assert small / full == pytest.approx(2 * (1 + 4 / 256) / 8)
+    assert paged == 0
+
+
+def test_update_in_the_backward_pass_leaves_no_gradients_but_of_one_micro_batch_only() -> None:
+    one, several = Layout(dp_shard=1), Layout(dp_shard=1, micro_batch_size=1)
+    alone = ClusterSpec.parse("1xH100-SXM-80GB")
+
+    def gradients(layout: Layout, batch: int, update: str) -> int:
+        workload = Workload(seq_len=1024, global_batch_size=batch, precision="bf16", update=update)
+        return estimate(ModelSpec.named("llama-3.2-1b"), alone, workload, layout).memory_bytes.gradients
+
+    assert gradients(one, 1, "in_backward") == 0
+    assert gradients(several, 4, "in_backward") == gradients(several, 4, "step") > 0
+
+
+def test_fully_shard_holds_unsharded_gradients_under_a_pipeline() -> None:
+    """torchtitan on 512 H100: 405B with tp 8, pp 8 holds 24 GiB of them, whatever it shards (its pipeline reduces once)."""
+    layout = Layout(dp_shard=4, pp=2, zero_stage=2)
+    piped, plain = peak_terms(layout), peak_terms(Layout(dp_shard=8, zero_stage=2), global_batch_size=16)
+    assert piped.gradients == 2 * piped.unsharded > 0  # fp32 of what lies in 16 bits next to it
+    assert plain.gradients < plain.unsharded
+
+
+def test_parts_of_other_libraries_are_refused_but_by_a_script() -> None:
+    unusual = Workload(
+        seq_len=8, global_batch_size=8, loss="fused", optimizer="adamw-8bit", update="in_backward", paged_states=True
+    )
+    assert len(why_not_trainable(unusual)) == 4
+    assert why_not_trainable(Workload(seq_len=8, global_batch_size=8)) == ()
+    for name, num_reasons in (("megatron", 4), ("deepspeed", 4), ("torchtitan", 4), ("nemo", 4), ("accelerate", 0)):
+        lacks = ENGINES[name].lacks
+        assert lacks is not None
+        assert len(lacks(MODEL, unusual.replace(engine=name))) == num_reasons
