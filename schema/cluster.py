@@ -88,8 +88,8 @@ class Device(Frozen):
     Attributes:
         memory_bytes: what the framework reports as total, not the decimal figure of the data sheet.
         num_sms: streaming multiprocessors (AMD: compute units); cache_bytes: second-level cache; None where unknown.
-        power_limit_ratio: power limit over the one that the data sheet's rates are stated at.
-        power_limit_w: watts that the board may draw; None where unknown.
+        power_limit_w, power_limit_ratio: watts of the data sheet's board (None: unknown), and what of them the machine allows.
+        die: silicon, where an architecture has several; max_clock_ratio: unlimited clock of products over the data sheet's.
         gemm: efficiencies measured on this machine; None where none were.
     """
 
@@ -103,6 +103,8 @@ class Device(Frozen):
     cache_bytes: PositiveInt | None = None
     power_limit_ratio: PositiveFloat = 1.0
     power_limit_w: PositiveFloat | None = None
+    die: str = ""
+    max_clock_ratio: PositiveFloat = 1.0
     gemm: GemmFit | None = None
     price_per_hour: PositiveFloat | None = None
     source: str = ""

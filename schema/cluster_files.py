@@ -47,7 +47,7 @@ _FORMS = (
 
 _DEVICE_FIELDS = (
     "vendor", "architecture", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s", "num_sms", "cache_bytes",
-    "power_limit_ratio", "power_limit_w", "gemm", "price_per_hour", "source",
+    "power_limit_ratio", "power_limit_w", "die", "max_clock_ratio", "gemm", "price_per_hour", "source",
 )  # fmt: skip
 
 Table = dict[str, Any]
@@ -175,7 +175,8 @@ def _num_devices(group: Mapping[str, Any]) -> int:
 def _group(table: Table, where: str) -> tuple[Table, Table | None]:
     """Return the fields of a NodeGroup, and the catalogue entry of its device where it has one."""
     link = "host_link_bytes_per_s"
-    keys = ("device", "num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes", link, "levels")
+    limit = "power_limit_w"
+    keys = ("device", "num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes", link, limit, "levels")
     check_keys(table, keys, where)
     device, entry = table.get("device"), None
     if isinstance(device, str):
@@ -187,6 +188,8 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
         _check_architecture(device.get("architecture"), f"{where}.device")
     else:
         raise ConfigError(f"{where}: `device` must be a catalogue name or an inline table with the fields of a device")
+    if limit in table:
+        device[limit] = table.pop(limit)
     known = entry or {}
     per_node = count_from_table(table, "devices_per_node", where, known.get("devices_per_node"))
     group = {

@@ -54,10 +54,6 @@ class Calibration(Frozen):
     error_before: float | None = None
     error_after: float | None = None
 
-    def products_in(self, dtype: str) -> float:
-        """Return the rate of products in fp8, fp4 or any other format."""
-        return self.products * {"fp8": self.fp8_products, "fp4": self.fp4_products}.get(dtype, 1.0)
-
     def __str__(self) -> str:
         """Show the ratios that moved, and on how many runs they rest."""
         names = (name for name in type(self).model_fields if type(self).model_fields[name].default == 1.0)

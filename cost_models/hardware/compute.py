@@ -5,14 +5,14 @@ All functions are vectorised over layouts: ``tokens`` and ``tp`` are arrays [N] 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from ...schema.units import FloatArray, IntArray
 from ..layer.operators import BACKWARD_ATTENTION_RATIO, CostInputs, Elementwise, FusedAttention, Gemm, Operator, Scan
-from ..learned.kernels import AttentionShape, attention_seconds, gemm_seconds
-from .machine import DeviceRates, GroupedGemm, unpack_s_per_weight
+from ..learned.kernels import AttentionDevice, AttentionShape, GemmRates, attention_seconds, gemm_seconds
 
 _TENSOR_CORE_ALIGNMENT_BYTES = 16
 """Rows of the small matrices of attention that do not start at multiples of this keep the tensor cores out of batched products."""
@@ -21,6 +21,65 @@ _TENSOR_CORE_ALIGNMENT_BYTES = 16
 _REGULATION_S = 0.025
 """Boards average their power over so long (A100, H100: arXiv:2312.02741): shorter kernels have the clocks that products beside them
 leave, longer ones their own. Fused attention alone stays below the limit: 8B with 262k tokens reaches 620 TFLOP/s on H200."""
+
+
+class AttentionRates(NamedTuple):
+    """Fused attention on one device.
+
+    ``kernel`` says whose coefficients, ``arithmetic_ratio`` how much longer than the kernel's this generation's arithmetic takes,
+    ``reference`` what the learned residual takes the device for (`_reference`); no calibration in it. ``isolated_ratio``: how much
+    of its seconds beside products a kernel takes that has the board's power to itself.
+    """
+
+    kernel: str
+    device: AttentionDevice
+    arithmetic_ratio: float
+    reference: AttentionDevice
+    isolated_ratio: float = 1.0
+
+
+class GroupedGemm(NamedTuple):
+    """One pass of the products of all experts: seconds for each expert launched by itself, and a ratio to the roofline."""
+
+    expert_s: float
+    ratio: float
+
+
+class DeviceRates(NamedTuple):
+    """What one device achieves.
+
+    Attributes:
+        gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
+        full_gemm: the same for products that fp8 training keeps in bf16.
+        gemm_flops_per_s: large matrix products; vector_flops_per_s: products that cannot use the matrix units.
+        quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
+        quantizes_weights: so are weights, in every pass; otherwise once a step.
+        expert_by_expert: the engine launches a product for each expert instead of one for all.
+        grouped: products of experts by pass: forward, dgrad, wgrad.
+        attention: fused attention; None where it runs at the rate of products (CPUs).
+        gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
+        unpack_s: of one frozen 4-bit weight, written out in the compute dtype.
+        launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
+        update_bytes_per_s: passes of the optimizer over parameters and states.
+        compute_bytes: of one element of activations.
+    """
+
+    gemm: GemmRates | None
+    full_gemm: GemmRates | None
+    gemm_flops_per_s: float
+    quantize_bytes: float
+    quantizes_weights: bool
+    expert_by_expert: bool
+    grouped: Mapping[str, GroupedGemm]
+    attention: AttentionRates | None
+    gemm_bytes_per_s: float
+    elementwise_bytes_per_s: float
+    unpack_s: float
+    launch_s: float
+    kernel_s: float
+    update_bytes_per_s: float
+    vector_flops_per_s: float
+    compute_bytes: int
 
 
 class OperatorTime(NamedTuple):
@@ -153,13 +212,13 @@ def quantize_s(elements: FloatArray | IntArray, rates: DeviceRates) -> FloatArra
     )
 
 
-def unpacked_s(operators: tuple[Operator, ...], inputs: CostInputs) -> FloatArray:
+def unpacked_s(operators: tuple[Operator, ...], inputs: CostInputs, rates: DeviceRates) -> FloatArray:
     """Return what each pass takes to write frozen 4-bit products out in the compute dtype before it uses them [N]; mostly zero."""
     workload, layouts = inputs.workload, inputs.layouts
     if workload.adapters is None or workload.adapters.frozen != "nf4":
         return np.zeros(len(layouts))
     weights = sum(op.num_params for op in operators if isinstance(op, Gemm) and op.frozen)
-    return np.asarray(weights / layouts.tp * unpack_s_per_weight(inputs.scenario))
+    return np.asarray(weights / layouts.tp * rates.unpack_s)
 
 
 def attention_s(

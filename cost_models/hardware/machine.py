@@ -14,7 +14,6 @@ Source: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857 (storage
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, lru_cache
 from statistics import geometric_mean
 from typing import Literal, NamedTuple
@@ -37,8 +36,10 @@ from ..learned.kernels import (
     kernel_name,
     known_coefficients,
     known_devices,
+    predict,
 )
 from ..measured import MeasuredRates, rates_of_profile
+from .compute import AttentionRates, DeviceRates, GroupedGemm
 
 _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
     "bf16-mixed": ("bf16",),
@@ -50,61 +51,8 @@ _PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp
 }
 
 
-class AttentionRates(NamedTuple):
-    """Fused attention on one device.
-
-    ``kernel`` says whose coefficients, ``arithmetic_ratio`` how much longer than the kernel's this generation's arithmetic takes,
-    ``reference`` what the learned residual takes the device for (`_reference`); no calibration in it. ``isolated_ratio``: how much
-    of its seconds beside products a kernel takes that has the board's power to itself.
-    """
-
-    kernel: str
-    device: AttentionDevice
-    arithmetic_ratio: float
-    reference: AttentionDevice
-    isolated_ratio: float = 1.0
-
-
-class GroupedGemm(NamedTuple):
-    """One pass of the products of all experts: seconds for each expert launched by itself, and a ratio to the roofline."""
-
-    expert_s: float
-    ratio: float
-
-
-class DeviceRates(NamedTuple):
-    """What one device achieves.
-
-    Attributes:
-        gemm: single matrix products; None where the plain roofline of the next figures is all there is (CPUs).
-        full_gemm: the same for products that fp8 training keeps in bf16.
-        gemm_flops_per_s: large matrix products; vector_flops_per_s: products that cannot use the matrix units.
-        quantize_bytes: traffic of casting one element of an input to fp8; 0 where products take the inputs as they are.
-        quantizes_weights: so are weights, in every pass; otherwise once a step.
-        expert_by_expert: the engine launches a product for each expert instead of one for all.
-        grouped: products of experts by pass: forward, dgrad, wgrad.
-        attention: fused attention; None where it runs at the rate of products (CPUs).
-        gemm_bytes_per_s, elementwise_bytes_per_s: memory-bound matrix products and everything else.
-        launch_s: floor of one matrix product; kernel_s: floor of one elementwise kernel.
-        update_bytes_per_s: passes of the optimizer over parameters and states.
-        compute_bytes: of one element of activations.
-    """
-
-    gemm: GemmRates | None
-    full_gemm: GemmRates | None
-    gemm_flops_per_s: float
-    quantize_bytes: float
-    quantizes_weights: bool
-    expert_by_expert: bool
-    grouped: Mapping[str, GroupedGemm]
-    attention: AttentionRates | None
-    gemm_bytes_per_s: float
-    elementwise_bytes_per_s: float
-    launch_s: float
-    kernel_s: float
-    update_bytes_per_s: float
-    vector_flops_per_s: float
-    compute_bytes: int
+_LARGE = np.array([4096.0, 8192.0])
+"""Rows, columns and depth of products that no launch and no tail slows."""
 
 
 @lru_cache(maxsize=64)
@@ -122,11 +70,13 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     is_host, is_fp8 = device.backend.is_host, workload.precision == "fp8"
     measured = measured_rates(scenario)
     points = cluster.profile.matmuls if cluster.profile is not None else ()
-    products = ratio.products_in(_dtype(device, workload.precision))
+    of_format = {"fp8": ratio.fp8_products, "fp4": ratio.fp4_products}
+    products = ratio.products * of_format.get(_dtype(device, workload.precision), 1.0)
     gemm = None if is_host else gemm_rates(device, workload.precision, products, points, c)
     on_host = device.gemm or GemmFit(**{name: c["gemm"][name] for name in GemmFit.model_fields})
     fit = on_host if gemm is None else gemm.coefficients
     slowed = products if gemm is None else gemm.sustained_ratio
+    peak = peak_flops_per_s(device, workload.precision) if gemm is None else gemm.hardware.peak_flops_per_s
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     line = device.memory_bandwidth_bytes_per_s
     elementwise = measured.elementwise_bytes_per_s or line * (1.0 if is_host else c["elementwise"]["memory_efficiency"])
@@ -143,7 +93,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     return DeviceRates(
         gemm=gemm,
         full_gemm=gemm_rates(device, "bf16-mixed", ratio.products, points, c) if is_fp8 else gemm,
-        gemm_flops_per_s=peak_flops_per_s(device, workload.precision) * fit.compute_efficiency * slowed,
+        gemm_flops_per_s=peak * fit.compute_efficiency * slowed,
         quantize_bytes=_quantize_bytes(workload, c) if is_fp8 else 0.0,
         quantizes_weights=workload.engine_facts.uses_fully_shard,
         expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
@@ -151,6 +101,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
         attention=None if is_host else _attention_rates(scenario),
         gemm_bytes_per_s=line * fit.memory_efficiency,
         elementwise_bytes_per_s=elementwise * ratio.elementwise,
+        unpack_s=_unpack_s(workload, device, elementwise * ratio.elementwise, c["elementwise"]["nf4_flops"]),
         launch_s=fit.launch_s,
         kernel_s=0.0 if is_host else c["elementwise"]["kernel_s"],
         update_bytes_per_s=float(update),
@@ -167,19 +118,16 @@ def _quantize_bytes(workload: Workload, coefficients: Coefficients) -> float:
     return float(c["dynamic_bytes" if workload.engine_facts.uses_fully_shard else "quantize_bytes"])
 
 
-def unpack_s_per_weight(scenario: Scenario) -> float:
+def _unpack_s(workload: Workload, device: Device, bytes_per_s: float, flops: float) -> float:
     """Return the seconds of writing one frozen 4-bit weight out in the compute dtype.
 
-    The kernel that plain code calls (bitsandbytes) finds each value by branches, which takes longer than its traffic where a device
-    has little arithmetic for its bandwidth.
+    The kernel that plain code calls (bitsandbytes) finds each value by branches, ``flops`` of the fp32 peak, which take longer than
+    its traffic where a device has little arithmetic for its bandwidth.
     """
-    workload, device = scenario.workload, scenario.cluster.weakest_device
     frozen_bytes = 0.0 if workload.adapters is None else workload.adapters.frozen_bytes
-    traffic_s = (frozen_bytes + workload.compute_bytes) / device_rates(scenario).elementwise_bytes_per_s
+    traffic_s = (frozen_bytes + workload.compute_bytes) / bytes_per_s
     in_fp32 = device.peak_flops_per_s.fp32
-    if workload.code != "eager" or in_fp32 is None:
-        return traffic_s
-    return max(traffic_s, scenario.coefficients["elementwise"]["nf4_flops"] / in_fp32)
+    return traffic_s if workload.code != "eager" or in_fp32 is None else max(traffic_s, flops / in_fp32)
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
@@ -222,9 +170,48 @@ def gemm_rates(
     reference = None if known is None else gemm_device(known, products, coefficients)
     sheet = gemm_device(device, products, coefficients)
     rates = GemmRates(fitted, sheet, software, element_bytes, reference=reference)
+    board = device  # the one whose clock the coefficients hold
     if is_measured_here:
         rates = corrected_by(points, dtype, rates)
-    return rates._replace(sustained_ratio=_sustained(device, coefficients) * calibration * ratio)
+    elif device.name in known_devices():
+        board = _catalogued(device.name) or device
+    elif dtype != "fp32" and device.gemm is None:
+        efficiency = coefficients["clocks"]["large_efficiency"]
+        best = efficiency.get(device.die or device.architecture, efficiency["other"])
+        rates = _clocked(rates, product_clock(device, coefficients), best)
+    return rates._replace(sustained_ratio=_sustained(device, board, coefficients) * calibration * ratio)
+
+
+def board_w(device: Device) -> float | None:
+    """Return the watts that the board may draw on its machine; None where unknown."""
+    return None if device.power_limit_w is None else device.power_limit_w * device.power_limit_ratio
+
+
+def product_clock(device: Device, coefficients: Coefficients, *, over_hours: bool = False) -> float | None:
+    """Return the clock of large products over that of the data sheet: (m^-q + (P / (j W))^q)^(-1/q); None where watts are unknown.
+
+    m is the highest clock, P the dense 16-bit peak, W the board's watts, j what the silicon makes of a joule (FLOP). Training
+    for hours leaves less of W than a benchmark: chips are hot, memory and links at work.
+    """
+    c, peaks = coefficients["clocks"], device.peak_flops_per_s
+    per_joule = c["flops_per_joule"].get(device.die or device.architecture)
+    peak, watts = peaks.bf16 or peaks.fp16, board_w(device)
+    if per_joule is None or peak is None or watts is None:
+        return None
+    hours = coefficients["sustained"]
+    part = hours.get(device.architecture, hours["other"]) if over_hours else 1.0
+    q = c["sharpness"]
+    return float((device.max_clock_ratio**-q + (peak / (per_joule * watts * part)) ** q) ** (-1 / q))
+
+
+def _clocked(rates: GemmRates, clock: float | None, best: float) -> GemmRates:
+    """Return rates with which large products reach ``best`` of the peak at this clock: the coefficients are another board's."""
+    if clock is None or rates.reference is None:
+        return rates
+    seconds = predict(_LARGE, _LARGE, _LARGE, rates._replace(hardware=rates.reference))
+    reached = geometric_mean(2.0 * _LARGE**3 / seconds / rates.reference.peak_flops_per_s)
+    peak = rates.hardware.peak_flops_per_s * best * clock / reached
+    return rates._replace(hardware=rates.hardware._replace(peak_flops_per_s=peak))
 
 
 def _reference(device: Device, precision: Precision) -> Device | None:
@@ -236,22 +223,20 @@ def _reference(device: Device, precision: Precision) -> Device | None:
     known, dtype = _catalogued(device.name), _dtype(device, precision)
     if known is not None and _dtype(known, precision) == dtype:
         return known
-    usual = _usual_rates(device.architecture, dtype)
-    if usual is None:
+    if not (boards := _boards(device.architecture, dtype)):
         return None
-    peaks = device.peak_flops_per_s.replace(**{dtype: usual[0]})
-    return device.replace(peak_flops_per_s=peaks, memory_bandwidth_bytes_per_s=usual[1])
+    peak = geometric_mean(getattr(board.peak_flops_per_s, dtype) for board in boards)
+    bandwidth = geometric_mean(board.memory_bandwidth_bytes_per_s for board in boards)
+    peaks = device.peak_flops_per_s.replace(**{dtype: peak})
+    return device.replace(peak_flops_per_s=peaks, memory_bandwidth_bytes_per_s=bandwidth)
 
 
 @cache
-def _usual_rates(architecture: str, dtype: str) -> tuple[float, float] | None:
+def _boards(architecture: str, dtype: str) -> tuple[Device, ...]:
+    """Return the measured devices of an architecture that have a unit for this format; of all where it has none."""
     devices = [device for name in known_devices() if (device := _catalogued(name)) is not None]
     able = [device for device in devices if getattr(device.peak_flops_per_s, dtype, None)]
-    alike = [device for device in able if device.architecture == architecture] or able
-    if not alike:
-        return None
-    peaks = [getattr(device.peak_flops_per_s, dtype) for device in alike]
-    return geometric_mean(peaks), geometric_mean(device.memory_bandwidth_bytes_per_s for device in alike)
+    return tuple(device for device in able if device.architecture == architecture) or tuple(able)
 
 
 @cache
@@ -289,10 +274,17 @@ def gemm_device(device: Device, precision: Precision, coefficients: Coefficients
     )
 
 
-def _sustained(device: Device, coefficients: Coefficients) -> float:
-    """Return arithmetic over hours over that of a benchmark; clocks fall with a root of the power limit."""
-    c = coefficients["sustained"]
-    return float(c.get(device.architecture, c["other"]) * device.power_limit_ratio ** c["power_exponent"])
+def _sustained(device: Device, board: Device, coefficients: Coefficients) -> float:
+    """Return arithmetic over hours over that of a benchmark on ``board``."""
+    clock, over_hours = product_clock(board, coefficients), product_clock(device, coefficients, over_hours=True)
+    return over_hours / clock if clock and over_hours else coefficients["sustained"]["unknown"]
+
+
+def _attention_clock(device: Device, coefficients: Coefficients) -> float:
+    """Return the clock over hours over that of the boards on which attention was measured."""
+    clock = product_clock(device, coefficients, over_hours=True)
+    usual = geometric_mean(product_clock(board, coefficients) or 1.0 for board in _boards(device.architecture, "bf16"))
+    return coefficients["sustained"]["unknown"] if clock is None else clock / usual
 
 
 def _attention_rates(scenario: Scenario) -> AttentionRates:
@@ -305,7 +297,7 @@ def _attention_rates(scenario: Scenario) -> AttentionRates:
 
     def rates(device: Device, ratio: float) -> AttentionDevice:
         # FlashAttention-2 leaves so much of Hopper's matrix units idle that the power limit does not slow it.
-        sustained = ratio * (1.0 if kernel == "hopper_fa2" else _sustained(device, scenario.coefficients))
+        sustained = ratio * (1.0 if kernel == "hopper_fa2" else _attention_clock(device, scenario.coefficients))
         processors = device.num_sms or PROCESSORS.get(device.architecture, PROCESSORS["ampere"])
         peak = peak_flops_per_s(device, precision) * sustained
         return AttentionDevice(peak, device.memory_bandwidth_bytes_per_s, processors)
@@ -314,7 +306,7 @@ def _attention_rates(scenario: Scenario) -> AttentionRates:
     ratio = c["first_generation_ratio"] if generation == 1 else 1.0
     if generation == 4 and kernel == "blackwell":
         ratio = c["fourth_generation_ratio"]
-    isolated = 1.0 if kernel == "hopper_fa2" else scenario.coefficients["sustained"].get(device.architecture, 1.0)
+    isolated = 1.0 if kernel == "hopper_fa2" else _sustained(device, device, scenario.coefficients)
     return AttentionRates(kernel, rates(device, cluster.calibration.attention), ratio, reference, isolated)
 
 

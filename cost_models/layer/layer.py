@@ -335,7 +335,7 @@ def passes_s(
     has_block = layer.inner_block is not None
     recompute, repeated = recompute_s(operators, times, layouts, workload) if has_block else (zero, zero)
     recompute, repeated = layouts.recompute_fraction * recompute, layouts.recompute_fraction * repeated
-    written_s = unpacked_s(operators, inputs)
+    written_s = unpacked_s(operators, inputs, device_rates(inputs.scenario))
     forward, backward = forward + written_s, backward + written_s
     recompute = recompute + written_s * layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
     # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces.

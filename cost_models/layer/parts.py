@@ -17,8 +17,8 @@ import numpy as np
 
 from ...schema import Workload
 from ...schema.units import FloatArray
-from ..hardware.compute import OperatorTime, operator_time, unpacked_s
-from ..hardware.machine import DeviceRates, GroupedGemm, device_rates, peak_flops_per_s
+from ..hardware.compute import DeviceRates, GroupedGemm, OperatorTime, operator_time, unpacked_s
+from ..hardware.machine import device_rates, peak_flops_per_s
 from .layer import LayerCost, layer_passes
 from .operators import (
     BACKWARD_ATTENTION_RATIO,
@@ -69,7 +69,7 @@ def layer_parts(layer: Layer, inputs: CostInputs, cost: LayerCost) -> ComputePar
             ideal_s[part] = ideal_s[part] + _step_s(ideal.forward_s, ideal.backward_s, workload)
     # A calibration may say that a device is faster than its data sheet.
     peak_s = {part: np.minimum(ideal, seconds[part]) for part, ideal in ideal_s.items()}
-    written_s = unpacked_s(passes.operators, inputs)
+    written_s = unpacked_s(passes.operators, inputs, device_rates(inputs.scenario))
     seconds["memory_bound"] = seconds["memory_bound"] + _step_s(written_s, written_s, workload)
     of_passes = _step_s(passes.forward_s, passes.backward_s, workload)
     return ComputeParts(

@@ -34,7 +34,7 @@ from ...schema.layout_table import MIXED
 from ...schema.training_plan import MemoryBreakdown, StageEstimate, TimeBreakdown
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario, packaged_coefficients
-from ..hardware.machine import peak_flops_per_s
+from ..hardware.machine import board_w, peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, Scan, layer_operators
 from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
 from . import memory
@@ -389,7 +389,7 @@ def power_limit_w(cluster: ClusterSpec) -> float:
             f"the power limit of {', '.join(lacking)} is unknown, so energy is too",
             help="state power_limit_w of the device in a cluster file (docs/cluster.md)",
         )
-    return sum(group.num_devices * (group.device.power_limit_w or 0.0) for group in cluster.groups)
+    return sum(group.num_devices * (board_w(group.device) or 0.0) for group in cluster.groups)
 
 
 def energy_j(breakdown_s: TimeBreakdown, cluster: ClusterSpec) -> float:

@@ -2,10 +2,57 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from meshwright.cost_models.coefficients import packaged_coefficients
+from meshwright.cost_models.hardware.machine import gemm_rates, product_clock
+from meshwright.cost_models.learned.kernels import gemm_seconds
 from meshwright.planner import estimate
-from meshwright.schema import Calibration, ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema import Calibration, ClusterSpec, Device, Layout, ModelSpec, Workload
 from meshwright.schema.task import Precision
+
+TORCH_TFLOPS = {
+    "H100-PCIe-80GB": 482, "H20-96GB": 140, "A100-PCIe-40GB": 213, "A40-48GB": 116, "A10G-24GB": 68, "RTX3090-24GB": 76,
+    "L4-24GB": 58, "L20-48GB": 111, "RTX4090-24GB": 160, "RTX5090-32GB": 237, "RTX-PRO-6000-Server-96GB": 402,
+    "V100-SXM2-16GB": 93, "MI250X-GCD": 147, "MI300X-192GB": 668, "MI325X-256GB": 785, "MI355X-288GB": 1565,
+    "RTX2080Ti-11GB": 49, "RTX5080-16GB": 102, "RTX-A4000-16GB": 57, "V100S-PCIe-32GB": 89,
+}  # fmt: skip
+"""Large dense 16-bit products on boards that the learned model never saw, as published (coefficients.toml, [clocks])."""
+
+
+def large_product_flops_per_s(device: Device) -> float:
+    """Return the mean rate of two large products in a short benchmark."""
+    precision: Precision = "bf16-mixed" if device.peak_flops_per_s.bf16 else "fp16-mixed"
+    side = np.array([4096.0, 8192.0])
+    rates = gemm_rates(device, precision)._replace(sustained_ratio=1.0)
+    return float(np.mean(2 * side**3 / gemm_seconds(side, side, side, rates)))
+
+
+@pytest.mark.parametrize(("name", "tflops"), TORCH_TFLOPS.items())
+def test_large_products_of_boards_without_a_table_are_as_fast_as_published(name: str, tflops: float) -> None:
+    """Within 12 %: cards of one kind differ by 5 %, and so do two scripts on one card."""
+    assert large_product_flops_per_s(Device.named(name)) == pytest.approx(tflops * 1e12, rel=0.12)
+
+
+@given(st.floats(0.2, 3.0), st.floats(1.0, 2.0))
+def test_more_watts_never_slow_products_and_gain_at_most_in_proportion(ratio: float, more: float) -> None:
+    device, c = Device.named("H100-SXM-80GB"), packaged_coefficients()
+    low, high = (product_clock(device.replace(power_limit_ratio=watts), c) for watts in (ratio, ratio * more))
+    assert low is not None and high is not None
+    assert low * (1 - 1e-12) <= high <= low * more * (1 + 1e-12)
+
+
+def test_a_limit_on_the_boards_watts_slows_a_step() -> None:
+    cluster, model = ClusterSpec.parse("8xH100-SXM-80GB"), ModelSpec.named("llama-3.1-8b")
+    group = cluster.groups[0]
+    capped = cluster.replace(groups=(group.replace(device=group.device.replace(power_limit_ratio=0.7)),))
+    workload, layout = Workload(seq_len=4096, global_batch_size=32), Layout(dp_shard=8, zero_stage=2)
+    plain, slow = (estimate(model, machine, workload, layout).step_time_s for machine in (cluster, capped))
+    assert 1.1 < slow / plain < 1 / 0.7
 
 
 @pytest.mark.parametrize(
@@ -20,3 +67,10 @@ def test_a_ratio_of_one_format_slows_products_in_that_format_only(precision: Pre
         seconds = estimate(model, changed, workload, layout).step_time_s
         assert (seconds > 1.1 * plain) == (name == slowed)
         assert seconds > 1.1 * plain or seconds == plain
+
+
+def test_a_group_states_what_its_boards_may_draw(tmp_path: Path) -> None:
+    file = tmp_path / "capped.toml"
+    file.write_text('[[groups]]\ndevice = "H100"\nnum_nodes = 1\npower_limit_w = 500\n', encoding="utf-8")
+    device = ClusterSpec.parse(str(file)).groups[0].device
+    assert device == Device.named("H100").replace(power_limit_w=500.0)

@@ -35,8 +35,9 @@ DEVICE_OPTIONAL = {
     "gemm",
     "num_sms",
     "cache_bytes",
-    "power_limit_ratio",
     "power_limit_w",
+    "die",
+    "max_clock_ratio",
     "max_matmul_flops_per_s",
     "price_per_hour",
     "price_source",
@@ -96,7 +97,9 @@ NOT_SURVEYED = {
     "H100-SXM-96GB-HBM2e",
     "P100-SXM2-16GB", "A30-24GB", "A800-PCIe-80GB", "L40-48GB", "RTX6000-Ada-48GB", "H200-NVL-141GB", "MI210-64GB",
     "MI250-GCD", "MI350X-288GB", "MI300A-128GB", "L20-48GB", "Gaudi2-96GB", "Gaudi3-128GB", "TPU-v4", "TPU-v5e", "TPU-v5p",
-    "TPU-v6e", "Trainium1-32GB", "Trainium2-96GB",
+    "TPU-v6e", "Trainium1-32GB", "Trainium2-96GB", "V100S-PCIe-32GB", "RTX2080Ti-11GB", "A800-SXM-80GB", "RTX3090Ti-24GB",
+    "RTX-A5000-24GB", "RTX-A4000-16GB", "RTX4080-16GB", "H800-PCIe-80GB", "H20-141GB", "RTX5080-16GB",
+    "RTX-PRO-6000-Workstation-96GB", "RTX-PRO-6000-MaxQ-96GB",
 }  # fmt: skip
 
 # (device, survey column) whose value we deliberately do not share, with the reason.

@@ -64,8 +64,8 @@ def parse_file(folder: Path, text: str | bytes, name: str = "cluster.toml") -> C
         ("1xH100", "1xH100-SXM-80GB", (1, 1), [("nvlink4", 1)]),
         ("2x4xH100", "2x4xH100-SXM-80GB", (2, 4), [("nvlink4", 4), ("ib400", 8)]),
         ("8x1xH100", "8x1xH100-SXM-80GB", (8, 1), [("ib400", 8)]),
-        ("8x4090", "8xRTX4090-24GB", (2, 4), [("pcie4", 4), ("eth10", 8)]),
-        ("8x8x4090", "8x8xRTX4090-24GB", (8, 8), [("pcie4", 8), ("eth10", 64)]),
+        ("8x4090", "8xRTX4090-24GB", (2, 4), [("pcie4-nop2p", 4), ("eth10", 8)]),
+        ("8x8x4090", "8x8xRTX4090-24GB", (8, 8), [("pcie4-nop2p", 8), ("eth10", 64)]),
         ("8xH100/ib400", "8xH100-SXM-80GB/ib400", (1, 8), [("nvlink4", 8)]),
     ],
 )
