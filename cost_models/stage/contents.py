@@ -61,12 +61,15 @@ def pipeline_shape(costs: CostTable, idx: int) -> PipelineShape:
 
 
 def more_in_flight(costs: CostTable, in_flight: Any, idx: int | slice = slice(None)) -> Any:
-    """Return the micro-batches in flight with one more where the barrier of a split vocabulary holds it, and one more of a chunk
-    where the exchange of tokens runs beside another micro-batch (Megatron-LM, get_pp_rank_microbatches).
+    """Return the micro-batches in flight with one more where the barrier of a split vocabulary holds it, and one block of another
+    where the exchange of tokens runs beside it: a forward pass saves as the backward pass frees, block by block.
+
+    Under a pipeline one more forward pass of a chunk comes before the first backward pass, and none between two of them.
+    Source: Megatron-LM, get_pp_rank_microbatches and TransformerModelChunkSchedulePlan.run.
     """
     b = costs.layouts
     barrier = np.where(b.vocabulary[idx] == 1, MORE_IN_FLIGHT, 0.0)
-    more = in_flight + barrier + b.ep_overlap[idx] / b.num_model_chunks[idx]
+    more = in_flight + barrier + b.ep_overlap[idx] * b.pp[idx] / costs.model.num_blocks
     return np.where(more > in_flight, np.minimum(b.num_microbatches[idx], more), in_flight)
 
 

@@ -100,11 +100,11 @@ def exchange_of(layout: Layout, num_microbatches: int = 64) -> TrainingEstimate:
     return estimate(ModelSpec.named("qwen3-30b-a3b"), NODE, workload, layout)
 
 
-def test_another_micro_batch_hides_a_part_of_the_exchange_and_is_kept_with_what_it_saves() -> None:
+def test_another_micro_batch_hides_a_part_of_the_exchange_and_keeps_what_a_block_saves() -> None:
     alone, beside = (exchange_of(OVERLAPPED.replace(ep_overlap=value)) for value in (False, True))
     assert 0.3 * alone.breakdown_s.ep < beside.breakdown_s.ep < 0.7 * alone.breakdown_s.ep
     assert beside.breakdown_s.dp == pytest.approx(alone.breakdown_s.dp)
-    assert beside.memory_bytes.activations == pytest.approx(2 * alone.memory_bytes.activations, rel=1e-9)
+    assert beside.memory_bytes.activations == pytest.approx(49 / 48 * alone.memory_bytes.activations, rel=1e-2)
     assert beside.memory_bytes.replace(activations=0) == alone.memory_bytes.replace(activations=0)
 
 

@@ -61,10 +61,10 @@ def test_short_passes_are_planned_as_graphs() -> None:
 
 def test_experts_exchange_beside_another_micro_batch_where_it_is_worth_it() -> None:
     """Over two nodes: the plan says what it gains, and its overrides and options turn it on."""
-    found = plan_of("qwen3-30b-a3b", "2x8xB200/ib400", 256, seq_len=4096, fixed={"ep": 16, "tp": 1})
+    found = plan_of("qwen3-30b-a3b", "2x8xH100-SXM-80GB/ib400", 256, seq_len=4096, fixed={"ep": 16, "tp": 1})
     assert found.layout.ep_overlap
     forbidden = {"ep": 16, "tp": 1, "ep_overlap": False}
-    without = plan_of("qwen3-30b-a3b", "2x8xB200/ib400", 256, seq_len=4096, fixed=forbidden)
+    without = plan_of("qwen3-30b-a3b", "2x8xH100-SXM-80GB/ib400", 256, seq_len=4096, fixed=forbidden)
     assert without.estimate.step_time_s > 1.03 * found.estimate.step_time_s
     said = [text for text in explain(found, time_limit_s=0.1).notes if text.startswith("without ep_overlap=true")]
     assert len(said) == 1 and "% longer" in said[0]
