@@ -114,6 +114,8 @@ class EngineOptions(Frozen):
             product before it: logits are there for some tokens at a time, gradients are made with them (Liger).
         update: of parameters after the step, or of each as soon as its gradient is there, where there is one micro-batch.
         paged_states: optimizer states lie in pages that the driver moves to the host where the device is full (bitsandbytes).
+        token_dispatch: what is sent to experts on other nodes: as the engine does where it can choose, or each copy of a token by
+            itself (all-to-all, Megatron's alltoall dispatcher).
         overlap: communication of data parallelism and of interleaved pipelines overlaps with compute where the engine can.
         blocking_launches: the host waits for every kernel it launches (CUDA_LAUNCH_BLOCKING=1): its time adds to the device's, and
             nothing overlaps.
@@ -129,6 +131,7 @@ class EngineOptions(Frozen):
     loss: Loss = "engine"
     update: Literal["step", "in_backward"] = "step"
     paged_states: bool = False
+    token_dispatch: Literal["engine", "copies"] = "engine"
     overlap: bool = True
     blocking_launches: bool = False
 
@@ -136,6 +139,11 @@ class EngineOptions(Frozen):
     def overlaps(self) -> bool:
         """Return whether communication may run beside compute."""
         return self.overlap and not self.blocking_launches
+
+    @property
+    def sends_tokens_once_per_node(self) -> bool:
+        """Return whether a token is sent once to each node and copied there."""
+        return self.token_dispatch == "engine" and self.engine_facts.sends_tokens_once_per_node
 
     @property
     def engine_facts(self) -> EngineFacts:

@@ -242,6 +242,7 @@ def workload_of(
         adapters=adapters,
         engine=defaults.value("engine", f": {row.sharding_class}, tp {layout.tp}, pp {layout.pp}"),
         flash_generation=cast("Any", flash_generation),
+        token_dispatch=_token_dispatch(row, model, layout, defaults) if row.experts else "engine",
         overlap=defaults.value("overlap") and not stated("no overlap", row.notes),
         blocking_launches=defaults.value("blocking_launches") if blocking is None else blocking == "yes",
         selective="alternate_products" if is_per_operator else "products",
@@ -272,6 +273,15 @@ def with_switches(
         expert_graphs=has_graphs and bool(row.experts) and defaults.value("expert_graphs", run),
         ep_overlap=can_overlap and _switch("ep_overlap", "exchange overlap", row, run, defaults),
     )
+
+
+def _token_dispatch(
+    row: RunRow, model: ModelSpec, layout: Layout, defaults: FrameworkDefaults
+) -> Literal["engine", "copies"]:
+    """Return how tokens travel between nodes: as the notes of a row say, else as recipes of its framework do."""
+    latent = ", latent" if isinstance(model.block_runs[-1][0].attention, LatentAttention) else ""
+    default = defaults.value("token_dispatch", _run_of_recipe(row, layout) + latent)
+    return cast("Literal['engine', 'copies']", stated("token dispatch", row.notes) or default)
 
 
 def _run_of_recipe(row: RunRow, layout: Layout) -> str:

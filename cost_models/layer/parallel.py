@@ -377,16 +377,19 @@ def _exchange_s(token_bytes: FloatArray, moe: MoE, inputs: CostInputs) -> FloatA
     """Return the seconds of an all-to-all over ep of ``token_bytes`` [N] bytes, top_k copies of them.
 
     Megatron's recipes for experts that span nodes use dispatchers that send a token once to each node and copy it there
-    (DeepEP, HybridEP): a node gets it if any of its experts does, and of all nodes at most those of the token's groups.
+    (DeepEP, HybridEP): a node gets it if any of its experts does, and of all nodes at most those of the token's groups. Their
+    kernels write to the other nodes at the rate of a plain send.
+    Source: 44 to 46 of 50 GB/s between two and four nodes, local tokens left out (DeepEP, README of V2; V1 on four and eight 44).
     """
     top_k, layouts, cluster = moe.top_k, inputs.layouts, inputs.cluster
     plain = collective_s("all_to_all", top_k * token_bytes, layouts.ep, layouts.expert_tp, cluster)
-    if not inputs.workload.engine_facts.sends_tokens_once_per_node or len(cluster.levels) == 1:
+    if not inputs.workload.sends_tokens_once_per_node or len(cluster.levels) == 1:
         return plain
     within = np.gcd(np.maximum(cluster.scaleup_domain // layouts.expert_tp, 1), layouts.ep)
     domains = layouts.ep // within
     reached = np.minimum(domains, moe.top_groups * np.maximum(domains // moe.num_groups, 1))
     between_bytes = expected_distinct(reached if moe.num_groups > 1 else domains, top_k) * token_bytes
-    between_s = collective_s("all_to_all", between_bytes, domains, layouts.expert_tp * within, cluster)
+    sent_bytes = between_bytes * (domains - 1) / domains
+    between_s = p2p_s(sent_bytes, Hops(domains, layouts.expert_tp * within, "all"), cluster)
     within_s = collective_s("all_to_all", top_k * token_bytes, within, layouts.expert_tp, cluster)
     return np.minimum(plain, np.maximum(between_s, within_s))
