@@ -153,7 +153,6 @@ def _experts(model: ModelSpec, moe: MoE) -> Settings:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_dim or None,
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_grouped_gemm": True,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
     }
 

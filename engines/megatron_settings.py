@@ -67,12 +67,21 @@ def plan_settings(plan: TrainingPlan) -> Settings:
         settings |= _exchange(layout.cp, layout.cp_ulysses)
     if plan.model.is_moe:
         settings |= {"expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.expert_tp}
+        settings |= _dispatcher(plan)
     settings |= _stages(plan) | _recompute(plan)
     settings |= _switches(plan)
     if layout.offload == "optimizer":
         settings |= {"optimizer_cpu_offload": True, "optimizer_offload_fraction": layout.offload_fraction}
         settings["use_precision_aware_optimizer"] = True  # whose code the update on the host is
     return settings
+
+
+def _dispatcher(plan: TrainingPlan) -> Settings:
+    """Return how tokens travel: once to each node where experts span nodes, as the plan is costed; HybridEP runs from Ampere on."""
+    spans = plan.layout.ep * plan.layout.expert_tp > plan.cluster.scaleup_domain
+    if plan.workload.sends_tokens_once_per_node and plan.cluster.is_nvidia and spans:
+        return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    return {"moe_token_dispatcher_type": "alltoall"}
 
 
 def _switches(plan: TrainingPlan) -> Settings:

@@ -52,6 +52,7 @@ class EngineKernels(NamedTuple):
         residual: per element of the hidden states, both additions of a block.
         qkv: copies around attention per element of q, k and v.
         bias: the gradient of one bias, a sum over tokens, per element of the product's output; none where the product does it.
+        expert_bias: that of an expert's output where it is added one expert after the other; None: as any bias.
     """
 
     norm: KernelTraffic
@@ -62,6 +63,7 @@ class EngineKernels(NamedTuple):
     residual: KernelTraffic
     qkv: KernelTraffic
     bias: KernelTraffic
+    expert_bias: KernelTraffic | None = None
 
 
 class DataParallelFacts(NamedTuple):
@@ -269,6 +271,9 @@ _RECORDS = (
             loss=KernelTraffic(7.5, 3.5, 4, 2),
             qkv=KernelTraffic(0, 2, 0, 1),
             bias=KernelTraffic(0, 0, 0, 0),
+            # TEGroupedMLP._apply_bias: t + b * p of each expert in fp32, as the weights p of the router are, joined and cast back;
+            # backward two products and two sums of them in fp32 and a cast.
+            expert_bias=KernelTraffic(14, 18, 2, 5),
         ),
         # Megatron-Core's recipes: overlap_grad_reduce during the last backward pass, overlap_param_gather during the first
         # forward pass, chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from statistics import fmean
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from ..cost_models.layer.operators import Gemm, OperatorRules, layer_operators
 from ..schema import Layout, ModelSpec, Workload

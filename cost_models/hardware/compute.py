@@ -6,7 +6,7 @@ All functions are vectorised over layouts: ``tokens`` and ``tp`` are arrays [N] 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,7 +130,7 @@ def operator_time(
         return OperatorTime(forward, backward, 1, 1)
     if isinstance(op, Scan):
         return _scan_time(op, tokens, tp, rates)
-    return _elementwise_time(op, tokens, tp, sequence_parallel, rates)
+    return _elementwise_time(op, tokens, (tp, sequence_parallel, ep), rates)
 
 
 def _scan_time(op: Scan, tokens: IntArray | FloatArray, tp: IntArray, rates: DeviceRates) -> OperatorTime:
@@ -256,15 +256,21 @@ def attention_s(
 
 
 def _elementwise_time(
-    op: Elementwise, tokens: IntArray | FloatArray, tp: IntArray, sequence_parallel: IntArray, rates: DeviceRates
+    op: Elementwise, tokens: IntArray | FloatArray, ranks: tuple[Any, Any, Any], rates: DeviceRates
 ) -> OperatorTime:
+    """Return the time of memory-bound kernels over tp ranks, with or without sequence parallelism, and ep."""
+    tp, sequence_parallel, ep = ranks
     split = {"column": tp, "row": tp, "none": np.ones_like(tp), "tokens": np.where(sequence_parallel == 1, tp, 1)}[
         op.shard
     ]
     bytes_per_element = (op.element_bytes or rates.compute_bytes) * tokens / split / rates.elementwise_bytes_per_s
+    forward, backward = (
+        kernels * op.num_matrices / ep if op.num_matrices > 1 else kernels
+        for kernels in (op.forward_kernels, op.backward_kernels)
+    )
     return OperatorTime(
-        op.forward_kernels * rates.kernel_s + op.forward_elements * bytes_per_element,
-        op.backward_kernels * rates.kernel_s + op.backward_elements * bytes_per_element,
-        op.forward_kernels,
-        op.backward_kernels,
+        forward * rates.kernel_s + op.forward_elements * bytes_per_element,
+        backward * rates.kernel_s + op.backward_elements * bytes_per_element,
+        forward,
+        backward,
     )

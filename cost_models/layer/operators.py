@@ -108,6 +108,7 @@ class Elementwise:
     Attributes:
         element_bytes: of one element; None is the compute dtype's.
         routed: works on the rows that reach experts.
+        num_matrices: experts that each have these kernels of their own; 1: all together.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Elementwise:
     shard: Shard
     element_bytes: int | None = None
     routed: bool = False
+    num_matrices: int = 1
 
 
 @dataclass(frozen=True)
@@ -420,7 +422,11 @@ def _dense(
     if not mlp.bias:
         return products
     up = _elementwise(f"{prefix}up_bias", width * rows, kernels.bias, "column", routed=routed)
-    return (*products, up, _elementwise(f"{prefix}down_bias", hidden_dim * rows, kernels.bias, "tokens", routed=routed))
+    down = _elementwise(f"{prefix}down_bias", hidden_dim * rows, kernels.bias, "tokens", routed=routed)
+    if routed and kernels.expert_bias is not None:
+        each = _elementwise(f"{prefix}down_bias", hidden_dim * rows, kernels.expert_bias, "tokens", routed=True)
+        down = replace(each, num_matrices=matrices)
+    return (*products, up, down)
 
 
 def _elementwise(

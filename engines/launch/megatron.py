@@ -92,10 +92,12 @@ def switches(settings: Mapping[str, Any], *, has_flash_attention: bool = True) -
     backend = str(settings.get("attention_backend") or "")
     is_local = settings.get("transformer_impl") == "local" or not has_flash_attention
     is_math = backend in ("unfused", "local") or (is_local and not settings.get("use_flash_attn"))
+    sends_copies = bool(settings.get("num_experts")) and settings.get("moe_token_dispatcher_type") != "flex"
     dropouts = [settings.get(name, 0.1) for name in ("attention_dropout", "hidden_dropout")]
     return {
         "optimizer": {"adam": "adamw", None: "adamw"}.get(settings.get("optimizer"), settings.get("optimizer")),
         "attention": "math" if is_math else "flash",
+        **({"token_dispatch": "copies"} if sends_copies else {}),
         "overlap": bool(settings.get("overlap_grad_reduce") or settings.get("overlap_param_gather")),
         "fp8_activation_input": bool(settings.get("activation_func_fp8_input_store")),
         "dropout": any(isinstance(value, int | float) and value > 0 for value in dropouts),

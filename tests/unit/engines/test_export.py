@@ -81,6 +81,17 @@ def test_experts_in_megatron_and_back(layout: Layout, tmp_path: Path) -> None:
     assert back(export(plan, "megatron"), tmp_path, plan) == layout
 
 
+@pytest.mark.parametrize(("num_nodes", "dispatcher"), [(1, "alltoall"), (2, "flex")])
+def test_tokens_go_once_to_each_node_where_experts_span_nodes(num_nodes: int, dispatcher: str) -> None:
+    """As such a layout is costed; both engines are told."""
+    layout = Layout(ep=8 * num_nodes, dp_shard=8 * num_nodes, zero_stage=1)
+    plan = plan_of(layout, DEEPSEEK, engine="megatron").replace(
+        cluster=ClusterSpec.parse(f"{num_nodes}x8xH100-SXM-80GB/ib400")
+    )
+    assert f"--moe-token-dispatcher-type {dispatcher}" in export(plan, "megatron").files[0][1]
+    assert f"moe_token_dispatcher_type: {dispatcher}" in export(plan, "nemo").files[0][1]
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -283,3 +283,38 @@ def test_layout_text_round_trips_what_is_predicted_only() -> None:
     layout = Layout.parse("dp_shard=8,offload=optimizer,offload_fraction=0.5,recompute=full,recompute_fraction=0.25")
     assert (layout.offload_fraction, layout.recompute_fraction) == (0.5, 0.25)
     assert "offload=optimizerx0.5" in str(layout)
+
+
+@pytest.mark.parametrize(
+    ("framework", "changes", "switches", "dispatch"),
+    [
+        ("Megatron-Core/NeMo", {"gpu_type": "GB200-186GB", "notes": "26.02 NeMo Container"}, {"cuda_graphs"}, "engine"),
+        ("Megatron-Core/NeMo", {"gpu_type": "GB200-186GB", "notes": "a run of ours"}, {"cuda_graphs"}, "engine"),
+        (
+            "Megatron-Bridge",
+            {
+                "gpu_type": "GB200-186GB",
+                "precision": "MXFP8",
+                "precision_class": "fp8",
+                "notes": "26.08 NeMo Container",
+            },
+            {"cuda_graphs", "expert_graphs", "ep_overlap"},
+            "engine",
+        ),
+        ("Megatron-Core/NeMo", {"gpu_type": "H100-SXM-80GB"}, set(), "engine"),
+        ("Megatron-Core/NeMo", {"gpu_type": "H100-SXM-80GB", "pp": 2, "vpp": "2", "dp": 8}, {"ep_overlap"}, "copies"),
+        ("Megatron-Core/NeMo", {"gpu_type": "B200-180GB", "notes": "26.04 NeMo Container"}, set(), "copies"),
+        ("Megatron-LM", {"gpu_type": "H100-SXM-80GB"}, set(), "copies"),
+        ("Megatron-LM", {"notes": "EP overlap; DeepEP, no CUDA graphs"}, {"ep_overlap"}, "engine"),
+        ("somebody's", {"gpu_type": "GB200-186GB", "notes": "26.08 NeMo Container"}, set(), "copies"),
+    ],
+)
+def test_graphs_and_exchange_of_a_mixture_are_those_of_the_release_for_the_device(
+    framework: str, changes: dict[str, object], switches: set[str], dispatch: str
+) -> None:
+    """What a run's notes say comes first; the model's name and who published it are not looked at."""
+    mixture = {"experts": 16, "topk": 2, "ep": 8, "etp": 1, "tp": 1, "pp": 1, "dp": 16, "vpp": "1"}
+    result = inputs_of(**{"framework": framework, "recompute_class": "none", **mixture, **changes})
+    named = ("cuda_graphs", "expert_graphs", "ep_overlap")
+    assert {name for name in named if getattr(result.layout, name)} == switches
+    assert result.workload.token_dispatch == dispatch
