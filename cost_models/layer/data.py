@@ -192,7 +192,9 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     both = np.where(gather_backward > 0, again, 0.0) + sent
     in_forward = _added_s(forward, cost.gather_s, first, inputs)
     in_backward = _added_s(backward, both_s, both, inputs)
-    return np.asarray(in_forward + in_backward + np.maximum(leaving_s(cost, inputs) - backward - both_s, 0.0))
+    in_backward = in_backward + np.maximum(leaving_s(cost, inputs) - backward - both_s, 0.0)
+    passes = passes_per_step(layouts, workload)
+    return np.asarray(passes.gathers * in_forward + passes.reductions * in_backward)
 
 
 def leaving_s(cost: Any, inputs: CostInputs) -> FloatArray:

@@ -80,6 +80,17 @@ def test_sharded_gradients_are_reduced_in_every_pass_only_where_shards_add_up() 
     }  # fmt: skip
 
 
+def test_every_pass_that_reduces_pays_for_it() -> None:
+    """Nothing hides DeepSpeed's reductions: eight micro-batches expose eight times those of one, and one gather."""
+    one, eight = (
+        run("deepspeed", Layout(dp_shard=64, zero_stage=2, micro_batch_size=1), batch=64 * m).breakdown_s.dp
+        for m in (1, 8)
+    )
+    once = run("deepspeed", Layout(dp_shard=64, zero_stage=1, micro_batch_size=1), batch=64).breakdown_s.dp
+    assert one == pytest.approx(once, rel=1e-6)
+    assert 4 * one < eight < 8 * one
+
+
 def test_deepspeed_scales_and_casts_within_adam() -> None:
     """Flattened fp16 gradients (4 bytes) and their norm (2) come before 28 bytes of Adam."""
     assert update_bytes_per_param(Workload(seq_len=1, global_batch_size=1, engine="deepspeed")) == 34
