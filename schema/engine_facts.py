@@ -163,6 +163,7 @@ class EngineFacts:
             recompute_num_layers of every (virtual) stage are recomputed.
         offloads_compute_gradients: gradients go to the host in the compute dtype, otherwise as they were summed.
         offloads_in_backward: gradients go there during the backward pass, otherwise in the update.
+        updates_in_backward: the host updates a parameter once its gradient is there, beside the rest of the backward pass.
         host_copy_bytes: read and written by the host for one parameter in the update besides the optimizer's own.
         reduces_after_pipeline: under a pipeline parameters stay gathered and gradients are reduced once, after the last backward
             pass, when nothing is left to hide behind (torch.distributed.pipelining).
@@ -202,6 +203,7 @@ class EngineFacts:
     recomputes_first_blocks: bool = False
     offloads_compute_gradients: bool = False
     offloads_in_backward: bool = False
+    updates_in_backward: bool = False
     host_copy_bytes: float = 0.0
     reduces_after_pipeline: bool = False
     receives_by_stage: bool = False
@@ -420,6 +422,16 @@ _DERIVED = (
         calibrated_as="megatron",
         rules=None,
         data_parallel=DataParallelFacts(3, 3, sums_shards=True),
+    ),
+    # DeepSpeed's super_offload (arXiv:2509.21271) and systems like it (LoHan, arXiv:2403.06504): gradients leave in buckets, and
+    # the host updates each while the device goes on; the norm is speculated upon, not waited for.
+    replace(
+        _BY_NAME["deepspeed"],
+        name="superoffload",
+        calibrated_as="deepspeed",
+        rules=None,
+        exporter="",
+        updates_in_backward=True,
     ),
     # NeMo: Megatron-Core under a recipe of Megatron Bridge 0.3, which holds the model; its overrides leave the recipe's kernels.
     replace(

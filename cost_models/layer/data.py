@@ -192,9 +192,14 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     both = np.where(gather_backward > 0, again, 0.0) + sent
     in_forward = _added_s(forward, cost.gather_s, first, inputs)
     in_backward = _added_s(backward, both_s, both, inputs)
-    in_backward = in_backward + np.maximum(leaving_s(cost, inputs) - backward - both_s, 0.0)
     passes = passes_per_step(layouts, workload)
-    return np.asarray(passes.gathers * in_forward + passes.reductions * in_backward)
+    behind = cost.backward_s + cost.recompute_s + cost.comm_backward_s + both_s
+    left = np.maximum(leaving_s(cost, inputs) - behind, 0.0)
+    exposed = passes.gathers * in_forward + passes.reductions * (in_backward + left)
+    if workload.engine_facts.updates_in_backward:  # in the last pass, while further gradients leave
+        update = _host_update_s(cost.num_trained, cost.expert_params, inputs)
+        exposed = exposed + np.maximum(update - behind - left, 0.0)
+    return np.asarray(exposed)
 
 
 def leaving_s(cost: Any, inputs: CostInputs) -> FloatArray:
@@ -358,7 +363,18 @@ def update_s(
     seconds = share * update_bytes / rates.update_bytes_per_s
     if workload.optimizer == "muon":
         seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * inputs.hidden_dim / rates.gemm_flops_per_s
+    seconds = seconds * (1 - np.where(b.offload[idx] > 0, b.offload_fraction[idx], 0.0))
+    is_hidden = workload.engine_facts.updates_in_backward  # counted with the passes
+    return np.asarray(seconds if is_hidden else seconds + _host_update_s(trained, expert_params, inputs, idx))
+
+
+def _host_update_s(
+    trained: FloatArray | float, expert_params: FloatArray | float, inputs: CostInputs, idx: int | slice = slice(None)
+) -> FloatArray:
+    """Return the seconds of what the host updates, of parameters per tensor-parallel rank, under layouts ``idx``."""
+    b = inputs.layouts
     away = np.where(b.offload[idx] > 0, b.offload_fraction[idx], 0.0)
+    share = sharded_params(trained, expert_params, b.num_optimizer_shards[idx], b.expert_optimizer_shards[idx])
     comes_back = b.offload[idx] != OFFLOADS.index("parameters")
     on_host = host_update_s_per_param(inputs.scenario, b.offload_to_storage[idx], comes_back)
-    return np.asarray((1 - away) * seconds + away * share * on_host)
+    return np.asarray(away * share * on_host)

@@ -184,8 +184,9 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
     deferrable, isolated_backward = _total(times, "weight_s", layouts), _total(times, "backward_s", layouts)
     weight_share = np.divide(deferrable, isolated_backward, out=none.copy(), where=isolated_backward > 0)
     saved, working = activation_bytes(layer, inputs)
-    # What leaves for the host during a forward pass hides behind it.
-    moved_s = layouts.offload_activations * saved / host_link_bytes_per_s(layouts.offload_to_storage, inputs.scenario)
+    # What leaves for the host's memory during a forward pass hides behind it.
+    to_memory = host_link_bytes_per_s(np.zeros_like(layouts.offload_to_storage), inputs.scenario)
+    moved_s = layouts.offload_activations * saved / to_memory
     num_params = tp_params(layer, hidden_dim, layouts)
     num_trained, frozen_bytes = trained_and_frozen(layer, num_params, inputs)
     cost = LayerCost(

@@ -135,6 +135,28 @@ def test_gradients_leave_beside_the_backward_pass_that_is_long_enough() -> None:
     assert 0 < long < 0.2 * short
 
 
+def test_what_every_micro_batch_gathers_and_reduces_counts_as_often() -> None:
+    def exposed_s(batch: int) -> float:
+        workload = WORKLOAD.replace(engine="deepspeed", seq_len=128, global_batch_size=batch)
+        return estimate(LLAMA, CLUSTER, workload, Layout(dp_shard=8, zero_stage=3)).breakdown_s.dp
+
+    assert exposed_s(8 * 16) > 8 * exposed_s(8)
+
+
+def test_a_host_that_updates_beside_the_backward_pass_hides_behind_it() -> None:
+    def step_s(engine: str, seq_len: int) -> tuple[float, float]:
+        workload = WORKLOAD.replace(engine=engine, seq_len=seq_len, global_batch_size=8)
+        layout = Layout(dp_shard=8, zero_stage=3, recompute="full", offload="optimizer")
+        found = estimate(LLAMA, CLUSTER, workload, layout)
+        return found.step_time_s, found.breakdown_s.optimizer
+
+    long, short = ((step_s("deepspeed", n), step_s("superoffload", n)) for n in (16384, 256))
+    (after, update), (beside, _) = long
+    assert after - beside > 0.9 * update
+    (after, update), (beside, _) = short
+    assert 0 < after - beside < 0.9 * update
+
+
 def test_parameters_that_stay_on_the_host_are_not_sent_after_the_update() -> None:
     workload = WORKLOAD.replace(engine="deepspeed")
     kept, sent = (
