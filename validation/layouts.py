@@ -181,8 +181,10 @@ def offload_of(row: RunRow) -> OffloadChoice:
     """Return what a row says it offloads; of tuned stages the mean."""
     words = row.offload.lower()
     offload, stages = cast("Any", stated("offloaded", words)), tuned_stages(row)
+    # Megatron-DeepSpeed's ZeRO-3 script checkpoints into the host's memory (--checkpoint-in-cpu).
+    to_host = row.sharding_class == "zero3" and row.framework.startswith("Megatron-DeepSpeed ZeRO-3")
     if offload == "nothing" or (offload == "by stage" and not stages):
-        return OffloadChoice()
+        return OffloadChoice(activations=float(to_host))
     if offload == "by stage":
         states, activations = (fmean(getattr(s, name) for s in stages) for name in ("states", "activations"))
         return OffloadChoice("optimizer" if states else "none", states or 1.0, activations)
@@ -192,14 +194,11 @@ def offload_of(row: RunRow) -> OffloadChoice:
         offload = "none"
     elif offload == "parameters" and (fraction != 1 or row.sharding_class in ("zero1", "zero2")):
         offload = "optimizer"
-    moves_activations = "activ" in words
-    if offload == "parameters" and row.framework.startswith("Megatron-DeepSpeed ZeRO-3"):
-        moves_activations = True  # its ZeRO-3 script checkpoints into the host's memory (--checkpoint-in-cpu)
     activations = min(int(layers[1]) / row.layers, 1.0) if layers and row.layers else fraction
     return OffloadChoice(
         offload,
         fraction if offload != "none" else 1.0,
-        activations if moves_activations else 0.0,
+        activations if to_host or "activ" in words else 0.0,
         int(stated("drives", words) or 0),
     )
 

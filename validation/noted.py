@@ -70,7 +70,7 @@ def _micro_batch(row: RunRow) -> int:
         return 1
     if row.grad_accum:
         return max(share // row.grad_accum, 1)
-    if row.sharding_class not in ("zero3", "hybrid") or (row.pp or 1) > 1:
+    if row.sharding_class not in ("zero3", "hybrid") or (row.pp or 1) > 1 or row.framework.startswith("Megatron"):
         return 1
     upper = max(TOKENS_PER_PASS // (row.seq_len or TOKENS_PER_PASS), 1)
     return max(size for size in range(1, min(share, upper) + 1) if share % size == 0)

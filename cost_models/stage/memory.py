@@ -324,8 +324,8 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     in_pool = np.where(step.cuda_graphs, 1.0, 0.0)  # what graphs use in their passes is nobody else's
     before, final = buffered_gradients(stage, step, workload, keeps_fp32=facts.keeps_fp32_gradients)
     receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
-    # Zero 3 has one buffer, in the compute dtype.
-    buckets = facts.bucket_bytes * np.where(step.zero_stage == 3, b / 8.0, 1.0)
+    # Zero 3 has one buffer, in the compute dtype; without sharding both are in the gradients' own.
+    buckets = facts.bucket_bytes * np.choose(step.zero_stage, [b / 4.0, 1.0, 1.0, b / 8.0])
     # In fp32 there is no copy: logits, softmax, gradient.
     logits: Array = (facts.logit_bytes if b < 4 else max(facts.logit_bytes, 12.0)) * stage.logits
     if workload.loss != "engine":
