@@ -26,7 +26,7 @@ def build_parser() -> ArgumentParser:
         ("grouped_gemm", "gemm", "report_grouped", "data", "[grouped_gemm] of coefficients.toml: products of experts"),
         ("correction", "gemm", "report_correction", "data", "the kernel of learned/calibration.py"),
         ("collectives", "collectives", "report", "data", "collective_curves.json"),
-        ("overlap", "overlap", "report", "table", "[interference] and [overlap], from overlap_interference.csv"),
+        ("overlap", "overlap", "report", "table", "[overlap] of coefficients.toml, from overlap_interference.csv"),
         ("coefficients", "steps", "report_coefficients", "runs", "coefficients of entire steps, from measured runs"),
         ("intervals", "intervals", "report", "runs", "[interval] of coefficients.toml, from measured runs"),
         ("ratios", "ratios", "report", "runs", "[ratio.sd] of coefficients.toml, from groups of measured runs"),

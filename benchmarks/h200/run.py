@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from apply_accuracy import GPU_CASES, Case, run_case
 from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.machine import gemm_rates
-from meshwright.cost_models.hardware.streams import STREAMS, Fabric, interference, together_s
+from meshwright.cost_models.hardware.streams import STREAMS, interference, together_s
 from meshwright.cost_models.layer.layer import within_layer_cost
 from meshwright.cost_models.layer.operators import CostInputs
 from meshwright.cost_models.learned.calibration import calibrate
@@ -76,9 +76,9 @@ def layer_errors(points: Sequence[LayerPoint], cluster: ClusterSpec, precision: 
     return rows
 
 
-def overlap_errors(points: Sequence[OverlapPoint], fabric: Fabric) -> list[dict[str, object]]:
-    """Return seconds of sets of streams, predicted from isolated streams, over measured."""
-    slowdown = interference(fabric, packaged_coefficients())
+def overlap_errors(points: Sequence[OverlapPoint]) -> list[dict[str, object]]:
+    """Return seconds of sets of streams on one device, predicted from isolated streams, over measured."""
+    slowdown = interference(packaged_coefficients())
     rows = []
     for point in points:
         isolated_s = np.zeros(len(STREAMS))
@@ -137,7 +137,7 @@ def main() -> None:
             [p for p in profile.matmuls if p.dtype == dtype], cluster.groups[0].device, precision
         ),
         "layers": layer_errors(profile.layers, cluster, precision),
-        "overlap": overlap_errors(profile.overlaps, "pcie"),
+        "overlap": overlap_errors(profile.overlaps),
         "host": host_rates(profile),
         "allocator": profile.allocator.model_dump() if profile.allocator else None,
     }

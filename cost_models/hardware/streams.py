@@ -4,10 +4,17 @@ While the streams of a set A are active, stream i advances at
 
     rate_i = 1 / (1 + sum_{j in A, j != i} slowdown[i, j])
 
-of its isolated speed; when one ends, the others speed up. Collectives take multiprocessors and memory bandwidth from kernels,
-copies share the host's links with what crosses a PCIe switch. For two streams this has a closed form, `collectives.pair_s`.
-Source of the model: Mist (Zhu et al., EuroSys 2025); the slow-downs are fitted by `fitting.overlap`: [interference] of
-coefficients.toml for all four streams on one fabric, [overlap] for a product and a collective on any.
+of its isolated speed; when one ends, the others speed up. For two streams this has a closed form, `collectives.pair_s`. The
+slow-downs follow from what two streams share, by one law for every machine ([overlap] of coefficients.toml, fitting/overlap.py):
+
+    multiprocessors, memory       kernels by a collective, CHANNELS + TRAFFIC x; a collective by kernels, COMPUTE
+                                  (`collectives.slowdown_law`, x its bytes per second over the memory's bandwidth)
+    the host's memory and links   a copy and a collective that passes through the host, THROUGH_HOST each;
+                                  copies of opposite directions, BOTH_WAYS each
+    order                         where copies wait for everything before them (pageable memory, one queue of the device)
+                                  a copy and anything else run one after the other: 1 each
+
+Copies take too little of a device's memory to slow its kernels. Source of the model: Mist (Zhu et al., EuroSys 2025).
 """
 
 from __future__ import annotations
@@ -15,16 +22,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.profile import OverlapPoint
-from ...schema.units import FloatArray
+from ...schema.units import BoolArray, FloatArray
 from ..coefficients import Coefficients, Scenario
 from ..measured import floored, slowdown_ratio
-from .collectives import Pair
+from .collectives import Pair, slowdown_law
 from .machine import (
     host_link_bytes_per_s,
     host_update_bytes_per_param,
@@ -35,20 +41,37 @@ from .machine import (
 STREAMS = ("compute", "collective", "to_device", "to_host")
 """Order of the streams in every array and matrix of this file."""
 
-Fabric = Literal["nvlink", "nvlink-volta", "pcie", "network", "network-volta"]
-"""What a collective runs over: links between devices, the host's PCIe, or the network between nodes; Volta was measured apart."""
-
 USABLE_HOST_MEMORY = 0.94
 """Of a host's memory: published runs fill 94 to 96 % of it with states (SuperOffload, 25e9 parameters in 480 GB; MegaTrain, 120e9
 in 1.5 TB)."""
 
-_STACKED_MEMORY_BYTES_PER_S = 1.2e12
-"""Slowest stacked memory of the devices measured, which has room for copies next to kernels; the fastest GDDR is below it."""
 
+def interference(
+    coefficients: Coefficients,
+    traffic: FloatArray | float = 0.0,
+    *,
+    through_host: BoolArray | bool = False,
+    copies_wait: BoolArray | bool = False,
+) -> FloatArray:
+    """Return the slow-down of stream i (row) by stream j (column), [..., 4, 4] with an empty diagonal.
 
-def interference(fabric: Fabric, coefficients: Coefficients) -> FloatArray:
-    """Return the slow-down of stream i (row) by stream j (column), [4, 4] with an empty diagonal."""
-    return np.array(coefficients["interference"][fabric], dtype=np.float64)
+    Args:
+        coefficients: those of [overlap].
+        traffic: of the collective: bytes that a device sends per second over its memory's bandwidth [...].
+        through_host: the collective crosses the host [...]: PCIe without links between devices, or a network.
+        copies_wait: copies run by themselves [...].
+    """
+    law, pair = coefficients["overlap"], slowdown_law(np.asarray(traffic, dtype=np.float64), coefficients)
+    shape = np.broadcast_shapes(np.shape(traffic), np.shape(through_host), np.shape(copies_wait))
+    slowdown = np.zeros((*shape, len(STREAMS), len(STREAMS)))
+    slowdown[..., 0, 1], slowdown[..., 1, 0] = pair
+    for copy, opposite in ((2, 3), (3, 2)):
+        slowdown[..., copy, 1] = slowdown[..., 1, copy] = law["through_host"] * np.asarray(through_host)
+        slowdown[..., copy, opposite] = law["both_ways"]
+        for other in (0, 1, opposite):
+            pairs = slowdown[..., copy, other], slowdown[..., other, copy]
+            slowdown[..., copy, other], slowdown[..., other, copy] = (np.where(copies_wait, 1.0, s) for s in pairs)
+    return slowdown
 
 
 def together_s(isolated_s: FloatArray, slowdown: FloatArray) -> FloatArray:
@@ -56,12 +79,12 @@ def together_s(isolated_s: FloatArray, slowdown: FloatArray) -> FloatArray:
 
     Args:
         isolated_s: seconds of each stream by itself, streams on the last axis [..., S]; 0 for a stream that is not present.
-        slowdown: of row by column [S, S].
+        slowdown: of row by column [..., S, S].
     """
     remaining, passed = isolated_s.astype(np.float64), np.zeros(isolated_s.shape[:-1])
     for _ in range(isolated_s.shape[-1]):
         active = remaining > 0
-        stretch = 1.0 + active @ slowdown.T
+        stretch = 1.0 + np.einsum("...ij,...j->...i", slowdown, active.astype(np.float64))
         until_end = np.where(active, remaining * stretch, np.inf)
         first = np.argmin(until_end, axis=-1, keepdims=True)
         elapsed = np.take_along_axis(until_end, first, axis=-1)
@@ -119,8 +142,7 @@ def host_rates(
     """Return the rates of the weakest device's host; ``memory_bytes`` of a node stand in for what the cluster says."""
     scenario, ranks = Scenario.build(workload, cluster, coefficients), cluster.largest_node
     line = float(host_link_bytes_per_s(np.zeros(1), scenario)[0])
-    is_stacked = cluster.weakest_device.memory_bandwidth_bytes_per_s >= _STACKED_MEMORY_BYTES_PER_S
-    slow = interference("nvlink" if is_stacked else "pcie", scenario.coefficients)
+    slow = interference(scenario.coefficients)
     if cluster.profile is not None:
         slow = measured_interference(slow, cluster.profile.overlaps)
     compute, to_device, to_host = (STREAMS.index(name) for name in ("compute", "to_device", "to_host"))

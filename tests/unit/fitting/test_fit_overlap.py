@@ -7,7 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cost_models.coefficients import packaged_coefficients
-from meshwright.fitting.overlap import errors, fit_pair, is_held_out, predict_pair, read_overlaps
+from meshwright.fitting.overlap import (
+    copies_wait,
+    errors,
+    fit_law,
+    fit_pair,
+    is_held_out,
+    predict,
+    predict_pair,
+    read_overlaps,
+)
 
 TABLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "measured_runs" / "overlap_interference.csv"
 LAW = {"channels": 0.2, "traffic": 2.0, "compute": 0.1}
@@ -37,3 +46,14 @@ def test_the_law_beats_both_naive_answers_on_held_out_rows() -> None:
     error = errors(pairs, predict_pair(pairs, law))
     assert error.model < 0.05
     assert error.model < 0.6 * min(error.longest, error.total)
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="the measured overlaps are not part of the repository")
+def test_the_law_of_all_streams_holds_on_hosts_that_it_was_not_fitted_on() -> None:
+    overlaps = read_overlaps(TABLE)
+    for host in ("a100-sxm4-40gb-n1-m8", "v100-sxm2-16gb-n1-m8"):
+        is_host = np.array([host in name for name in overlaps.host])
+        members, others = overlaps.take(is_host), overlaps.take(~is_host & ~is_held_out(overlaps))
+        assert copies_wait(members).all() == host.startswith("v100")
+        error = errors(members, predict(members, fit_law(others)))
+        assert error.model < 0.6 * min(error.longest, error.total)
