@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..schema import Calibration, ClusterSpec
     from ..validation import Prediction, RunRow
     from ..validation.run_calibration import PlanRun
-    from ..validation.score import MemoryScore, SourceScore
+    from ..validation.score import OverallScore, SourceScore, TimeScore
     from ..validation.table_calibration import CalibrationScore
 
 NOT_SELECTED = "not selected by --source, --split or --part"
@@ -34,7 +34,12 @@ class ScoreOptions(OptionModel):
     part: Literal["fit", "held-out"] | None = option(
         None, "only the half that coefficients were chosen on (fit), or only the other (held-out)."
     )
-    groups: Path | None = option(None, "table with a column decision_group: score our choice in each.")
+    groups: Path | None = option(
+        None, "table with a column decision_group: score the choice in these groups only.", metavar="GROUPS.csv"
+    )
+    by: str | None = option(
+        None, "also list errors by fields of the layout, e.g. tp,micro_batch or tp,pp,chunks.", metavar="NAMES"
+    )
     calibrate: Path | None = option(
         None, "runs that correct the model for their device first; they are not scored themselves.", metavar="RUNS.csv"
     )
@@ -53,10 +58,12 @@ def validate(
     json: JsonOption = False,
 ) -> None:
     """Predict every run of a table and score the predictions, by source. Needs no GPU."""
-    from ..validation import predict, read_groups, read_runs, score_groups, score_sources
+    from ..validation import predict, read_groups, read_runs, score_by, score_groups, score_overall, score_sources
+    from ..validation.stalls import stalled
     from ..validation.table_calibration import calibrate_by_device, cross_validate
 
-    names = read_groups(options.groups) if options.groups else []
+    names = read_groups(options.groups) if options.groups else None
+    fields = _fields(options.by)
     if options.plot:
         _pyplot()
     rows = read_runs(runs)
@@ -70,21 +77,33 @@ def validate(
     predictions = predict(selected, calibrations)
     choices = score_groups(selected, predictions, names)
     scores = score_sources(selected, predictions, choices)
+    overall, parts = score_overall(scores.values()), score_by(selected, predictions, fields) if fields else {}
     crossed = cross_validate(selected, options.calibration_runs) if options.calibration_runs else {}
     if options.plot:
         _save_plot(options.plot, selected, predictions)
     if json:
         by_id = {row.id: prediction for row, prediction in zip(selected, predictions, strict=True)}
+        stalled_ids = {row.id for row, has_stalled in zip(selected, stalled(selected), strict=True) if has_stalled}
         document = {
-            "rows": [_row(row, by_id.get(row.id)) for row in rows],
+            "rows": [_row(row, by_id.get(row.id), has_stalled=row.id in stalled_ids) for row in rows],
             "sources": {source: asdict(score) for source, score in scores.items()},
+            "all": asdict(overall),
             "groups": {name: asdict(choice) for name, choice in choices.items()},
+            "by": [{**dict(zip(("source", *fields), key, strict=True)), **asdict(part)} for key, part in parts.items()],
             "calibrations": {device: calibration.model_dump() for device, calibration in calibrations.items()},
             "cross_validation": {source: asdict(score) for source, score in crossed.items()},
         }
         typer.echo(json_module.dumps(document, indent=1))
         return
-    show(time_table(scores), memory_table(scores))
+    tables = [
+        time_table(scores, overall),
+        choice_table(scores, overall),
+        memory_table(scores),
+        fit_table(scores, overall),
+    ]
+    show(*(table for table in tables if any(table.sections)))
+    if parts:
+        show(parts_table(parts, fields))
     if crossed:
         show(calibration_table(crossed, options.calibration_runs or 0))
     show(notes_table(scores))
@@ -116,16 +135,40 @@ def _select(rows: list[RunRow], options: ScoreOptions, path: Path) -> list[RunRo
     return selected
 
 
-def _row(row: RunRow, prediction: Prediction | None) -> dict[str, Any]:
+ESTIMATED = (
+    "step_time_s", "step_time_interval_s", "breakdown_s", "mfu", "tokens_per_s_per_device", "peak_allocated_bytes",
+    "peak_reserved_bytes", "peak_device_bytes", "required_bytes", "budget_bytes", "memory_interval_bytes", "memory_bytes",
+    "fits",
+)  # fmt: skip
+"""Fields of the estimate in the JSON; peaks are what tensors take, the allocator holds, the driver counts, and a plan requires."""
+
+
+def _fields(text: str | None) -> tuple[str, ...]:
+    """Return the names in a comma-separated list.
+
+    Raises:
+        ConfigError: one of them is no field that errors can be listed by.
+    """
+    from ..validation.score import FIELDS
+
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    if unknown := [name for name in names if name not in FIELDS]:
+        raise ConfigError(f"--by has no field {unknown[0]!r}", help=f"fields are {', '.join(FIELDS)}")
+    return names
+
+
+def _row(row: RunRow, prediction: Prediction | None, *, has_stalled: bool) -> dict[str, Any]:
     estimate = prediction.estimate if prediction else None
     inputs = prediction.inputs if prediction else None
+    estimated = estimate.model_dump(mode="json") if estimate else {}
     return {
         "id": row.id,
-        "step_time_s": estimate.step_time_s if estimate else None,
-        "peak_allocated_bytes": estimate.peak_allocated_bytes if estimate else None,
-        "peak_reserved_bytes": estimate.peak_reserved_bytes if estimate else None,
-        "fits": estimate.fits if estimate else None,
+        "measured_s": inputs.measured_s if inputs else row.measured_s,
+        **{name: estimated.get(name) for name in ESTIMATED},
+        "layout": inputs.layout.model_dump(mode="json", exclude_defaults=True) if inputs else None,
+        "stalled": has_stalled,
         "skipped": prediction.skipped if prediction else NOT_SELECTED,
+        "assumed": list(inputs.assumed) if inputs else [],
         "approximated": list(inputs.approximated) if inputs else [],
         "scored": row.is_scored and estimate is not None,
     }
@@ -183,45 +226,88 @@ def _save_plot(path: Path, rows: Sequence[RunRow], predictions: Sequence[Predict
     write_atomically(path, drawn.getvalue())
 
 
-def time_table(scores: dict[str, SourceScore]) -> Table:
-    """Show errors of the step time, rank correlation, coverage and regret of each source."""
+def time_table(scores: dict[str, SourceScore], overall: OverallScore) -> Table:
+    """Show errors and intervals of the step time by source, runs that stalled apart, and the intervals of all sources alike."""
     table = headed_table(
-        "step time, predicted against measured", "source", "rows", "scored", "skipped", "C/flag", "MAPE", "median ratio",
-        "bias", "rank correlation", "in interval", "groups", "regret mean", "median", "max",
-        text=("source",),
+        "step time, predicted against measured", "source", "scored", "skip", "timed", "MAPE", "ratio", "bias", "inside",
+        "width", text=("source",),
     )  # fmt: skip
     for source, score in scores.items():
-        counts = (str(score.rows), str(score.scored), str(sum(score.skipped.values())), str(score.unscored))
-        time, regret = score.time, score.regret
-        times = ("-",) * 5
-        if time:
-            rank = "-" if time.spearman is None else f"{time.spearman:.3f}"
-            bias, coverage = _percent(time.bias, sign=True), _percent(time.coverage)
-            times = (_percent(time.mape), f"{time.median_ratio:.2f}", bias, rank, coverage)
-        regrets = (
-            (str(regret.count), *map(_percent, (regret.mean, regret.median, regret.max))) if regret else ("-",) * 4
-        )
-        table.add_row(source or "(none)", *counts, *times, *regrets)
+        counts = (str(score.scored), str(sum(score.skipped.values())))
+        table.add_row(source or "(none)", *counts, *_time_cells(score.time))
+        if score.stalled:
+            table.add_row("  stalled", "", "", *_time_cells(score.stalled))
+    if overall.coverage is not None and overall.width is not None and len(scores) > 1:
+        table.add_section()
+        table.add_row("alike", *("",) * 6, _percent(overall.coverage), f"{overall.width:.2f}")
+    return table
+
+
+def _time_cells(time: TimeScore | None) -> tuple[str, ...]:
+    if time is None:
+        return ("-",) * 6
+    errors = (_percent(time.mape), f"{time.median_ratio:.2f}", _percent(time.bias, sign=True))
+    return (str(time.count), *errors, _percent(time.coverage), f"{time.width:.2f}")
+
+
+def choice_table(scores: dict[str, SourceScore], overall: OverallScore) -> Table:
+    """Show the regret of choosing in decision groups, by us and by simpler rules, and how well their order is predicted."""
+    table = headed_table(
+        "choice: what the chosen layout costs over the best measured one", "source", "groups", "ours", "worst",
+        "plainer", "naive", "random", "rank", text=("source",),
+    )  # fmt: skip
+    for source, score in scores.items():
+        if choice := score.regret:
+            regrets = map(_percent, (choice.mean, choice.max, choice.plain, choice.naive, choice.random))
+            table.add_row(
+                source or "(none)", str(choice.count), *regrets, "-" if choice.rank is None else f"{choice.rank:.2f}"
+            )
+    if overall.regret is not None and overall.num_groups > 1:
+        table.add_section()
+        rules = (overall.plain, overall.naive, overall.random)
+        table.add_row("alike", str(overall.num_groups), _percent(overall.regret), "", *map(_percent, rules))
     return table
 
 
 def memory_table(scores: dict[str, SourceScore]) -> Table:
-    """Show errors of the peak by kind of measurement, out-of-memory recall and false alarms of each source."""
+    """Show errors of the peak by kind of measurement."""
     table = headed_table(
-        "memory, predicted against measured", "source", "kind", "rows", "MAPE", "bias", "in interval", "failed",
-        "recalled", "ran", "false alarms", text=("source", "kind"), num_keys=2,
+        "memory, predicted against measured", "source", "kind", "rows", "MAPE", "bias", "inside",
+        text=("source", "kind"), num_keys=2,
     )  # fmt: skip
     for source, score in scores.items():
-        fit = score.fit
-        verdicts = [str(fit.failed), _percent(fit.recall), str(fit.ran), _percent(fit.false_alarms)]
         shown = source or "(none)"
-        kinds: dict[str, MemoryScore | None] = dict(score.memory) or {"-": None}
-        for kind, memory in kinds.items():
-            errors = ("-",) * 3
-            if memory:
-                errors = (_percent(memory.mape), _percent(memory.bias, sign=True), _percent(memory.coverage))
-            table.add_row(shown, kind, str(memory.count) if memory else "-", *errors, *verdicts)
-            shown, verdicts = "", [""] * 4
+        for kind, memory in score.memory.items():
+            errors = (_percent(memory.mape), _percent(memory.bias, sign=True), _percent(memory.coverage))
+            table.add_row(shown, kind, str(memory.count), *errors)
+            shown = ""
+    return table
+
+
+def fit_table(scores: dict[str, SourceScore], overall: OverallScore) -> Table:
+    """Show runs that ran and are refused (false alarms), and runs that failed for memory and are not (misses)."""
+    table = headed_table("runs that fit", "source", "ran", "false alarms", "failed", "misses", text=("source",))
+    named = [(source or "(none)", score.fit) for source, score in scores.items()]
+    for source, fit in named:
+        table.add_row(source, str(fit.ran), str(fit.alarms), str(fit.failed), str(fit.misses))
+    if len(scores) > 1:
+        table.add_section()
+        table.add_row("sum", str(overall.ran), str(overall.alarms), str(overall.failed), str(overall.misses))
+    return table
+
+
+def parts_table(parts: dict[tuple[object, ...], TimeScore], fields: tuple[str, ...]) -> Table:
+    """Show errors of the step time by source and fields of the layout."""
+    table = headed_table(
+        f"step time by {', '.join(fields)}", "source", *fields, "rows", "MAPE", "ratio", "bias", "inside",
+        text=("source",), num_keys=1 + len(fields),
+    )  # fmt: skip
+    shown = None
+    for (source, *values), time in parts.items():
+        count, mape, ratio, bias, coverage, _ = _time_cells(time)
+        name = "" if source == shown else str(source) or "(none)"
+        table.add_row(name, *map(str, values), count, mape, ratio, bias, coverage)
+        shown = source
     return table
 
 

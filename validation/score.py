@@ -1,21 +1,23 @@
-"""How far predictions are from measurements: errors, ranks, coverage, memory, out-of-memory recall, regret.
+"""How far predictions are from measurements, by source: errors, intervals, memory, what fits, choices; and by fields of layouts.
 
-Ratios are predicted over measured, so a bias above zero means we are too slow or too large.
+Ratios are predicted over measured, so a bias above zero means we are too slow or too large. Runs that stalled between nodes
+(stalls.py) are scored apart. What stands for all sources weighs each alike.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.stats import spearmanr
 
 from ..schema.units import GIB, FloatArray
-from .predict import Prediction
+from .decisions import GroupScore, rank_correlation
+from .predict import Prediction, RunInputs
 from .rows import RunRow, stated
+from .stalls import stalled
 
 Pair = tuple[RunRow, Prediction]
 
@@ -25,7 +27,7 @@ class TimeScore:
     """Step times of ``count`` rows: `relative_error`, median of predicted over measured, `log_bias`, `rank_correlation`.
 
     Attributes:
-        coverage: part of the measurements inside the nominal 90 % interval.
+        coverage, width: part of the measurements inside the nominal 90 % interval; its mean length over the prediction.
     """
 
     count: int
@@ -34,6 +36,7 @@ class TimeScore:
     bias: float
     spearman: float | None
     coverage: float
+    width: float
 
 
 @dataclass(frozen=True)
@@ -48,39 +51,31 @@ class MemoryScore:
 
 @dataclass(frozen=True)
 class FitScore:
-    """Whether runs fit.
+    """Whether runs fit, in runs.
 
     Attributes:
-        failed, recall: runs that failed for memory, and the part of them that we call infeasible.
-        ran, false_alarms: runs that fit, and the part of them that we call infeasible.
+        failed, misses: runs that failed for memory, and those of them that we say fit.
+        ran, alarms: runs that fit, and those of them that we call infeasible.
     """
 
     failed: int
-    recall: float | None
+    misses: int
     ran: int
-    false_alarms: float | None
+    alarms: int
 
 
 @dataclass(frozen=True)
-class GroupScore:
-    """Our choice in one decision group; regret None where fewer than two of its measured rows could be predicted."""
-
-    source_set: str
-    measured: int
-    predicted: int
-    chosen: str | None
-    best: str | None
-    regret: float | None
-
-
-@dataclass(frozen=True)
-class RegretScore:
-    """Regrets of ``count`` decision groups."""
+class ChoiceScore:
+    """Means over ``count`` decision groups of what `GroupScore` has of each; median and max of our regret."""
 
     count: int
     mean: float
     median: float
     max: float
+    plain: float | None
+    naive: float | None
+    random: float | None
+    rank: float | None
 
 
 @dataclass(frozen=True)
@@ -99,9 +94,27 @@ class SourceScore:
     approximated: dict[str, int]
     assumed: dict[str, int]
     time: TimeScore | None
+    stalled: TimeScore | None
     memory: dict[str, MemoryScore]
     fit: FitScore
-    regret: RegretScore | None
+    regret: ChoiceScore | None
+
+
+@dataclass(frozen=True)
+class OverallScore:
+    """All sources: coverage, width and mean regrets with sources weighing alike; groups and runs summed up."""
+
+    coverage: float | None
+    width: float | None
+    regret: float | None
+    plain: float | None
+    naive: float | None
+    random: float | None
+    num_groups: int
+    alarms: int
+    ran: int
+    misses: int
+    failed: int
 
 
 def relative_error(predicted: ArrayLike, measured: ArrayLike) -> float:
@@ -112,25 +125,6 @@ def relative_error(predicted: ArrayLike, measured: ArrayLike) -> float:
 def log_bias(predicted: ArrayLike, measured: ArrayLike) -> float:
     """Return exp(mean log(predicted / measured)) - 1: twice too slow and twice too fast cancel."""
     return float(np.exp(np.mean(np.log(_ratio(predicted, measured)))) - 1)
-
-
-def rank_correlation(predicted: ArrayLike, measured: ArrayLike) -> float | None:
-    """Return Spearman's, with ties sharing their rank; None for fewer than three values or where one side is constant."""
-    if np.size(predicted) < 3 or np.ptp(predicted) == 0 or np.ptp(measured) == 0:
-        return None
-    return float(spearmanr(predicted, measured).statistic)
-
-
-def regret(
-    times_s: Sequence[float], fits: Sequence[bool], measured_s: Sequence[float], best_s: float
-) -> tuple[int, float]:
-    """Return the index of our choice and 1 - best / measured(choice).
-
-    Our choice is the fastest prediction among those that fit; among all where none does.
-    """
-    candidates = [idx for idx, fit in enumerate(fits) if fit] or list(range(len(times_s)))
-    chosen = min(candidates, key=lambda idx: times_s[idx])
-    return chosen, 1 - best_s / measured_s[chosen]
 
 
 def memory_kind(text: str) -> str:
@@ -155,41 +149,82 @@ def score_sources(
 ) -> dict[str, SourceScore]:
     """Return scores by source_set, in the order of the table."""
     by_source: dict[str, list[Pair]] = defaultdict(list)
-    for row, prediction in zip(rows, predictions, strict=True):
+    apart: dict[str, list[Pair]] = defaultdict(list)
+    for row, prediction, has_stalled in zip(rows, predictions, stalled(rows), strict=True):
         by_source[row.source_set].append((row, prediction))
-    return {source: _score_source(source, pairs, groups) for source, pairs in by_source.items()}
+        if has_stalled:
+            apart[row.source_set].append((row, prediction))
+    return {source: _score_source(source, pairs, apart[source], groups) for source, pairs in by_source.items()}
 
 
-def score_groups(
-    rows: Sequence[RunRow], predictions: Sequence[Prediction], names: Sequence[str]
-) -> dict[str, GroupScore]:
-    """Return our choice in every named decision group that has scored, measured rows."""
-    members: dict[str, list[tuple[RunRow, Prediction, float]]] = defaultdict(list)
-    for row, prediction in zip(rows, predictions, strict=True):
-        measured = prediction.measured_s or row.measured_s
-        if row.decision_group and row.is_scored and measured is not None:
-            members[row.decision_group].append((row, prediction, measured))
-    return {name: _score_group(members[name]) for name in names if members.get(name)}
-
-
-def _score_group(members: list[tuple[RunRow, Prediction, float]]) -> GroupScore:
-    source = members[0][0].source_set
-    best, _, best_s = min(members, key=lambda member: member[2])
-    known = [(row, p.estimate, measured) for row, p, measured in members if p.estimate is not None]
-    if len(known) < 2:
-        return GroupScore(source, len(members), len(known), None, best.id, None)
-    times, fits = [e.step_time_s for _, e, _ in known], [e.fits for _, e, _ in known]
-    chosen, value = regret(times, fits, [measured for *_, measured in known], best_s)
-    return GroupScore(source, len(members), len(known), known[chosen][0].id, best.id, value)
-
-
-def _score_source(source: str, pairs: list[Pair], groups: Mapping[str, GroupScore]) -> SourceScore:
-    usable = [(row, p) for row, p in pairs if row.is_scored]
-    inputs = [p.inputs for _, p in usable if p.inputs is not None and p.estimate is not None]
-    regrets = [g.regret for g in groups.values() if g.source_set == source and g.regret is not None]
-    score = (
-        RegretScore(len(regrets), float(np.mean(regrets)), float(np.median(regrets)), max(regrets)) if regrets else None
+def score_overall(scores: Iterable[SourceScore]) -> OverallScore:
+    """Return what holds for all sources together."""
+    scores = list(scores)
+    times = [score.time for score in scores if score.time is not None]
+    choices, fits = [score.regret for score in scores if score.regret is not None], [score.fit for score in scores]
+    return OverallScore(
+        coverage=_mean(time.coverage for time in times),
+        width=_mean(time.width for time in times),
+        regret=_mean(choice.mean for choice in choices),
+        plain=_mean(choice.plain for choice in choices),
+        naive=_mean(choice.naive for choice in choices),
+        random=_mean(choice.random for choice in choices),
+        num_groups=sum(choice.count for choice in choices),
+        alarms=sum(fit.alarms for fit in fits),
+        ran=sum(fit.ran for fit in fits),
+        misses=sum(fit.misses for fit in fits),
+        failed=sum(fit.failed for fit in fits),
     )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of those that are known."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+FIELDS: dict[str, Callable[[RunRow, RunInputs], object]] = {
+    "tp": lambda row, run: run.layout.tp,
+    "pp": lambda row, run: run.layout.pp,
+    "chunks": lambda row, run: run.layout.num_model_chunks,
+    "cp": lambda row, run: run.layout.cp,
+    "ep": lambda row, run: run.layout.ep,
+    "dp": lambda row, run: run.layout.dp,
+    "zero": lambda row, run: run.layout.zero_stage,
+    "micro_batch": lambda row, run: run.layout.micro_batch_size,
+    "recompute": lambda row, run: run.layout.recompute,
+    "offload": lambda row, run: run.layout.offload,
+    "precision": lambda row, run: run.workload.precision,
+    "engine": lambda row, run: run.workload.engine,
+    "seq_len": lambda row, run: run.workload.seq_len,
+    "devices": lambda row, run: run.cluster.num_devices,
+    "device": lambda row, run: run.cluster.weakest_device.name,
+    "model": lambda row, run: row.model,
+    "framework": lambda row, run: row.framework,
+    "group": lambda row, run: row.decision_group,
+}
+"""What errors can be listed by."""
+
+
+def score_by(
+    rows: Sequence[RunRow], predictions: Sequence[Prediction], names: Sequence[str]
+) -> dict[tuple[object, ...], TimeScore]:
+    """Return scores of step times by source and the values of some FIELDS, in their order; without runs that stalled."""
+    members: dict[tuple[object, ...], list[Pair]] = defaultdict(list)
+    for row, prediction, has_stalled in zip(rows, predictions, stalled(rows), strict=True):
+        if prediction.inputs is not None and row.is_scored and not has_stalled:
+            values = (FIELDS[name](row, prediction.inputs) for name in names)
+            members[row.source_set, *values].append((row, prediction))
+    scores = {key: _score_time(pairs) for key, pairs in members.items()}
+    sources = list(dict.fromkeys(row.source_set for row in rows))
+    ordered = sorted(scores, key=lambda key: (sources.index(str(key[0])), [(str(type(v)), v) for v in key[1:]]))
+    return {key: score for key in ordered if (score := scores[key]) is not None}
+
+
+def _score_source(source: str, pairs: list[Pair], apart: list[Pair], groups: Mapping[str, GroupScore]) -> SourceScore:
+    usable = [(row, p) for row, p in pairs if row.is_scored]
+    stalled_ids = {row.id for row, _ in apart}
+    inputs = [p.inputs for _, p in usable if p.inputs is not None and p.estimate is not None]
     return SourceScore(
         rows=len(pairs),
         scored=len(inputs),
@@ -197,10 +232,28 @@ def _score_source(source: str, pairs: list[Pair], groups: Mapping[str, GroupScor
         skipped=_counts(p.skipped for _, p in usable if p.skipped),
         approximated=_counts(name for i in inputs for name in i.approximated),
         assumed=_counts(name for i in inputs for name in i.assumed),
-        time=_score_time(usable),
+        time=_score_time([pair for pair in usable if pair[0].id not in stalled_ids]),
+        stalled=_score_time([pair for pair in apart if pair[0].is_scored]),
         memory=_score_memory(usable),
         fit=_score_fit(usable),
-        regret=score,
+        regret=_score_choices([group for group in groups.values() if group.source_set == source]),
+    )
+
+
+def _score_choices(groups: Iterable[GroupScore]) -> ChoiceScore | None:
+    known = [group for group in groups if group.regret is not None]
+    if not known:
+        return None
+    regrets = [group.regret for group in known if group.regret is not None]
+    return ChoiceScore(
+        count=len(known),
+        mean=float(np.mean(regrets)),
+        median=float(np.median(regrets)),
+        max=max(regrets),
+        plain=_mean(group.plain for group in known),
+        naive=_mean(group.naive for group in known),
+        random=_mean(group.random for group in known),
+        rank=_mean(group.rank for group in known),
     )
 
 
@@ -213,14 +266,15 @@ def _score_time(pairs: list[Pair]) -> TimeScore | None:
     if not known:
         return None
     predicted, measured = np.array([e.step_time_s for e, _ in known]), np.array([m for _, m in known])
-    is_inside = [e.step_time_interval_s.low <= m <= e.step_time_interval_s.high for e, m in known]
+    low, high = np.array([(e.step_time_interval_s.low, e.step_time_interval_s.high) for e, _ in known]).T
     return TimeScore(
         count=len(known),
         mape=relative_error(predicted, measured),
         median_ratio=float(np.median(predicted / measured)),
         bias=log_bias(predicted, measured),
         spearman=rank_correlation(predicted, measured),
-        coverage=float(np.mean(is_inside)),
+        coverage=float(np.mean((low <= measured) & (measured <= high))),
+        width=float(np.mean((high - low) / predicted)),
     )
 
 
@@ -240,11 +294,9 @@ def _score_memory(pairs: list[Pair]) -> dict[str, MemoryScore]:
 
 
 def _score_fit(pairs: list[Pair]) -> FitScore:
-    known = [(row, not p.estimate.fits) for row, p in pairs if p.estimate is not None]
-    failed = [is_refused for row, is_refused in known if row.is_oom]
-    ran = [is_refused for row, is_refused in known if row.status == "ok"]
-    recall, false_alarms = (float(np.mean(part)) if part else None for part in (failed, ran))
-    return FitScore(len(failed), recall, len(ran), false_alarms)
+    known = [(row, p.estimate.fits) for row, p in pairs if p.estimate is not None]
+    failed, ran = [fits for row, fits in known if row.is_oom], [fits for row, fits in known if row.status == "ok"]
+    return FitScore(failed=len(failed), misses=sum(failed), ran=len(ran), alarms=len(ran) - sum(ran))
 
 
 def _ratio(predicted: ArrayLike, measured: ArrayLike) -> FloatArray:

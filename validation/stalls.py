@@ -44,8 +44,8 @@ def stalled(rows: Sequence[RunRow]) -> BoolArray:
         times = [_micro_batch_s(rows[idx]) for idx in idxs]
         seconds, per_step = np.array(times).T
         pp, sequences = np.array([(rows[idx].pp or 1, rows[idx].micro_batch or 1) for idx in idxs]).T
-        at_most = seconds[:, None] * np.maximum(sequences / sequences[:, None], 1)  # [neighbour, row]
-        reference = np.where(pp[:, None] <= pp, at_most, np.inf).min(axis=0)
+        bounds = seconds[:, None] * np.maximum(sequences / sequences[:, None], 1)  # [neighbour, row]
+        reference = np.where(pp[:, None] <= pp, bounds, np.inf).min(axis=0)
         if _passes_wait(rows[idxs[0]]):
             answer[idxs] = seconds > np.maximum(reference + STALL_S, reference * STALL_RATIO)
         else:

@@ -48,7 +48,7 @@ def invoke(*args: object):
 def test_tables_name_sources_scores_and_skip_reasons(runs, groups) -> None:
     result = invoke(runs, "--groups", groups)
     assert result.exit_code == 0, result.output
-    for expected in ("one", "two", "MAPE", "bias", "false alarms", "not a plain decoder", "regret"):
+    for expected in ("one", "two", "MAPE", "bias", "false alarms", "not a plain decoder", "naive", "alike"):
         assert expected in result.stdout
     assert "next: meshwright validate" in result.stderr
 
@@ -56,14 +56,46 @@ def test_tables_name_sources_scores_and_skip_reasons(runs, groups) -> None:
 def test_json_has_a_row_for_every_input_row(runs, groups) -> None:
     result = invoke(runs, "--groups", groups, "--json")
     document = json.loads(result.stdout)
-    assert list(document) == ["rows", "sources", "groups", "calibrations", "cross_validation"]
+    assert list(document) == ["rows", "sources", "all", "groups", "by", "calibrations", "cross_validation"]
     assert [row["id"] for row in document["rows"]] == ["a", "b", "c"]
-    needed = {"id", "step_time_s", "peak_allocated_bytes", "peak_reserved_bytes", "fits", "skipped"}
-    assert all(needed <= row.keys() for row in document["rows"])
+    needed = {
+        "id",
+        "step_time_s",
+        "measured_s",
+        "step_time_interval_s",
+        "breakdown_s",
+        "mfu",
+        "fits",
+        "skipped",
+        "stalled",
+    }
+    peaks = {"peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "required_bytes"}
+    assert all(needed | peaks <= row.keys() for row in document["rows"])
+    first = document["rows"][0]
+    assert sum(first["breakdown_s"].values()) == pytest.approx(first["step_time_s"])
+    assert first["step_time_interval_s"]["low"] < first["step_time_s"] < first["step_time_interval_s"]["high"]
+    assert sorted(peaks, key=lambda name: first[name])[0] == "peak_allocated_bytes"
+    assert 0 < first["mfu"] < 1
     assert document["rows"][0]["step_time_s"] > 0
     assert document["rows"][2]["skipped"] == "model: not a plain decoder"
     assert document["sources"]["one"]["time"]["count"] == 2
     assert document["groups"]["g"]["regret"] >= 0
+
+
+def test_groups_of_the_table_are_scored_without_a_list_of_them(runs, groups) -> None:
+    alone, listed = (json.loads(invoke(runs, *options, "--json").stdout) for options in ((), ("--groups", groups)))
+    assert alone["groups"] == listed["groups"]
+    assert {"regret", "plain", "naive", "random", "rank"} <= alone["groups"]["g"].keys()
+
+
+def test_errors_are_listed_by_fields_of_the_layout(runs) -> None:
+    result = invoke(runs, "--by", "tp,micro_batch")
+    assert result.exit_code == 0, result.output
+    assert "step time by tp, micro_batch" in result.stdout
+    parts = json.loads(invoke(runs, "--by", "tp,micro_batch", "--json").stdout)["by"]
+    assert [(part["source"], part["tp"], part["micro_batch"], part["count"]) for part in parts] == [
+        ("one", 1, 1, 1), ("one", 2, 2, 1),
+    ]  # fmt: skip
 
 
 def test_parts_split_a_table_and_keep_a_model_together() -> None:
@@ -89,6 +121,7 @@ def test_unselected_rows_stay_in_the_json(runs, option, kept) -> None:
         (("--split", "test"), "it has: dev, other"),
         (("--source", "one", "--split", "other"), "at once"),
         (("--groups", "none.csv"), "cannot read none.csv"),
+        (("--by", "tp,colour"), "--by has no field 'colour'"),
     ],
 )
 def test_wrong_options_end_in_one_message(runs, args, message) -> None:

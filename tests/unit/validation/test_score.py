@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from meshwright.schema.units import GIB
-from meshwright.validation import predict, read_runs, score_groups, score_sources
-from meshwright.validation.score import log_bias, memory_kind, rank_correlation, regret, relative_error
+from meshwright.validation import predict, read_runs, score_by, score_groups, score_overall, score_sources
+from meshwright.validation.decisions import rank_correlation
+from meshwright.validation.score import log_bias, memory_kind, relative_error
 from run_rows import GOOD, table
 
 
@@ -17,11 +18,6 @@ def test_scores_by_hand() -> None:
     assert rank_correlation([1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 2.0, 2.0]) == pytest.approx(1.0)
     assert rank_correlation([1.0, 2.0], [1.0, 2.0]) is None
     assert rank_correlation([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) is None
-
-
-def test_regret_is_of_the_fastest_prediction_that_fits() -> None:
-    assert regret([3.0, 1.0, 2.0], [True, False, True], [4.0, 1.0, 2.0], 1.0) == (2, 0.5)
-    assert regret([3.0, 1.0, 2.0], [False, False, False], [4.0, 1.0, 2.0], 1.0) == (1, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +47,30 @@ def test_source_score_counts_every_row_once(tmp_path) -> None:
     known = [p.estimate for p in predictions if p.estimate]
     assert score.time.mape == pytest.approx((abs(known[0].step_time_s / 2 - 1) + abs(known[1].step_time_s / 3 - 1)) / 2)
     assert score.memory["allocated"].bias == pytest.approx(known[0].peak_allocated_bytes / (20 * GIB) - 1)
-    assert (score.fit.failed, score.fit.recall, score.fit.ran, score.fit.false_alarms) == (0, None, 2, 0.0)
+    assert (score.fit.failed, score.fit.misses, score.fit.ran, score.fit.alarms) == (0, 0, 2, 0)
+    widths = [(e.step_time_interval_s.high - e.step_time_interval_s.low) / e.step_time_s for e in known[:2]]
+    assert score.time.width == pytest.approx(sum(widths) / 2)
     chosen = {"a": 2.0, "b": 3.0}[groups["g"].chosen or ""]
     assert groups["g"].regret == pytest.approx(1 - 2.0 / chosen)
+    # The naive rule takes row b, whose tp x pp is 1 and not 2; at random it is b half of the time.
+    assert (groups["g"].naive, groups["g"].random) == (pytest.approx(1 / 3), pytest.approx(1 / 6))
     assert list(groups) == ["g"]
+    assert groups == score_groups(rows, predictions)
+    overall = score_overall([score])
+    assert (overall.coverage, overall.num_groups, overall.alarms, overall.ran) == (score.time.coverage, 1, 0, 2)
+
+
+def test_errors_by_fields_of_the_layout(tmp_path) -> None:
+    rows = read_runs(table(tmp_path, *GOOD))
+    parts = score_by(rows, predict(rows), ["micro_batch", "recompute"])
+    assert list(parts) == [("s", 1, "full"), ("s", 2, "none")]
+    assert sum(part.count for part in parts.values()) == 2
+
+
+def test_regret_counts_a_best_row_that_could_not_be_predicted(tmp_path) -> None:
+    lines = [line.replace(",C,", ",A,") for line in GOOD]
+    lines[3] = lines[3].replace("A100-SXM-80GB", "abacus")  # 1.0 s, on a device that nobody knows
+    rows = read_runs(table(tmp_path, *lines))
+    group = score_groups(rows, predict(rows))["g"]
+    assert (group.measured, group.predicted, group.best) == (3, 2, "d")
+    assert group.regret == pytest.approx(1 - 1.0 / {"a": 2.0, "b": 3.0}[group.chosen or ""])
