@@ -1,8 +1,9 @@
 """Fit collective_curves.json: seconds of collectives inside a node against size, by link, operation and number of devices.
 
 Data: operators/comm_nccl_intranode.parquet (columns system, op_name, num_gpus, message_bytes, latency in ms; sizes are full
-buffers). Scores are the errors on sizes that were not fitted (every second one) and on types that were not fitted (an entire
-family at a time).
+buffers), and of PCI Express with peer-to-peer the fractions of SimuMax's A100 PCIe host (operators/simumax/a100_pcie.json). Scores
+are the errors on sizes that were not fitted (every second one), on types that were not fitted (an entire family at a time), and of
+PCI Express on hosts that were not fitted.
 """
 
 from __future__ import annotations
@@ -36,8 +37,19 @@ SYSTEMS: Mapping[str, System] = {
     "h100_sxm": System("nvlink4", 450e9, "hopper"),
     "b200_sxm": System("nvlink5", 900e9, "blackwell"),
     "gb200": System("nvlink5-nvl72", 900e9, "blackwell"),
-    "l40s": System("pcie4", 31.5e9, "ada"),
+    "l40s": System("pcie-isolated", 31.5e9, "ada"),
 }
+
+ISOLATED, PEERS, HOST = "pcie-isolated", "pcie", "pcie-host"
+"""Curves of PCI Express: devices kept apart, as measured; with peer-to-peer; GeForce, through host memory."""
+
+HOST_EFFICIENCY = {2: 0.55, 4: 0.31, 8: 0.15}
+"""Between the two hosts without peer-to-peer whose rates are known, which differ by a factor of three: L40S (0.17 on four devices,
+0.05 on eight, the measured curve) and RTX 5090 on two Xeon 8480 (35 and 28 of 63 GB/s: github.com/NVIDIA/nccl issue 1639); two as
+four of the latter. What decides is the memory's bandwidth and how the host's NUMA domains are cut (NVIDIA/nccl-tests issue 74)."""
+
+PUBLISHED = {("all_reduce", 2): 38.6, ("all_reduce", 8): 24.7, ("all_gather", 8): 23.3, ("reduce_scatter", 8): 23.3}
+"""Bus bandwidth (GB/s of 63) on RTX PRO 6000 over PCIe 5, two sockets: ai-dynamo/aiconfigurator. Scored, not fitted."""
 
 SWITCHED = "nvlink-switch"
 """The curve of a switched link that nobody measured: geometric means over the families."""
@@ -48,7 +60,8 @@ OPS: Mapping[str, Op] = {
 _OUT = Path(__file__).parents[1] / "cost_models/hardware/collective_curves.json"
 _SOURCE = (
     "fitted to comm_nccl_intranode (ai-dynamo/aiconfigurator @ 095f58a, Apache-2.0): one node, half precision, 512 B to 512 MB, "
-    "NCCL 2.23 to 2.29, median over the versions; all-reduce on eight Hopper or Blackwell devices includes NVLS as NCCL enables it"
+    "NCCL 2.23 to 2.29, median over versions; all-reduce on eight Hopper or Blackwell devices includes NVLS as NCCL enables it; "
+    "pcie: an A100 PCIe host (MooreThreads/SimuMax @ 4dcaae5, Apache-2.0), pcie-host: fitting/collectives.py, HOST_EFFICIENCY"
 )
 
 Curve = tuple[str, Op, int]
@@ -123,9 +136,28 @@ def family_means(
     """Return one mean shape for each switched family but ``without``."""
     members: dict[str, list[CurveParameters]] = {}
     for system in SYSTEMS.values():
-        if system.link != "pcie4" and system.family != without and (system.link, op, group) in shapes:
+        if system.link != ISOLATED and system.family != without and (system.link, op, group) in shapes:
             members.setdefault(system.family, []).append(shapes[system.link, op, group])
     return [mean_curve(curves) for curves in members.values()]
+
+
+def pcie_curves(data: Path, shapes: Mapping[Curve, CurveParameters]) -> dict[Curve, CurveParameters]:
+    """Return the curves of PCI Express with peer-to-peer and through host memory.
+
+    Their latencies are those of the measured curve, which small messages share, their ramp that of two devices; eight devices
+    are on two sockets.
+    """
+    host = json.loads((data / "operators" / "simumax" / "a100_pcie.json").read_text(encoding="utf-8"))["networks"]
+    curves = {}
+    for name, op in OPS.items():
+        ramp_s = shapes[ISOLATED, op, 2].ramp_s
+        for group in (2, 4, 8):
+            link, measured = host[f"intra_node_pcie_{group}x"], shapes[ISOLATED, op, group]
+            fraction = link["op"]["all2all" if name == "alltoall" else name]["efficient_factor"]
+            of_line = fraction * link["bandwidth"]["gbps"] * 1e9 / SYSTEMS["l40s"].bytes_per_s
+            for curve, efficiency in ((PEERS, of_line), (HOST, HOST_EFFICIENCY[group])):
+                curves[curve, op, group] = CurveParameters(measured.latency_s, efficiency, ramp_s)
+    return curves
 
 
 def _size_score(points: Mapping[Curve, Points]) -> list[str]:
@@ -145,7 +177,7 @@ def _size_score(points: Mapping[Curve, Points]) -> list[str]:
 
 def _family_score(points: Mapping[Curve, Points]) -> list[str]:
     """Return the errors on switched links whose family was left out."""
-    families = {system.link: system.family for system in SYSTEMS.values() if system.link != "pcie4"}
+    families = {system.link: system.family for system in SYSTEMS.values() if system.link != ISOLATED}
     shapes = {curve: fit_shape(curve_points) for curve, curve_points in points.items()}
     errors: dict[str, list[list[float]]] = {}
     for (link, op, group), curve in points.items():
@@ -165,7 +197,23 @@ def _family_score(points: Mapping[Curve, Points]) -> list[str]:
     return [title, *(f"  {link:14s} " + " ".join(f"{value:6.1f}" for value in row) for link, row in means.items())]
 
 
-def document(points: Mapping[Curve, Points]) -> dict[str, Any]:
+def _pcie_score(data: Path, points: Mapping[Curve, Points]) -> list[str]:
+    """Return the errors of PCI Express with peer-to-peer on hosts that were not fitted."""
+    curves = pcie_curves(data, {curve: fit_shape(of_curve) for curve, of_curve in points.items()})
+    lines = ["PCI Express with peer-to-peer on other hosts, error %"]
+    size, line = 512e6, 63e9
+    for (op, group), rate in PUBLISHED.items():
+        moved = (2 if op == "all_reduce" else 1) * size * (group - 1) / group
+        seconds = shape_s(np.array([moved / line]), curves[PEERS, OPS[op], group])[0]
+        lines.append(f"  RTX PRO 6000, {op} {group} {100 * (seconds * rate * 1e9 / moved - 1):+6.1f}")
+    for op in OPS.values():
+        pair = points[ISOLATED, op, 2]
+        error = percent_error(shape_s(pair.x, curves[PEERS, op, 2]), pair.seconds)
+        lines.append(f"  L40S, {op} 2, all sizes {error:6.1f}")
+    return lines
+
+
+def document(points: Mapping[Curve, Points], pcie: Mapping[Curve, CurveParameters]) -> dict[str, Any]:
     """Return what is shipped: every measured curve and the means of the switched families."""
     links: dict[str, dict[str, dict[str, Any]]] = {}
     shapes = {curve: fit_shape(curve_points) for curve, curve_points in points.items()}
@@ -176,6 +224,8 @@ def document(points: Mapping[Curve, Points]) -> dict[str, Any]:
         links["nvlink5-nvl72"][op]["8"] = links["nvlink5"][op]["8"]
         means = {str(group): _as_json(mean_curve(family_means(shapes, op, group))) for group in (2, 4, 8)}
         links.setdefault(SWITCHED, {})[op] = means
+    for (link, op, group), curve in pcie.items():
+        links.setdefault(link, {}).setdefault(op, {})[str(group)] = _as_json(curve)
     return {"source": _SOURCE, "command": "python -m meshwright.fitting collectives DATA --write", "links": links}
 
 
@@ -193,7 +243,9 @@ def report(options: Namespace) -> str:
     """Write the curves and return the scores, where requested."""
     points = read_points(options.data)
     if options.write:
-        text = json.dumps(document(points), indent=1) + "\n"
+        pcie = pcie_curves(options.data, {curve: fit_shape(of_curve) for curve, of_curve in points.items()})
+        text = json.dumps(document(points, pcie), indent=1) + "\n"
         one_line_lists = re.sub(r"\[[-\d.,e\s]+\]", lambda match: " ".join(match[0].split()), text)
         _OUT.write_text(one_line_lists, encoding="utf-8")
-    return "\n".join([*_size_score(points), *_family_score(points)]) + "\n" if options.score else ""
+    scores = (_size_score(points), _family_score(points), _pcie_score(options.data, points)) if options.score else ()
+    return "".join(f"{line}\n" for score in scores for line in score)
