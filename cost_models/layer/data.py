@@ -363,6 +363,11 @@ def update_s(
     seconds = share * update_bytes / rates.update_bytes_per_s
     if workload.optimizer == "muon":
         seconds = seconds + share * _NEWTON_SCHULZ_FLOPS * inputs.hidden_dim / rates.gemm_flops_per_s
+    if workload.paged_states:
+        # Pages that were used longest ago leave first: where not all fit, each has left before its turn, and comes as others go.
+        is_full = share * (workload.master_bytes + workload.optimizer_bytes) > inputs.cluster.memory_budget_bytes
+        link = host_link_bytes_per_s(np.zeros_like(b.offload_to_storage[idx]), inputs.scenario)
+        seconds = seconds + np.where(is_full, share * workload.optimizer_bytes / link, 0.0)
     seconds = seconds * (1 - np.where(b.offload[idx] > 0, b.offload_fraction[idx], 0.0))
     is_hidden = workload.engine_facts.updates_in_backward  # counted with the passes
     return np.asarray(seconds if is_hidden else seconds + _host_update_s(trained, expert_params, inputs, idx))
