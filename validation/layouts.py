@@ -64,6 +64,7 @@ def layout_of(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Lay
         dp_replicate=dp // group,
         dp_shard=group,
         cp=cp,
+        cp_ulysses=cp if _exchanges_heads(row, defaults) else 1,
         tp=tp,
         pp=pp,
         ep=row.ep or 1,
@@ -78,6 +79,12 @@ def layout_of(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Lay
         offload_activations=offload.activations,
         offload_to="storage" if offload.num_drives else "host",
     )
+
+
+def _exchanges_heads(row: RunRow, defaults: FrameworkDefaults) -> bool:
+    """Return whether context ranks exchange tokens for heads around attention; otherwise keys and values go round a ring."""
+    text = " ".join((row.framework, row.sharding, row.notes))
+    return (stated("context", text) or defaults.value("context")) == "heads"
 
 
 def num_chunks(row: RunRow) -> int:

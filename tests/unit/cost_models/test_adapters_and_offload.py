@@ -159,7 +159,9 @@ def test_a_host_that_updates_beside_the_backward_pass_hides_behind_it() -> None:
 
 def test_pages_cross_the_link_where_not_all_fit() -> None:
     def update_s(device: str, paged: bool) -> float:
-        workload = Workload(seq_len=2048, global_batch_size=2, precision="bf16", optimizer="adamw-8bit", paged_states=paged)
+        workload = Workload(
+            seq_len=2048, global_batch_size=2, precision="bf16", optimizer="adamw-8bit", paged_states=paged
+        )
         return estimate(LLAMA, ClusterSpec.parse(f"1x{device}"), workload, Layout()).breakdown_s.optimizer
 
     # 16.3 GB of states over 25 GB/s of PCIe 4, while as much goes the other way; with the weights they fit into 80 GB.

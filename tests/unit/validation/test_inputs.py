@@ -274,6 +274,17 @@ def test_launches_block_where_the_row_or_the_framework_says_so(changes, is_block
     assert (workload.blocking_launches, workload.overlaps) == (is_blocking, not is_blocking)
 
 
+def test_context_ranks_exchange_what_the_row_or_its_framework_says() -> None:
+    ranks = {"n_gpus": 16, "dp": 1, "tp": 1, "cp": 8, "pp": 2}
+    for changes, ulysses in (
+        ({"framework": "DeepSpeed"}, 8),
+        ({"framework": "EasyContext (HF+DeepSpeed, zigzag ring attention)"}, 1),
+        ({"framework": "torchtitan"}, 1),
+        ({"framework": "xtuner", "notes": "DeepSpeed-Ulysses"}, 8),
+    ):
+        assert inputs_of(**ranks, **changes).layout.cp_ulysses == ulysses
+
+
 def test_scales_of_fp8_are_as_the_precision_says() -> None:
     for precision, scaling in (("fp8 rowwise", "row"), ("fp8 tensorwise", "tensor"), ("FP8 (delayed)", "tensor")):
         assert inputs_of(precision=precision, precision_class="fp8").workload.fp8_scaling == scaling
