@@ -45,8 +45,8 @@ class Overlaps(NamedTuple):
     Attributes:
         host: the machine; shape: the machine and its group.
         isolated_s: of each stream [n, 4]; together_s: until the last ended.
-        traffic: what an all-reduce sends from each device, over the bandwidth of its memory.
-        through_host: it crosses the host, as between nodes.
+        traffic: what each stream sends or copies, over the bandwidth of the device's memory [n, 4].
+        through_host: the all-reduce crosses the host, as between nodes.
     """
 
     host: NDArray[np.str_]
@@ -86,15 +86,17 @@ def read_overlaps(path: str | Path) -> Overlaps:
     bandwidth = table.gpu_type.map(
         {name: float(sheet["memory_bandwidth_bytes_per_s"]) for name, sheet in sheets.items()}
     )
+    # Bytes of each size: of a product none count, of an all-reduce those that a ring sends.
+    sent = np.stack([np.zeros(len(table)), 2 * (ranks - 1) / ranks, np.ones(len(table)), np.ones(len(table))], axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        sent = 2 * (ranks - 1) / ranks * sizes[:, 1] * MB / isolated[:, 1]
+        traffic = sent * sizes * MB / isolated / bandwidth.to_numpy()[:, None]
     spans_nodes = table.inter_group.astype(int) > 1
     overlaps = Overlaps(
         host=table.source.str.replace(r"-intra\d+-inter\d+", "", regex=True).to_numpy(str),
         shape=shape.to_numpy(str),
         isolated_s=isolated,
         together_s=seconds,
-        traffic=np.where(runs[:, 1], sent / bandwidth, 0.0),
+        traffic=np.where(runs, traffic, 0.0),
         through_host=(spans_nodes | table.gpu_type.str.split("-").str[0].isin(WITHOUT_LINKS)).to_numpy(),
     )
     return overlaps.take((runs.sum(axis=1) >= 2) & np.isfinite(isolated).all(axis=1))
@@ -129,7 +131,7 @@ def fit_pair(overlaps: Overlaps) -> FloatArray:
 
 def predict_pair(overlaps: Overlaps, law: Sequence[float] | FloatArray) -> FloatArray:
     """Return the seconds of products and all-reduces at once under a law of `fit_pair`."""
-    pair = Pair(law[0] + law[1] * overlaps.traffic, law[2])
+    pair = Pair(law[0] + law[1] * overlaps.traffic[:, 1], law[2])
     return pair_s(overlaps.isolated_s[:, 0], overlaps.isolated_s[:, 1], pair)
 
 

@@ -76,14 +76,16 @@ def layer_errors(points: Sequence[LayerPoint], cluster: ClusterSpec, precision: 
     return rows
 
 
-def overlap_errors(points: Sequence[OverlapPoint]) -> list[dict[str, object]]:
+def overlap_errors(points: Sequence[OverlapPoint], memory_bytes_per_s: float) -> list[dict[str, object]]:
     """Return seconds of sets of streams on one device, predicted from isolated streams, over measured."""
-    slowdown = interference(packaged_coefficients())
     rows = []
     for point in points:
-        isolated_s = np.zeros(len(STREAMS))
+        isolated_s, traffic = np.zeros(len(STREAMS)), np.zeros(len(STREAMS))
         for stream, seconds in zip(point.streams, point.alone_s, strict=True):
             isolated_s[STREAMS.index(stream)] = seconds
+            if stream in ("to_device", "to_host"):
+                traffic[STREAMS.index(stream)] = point.copy_bytes / seconds / memory_bytes_per_s
+        slowdown = interference(packaged_coefficients(), traffic)
         ratio = float(together_s(isolated_s, slowdown)) / point.together_s
         rows.append({"streams": point.streams, "copy_bytes": point.copy_bytes, "ratio": ratio})
     return rows
@@ -137,7 +139,7 @@ def main() -> None:
             [p for p in profile.matmuls if p.dtype == dtype], cluster.groups[0].device, precision
         ),
         "layers": layer_errors(profile.layers, cluster, precision),
-        "overlap": overlap_errors(profile.overlaps),
+        "overlap": overlap_errors(profile.overlaps, cluster.weakest_device.memory_bandwidth_bytes_per_s),
         "host": host_rates(profile),
         "allocator": profile.allocator.model_dump() if profile.allocator else None,
     }

@@ -8,13 +8,14 @@ of its isolated speed; when one ends, the others speed up. For two streams this 
 slow-downs follow from what two streams share, by one law for every machine ([overlap] of coefficients.toml, fitting/overlap.py):
 
     multiprocessors, memory       kernels by a collective, CHANNELS + TRAFFIC x; a collective by kernels, COMPUTE
-                                  (`collectives.slowdown_law`, x its bytes per second over the memory's bandwidth)
+                                  (`collectives.slowdown_law`); kernels by a copy, TRAFFIC x
+                                  (x the bytes per second of the one that slows, over the memory's bandwidth)
     the host's memory and links   a copy and a collective that passes through the host, THROUGH_HOST each;
                                   copies of opposite directions, BOTH_WAYS each
     order                         where copies wait for everything before them (pageable memory, one queue of the device)
                                   a copy and anything else run one after the other: 1 each
 
-Copies take too little of a device's memory to slow its kernels. Source of the model: Mist (Zhu et al., EuroSys 2025).
+Source of the model: Mist (Zhu et al., EuroSys 2025).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ in 1.5 TB)."""
 
 def interference(
     coefficients: Coefficients,
-    traffic: FloatArray | float = 0.0,
+    traffic: FloatArray,
     *,
     through_host: BoolArray | bool = False,
     copies_wait: BoolArray | bool = False,
@@ -57,14 +58,15 @@ def interference(
 
     Args:
         coefficients: those of [overlap].
-        traffic: of the collective: bytes that a device sends per second over its memory's bandwidth [...].
+        traffic: bytes that a device sends or copies per second over its memory's bandwidth, by stream [..., 4]; 0 for kernels.
         through_host: the collective crosses the host [...]: PCIe without links between devices, or a network.
         copies_wait: copies run by themselves [...].
     """
-    law, pair = coefficients["overlap"], slowdown_law(np.asarray(traffic, dtype=np.float64), coefficients)
-    shape = np.broadcast_shapes(np.shape(traffic), np.shape(through_host), np.shape(copies_wait))
+    law, pair = coefficients["overlap"], slowdown_law(traffic[..., 1], coefficients)
+    shape = np.broadcast_shapes(traffic.shape[:-1], np.shape(through_host), np.shape(copies_wait))
     slowdown = np.zeros((*shape, len(STREAMS), len(STREAMS)))
     slowdown[..., 0, 1], slowdown[..., 1, 0] = pair
+    slowdown[..., 0, 2:] = law["traffic"] * traffic[..., 2:]
     for copy, opposite in ((2, 3), (3, 2)):
         slowdown[..., copy, 1] = slowdown[..., 1, copy] = law["through_host"] * np.asarray(through_host)
         slowdown[..., copy, opposite] = law["both_ways"]
@@ -142,7 +144,8 @@ def host_rates(
     """Return the rates of the weakest device's host; ``memory_bytes`` of a node stand in for what the cluster says."""
     scenario, ranks = Scenario.build(workload, cluster, coefficients), cluster.largest_node
     line = float(host_link_bytes_per_s(np.zeros(1), scenario)[0])
-    slow = interference(scenario.coefficients)
+    share = line / cluster.weakest_device.memory_bandwidth_bytes_per_s
+    slow = interference(scenario.coefficients, np.array([0.0, 0.0, share, share]))
     if cluster.profile is not None:
         slow = measured_interference(slow, cluster.profile.overlaps)
     compute, to_device, to_host = (STREAMS.index(name) for name in ("compute", "to_device", "to_host"))

@@ -108,7 +108,7 @@ def test_copies_that_slow_each_other_down_lower_the_rates_of_offload() -> None:
 
 
 def test_pairs_without_a_point_keep_the_law() -> None:
-    law = interference(packaged_coefficients())
+    law = interference(packaged_coefficients(), np.zeros(4))
     measured = measured_interference(law, (overlap(1.5, ("to_device", "compute")), overlap(1.9)))
     changed = {(2, 0), (0, 2)}
     assert all(

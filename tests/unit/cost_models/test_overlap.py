@@ -10,6 +10,7 @@ from meshwright.cost_models.coefficients import packaged_coefficients
 from meshwright.cost_models.hardware.collectives import Pair, exposed_s, pair_s, slowdown_law
 from meshwright.cost_models.hardware.streams import STREAMS, interference, together_s
 
+TRAFFIC = np.array([0.0, 0.2, 0.01, 0.01])
 SECONDS = st.floats(0, 10, allow_subnormal=False)
 SLOWDOWN = st.floats(0, 0.9)
 
@@ -26,11 +27,11 @@ def test_two_streams_have_a_closed_form(compute: float, collective: float, a: fl
 def test_running_at_once_takes_between_the_longest_and_nothing_less(alone: list[float], more: float) -> None:
     seconds = np.array([alone])
     free = together_s(seconds, np.zeros((4, 4)))
-    slowed = together_s(seconds, interference(packaged_coefficients(), 0.2, through_host=True))
+    slowed = together_s(seconds, interference(packaged_coefficients(), TRAFFIC, through_host=True))
     assert free == pytest.approx(max(alone))
     assert slowed >= free * (1 - 1e-12)
     assert together_s(
-        seconds + np.array([more, 0, 0, 0]), interference(packaged_coefficients(), 0.2, through_host=True)
+        seconds + np.array([more, 0, 0, 0]), interference(packaged_coefficients(), TRAFFIC, through_host=True)
     ) >= slowed * (1 - 1e-9)
 
 
@@ -51,7 +52,7 @@ def test_slowdown_grows_with_traffic() -> None:
 @pytest.mark.parametrize("copies_wait", [False, True])
 def test_a_stream_never_slows_itself(through_host: bool, copies_wait: bool) -> None:
     slowdown = interference(
-        packaged_coefficients(), np.array([0.0, 0.2]), through_host=through_host, copies_wait=copies_wait
+        packaged_coefficients(), np.stack([0 * TRAFFIC, TRAFFIC]), through_host=through_host, copies_wait=copies_wait
     )
     assert slowdown.shape == (2, len(STREAMS), len(STREAMS))
     assert np.all(np.diagonal(slowdown, axis1=-2, axis2=-1) == 0)
@@ -61,21 +62,30 @@ def test_a_stream_never_slows_itself(through_host: bool, copies_wait: bool) -> N
 def test_the_law_of_a_pair_is_that_of_four_streams_without_copies() -> None:
     both, traffic = np.array([[3.0, 2.0]]), 0.2
     four = np.array([[3.0, 2.0, 0.0, 0.0]])
-    slowdown = interference(packaged_coefficients(), traffic, through_host=True)
+    slowdown = interference(packaged_coefficients(), np.array([0.0, traffic, 0.0, 0.0]), through_host=True)
     closed = pair_s(both[:, 0], both[:, 1], slowdown_law(traffic, packaged_coefficients()))
     assert together_s(four, slowdown) == pytest.approx(closed)
 
 
 def test_copies_that_wait_add_all_of_their_time() -> None:
-    slowdown = interference(packaged_coefficients(), 0.0, copies_wait=True)
+    slowdown = interference(packaged_coefficients(), np.zeros(4), copies_wait=True)
     assert together_s(np.array([3.0, 0.0, 2.0, 0.0]), slowdown) == pytest.approx(5.0)
     assert together_s(np.array([3.0, 0.0, 2.0, 1.0]), slowdown) == pytest.approx(6.0)
-    free = interference(packaged_coefficients(), 0.0)
+    free = interference(packaged_coefficients(), np.zeros(4))
     assert together_s(np.array([3.0, 0.0, 2.0, 0.0]), free) == pytest.approx(3.0)
 
 
 def test_copies_share_the_host_with_collectives_that_cross_it() -> None:
     seconds = np.array([0.0, 2.0, 2.0, 0.0])
-    apart, shared = (interference(packaged_coefficients(), 0.0, through_host=crosses) for crosses in (False, True))
+    apart, shared = (
+        interference(packaged_coefficients(), np.zeros(4), through_host=crosses) for crosses in (False, True)
+    )
     assert together_s(seconds, apart) == pytest.approx(2.0)
     assert together_s(seconds, shared) == pytest.approx(2.0 * (1 + packaged_coefficients()["overlap"]["through_host"]))
+
+
+def test_a_copy_slows_kernels_by_its_traffic() -> None:
+    slowdown = interference(packaged_coefficients(), np.array([0.0, 0.0, 0.02, 0.0]))
+    seconds = together_s(np.array([3.0, 0.0, 2.0, 0.0]), slowdown)
+    rate = 1 / (1 + 0.02 * packaged_coefficients()["overlap"]["traffic"])
+    assert seconds == pytest.approx(2.0 + 3.0 - 2.0 * rate)
