@@ -166,9 +166,10 @@ def _recompute_fraction(row: RunRow) -> float | None:
     """Return the fraction of the blocks whose activations are recomputed where the row says so."""
     if fractions := listed_fractions(row.recompute.lower()):
         return sum(fractions) / len(fractions)
-    if ratio := stated("recomputed", row.recompute):
+    if ratio := stated("recomputed", row.recompute) or stated("recomputed by notes", row.notes):
         part, _, of = ratio.partition("/")
-        total = row.layers if of == "layers" else float(of)
+        stages = (row.pp or 1) if of == "stage" else 1
+        total = row.layers and row.layers / stages if of in ("layers", "stage") else float(of)
         if total is not None:
             return min(float(part) / max(total, 1), 1.0)
     layers = noted_numbers("gradient_checkpointing", row.notes)

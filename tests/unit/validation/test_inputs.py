@@ -199,6 +199,10 @@ def test_partial_recompute_is_the_part_of_the_blocks() -> None:
     assert (layout.recompute, layout.recompute_fraction) == ("full", pytest.approx(0.4))
     assert inputs_of(recompute="first 6 layers", recompute_class="custom").layout.recompute_fraction == 0.25
     assert inputs_of(recompute="[not numbers]", recompute_class="custom").layout.recompute_fraction == 1.0
+    by_notes = inputs_of(
+        recompute="full", recompute_class="full", notes="recompute block layers=3", pp=2, layers=24
+    ).layout
+    assert (by_notes.recompute, by_notes.recompute_fraction) == ("full", 0.25)
 
 
 def test_a_printed_plan_fills_the_mapping_and_each_stage() -> None:
