@@ -25,6 +25,7 @@ import numpy as np
 
 from ..cost_models.stage import memory
 from ..cost_models.stage.bounds import budget_bytes, memory_bounds, quick_time_bounds, time_bounds
+from ..cost_models.stage.contents import chunks_may_fit
 from ..cost_models.stage.table import CostTable
 from ..schema import Certificate
 from ..schema.layout_table import MIXED, LayoutTable
@@ -255,6 +256,7 @@ class LayoutProblem:
         self._feasible_degrees: set[tuple[int, ...]] = set()
         self._rejected_degrees: set[tuple[int, ...]] = set()
         self._window, self._idx_in_window = self.pool.costs, dict[int, int]()
+        self._may_fit = np.zeros(0, dtype=bool)
 
     def roots(self) -> LayoutStep:
         """Return the frontier."""
@@ -268,7 +270,9 @@ class LayoutProblem:
         if not self.frontier.is_ready:
             self.frontier.bound_block()
             return self._rest()
-        return self._rest() if self._raise_first(min(incumbent, self._worse_than_s)) else self._expand_first(node)
+        window, idx = self._costed(int(self.frontier.rows[0]))
+        is_raised = self._may_fit[idx] and self._raise_first(window, idx, min(incumbent, self._worse_than_s))
+        return self._rest() if is_raised else self._expand_first(node)
 
     def expand_runner_up(self, node: Node[None], incumbent: float) -> LayoutStep:
         """Bound a block, or cut the first layout into stages unless its combination of degrees was expanded already."""
@@ -287,22 +291,22 @@ class LayoutProblem:
         degrees = layouts.degrees(row)
         return degrees, (*degrees, int(layouts.sequence_parallel[row]))
 
-    def _raise_first(self, below_s: float) -> bool:
-        """Raise the bound of the first layout, once for each: by a replay, up to ``below_s``."""
+    def _raise_first(self, window: CostTable, idx: int, below_s: float) -> bool:
+        """Raise the bound of the first layout, ``idx`` in ``window``, once for each: by a replay, up to ``below_s``."""
         row = int(self.frontier.rows[0])
         if row in self.any_order_s:
             return False
         self.any_order_s[row] = self.frontier.bound_s
         if np.isinf(below_s) or self.pool.costs.cluster.bandwidth_matrix is not None:  # ranks may lie on better nodes
             return False
-        window, idx = self._costed(row)
         return self.frontier.raise_first(replayed_bound(window, idx, below_s=below_s).bound_s)
 
     def _expand_first(self, node: Node[None]) -> LayoutStep:
         window, idx = self._costed(int(self.frontier.rows[0]))
         row = self.frontier.pop()
         self.expanded.append(row)
-        candidate, (degrees, memory_degrees) = expand_fitting(window, idx, bound_s=node.bound), self._degrees(row)
+        candidate = expand_fitting(window, idx, bound_s=node.bound) if self._may_fit[idx] else None
+        degrees, memory_degrees = self._degrees(row)
         if candidate is None:
             self.rejected.append(row)
             self._rejected_degrees.add(memory_degrees)
@@ -318,6 +322,7 @@ class LayoutProblem:
             rows = self.frontier.rows[:WINDOW]
             self._window = self.pool.costs.select(rows).compacted()
             self._idx_in_window = {int(row): idx for idx, row in enumerate(rows)}
+            self._may_fit = chunks_may_fit(self._window)
         return self._window, self._idx_in_window[row]
 
     def rows_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schema.layout_table import LayoutTable
+from ...schema.layout_table import MIXED, LayoutTable
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..layer.vocabulary import MORE_IN_FLIGHT
 from ..pipeline.replay import PipelineShape, in_flight, in_flight_of_stage, peak_in_flight_by_chunk
@@ -195,6 +195,62 @@ def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, 
     """Return the bytes of activations that each rank [..., pp] may hold at once, given the contents of its stages [..., S]."""
     step, of_ranks = shape_of_ranks(costs, idx, np.ones(costs.layouts.pp[idx])), contents_of_ranks(costs, idx, contents)
     return np.asarray(activation_headroom_bytes(of_ranks, step, costs.scenario, cap_bytes=cap_bytes))
+
+
+def chunks_may_fit(costs: CostTable) -> BoolArray:
+    """Return where ranks of several chunks may hold all blocks within their memory [N]; True where this is not looked at.
+
+    With n blocks a rank has floor(n / v) at least in each of its v chunks, and of each that 1f1b keeps in flight. So a rank holds
+    at most n_r blocks, and all ranks no more than the sum of these. A block counts as the smallest of all kinds in everything,
+    embedding and head as nothing.
+    """
+    b = costs.layouts
+    in_rounds = (b.schedule_fact("runs_in_rounds") & ~b.schedule_fact("splits_backward")) & (b.vocabulary == 0)
+    rows = np.flatnonzero(in_rounds & (b.num_model_chunks > 1) & (b.recompute < MIXED) & (not costs.device_pools))
+    may_fit = np.ones(len(b), dtype=bool)
+    if not len(rows) or not costs.workload.has_backward:
+        return may_fit
+    of_row = np.repeat(np.arange(len(rows)), b.pp[rows])
+    layouts, cases = b.select(rows[of_row]), costs.case_idx[rows[of_row]]
+    rank = np.arange(len(of_row)) - (np.cumsum(b.pp[rows]) - b.pp[rows])[of_row]
+    flight = in_flight_of_stage(layouts.schedule, layouts.num_microbatches, layouts.pp, rank, layouts.num_model_chunks)
+    shape = step_shape(layouts, flight, num_neighbours=1 + (rank > 0))
+    smallest = {name: costs.of_blocks(name).min(axis=0)[cases] for name in _OF_ONE_BLOCK}
+    none, chunks = np.zeros(len(of_row)), layouts.num_model_chunks
+    of_each = {
+        "block_trained": smallest["num_trained"],
+        "block_params": smallest["num_params"],
+        "logits": none,
+        "root_params": none,
+    }
+    cap, boundary = costs.cluster.memory_budget_bytes, costs.boundary_bytes[rows[of_row]]
+
+    def fits(n: IntArray) -> BoolArray:
+        stage = StageContents(
+            params=n * smallest["num_params"],
+            trained=n * smallest["num_trained"],
+            expert_params=n * smallest["expert_params"],
+            frozen_bytes=n * smallest["frozen_bytes"],
+            activation_bytes=n // chunks * chunks * smallest["activation_bytes"],
+            working_bytes=smallest["working_bytes"],
+            boundary_bytes=boundary,
+            **of_each,
+        )
+        return np.asarray(required_by_terms(stage_memory(stage, shape, costs.scenario), costs.scenario) <= cap)
+
+    num_blocks = costs.model.num_blocks
+    low, high = np.zeros(len(of_row), dtype=np.int64), np.full(len(of_row), num_blocks)
+    while np.any(low < high):
+        middle = (low + high + 1) // 2
+        holds = fits(middle)
+        low, high = np.where(holds, middle, low), np.where(holds, high, middle - 1)
+    capacity = np.bincount(of_row, np.where(low >= chunks, low, -num_blocks * layouts.pp), len(rows))
+    may_fit[rows] = capacity >= num_blocks
+    return may_fit
+
+
+_OF_ONE_BLOCK = ("num_params", "num_trained", "expert_params", "frozen_bytes", "activation_bytes", "working_bytes")
+"""Fields of LayerCost that say what a block holds."""
 
 
 @dataclass(frozen=True)

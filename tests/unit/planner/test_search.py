@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.stage import memory
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
-from meshwright.cost_models.stage.contents import contents_between, stage_memory_terms
+from meshwright.cost_models.stage.contents import chunks_may_fit, contents_between, stage_memory_terms
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import expand, plan, search
@@ -154,3 +154,25 @@ def all_cuts(num_blocks: int, chunks: int) -> list[tuple[int, ...]]:
     cuts = [(0, *cut, num_blocks + 2) for cut in inner]
     blocks = [np.diff([1, *cut[1:-1], num_blocks + 1]).reshape(chunks, 3) for cut in cuts]
     return [cut for cut, of_stage in zip(cuts, blocks, strict=True) if np.all(np.ptp(of_stage, axis=0) <= 1)]
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen3-30b-a3b"])
+def test_chunks_that_cannot_hold_all_blocks_have_no_split(model: str) -> None:
+    """Also where the mean of the ranks would fit: the first ones hold more micro-batches than the last."""
+    spec, nodes = ModelSpec.named(model), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
+    workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
+    batch = build_space(PlanRequest(spec, nodes, workload, {"cp": 1, "gradients": "fp32"})).batch
+    rows = np.flatnonzero((batch.num_model_chunks > 1) & (batch.pp > 2))
+    costs = CostTable.from_layouts(spec, workload, nodes, batch.select(rows[:: max(1, len(rows) // 400)]))
+    allocated = np.sort(memory_bounds(costs))
+    allocated = allocated[allocated < nodes.memory_budget_bytes]
+    num_seen = 0
+    for budget in (int(allocated[int(part * len(allocated))]) for part in (0.3, 0.6, 0.9)):
+        within = costs.with_budget(budget)
+        may_fit = chunks_may_fit(within)
+        passed = memory.lower_bound_required_bytes(memory_bounds(within), within.scenario) <= budget
+        num_seen += np.count_nonzero(passed & ~may_fit)
+        assert may_fit.any()
+        for idx in np.flatnonzero(~may_fit)[::9]:
+            assert expand.expand_fitting(within, int(idx)) is None, within.layouts.layout(int(idx))
+    assert num_seen > 10
