@@ -250,7 +250,8 @@ def workload_of(
         engine=defaults.value("engine", f": {row.sharding_class}, tp {layout.tp}, pp {layout.pp}"),
         flash_generation=cast("Any", flash_generation),
         token_dispatch=_token_dispatch(row, model, layout, defaults) if row.experts else "engine",
-        overlap=defaults.value("overlap") and not stated("no overlap", row.notes),
+        overlap=defaults.value("overlap", f": {row.gpu_class or row.gpu_type}, {row.software_date or 'undated'}")
+        and not stated("no overlap", row.notes),
         blocking_launches=defaults.value("blocking_launches") if blocking is None else blocking == "yes",
         selective="alternate_products" if is_per_operator else "products",
         dropout=defaults.value("dropout"),

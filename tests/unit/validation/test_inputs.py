@@ -265,6 +265,22 @@ def test_kernels_follow_the_framework_and_what_the_row_states(changes, fusion, g
 
 
 @pytest.mark.parametrize(
+    ("changes", "overlaps"),
+    [
+        ({"framework": "HF Transformers + DeepSpeed", "gpu_type": "V100-SXM2-32GB"}, False),
+        ({"framework": "HF Transformers + DeepSpeed", "gpu_type": "V100-SXM2-32GB", "date": "2023-05"}, True),
+        ({"framework": "DeepSpeed", "date": "2021-06"}, False),
+        ({"framework": "DeepSpeed", "date": "2022-06"}, True),
+        ({"framework": "DeepSpeed"}, True),
+        ({"framework": "Megatron-LM"}, False),
+        ({"framework": "torchtitan (FSDP2)"}, True),
+    ],
+)
+def test_communication_overlaps_as_the_engine_of_its_time_does(changes, overlaps) -> None:
+    assert inputs_of(**changes).workload.overlaps == overlaps
+
+
+@pytest.mark.parametrize(
     ("changes", "is_blocking"),
     [
         ({"framework": "Any engine"}, False),
