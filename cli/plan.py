@@ -113,6 +113,9 @@ class TrainingOptions(OptionModel):
     paged_states: bool
     attention: str
     loss: str
+    recompute_modules: tuple[str, ...] = option(
+        (), "what selective recompute of megatron and nemo makes again: layernorm, moe_act, mlp, moe, ...; repeat.", metavar="NAME"
+    )  # fmt: skip
     engine: Engine = option(
         OWN_ENGINE, "who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.", metavar="NAME"
     )  # fmt: skip

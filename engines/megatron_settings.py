@@ -63,6 +63,8 @@ def plan_settings(plan: TrainingPlan) -> Settings:
     }
     if sharded and layout.dp_replicate > 1:
         settings["num_distributed_optimizer_instances"] = layout.dp_replicate
+    if work.loss == "in_place":
+        settings |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
     if layout.cp > 1:
         settings |= _exchange(layout.cp, layout.cp_ulysses)
     if plan.model.is_moe:
@@ -165,6 +167,8 @@ def _recompute(plan: TrainingPlan) -> Settings:
 
 def _modules(plan: TrainingPlan) -> list[str]:
     """Return what selective recompute runs again: the core of unfused attention, or what lies between the products."""
+    if plan.workload.recompute_modules:
+        return list(plan.workload.recompute_modules)
     if plan.workload.attention == "math":
         return ["core_attn"]
     return ["layernorm", *(["moe_act"] if plan.model.is_moe else [])]
@@ -172,7 +176,7 @@ def _modules(plan: TrainingPlan) -> list[str]:
 
 def recompute_not_expressed(plan: TrainingPlan) -> tuple[str, ...]:
     """Say how Megatron's selective recompute differs from the plan's."""
-    if plan.layout.recompute != "selective" or plan.workload.attention == "math":
+    if plan.layout.recompute != "selective" or plan.workload.recompute_modules or plan.workload.attention == "math":
         return ()
     return (
         "recompute=selective: the plan keeps the outputs of products and of attention only; Megatron runs the modules "

@@ -140,6 +140,7 @@ class EngineFacts:
         loss_chunks: pieces of a micro-batch's tokens for which the loss makes logits one after the other; 0: as ours, of a fixed
             size (runtime/loss.py).
         code: whose kernels and saved tensors "engine" stands for in `EngineOptions.fusion`: its own, or plain model code.
+        optional_loss: the one that an option of its turns on.
         selective: what its selective recompute keeps besides attention, where a workload does not say otherwise.
         zero_stages: those that the search enumerates.
         switches: those of SWITCHES (layout.py) that the search sets; gradients only where they are worth more than the difference
@@ -183,6 +184,7 @@ class EngineFacts:
     recompute: tuple[LayoutRecompute, ...] = LAYOUT_RECOMPUTES
     loss_chunks: int = 0
     code: Literal["engine", "eager"] = "engine"
+    optional_loss: str = "engine"
     selective: Literal["products", "alternate_products"] = "products"
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     switches: tuple[str, ...] = ()
@@ -260,6 +262,7 @@ _RECORDS = (
         lacks=full_training(
             "bf16-mixed", "fp16-mixed", "fp8", "fp32", reason="Megatron keeps fp32 master parameters", also=of_megatron
         ),
+        optional_loss="in_place",  # cross_entropy_fusion_impl te
         zero_stages=(0, 1),
         switches=("gradients", "tp_overlap", "cuda_graphs", "ep_overlap"),
         plans_whole_sequence=False,

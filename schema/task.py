@@ -14,7 +14,8 @@ from .errors import ConfigError
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
 Optimizer = Literal["adamw", "adamw-8bit", "sgd", "muon"]
-Loss = Literal["engine", "chunked", "fused"]
+Loss = Literal["engine", "chunked", "in_place", "fused"]
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts"]
 Selective = Literal["products", "alternate_products"]
 Fusion = Literal["engine", "compiled", "compiled_blocks", "composite_norm", "eager"]
 Passes = Literal["backward", "zeroth_order"]
@@ -110,7 +111,10 @@ class EngineOptions(Frozen):
         selective: what selective recompute keeps besides attention: the outputs of all products, or of every second one.
         fp8_scaling: one scale for a tensor, or for each row and column that a product runs along.
         fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
-        loss: as the engine makes it; chunked: of logits that are all kept, a part of the tokens after the other; fused with the
+        recompute_modules: what selective recompute makes again, by the names of Megatron's --recompute-modules; none: norms and
+            activations, up-projections of latent attention, and scores.
+        loss: as the engine makes it; chunked: of logits that are all kept, a part of the tokens after the other; in_place: their
+            gradients take the place of the logits (Transformer Engine's fused cross entropy); fused with the
             product before it: logits are there for some tokens at a time, gradients are made with them (Liger).
         update: of parameters after the step, or of each as soon as its gradient is there, where there is one micro-batch.
         paged_states: optimizer states lie in pages that the driver moves to the host where the device is full (bitsandbytes).
@@ -128,6 +132,7 @@ class EngineOptions(Frozen):
     selective: Selective = "products"
     fp8_scaling: Literal["tensor", "row"] = "tensor"
     fp8_activation_input: bool = False
+    recompute_modules: tuple[Module, ...] = ()
     loss: Loss = "engine"
     update: Literal["step", "in_backward"] = "step"
     paged_states: bool = False
@@ -199,6 +204,8 @@ class Workload(EngineOptions, Task):
     def _is_of_our_runtime(self) -> Workload:
         if not self.has_backward and not self.engine_facts.is_own_runtime:
             raise ValueError(f"zeroth-order training is our runtime's (engine {OWN_ENGINE}), not {self.engine}'s")
+        if self.recompute_modules and not self.engine_facts.is_eager_like_megatron:
+            raise ValueError(f"recompute_modules are Megatron's: engine {self.engine} has none")
         return self
 
     @property
@@ -219,7 +226,7 @@ class Workload(EngineOptions, Task):
     def library_parts(self) -> tuple[str, ...]:
         """Return the parts of a step that are made by libraries besides an engine (Liger, bitsandbytes, torchtune)."""
         parts = (
-            (self.loss != "engine", f"a {self.loss} loss"),
+            (self.loss not in ("engine", self.engine_facts.optional_loss), f"the {self.loss} loss"),
             (self.optimizer == "adamw-8bit", "adamw-8bit"),
             (self.paged_states, "paged optimizer states"),
             (self.update == "in_backward", "updates within the backward pass"),

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 from statistics import fmean
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
-from ..cost_models.layer.operators import Gemm, OperatorRules, layer_operators
 from ..schema import Layout, ModelSpec, Workload
+from ..schema.engine_facts import ENGINES
 from ..schema.layers import LatentAttention
 from ..schema.layout import Offload, Recompute
-from ..schema.task import Fusion, LowRank, Optimizer, Precision
+from ..schema.task import Fusion, LowRank, Module, Optimizer, Precision
 from .noted import listed_fractions, noted_numbers, stage_fractions, tuned_stages
-from .rows import FrameworkDefaults, RunRow, stated
+from .rows import FrameworkDefaults, RunRow, read_table, stated
 
 _ACESO_CORE = 3 / 13
 """Scores, softmax and dropout of unfused attention among the operators of an Aceso block (its model_ops.py), recomputed first
@@ -127,8 +127,6 @@ def _recompute_fields(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults
         choice = _recompute(row, model, defaults)
     if row.recompute_class == "selective" and fraction is not None:
         choice = "full"  # of some layers
-    elif row.recompute_class == "selective" and stated("recomputed module", row.recompute):
-        choice, fraction = "full", _feed_forward_share(model)
     return {"recompute": choice, "recompute_fraction": fraction if fraction and choice != "none" else 1.0}
 
 
@@ -138,21 +136,21 @@ def _recompute(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Re
         return cast("Recompute", defaults.assume("recompute", f": {row.sharding}{latent}"))
     if row.recompute_class == "selective" and not keeps_scores(row, model, defaults):
         # Megatron's "selective" drops the attention scores only, which fused attention never keeps (arXiv:2205.05198 section 5).
-        names_more = any(mark in row.recompute for mark in ("+", "(l", ":m"))
-        if re.match("Megatron|NeMo", row.framework) and not names_more:
+        if re.match("Megatron|NeMo", row.framework) and not recompute_modules(row):
             return "none"
         if row.framework.startswith("fms-fsdp"):  # selective_checkpointing there is a fraction of blocks; 1 by default
             return "full"
     return cast("Recompute", row.recompute_class)
 
 
-def _feed_forward_share(model: ModelSpec) -> float:
-    """Return the share of the feed-forward layer in the products of the last block, which stands for repeating that layer alone."""
-    rules = OperatorRules(hidden_dim=model.hidden_dim, seq_len=1)
-    products = [op for op in layer_operators(model.block_runs[-1][0], rules) if isinstance(op, Gemm)]
-    flops = [op.n * op.k * op.rows_per_token for op in products]
-    first = next((idx + 1 for idx, op in enumerate(products) if op.name == "attention_out"), 0)
-    return float(sum(flops[first:]) / sum(flops))
+def recompute_modules(row: RunRow) -> tuple[Module, ...]:
+    """Return what a row says it recomputes, as Megatron's --recompute-modules names it; none where scores only."""
+    named = {line["value"] for line in read_table("words") if line["choice"] == "module" and _says(row.recompute, line)}
+    return tuple(name for name in get_args(Module) if name in named) if named - {"core_attn"} else ()
+
+
+def _says(text: str, line: dict[str, str]) -> bool:
+    return re.search(line["pattern"], text, re.IGNORECASE) is not None
 
 
 def _by_fraction(row: RunRow, fraction: float) -> tuple[Recompute, float]:
@@ -236,6 +234,7 @@ def workload_of(
     )
     adapters, blocking = adapters_of(row, defaults), stated("blocking launches", row.notes)
     trained = "adapters" if adapters else "all"
+    modules, facts = recompute_modules(row), ENGINES[defaults.value("engine")]
     # torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated.
     is_per_operator = row.framework.startswith("torchtitan") and "layer" not in row.recompute
     noted = defaults.stated("flash_generation") or stated("flash generation", row.notes)
@@ -257,7 +256,8 @@ def workload_of(
         dropout=defaults.value("dropout"),
         fusion=_fusion(row, defaults),
         fp8_scaling=cast("Any", stated("fp8 scaling", row.precision)),
-        loss=defaults.stated("loss") or stated("loss", row.notes) or defaults.value("loss"),
+        recompute_modules=modules if facts.is_eager_like_megatron and layout.recompute == "selective" else (),
+        loss=cast("Any", defaults.stated("loss") or stated("loss", row.notes) or defaults.value("loss")),
         update=cast("Any", stated("update", f"{row.optimizer} {row.notes}") or "step"),
         paged_states=stated("paged states", row.optimizer) is not None,
         fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),

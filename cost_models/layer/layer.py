@@ -23,8 +23,9 @@ from ..hardware.compute import OperatorTime, operator_time, unpacked_s
 from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s
 from ..measured import attention_ratio, layer_ratios
 from . import recurrences as _registered  # noqa: F401  operators and saved tensors of those kinds
+from .adapters import with_adapters
 from .data import data_parallel_s, has_copies
-from .memory import activation_bytes, tp_params, trained_and_frozen, with_adapters
+from .memory import MODULES, activation_bytes, tp_params, trained_and_frozen
 from .operators import (
     CORE_ATTENTION,
     CostInputs,
@@ -407,7 +408,10 @@ def recompute_s(
     cheap = [time for time, is_saved in zip(times, saved, strict=True) if not is_saved]
     if workload.engine_facts.is_eager_like_megatron:
         full = times
-        if workload.attention == "math":
+        if modules := workload.recompute_modules:
+            names = {name for module in modules for name in MODULES[module]}
+            cheap = [time for op, time in zip(operators, times, strict=True) if op.name in names]
+        elif workload.attention == "math":
             cheap = [time for op, time in zip(operators, times, strict=True) if op.name in CORE_ATTENTION]
     else:
         last_product = max((idx for idx, op in enumerate(operators) if isinstance(op, Gemm)), default=-1)

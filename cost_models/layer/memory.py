@@ -34,13 +34,9 @@ from ...schema.layout import Recompute
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.task import LowRank
 from ...schema.units import FloatArray
-from .operators import CostInputs, Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
+from .adapters import adapter_operators, adapter_params
+from .operators import CORE_ATTENTION, CostInputs, Gemm, Layer, Operator, OperatorRules, layer_operators
 from .parallel import expert_params, stored_share
-
-_TARGETS = {
-    "qkv": "qkv", "q": "qkv", "q_down": "qkv", "q_up": "qkv", "kv_down": "qkv", "kv_up": "qkv", "attention_out": "out",
-    "mlp_up": "mlp", "mlp_down": "mlp", "shared_up": "mlp", "shared_down": "mlp", "expert_up": "mlp", "expert_down": "mlp",
-}  # fmt: skip
 
 
 def tp_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray:
@@ -97,44 +93,6 @@ def trained_and_frozen(layer: Layer, num_params: FloatArray, inputs: CostInputs)
     return trained, num_params * (adapters.frozen_bytes if is_quantised else 2.0)
 
 
-def with_adapters(operators: tuple[Operator, ...], adapters: LowRank) -> tuple[Operator, ...]:
-    """Return the frozen operators of a layer, each target followed by its adapter."""
-    result: list[Operator] = []
-    for op in operators:
-        if isinstance(op, Gemm):
-            result += [replace(op, frozen=True), *_adapter(op, adapters)]
-        elif isinstance(op, Elementwise) and op.name == "embedding":
-            result.append(replace(op, backward_elements=0, backward_kernels=0))
-        else:
-            result.append(op)
-    return tuple(result)
-
-
-def _adapter(op: Gemm, adapters: LowRank) -> tuple[Operator, ...]:
-    """Return the operators of a product's adapter; none for a product that is no target."""
-    if _TARGETS.get(op.name) not in adapters.targets:
-        return ()
-    down, up = ("none", "column") if op.shard == "column" else (op.shard, "none")
-    rows, matrices = op.rows_per_token, op.num_matrices
-    # Dropout reads x and writes it (and its mask); scaling and adding the adapter's output reads two and writes one.
-    elements = rows * (2.5 * op.k * adapters.dropout + 4 * op.n)
-    kernels = 2 + adapters.dropout
-    return (
-        Gemm(f"{op.name}_adapter_down", adapters.rank, op.k, down, rows, matrices),  # type: ignore[arg-type]
-        Gemm(f"{op.name}_adapter_up", op.n, adapters.rank, up, rows, matrices),  # type: ignore[arg-type]
-        Elementwise(f"{op.name}_adapter_sum", elements, elements, kernels, kernels, op.shard),
-    )
-
-
-@cache
-def adapter_params(layer: Layer, hidden_dim: int, adapters: LowRank) -> tuple[int, int]:
-    """Return the trained parameters of a layer: (unsharded on every tensor-parallel rank, cut over them)."""
-    products = [op for op in _operators(layer, hidden_dim) if isinstance(op, Gemm)]
-    added = [part for op in products for part in _adapter(op, adapters) if isinstance(part, Gemm)]
-    unsharded = sum(op.num_params for op in added if op.shard == "none")
-    return unsharded, sum(op.num_params for op in added) - unsharded
-
-
 # Saved tensors
 
 
@@ -184,7 +142,8 @@ def activation_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Floa
     fused = SavedTensorRules(workload, unfused_norm=not on_device.fuses_norms)
     rules = replace(fused, stores_scores=workload.attention == "math")
     choices = [_elements_under_recompute(layer, recompute, rules, inputs) for recompute in RECOMPUTES]
-    if workload.engine_facts.is_eager_like_megatron and workload.attention == "math":
+    is_core = not workload.recompute_modules and workload.attention == "math"
+    if workload.engine_facts.is_eager_like_megatron and is_core:
         # Selective drops what lies between query, key, value and the output of attention, and nothing else.
         choices[RECOMPUTES.index("selective")] = _elements_under_recompute(layer, "none", fused, inputs)
     saved = np.stack([_saved_bytes(elements, inputs) for elements in choices])
@@ -225,7 +184,7 @@ def _saved_by_adapters(layer: Layer, hidden_dim: int, adapters: LowRank) -> Save
     """Return what the adapters of a layer save per token: the input after dropout with its mask, and the product with A."""
     saved = SavedElements()
     for op in _operators(layer, hidden_dim):
-        if isinstance(op, Gemm) and _adapter(op, adapters):
+        if isinstance(op, Gemm) and adapter_operators(op, adapters):
             width = op.rows_per_token * op.k * (1.5 if adapters.dropout else 0.0)
             rank = op.rows_per_token * adapters.rank
             is_column = op.shard == "column"
@@ -390,6 +349,18 @@ def _eager_code(layer: Block, hidden_dim: int, workload: Workload) -> SavedEleme
 
 # Other engines
 
+_SHARED = ("shared_up", "shared_activation", "shared_down")
+MODULES: dict[str, tuple[str, ...]] = {
+    "core_attn": CORE_ATTENTION, "layernorm": ("norm_0", "norm_1"), "moe_act": ("expert_activation",),
+    "mla_up_proj": ("q_norm", "q_up", "kv_norm", "kv_up", "latent_copies", "rotary"),
+    "mlp": ("mlp_up", "mlp_activation", "mlp_down"), "shared_experts": _SHARED,
+    "moe": ("router", "dispatch", "expert_up", "expert_activation", "expert_down", *_SHARED),
+}  # fmt: skip
+"""Operators of what Megatron's --recompute-modules names."""
+
+_SELECTIVE_MODULES = ("core_attn", "layernorm", "moe_act", "activation", "mla_up_proj")
+"""What selective recompute drops where a workload does not say it; activation: that of dense parts, no module of Megatron's."""
+
 
 def _engine_block(
     layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules, engine: MemoryFacts
@@ -397,29 +368,36 @@ def _engine_block(
     """Return a block of another engine: 34 s b h bytes for a GPT in fp16 without its scores (arXiv:2205.05198 section 4.1).
 
     Every rank saves its share of the sequence only, and gathers what column-parallel products read again in the backward pass.
-    Selective recompute does without scores, norms' outputs and the activation's output.
+    Selective recompute does without scores, and without what its modules make again.
     """
     attention, mlp, drops = layer.attention, layer.mlp, recompute == "selective"
     workload, one_byte = rules.workload, 1.0 / rules.workload.compute_bytes
-    # What products read is saved in fp8 by Transformer Engine.
-    in_fp8 = workload.precision in ("fp8", "nvfp4") and workload.engine_facts.saves_fp8_inputs
-    read = 0.5 if in_fp8 else 1.0
-    saved = _engine_attention(attention, recompute, read, rules, engine)
+    again = frozenset(workload.recompute_modules or _SELECTIVE_MODULES) if drops else frozenset()
+    read = _read_by_products(workload)
+    saved = _engine_attention(attention, "mla_up_proj" in again, read, rules, engine)
     if workload.code == "compiled":  # or by a library of fused kernels (Liger): input of the norm; gate and up
         engine = replace(engine, unfused_rmsnorm=False, glu_tensors=3)
     gated = (engine.glu_tensors - 1) * (one_byte if workload.fp8_activation_input else 1.0)
-    output = 0.0 if drops else read
-    saved += SavedElements(
-        tp=_of_ffn_width(mlp, lambda dense: (gated if dense.gated else 1) + output + dense.inner_norm)
-    )
-    if isinstance(mlp, MoE):
+    is_dense = isinstance(mlp, DenseMLP)
+
+    def within(dense: DenseMLP, name: str, activation: str) -> float:
+        if name in again or ("moe" in again and not is_dense):
+            return 0.0
+        return ((gated if dense.gated else 1) + read * (activation not in again) + dense.inner_norm) * dense.ffn_dim
+
+    if isinstance(mlp, DenseMLP):
+        saved += SavedElements(tp=within(mlp, "mlp", "activation"))
+    else:
+        shared = within(mlp.shared, "shared_experts", "activation") if mlp.shared else 0.0
+        saved += SavedElements(tp=mlp.top_k * within(mlp.expert, "moe", "moe_act") + shared)
+    if isinstance(mlp, MoE) and "moe" not in again:
         rows = mlp.top_k * (read + engine.keeps_expert_output) * hidden_dim
         saved += SavedElements(tokens=2 * mlp.num_experts, routed=rows)
-    normed = 0 if drops else min(layer.num_norms, 2) * read
+    normed = 0 if "layernorm" in again else min(layer.num_norms, 2) * read
     saved += SavedElements(tokens=hidden_dim * (layer.num_norms + normed), fp32=2)
     if workload.dropout:  # two masks of one byte
         saved += SavedElements(tokens=2 * hidden_dim * one_byte)
-    if drops:
+    if drops and ("core_attn" in again or not rules.stores_scores):
         return saved
     if engine.keeps_all_outputs:
         saved += SavedElements(tokens=4 * hidden_dim)  # of both output projections and both residual additions
@@ -432,15 +410,25 @@ def _engine_block(
     return saved
 
 
+def _read_by_products(workload: Workload) -> float:
+    """Return the bytes of what products read and Transformer Engine saves, as a part of the compute dtype's: in fp8 or fp4.
+
+    Of nvfp4 it saves the copy that the gradient of the weight reads, 4 bits and a scale of 8 for each 16 (arXiv:2509.25149).
+    """
+    if not workload.engine_facts.saves_fp8_inputs:
+        return 1.0
+    return {"fp8": 0.5, "nvfp4": 4.5 / 16}.get(workload.precision, 1.0)
+
+
 def _engine_attention(
-    attention: Attention, recompute: Recompute, read: float, rules: SavedTensorRules, engine: MemoryFacts
+    attention: Attention, projects_again: bool, read: float, rules: SavedTensorRules, engine: MemoryFacts
 ) -> SavedElements:
-    if isinstance(attention, LatentAttention) and recompute == "selective":
+    if isinstance(attention, LatentAttention) and projects_again:
         # Megatron's recompute module mla_up_proj saves compressed vectors, of which the rest is made again.
         output = attention.num_heads * attention.v_head_dim
         return SavedElements(tp=output, unsharded=2 * _compressed_width(attention), tp_fp32=attention.num_heads)
     if not isinstance(attention, SoftmaxAttention):
-        return saved_by(attention, 0, recompute, rules)
+        return saved_by(attention, 0, "none", rules)
     q, kv = attention.q_dim, attention.kv_dim
     # Queries, keys, values and output; in fp8 what the output projection reads is a copy.
     plain = 2 * q + 2 * kv + (q * read if read < 1 else 0.0)

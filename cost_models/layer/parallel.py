@@ -349,7 +349,10 @@ def expert_parallel_s(
     Source: Megatron-LM, TransformerLayerSchedulePlan.run (model_chunk_schedule_plan.py).
     """
     once, layouts = dispatch_s(layer, inputs), inputs.layouts
-    both = (once, once * np.where(layouts.recompute == RECOMPUTES.index("full"), 2, 1))
+    repeats = layouts.recompute == RECOMPUTES.index("full")
+    if "moe" in inputs.workload.recompute_modules:
+        repeats = layouts.recompute != RECOMPUTES.index("none")
+    both = (once, once * np.where(repeats, 2, 1))
     if layer.experts is None or not layouts.ep_overlap.any():
         return both, np.zeros(len(layouts))
     compute_s = {

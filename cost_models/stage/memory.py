@@ -280,6 +280,8 @@ def loss_bytes(logits: Array, workload: Workload, hidden_bytes: Array = 0.0) -> 
     b, chunks = workload.compute_bytes, workload.engine_facts.loss_chunks
     if workload.loss == "fused":
         return np.where(logits > 0, 2.0 * hidden_bytes, 0.0)
+    if workload.loss == "in_place":
+        return b * logits
     if workload.loss == "chunked":
         stored, of_part = (b, b) if workload.code == "compiled" else (b + 4.0, 8.0)
         return (stored + of_part / _LOSS_PARTS) * logits

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ...schema.errors import ConfigError
+from ...schema.task import Module
 from .. import adapter
 from ..adapter import Imported
 from ..megatron_settings import layout_from_settings
@@ -100,8 +101,17 @@ def switches(settings: Mapping[str, Any], *, has_flash_attention: bool = True) -
         **({"token_dispatch": "copies"} if sends_copies else {}),
         "overlap": bool(settings.get("overlap_grad_reduce") or settings.get("overlap_param_gather")),
         "fp8_activation_input": bool(settings.get("activation_func_fp8_input_store")),
+        "recompute_modules": recompute_modules(settings),
+        **({"loss": "in_place"} if settings.get("cross_entropy_fusion_impl") == "te" else {}),
         "dropout": any(isinstance(value, int | float) and value > 0 for value in dropouts),
     }
+
+
+def recompute_modules(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the modules that selective recompute runs again, as far as they are modelled."""
+    stated = settings.get("recompute_modules") if settings.get("recompute_granularity") == "selective" else None
+    names = stated if isinstance(stated, list) else str(stated or "").split()
+    return tuple(str(name) for name in names if name in get_args(Module))
 
 
 def unmodelled(settings: Settings) -> tuple[str, ...]:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from meshwright.cost_models.coefficients import Scenario
-from meshwright.cost_models.layer.memory import SavedTensorRules, saved_elements
+from meshwright.cost_models.layer.memory import SavedElements, SavedTensorRules, saved_elements
 from meshwright.cost_models.stage import memory
 from meshwright.cost_models.stage.memory import loss_bytes
 from meshwright.planner.plan import estimate
-from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingEstimate, Workload
 from meshwright.schema.engine_facts import ENGINES
 from meshwright.schema.layout_rules import why_not_trainable
 from meshwright.schema.task import LowRank
@@ -124,3 +124,45 @@ def test_parts_of_other_libraries_are_refused_but_by_a_script() -> None:
         lacks = ENGINES[name].lacks
         assert lacks is not None
         assert len(lacks(MODEL, unusual.replace(engine=name))) == num_reasons
+
+
+def saved_under(modules: tuple[str, ...], model: str = "qwen3-30b-a3b") -> SavedElements:
+    spec = ModelSpec.named(model)
+    workload = Workload(seq_len=4096, global_batch_size=8, engine="megatron", recompute_modules=modules)
+    return saved_elements(spec.block_runs[-1][0], spec.hidden_dim, "selective", SavedTensorRules(workload))
+
+
+def test_each_recompute_module_drops_what_it_makes_again() -> None:
+    """Megatron-Bridge's ablation on Llama-3-70B: mlp saves 3 GiB of 58.8, layernorm nothing (predicted 12 and 1.4 less)."""
+    spec = ModelSpec.named("qwen3-30b-a3b")
+    moe, hidden = spec.block_runs[-1][0].mlp, spec.hidden_dim
+    everything = saved_under(("core_attn",))
+    assert (everything - saved_under(("layernorm",))).tokens == 2 * hidden
+    assert (everything - saved_under(("moe_act",))).tp == moe.top_k * moe.ffn_dim
+    without_experts = everything - saved_under(("moe",))
+    assert without_experts.routed == moe.top_k * hidden
+    assert without_experts.tp == moe.top_k * 3 * moe.ffn_dim  # gate, up and their product
+    assert saved_under(("mlp",)) == everything
+    dense = ModelSpec.named("llama-3.1-8b").block_runs[-1][0].mlp
+    assert (saved_under(("core_attn",), "llama-3.1-8b") - saved_under(("mlp",), "llama-3.1-8b")).tp == 3 * dense.ffn_dim
+
+
+def test_recompute_modules_repeat_their_operators_and_their_exchange() -> None:
+    layout = Layout(dp_shard=8, ep=8, zero_stage=1, recompute="selective")
+
+    def step(*modules: str) -> TrainingEstimate:
+        workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron", recompute_modules=modules)
+        return estimate(ModelSpec.named("qwen3-30b-a3b"), MACHINE, workload, layout)
+
+    norms, experts = step("layernorm"), step("moe")
+    assert 0 < norms.breakdown_s.recompute < experts.breakdown_s.recompute
+    assert norms.breakdown_s.ep < experts.breakdown_s.ep
+    with pytest.raises(ConfigError, match="recompute_modules are Megatron's"):
+        Workload(seq_len=1, global_batch_size=1, recompute_modules=("moe",))
+
+
+def test_loss_in_place_is_an_option_of_megatron_only() -> None:
+    workload = Workload(seq_len=8, global_batch_size=8, engine="megatron", loss="in_place")
+    assert workload.library_parts == ()
+    assert workload.replace(engine="deepspeed").library_parts == ("the in_place loss",)
+    assert loss_bytes(10.0, workload) == 20

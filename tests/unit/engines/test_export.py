@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_options import megatron_parser
 from meshwright.engines import ENGINES, TARGETS, Exported, export, exportable, read_configuration
+from meshwright.engines.launch.megatron import settings_of, switches
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layers import Block, LayerRun, MTPHead
 from meshwright.schema.training_plan import LayerSlots
@@ -431,3 +432,24 @@ def test_commands(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "is a plan" in refused.stderr
     refused = run("export", "plan.json", "--to", "megatron")
     assert refused.returncode == 2 and "megatron_zero_stage" in refused.stderr and not (tmp_path / "megatron").exists()
+
+
+def test_modules_that_recompute_and_the_fused_loss_reach_megatron_and_are_read_again(tmp_path: Path) -> None:
+    layout = Layout(dp_shard=8, ep=8, zero_stage=1, recompute="selective")
+    modules = ("layernorm", "moe_act")
+    plan = plan_of(
+        layout, ModelSpec.named("qwen3-30b-a3b"), engine="megatron", recompute_modules=modules, loss="in_place"
+    )
+    made = export(plan, "megatron")
+    text = dict(made.files)["pretrain.sh"]
+    assert "--recompute-modules layernorm moe_act\n" in text.replace(" \\\n", "\n")
+    assert "--cross-entropy-fusion-impl te" in text
+    assert not any("recompute=selective" in line for line in made.not_expressed)
+    launch = complete_launch(made.write(tmp_path)[0])
+    assert launch == {"recompute_modules": modules, "loss": "in_place"}
+
+
+def complete_launch(script: Path) -> dict[str, Any]:
+    """What the engine executes, as the written script is read as a launch."""
+    found = switches(settings_of(script.read_text()))
+    return {name: found[name] for name in ("recompute_modules", "loss")}

@@ -144,12 +144,33 @@ def test_sizes_in_the_notes_fill_empty_cells() -> None:
     assert inputs_of(notes="GBS 32").workload.global_batch_size == 64
 
 
-def test_modules_of_a_feed_forward_layer_are_repeated_as_its_share() -> None:
-    run = inputs_of(recompute_class="selective", recompute="selective:mlp+core_attn", framework="Megatron-Bridge")
-    assert run.layout.recompute == "full"
-    assert run.layout.recompute_fraction == pytest.approx(8 / 12)  # 8 h^2 of 12 h^2
-    act = inputs_of(recompute_class="selective", recompute="selective:layernorm+moe_act", framework="Megatron-Bridge")
-    assert act.layout.recompute == "selective"
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("selective:mlp+core_attn", ("core_attn", "mlp")),
+        ("selective (layernorm + moe_act)", ("layernorm", "moe_act")),
+        ("selective (layernorm + whole MoE)", ("layernorm", "moe")),
+        ("selective (RMSNorm, MLA up-proj, SwiGLU)", ("layernorm", "mla_up_proj", "moe_act")),
+    ],
+)
+def test_modules_that_a_row_recomputes_are_read(text: str, modules: tuple[str, ...]) -> None:
+    run = inputs_of(recompute_class="selective", recompute=text, framework="Megatron-Bridge")
+    assert (run.layout.recompute, run.workload.recompute_modules) == ("selective", modules)
+    other = inputs_of(recompute_class="selective", recompute=text, framework="torchtitan").workload
+    assert other.recompute_modules == ()
+
+
+def test_the_core_of_fused_attention_is_nothing_to_recompute() -> None:
+    run = inputs_of(recompute_class="selective", recompute="selective:core_attn", framework="Megatron-Bridge")
+    assert (run.layout.recompute, run.workload.recompute_modules) == ("none", ())
+
+
+def test_rows_say_the_loss_and_the_optimizer() -> None:
+    fused = inputs_of(notes="Liger fused CE/RMSNorm", optimizer="PagedAdamW8bit, optimizer_in_bwd").workload
+    assert (fused.loss, fused.optimizer) == ("fused", "adamw-8bit")
+    assert (fused.update, fused.paged_states) == ("in_backward", True)
+    late, early = (inputs_of(framework="Megatron-Bridge", date=date).workload.loss for date in ("2026-01", "2025-06"))
+    assert (late, early) == ("in_place", "engine")
 
 
 def test_open_degrees_follow_from_the_others_and_are_named_where_they_do_not() -> None:
