@@ -57,7 +57,7 @@ def _cluster(
     """Return one group of nodes; the same object for the same arguments, so that its rows are estimated together."""
     known = device_named(gpu_type) or device_named(gpu_class)
     if known is None:
-        return "cluster: device not in the catalogue"
+        return f"cluster: device not in the catalogue: {gpu_type or gpu_class}"
     name, entry = find_device(known)
     device = Device.named(known)
     if memory_gib and abs(memory_gib * GIB / device.memory_bytes - 1) > MEMORY_TOLERANCE:

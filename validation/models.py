@@ -96,7 +96,7 @@ def model_of(row: RunRow) -> RowModel | str:
     elif params_b and not row.experts:
         shape, approximated = shape_of_size(params_b * 1e9, row.vocab or DEFAULT_VOCAB), ("shape",)
     else:
-        return "model: shape not stated"
+        return f"model: shape not stated: {row.model}"
     model = _model(row.model, row.model_family, shape, params_b, row.seq_len or 0)
     return model if isinstance(model, str) else model._replace(approximated=(*model.approximated, *approximated))
 

@@ -31,7 +31,9 @@ def completed_degrees(row: RunRow) -> tuple[RunRow, tuple[str, ...]] | str:
     row = _with_tuned_strategy(row)
     degrees: dict[str, Any] = {name: getattr(row, name) or 0 for name in ("tp", "pp", "dp")}
     missing = [name for name in degrees if getattr(row, name) is None]
-    if len(missing) == 3 and num_devices > 1:
+    # Of a run that shards everything nothing else is cut, or it would say so.
+    is_sharded = row.sharding_class in ("zero3", "hybrid")
+    if len(missing) == 3 and num_devices > 1 and not is_sharded:
         return "mapping: tp, pp and dp not stated"
     assumed = list(noted)
     if missing:

@@ -16,8 +16,9 @@ import math
 import re
 import tomllib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,6 +44,9 @@ _OTHER_COLUMNS = (
 """Choices of frameworks.toml that other columns state; each of the rest may have a column of its name."""
 
 _YES_NO = {"yes": True, "no": False, "true": True, "false": False}
+_WORDED = ("sharding_class", "recompute_class", "seq_parallel", "status", "quality")
+"""Columns whose cells are one of a few words; words.csv knows other spellings of them."""
+
 _NO_DEFAULT = ("id", "gpu_type", "model")  # the column must exist, the cell may be empty
 _FOLDER = Path(__file__).parent / "data"
 
@@ -157,6 +161,7 @@ def read_runs(path: str | Path) -> list[RunRow]:
     first_line: dict[str, int] = {}
     for line, cells in _read_table(path, required=REQUIRED):
         values = {name: _parse(path, line, name, kind, cells[name]) for name, kind in columns.items() if name in cells}
+        values |= {name: _spelled(name, str(values[name])) for name in _WORDED if values.get(name)}
         stated: dict[str, Any] = {name: v for name, v in values.items() if v not in (None, "") or name in _NO_DEFAULT}
         row = RunRow(line=line, **stated, behaviour=_behaviour(path, line, cells))
         if not row.id or row.id in first_line:
@@ -194,7 +199,7 @@ def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tupl
             raise ConfigError(
                 f"{path} line 1: no column {', '.join(missing)}",
                 details=(f"found: {', '.join(header)[:200]}",),
-                help="the file must be comma-separated with a header line",
+                help=_suggestion(missing, header) or "the file must be comma-separated with a header line",
             )
         if repeated := sorted({name for name in header if header.count(name) > 1 and name}):
             raise ConfigError(f"{path} line 1: column {', '.join(repeated)} appears more than once")
@@ -215,6 +220,12 @@ def _read_table(path: str | Path, *, required: tuple[str, ...]) -> Iterator[tupl
         raise ConfigError(f"{path} line {reader.line_num} is not CSV: {error}") from None
     if is_empty:
         raise ConfigError(f"{path} has a header but no rows")
+
+
+def _suggestion(missing: Sequence[str], header: Sequence[str]) -> str:
+    """Return which columns of a header may be the missing ones under another name; empty where none is like them."""
+    close = {name: get_close_matches(name, header, n=1, cutoff=0.7) for name in missing}
+    return ", ".join(f"rename {names[0]!r} to {name}" for name, names in close.items() if names)
 
 
 def _parse(path: str | Path, line: int, name: str, kind: str, text: str) -> str | int | float | None:
@@ -263,6 +274,12 @@ def stated(choice: str, text: str) -> str | None:
 def framework_choices() -> dict[str, list[dict[str, Any]]]:
     """Return frameworks.toml: by choice, lines with the start of a framework's name, its value and the source."""
     return tomllib.loads((_FOLDER / "frameworks.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _spelled(column: str, text: str) -> str:
+    """Return a cell in the spelling of the table's README, or as it is where no spelling is known."""
+    return stated(f"column {column}", text) or text
 
 
 class FrameworkDefaults:

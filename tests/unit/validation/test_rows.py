@@ -59,3 +59,31 @@ def test_groups_table_is_read_strictly(tmp_path) -> None:
     path.write_text("decision_group\ng\ng\n")
     with pytest.raises(ConfigError, match="line 3 column decision_group: repeated"):
         read_groups(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "read"),
+    [
+        ("sharding_class", "ZeRO-3", "zero3"), ("sharding_class", "ZeRO stage 2", "zero2"), ("sharding_class", "FSDP", "zero3"),
+        ("sharding_class", "FULL_SHARD", "zero3"),
+        ("sharding_class", "SHARD_GRAD_OP", "zero2"), ("sharding_class", "HSDP", "hybrid"),
+        ("sharding_class", "distributed optimizer", "zero1"), ("sharding_class", "DDP", "none"),
+        ("sharding_class", "zero1", "zero1"),
+        ("sharding_class", "lora", "lora"), ("recompute_class", "yes", "full"), ("recompute_class", "off", "none"),
+        ("recompute_class", "Selective (attention)", "selective"), ("recompute_class", "gradient checkpointing", "full"),
+        ("recompute_class", "custom", "custom"), ("status", "OOM", "oom"), ("status", "CUDA out of memory", "oom"),
+        ("status", "success", "ok"), ("status", "oom_or_crash", "oom_or_crash"), ("status", "nan", "nan"), ("quality", "a", "A"),
+    ],
+)  # fmt: skip
+def test_other_spellings_of_a_word_are_read(tmp_path, column: str, text: str, read: str) -> None:
+    path = tmp_path / "runs.csv"
+    cells = {**dict(zip(HEADER.split(","), GOOD[0].split(","), strict=True)), column: text}
+    path.write_text("\n".join((",".join(cells), ",".join(cells.values()))) + "\n")
+    assert getattr(read_runs(path)[0], column) == read
+
+
+def test_missing_column_is_suggested_under_the_name_it_has(tmp_path) -> None:
+    header = HEADER.replace("n_gpus", "num_gpus")
+    with pytest.raises(ConfigError) as caught:
+        read_runs(table(tmp_path, *GOOD, header=header))
+    assert caught.value.help == "rename 'num_gpus' to n_gpus"
