@@ -37,8 +37,9 @@ from ..search import REL_GAP, SearchResult, search
 from ..space import Space, build_space
 from ..stage_choice import LEANEST, SYNTHESISED, synthesise, with_schedule
 
-WORTH_MOVING = 1e-4
-"""The share of a step that an offload schedule saves at least, where the model fits without."""
+WORTH_MOVING = 0.01
+"""The share of a step that an offload schedule saves at least, where the model fits without: much less than what predictions of two
+layouts that differ in it are off (coefficients.toml, [ratio.sd])."""
 
 TOO_LARGE = "does not fit"
 
