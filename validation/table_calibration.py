@@ -30,6 +30,7 @@ from ..schema.units import GIB, BoolArray, FloatArray, IntArray
 from .predict import RunInputs, estimate_runs, run_inputs, with_calibrations
 from .rows import RunRow, read_runs
 from .score import memory_kind
+from .stalls import stalled
 
 PRIORS = {"products": 0.1, "attention": 0.25, "elementwise": 0.25, "host": 0.7, "scale_up": 0.4, "scale_out": 0.7}
 """Standard deviation of the logarithm of each ratio over clusters: kernels of one device differ little between software stacks
@@ -92,11 +93,11 @@ def calibrate_by_device(rows: Sequence[RunRow]) -> dict[str, Calibration]:
 
 
 def measured_runs(rows: Sequence[RunRow]) -> list[MeasuredRun]:
-    """Return rows that can be predicted and have a time or a memory, without those of low quality."""
+    """Return rows that can be predicted and have a time or a memory, without those of low quality and those that stalled."""
     runs = []
-    for row in rows:
+    for row, has_stalled in zip(rows, stalled(rows), strict=True):
         inputs = run_inputs(row)
-        if isinstance(inputs, str) or not row.is_scored or row.status != "ok":
+        if isinstance(inputs, str) or not row.is_scored or row.status != "ok" or has_stalled:
             continue
         memory = None if row.peak_mem_gib is None else row.peak_mem_gib * GIB
         peaks = (memory, None) if memory_kind(row.mem_kind) == "allocated" else (None, memory)
@@ -209,7 +210,7 @@ def _loss(residuals: FloatArray) -> FloatArray:
 def _left_out_errors(shares: _Shares, target: FloatArray) -> FloatArray:
     """Return log predicted over measured [len(TRUST), n] of each run with the ratios of the other folds, followed more or less."""
     errors = np.tile(shares.log_seconds - target, (len(TRUST), 1))
-    folds = np.arange(len(target)) % min(MAX_FOLDS, len(target))
+    folds = _folds(len(target))
     for fold in np.unique(folds):
         is_left_out = folds == fold
         log_ratios = _solve(shares.take(~is_left_out), target[~is_left_out])
@@ -220,7 +221,7 @@ def _left_out_errors(shares: _Shares, target: FloatArray) -> FloatArray:
 
 
 def memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:
-    """Return memory's fields of Calibration: the ratio of the activations and constant overhead.
+    """Return memory's fields of Calibration: the ratio of the activations and constant overhead, followed as far as it helps.
 
     measured - predicted = (ratio - 1) * activations + overhead
     """
@@ -233,14 +234,33 @@ def memory_ratios(runs: Sequence[MeasuredRun]) -> dict[str, float]:
     reserved = np.array([e.peak_allocated_bytes if run.allocated_bytes else e.peak_reserved_bytes for run, e in pairs])
     measured = np.array([run.allocated_bytes or run.reserved_bytes for run, _ in pairs]) / (reserved / allocated)
     activations = np.array([float(e.memory_bytes.activations) for _, e in pairs])
-    noise = MEMORY_NOISE * measured
-    priors = np.diag([1 / ACTIVATIONS_PRIOR, 1 / OVERHEAD_PRIOR_BYTES])
-    rows = np.concatenate([np.stack([activations, np.ones(len(pairs))], axis=1) / noise[:, None], priors])
-    target = np.concatenate([(measured - allocated) / noise, np.zeros(2)])
-    ratio, overhead = np.linalg.lstsq(rows, target, rcond=None)[0]
-    if overhead < 0:  # a device never holds less than what is counted: only the activations are corrected
-        ratio, overhead = np.linalg.lstsq(rows[:, :1], target, rcond=None)[0][0], 0.0
-    return {"activations": float(np.clip(1 + ratio, 0.1, 10.0)), "overhead_bytes": float(overhead)}
+
+    def solve(rows: BoolArray) -> tuple[float, float]:
+        """Return the excess of the activations and the overhead."""
+        noise = MEMORY_NOISE * measured[rows]
+        slopes = np.stack([activations[rows], np.ones(int(rows.sum()))], axis=1) / noise[:, None]
+        slopes = np.concatenate([slopes, np.diag([1 / ACTIVATIONS_PRIOR, 1 / OVERHEAD_PRIOR_BYTES])])
+        target = np.concatenate([(measured - allocated)[rows] / noise, np.zeros(2)])
+        excess, overhead = np.linalg.lstsq(slopes, target, rcond=None)[0]
+        if overhead < 0:  # a device never holds less than what is counted: only the activations are corrected
+            excess, overhead = np.linalg.lstsq(slopes[:, :1], target, rcond=None)[0][0], 0.0
+        return float(np.clip(excess, -0.9, 9.0)), float(overhead)
+
+    trust = 1.0
+    if len(pairs) > 1:
+        added, folds = np.zeros(len(pairs)), _folds(len(pairs))
+        for fold in np.unique(folds):
+            excess, overhead = solve(folds != fold)
+            added[folds == fold] = excess * activations[folds == fold] + overhead
+        errors = [np.mean(np.abs(np.log(np.maximum(allocated + k * added, 1.0) / measured))) for k in TRUST]
+        trust = TRUST[int(np.argmin(errors))]
+    excess, overhead = solve(np.ones(len(pairs), dtype=bool))
+    return {"activations": 1 + trust * excess, "overhead_bytes": trust * overhead}
+
+
+def _folds(count: int) -> IntArray:
+    """Return which of the runs [count] are left out together."""
+    return np.arange(count) % min(MAX_FOLDS, count)
 
 
 @dataclass(frozen=True)
@@ -269,8 +289,9 @@ def cross_validate(rows: Sequence[RunRow], num_runs: int, *, draws: int = 5) -> 
     Sources with fewer than twice as many measured runs are left out. The draws are the same every time.
     """
     by_source: dict[str, list[MeasuredRun]] = {}
-    for row in rows:
-        by_source.setdefault(row.source_set, []).extend(run for run in measured_runs([row]) if run.step_time_s)
+    for source in dict.fromkeys(row.source_set for row in rows):
+        members = measured_runs([row for row in rows if row.source_set == source])
+        by_source[source] = [run for run in members if run.step_time_s]
     scores = {}
     for source, runs in by_source.items():
         if not runs:  # no times, or all of them calibrate already

@@ -88,6 +88,18 @@ def test_measured_memory_corrects_the_activations() -> None:
     assert calibrate(runs).activations == pytest.approx(1.3, rel=0.1)
 
 
+def test_peaks_that_agree_in_nothing_change_no_memory() -> None:
+    runs = runs_at(Calibration())
+    factors = np.where(np.arange(len(runs)) % 2, 1.5, 0.7)
+    odd = [replace(run, allocated_bytes=f * (run.allocated_bytes or 0)) for run, f in zip(runs, factors, strict=True)]
+    found = calibrate(odd)
+    before, after = (
+        np.mean([abs(np.log(e.peak_allocated_bytes / run.allocated_bytes)) for e, run in zip(of, odd, strict=True)])  # type: ignore[union-attr,operator]
+        for of in (estimates_with(odd, Calibration()), estimates_with(odd, found))
+    )
+    assert after <= before
+
+
 def test_an_estimate_carries_the_calibration_of_its_cluster() -> None:
     model, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB")
     workload, layout = Workload(seq_len=4096, global_batch_size=64), Layout.parse("dp_shard=8")
