@@ -179,14 +179,6 @@ def test_run_that_shards_everything_and_states_no_degrees_is_data_parallel() -> 
     assert {"tp=1", "pp=1"} <= set(run.assumed)
 
 
-def test_modules_of_a_feed_forward_layer_are_repeated_as_its_share() -> None:
-    run = inputs_of(recompute_class="selective", recompute="selective:mlp+core_attn", framework="Megatron-Bridge")
-    assert run.layout.recompute == "full"
-    assert run.layout.recompute_fraction == pytest.approx(8 / 12)  # 8 h^2 of 12 h^2
-    act = inputs_of(recompute_class="selective", recompute="selective:layernorm+moe_act", framework="Megatron-Bridge")
-    assert act.layout.recompute == "selective"
-
-
 def test_open_degrees_follow_from_the_others_and_are_named_where_they_do_not() -> None:
     assert inputs_of(tp=None).layout.tp == 2
     assert inputs_of(dp=None).layout.dp == 4
