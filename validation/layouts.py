@@ -5,6 +5,7 @@ As stated, or as its framework does by default. What Mist and Aceso tuned by sta
 
 from __future__ import annotations
 
+import math
 import re
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -248,6 +249,7 @@ def workload_of(
         adapters=adapters,
         engine=defaults.value("engine", f": {row.sharding_class}, tp {layout.tp}, pp {layout.pp}"),
         flash_generation=cast("Any", flash_generation),
+        expert_imbalance=_imbalance(row, layout, defaults),
         token_dispatch=_token_dispatch(row, model, layout, defaults) if row.experts else "engine",
         overlap=defaults.value("overlap", f": {row.gpu_class or row.gpu_type}, {row.software_date or 'undated'}")
         and not stated("no overlap", row.notes),
@@ -281,6 +283,19 @@ def with_switches(
         expert_graphs=has_graphs and bool(row.experts) and defaults.value("expert_graphs", run),
         ep_overlap=can_overlap and _switch("ep_overlap", "exchange overlap", row, run, defaults),
     )
+
+
+_IMBALANCE_A_DOUBLING = 0.04
+"""Rows of the fullest rank over the average, less 1, for each doubling of ep: 0.03 over 2 ranks, 0.05 to 0.10 over 4, 0.11 to 0.16
+over 8, on web text (loads of Mixtral-8x7B and OLMoE-1B-7B, allenai/OLMoE scripts/routing_output, Apache-2.0)."""
+
+
+def _imbalance(row: RunRow, layout: Layout, defaults: FrameworkDefaults) -> tuple[tuple[int, float], ...]:
+    """Return the imbalance of a router that is not told to balance; none where it is, or where no tokens travel."""
+    routing = stated("routing", row.notes) or defaults.value("routing")
+    if not row.experts or layout.ep == 1 or routing == "even":
+        return ()
+    return ((layout.ep, 1 + _IMBALANCE_A_DOUBLING * math.log2(layout.ep)),)
 
 
 def _token_dispatch(

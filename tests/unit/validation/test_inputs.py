@@ -376,3 +376,20 @@ def test_graphs_and_exchange_of_a_mixture_are_those_of_the_release_for_the_devic
     named = ("cuda_graphs", "expert_graphs", "ep_overlap")
     assert {name for name in named if getattr(result.layout, name)} == switches
     assert result.workload.token_dispatch == dispatch
+
+
+@pytest.mark.parametrize(
+    ("changes", "imbalance"),
+    [
+        ({"framework": "Megatron-LM"}, ((8, 1.12),)),
+        ({"framework": "Megatron-LM", "notes": "forced load balance; alltoall dispatcher"}, ()),
+        ({"framework": "Megatron-Bridge"}, ()),
+        ({"framework": "Megatron-Bridge", "notes": "NOT force balanced (an experiment)"}, ((8, 1.12),)),
+        ({"framework": "Megatron-LM", "ep": 1}, ()),
+    ],
+)
+def test_a_learned_router_sends_the_fullest_rank_more(
+    changes: dict[str, object], imbalance: tuple[tuple[int, float], ...]
+) -> None:
+    mixture = {"experts": 16, "topk": 2, "ep": 8, "etp": 1, "tp": 1, "pp": 1, "dp": 16, "vpp": "1"}
+    assert inputs_of(**{**mixture, **changes}).workload.expert_imbalance == imbalance
