@@ -179,7 +179,7 @@ def gemm_rates(
         efficiency = coefficients["clocks"]["large_efficiency"]
         best = efficiency.get(device.die or device.architecture, efficiency["other"])
         rates = _clocked(rates, product_clock(device, coefficients), best)
-    return rates._replace(sustained_ratio=_sustained(device, board, coefficients) * calibration * ratio)
+    return rates._replace(sustained_ratio=_sustained(device, board, coefficients, dtype) * calibration * ratio)
 
 
 def board_w(device: Device) -> float | None:
@@ -187,15 +187,19 @@ def board_w(device: Device) -> float | None:
     return None if device.power_limit_w is None else device.power_limit_w * device.power_limit_ratio
 
 
-def product_clock(device: Device, coefficients: Coefficients, *, over_hours: bool = False) -> float | None:
+def product_clock(
+    device: Device, coefficients: Coefficients, dtype: str = "", *, over_hours: bool = False
+) -> float | None:
     """Return the clock of large products over that of the data sheet: (m^-q + (P / (j W))^q)^(-1/q); None where watts are unknown.
 
-    m is the highest clock, P the dense 16-bit peak, W the board's watts, j what the silicon makes of a joule (FLOP). Training
-    for hours leaves less of W than a benchmark: chips are hot, memory and links at work.
+    m is the highest clock, P the peak (dense 16-bit, or fp4), W the board's watts, j what the silicon makes of a joule (FLOP).
+    Training for hours leaves less of W than a benchmark: chips are hot, memory and links at work.
     """
     c, peaks = coefficients["clocks"], device.peak_flops_per_s
     per_joule = c["flops_per_joule"].get(device.die or device.architecture)
     peak, watts = peaks.bf16 or peaks.fp16, board_w(device)
+    if dtype == "fp4" and peaks.fp4 is not None and peak is not None:
+        peak = peaks.fp4 / c["fp4_gain"]
     if per_joule is None or peak is None or watts is None:
         return None
     hours = coefficients["sustained"]
@@ -274,9 +278,9 @@ def gemm_device(device: Device, precision: Precision, coefficients: Coefficients
     )
 
 
-def _sustained(device: Device, board: Device, coefficients: Coefficients) -> float:
-    """Return arithmetic over hours over that of a benchmark on ``board``."""
-    clock, over_hours = product_clock(board, coefficients), product_clock(device, coefficients, over_hours=True)
+def _sustained(device: Device, board: Device, coefficients: Coefficients, dtype: str = "") -> float:
+    """Return arithmetic over hours over that of a benchmark on ``board``, whose products were in 16 bits."""
+    clock, over_hours = product_clock(board, coefficients), product_clock(device, coefficients, dtype, over_hours=True)
     return over_hours / clock if clock and over_hours else coefficients["sustained"]["unknown"]
 
 

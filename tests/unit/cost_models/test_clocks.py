@@ -74,3 +74,12 @@ def test_a_group_states_what_its_boards_may_draw(tmp_path: Path) -> None:
     file.write_text('[[groups]]\ndevice = "H100"\nnum_nodes = 1\npower_limit_w = 500\n', encoding="utf-8")
     device = ClusterSpec.parse(str(file)).groups[0].device
     assert device == Device.named("H100").replace(power_limit_w=500.0)
+
+
+def test_fp4_beyond_what_the_board_can_feed_lowers_its_clock() -> None:
+    """B300 has half as much fp4 again as B200, and a tenth more watts."""
+    c = packaged_coefficients()
+    old, new = (Device.named(name) for name in ("B200", "B300"))
+    gains = [product_clock(new, c, dtype) / product_clock(old, c, dtype) for dtype in ("", "fp4")]
+    peaks = (new.peak_flops_per_s.fp4 or 0) / (old.peak_flops_per_s.fp4 or 1)
+    assert gains[0] > 1 > gains[1] > 1 / peaks

@@ -99,7 +99,8 @@ NOT_SURVEYED = {
     "MI250-GCD", "MI350X-288GB", "MI300A-128GB", "L20-48GB", "Gaudi2-96GB", "Gaudi3-128GB", "TPU-v4", "TPU-v5e", "TPU-v5p",
     "TPU-v6e", "Trainium1-32GB", "Trainium2-96GB", "V100S-PCIe-32GB", "RTX2080Ti-11GB", "A800-SXM-80GB", "RTX3090Ti-24GB",
     "RTX-A5000-24GB", "RTX-A4000-16GB", "RTX4080-16GB", "H800-PCIe-80GB", "H20-141GB", "RTX5080-16GB",
-    "RTX-PRO-6000-Workstation-96GB", "RTX-PRO-6000-MaxQ-96GB",
+    "RTX-PRO-6000-Workstation-96GB", "RTX-PRO-6000-MaxQ-96GB", "V100-PCIe-16GB", "TITAN-RTX-24GB", "Quadro-RTX-6000-24GB",
+    "Quadro-RTX-8000-48GB", "RTX5000-Ada-32GB",
 }  # fmt: skip
 
 # (device, survey column) whose value we deliberately do not share, with the reason.
