@@ -14,7 +14,7 @@ from .errors import ConfigError
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
 Optimizer = Literal["adamw", "adamw-8bit", "sgd", "muon"]
-Loss = Literal["engine", "chunked", "in_place", "fused"]
+Loss = Literal["engine", "chunked", "chunked_head", "in_place", "fused"]
 Module = Literal["core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts"]
 Selective = Literal["products", "alternate_products"]
 Fusion = Literal["engine", "compiled", "compiled_blocks", "composite_norm", "eager"]
@@ -113,9 +113,10 @@ class EngineOptions(Frozen):
         fp8_activation_input: what a gated activation reads is kept in fp8 (Megatron's --activation-func-fp8-input-store).
         recompute_modules: what selective recompute makes again, by the names of Megatron's --recompute-modules; none: norms and
             activations, up-projections of latent attention, and scores.
-        loss: as the engine makes it; chunked: of logits that are all kept, a part of the tokens after the other; in_place: their
-            gradients take the place of the logits (Transformer Engine's fused cross entropy); fused with the
-            product before it: logits are there for some tokens at a time, gradients are made with them (Liger).
+        loss: as the engine makes it; chunked: of logits that are all kept, a part of the tokens after the other; chunked_head:
+            with the logits of a part (torchtitan's ChunkedCELoss); in_place: gradients take the place of the logits (Transformer
+            Engine's fused cross entropy); fused with the product before it: logits are there for some tokens at a time, gradients
+            are made with them (Liger).
         update: of parameters after the step, or of each as soon as its gradient is there, where there is one micro-batch.
         paged_states: optimizer states lie in pages that the driver moves to the host where the device is full (bitsandbytes).
         token_dispatch: what is sent to experts on other nodes: as the engine does where it can choose, or each copy of a token by

@@ -256,7 +256,7 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
     workload = rules.workload
     every_second = is_selective and workload.keeps_alternate_products
     if every_second and isinstance(attention, SoftmaxAttention):
-        return _every_second_product(layer, attention, hidden_dim)
+        return _every_second_product(layer, attention, hidden_dim, workload)
     if (engine := workload.engine_facts.memory) is not None:
         return _engine_block(layer, hidden_dim, recompute, rules, engine)
     saved = saved_by(attention, hidden_dim, recompute, rules)
@@ -318,11 +318,17 @@ def _compressed_width(attention: LatentAttention) -> int:
     return (attention.q_lora_rank or 0) + attention.kv_lora_rank + attention.qk_rope_head_dim
 
 
-def _every_second_product(layer: Block, attention: SoftmaxAttention, hidden_dim: int) -> SavedElements:
+def _every_second_product(
+    layer: Block, attention: SoftmaxAttention, hidden_dim: int, workload: Workload
+) -> SavedElements:
     """Return the block's input, q and v of (q, k, v, out), attention's output, gate and down of (gate, up, down) or up.
 
     Source: torchtitan's per-operator activation checkpointing saves the first, third, fifth... aten.mm and fused attention.
+    Products in nvfp4 are operators of torchao, which it does not count: the input and what attention saves remain.
     """
+    if workload.precision == "nvfp4":
+        of_attention = 2 * attention.q_dim + 2 * attention.kv_dim
+        return SavedElements(tp=of_attention, tokens=hidden_dim, tp_fp32=attention.num_heads)
     mlp = layer.mlp.expert if isinstance(layer.mlp, MoE) else layer.mlp
     rows = layer.mlp.top_k if isinstance(layer.mlp, MoE) else 1
     heads = SavedElements(tp=2 * attention.q_dim + attention.kv_dim, tp_fp32=attention.num_heads)

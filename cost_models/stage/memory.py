@@ -55,9 +55,7 @@ _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
 but the first); the fp32 copy is gone by then."""
 
-_LOSS_PARTS = 8
-"""Of a chunked loss (torchtune: num_output_chunks)."""
-
+_LOSS_PARTS = 8  # of torchtune's and torchtitan's chunked losses
 LOSS_CHUNK_ELEMENTS = 2**24
 """Logits that the loss works on at a time (runtime/loss.py: CHUNK_ELEMENTS)."""
 
@@ -266,7 +264,12 @@ def logit_gradient_bytes(logits: Array, workload: Workload, hidden_bytes: Array)
     """Return the bytes that the head's backward pass reads: gradients of the logits, or those of the hidden states made before."""
     if workload.loss == "fused":
         return np.where(logits > 0, hidden_bytes, 0.0)
-    return workload.compute_bytes * logits / max(workload.engine_facts.loss_chunks, 1)
+    return workload.compute_bytes * logits / max(_head_parts(workload), 1)
+
+
+def _head_parts(workload: Workload) -> int:
+    """Return in how many parts logits are made, each with its loss; 0: as in our runtime."""
+    return _LOSS_PARTS if workload.loss == "chunked_head" else workload.engine_facts.loss_chunks
 
 
 def loss_bytes(logits: Array, workload: Workload, hidden_bytes: Array = 0.0) -> Array:
@@ -277,7 +280,7 @@ def loss_bytes(logits: Array, workload: Workload, hidden_bytes: Array = 0.0) -> 
     there keeps the log-softmax of each in fp32, which a compiled one makes again. A fused one has as many as the hidden states have
     elements, and the gradients of those (Liger: tokens / (vocabulary / hidden) at a time).
     """
-    b, chunks = workload.compute_bytes, workload.engine_facts.loss_chunks
+    b, chunks = workload.compute_bytes, _head_parts(workload)
     if workload.loss == "fused":
         return np.where(logits > 0, 2.0 * hidden_bytes, 0.0)
     if workload.loss == "in_place":
