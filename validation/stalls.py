@@ -38,7 +38,9 @@ def stalled(rows: Sequence[RunRow]) -> BoolArray:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for idx, row in enumerate(rows):
         if (row.n_gpus or 1) > (row.gpus_per_node or 8) and row.measured_s is not None:
-            groups[*(getattr(row, name) for name in _SAME), (row.pp or 1) > 1].append(idx)
+            is_piped = (row.pp or 1) > 1
+            sharding = "" if is_piped else row.sharding_class  # what passes gather between nodes
+            groups[*(getattr(row, name) for name in _SAME), is_piped, sharding].append(idx)
     answer = np.zeros(len(rows), dtype=bool)
     for idxs in groups.values():
         times = [_micro_batch_s(rows[idx]) for idx in idxs]
