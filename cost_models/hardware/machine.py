@@ -352,9 +352,9 @@ def host_costs(scenario: Scenario) -> HostCosts:
     if has_own_host(scenario):
         speed = speed / shared["own_processor_ratio"]
     seconds = {name: c.get(name, 0.0) / speed for name in HostCosts._fields if name.endswith("_s")}
-    if scenario.workload.code == "eager":
-        seconds["operator_s"] = max(seconds["operator_s"], shared["plain_operator_s"] / speed)
     is_host = scenario.cluster.weakest_device.backend.is_host
+    if scenario.workload.code == "eager" and not is_host:
+        seconds["operator_s"] = max(seconds["operator_s"], shared["plain_operator_s"] / speed)
     norm = 1.0 if scenario.workload.blocking_launches else shared["overlap_norm"]
     return HostCosts(**seconds, overlap_norm=norm, adds=is_host)
 

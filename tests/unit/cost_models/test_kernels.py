@@ -9,8 +9,10 @@ from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.compute import gemm_s, grouped_gemm_s, operator_time
 from meshwright.cost_models.hardware.machine import device_rates
 from meshwright.cost_models.layer.operators import Elementwise, Gemm
-from meshwright.schema import ClusterSpec, ModelSpec, Workload
+from meshwright.planner import estimate
+from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.engine_facts import ENGINES
+from meshwright.schema.task import LowRank
 
 WORKLOAD = Workload(seq_len=4096, global_batch_size=8, engine="megatron")
 H100 = ClusterSpec.parse("8xH100-SXM-80GB")
@@ -116,3 +118,11 @@ def test_one_launch_for_all_experts_saves_what_each_costs() -> None:
 def test_weight_gradients_are_the_slowest_pass() -> None:
     forward, backward = grouped(128)
     assert backward > 2 * forward
+
+
+def test_plain_model_code_dispatches_for_as_long_as_on_litgpts_a100() -> None:
+    # LLaMA-Adapter on Llama-2-7B, 112 tokens: 2.8 ms a block, forward and backward (LitGPT, tutorials/resource-tables.md).
+    adapter = LowRank(rank=1, targets=("qkv", "out", "mlp"), dropout=False)
+    workload = Workload(seq_len=112, global_batch_size=1, precision="bf16", adapters=adapter, fusion="eager")
+    found = estimate(ModelSpec.named("llama-2-7b"), ClusterSpec.parse("1xA100-SXM-40GB"), workload, Layout())
+    assert found.breakdown_s.compute / 32 == pytest.approx(2.8e-3, rel=0.15)
