@@ -162,6 +162,7 @@ class EngineFacts:
         recomputes_first_blocks: the same number of blocks recomputes on every stage, the first ones, and those fully.
             Megatron-Core: recompute_granularity is one for the entire model; with full and recompute_method block the first
             recompute_num_layers of every (virtual) stage are recomputed.
+        recomputes_cores_first: operators recompute one by one: blocks that do not recompute entirely repeat their cores (Aceso).
         offloads_compute_gradients: gradients go to the host in the compute dtype, otherwise as they were summed.
         offloads_in_backward: gradients go there during the backward pass, otherwise in the update.
         updates_in_backward: the host updates a parameter once its gradient is there, beside the rest of the backward pass.
@@ -203,6 +204,7 @@ class EngineFacts:
     groups_expert_products: bool = False
     uses_hopper_attention: bool = False
     recomputes_first_blocks: bool = False
+    recomputes_cores_first: bool = False
     offloads_compute_gradients: bool = False
     offloads_in_backward: bool = False
     updates_in_backward: bool = False
@@ -365,6 +367,7 @@ _RECORDS = (
         memory=MemoryFacts(logit_bytes=10.0, glu_tensors=4, qkv_copies=1, keeps_all_outputs=True),
         update_copy_bytes=6.0,  # as megatron
         is_eager_like_megatron=True,
+        recomputes_cores_first=True,
     ),
 )
 

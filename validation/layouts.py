@@ -156,9 +156,11 @@ def _says(text: str, line: dict[str, str]) -> bool:
 
 def _by_fraction(row: RunRow, fraction: float) -> tuple[Recompute, float]:
     """Return which recompute stands for a fraction of a stage: of its blocks, or under Aceso of its operators."""
-    if row.framework.startswith("Aceso") and fraction < (1 + _ACESO_CORE) / 2:
-        return "selective", min(fraction / _ACESO_CORE, 1.0)
-    return "full", fraction
+    if not row.framework.startswith("Aceso"):
+        return "full", fraction
+    if fraction <= _ACESO_CORE:
+        return "selective", fraction / _ACESO_CORE
+    return "full", (fraction - _ACESO_CORE) / (1 - _ACESO_CORE)
 
 
 def _recompute_fraction(row: RunRow) -> float | None:

@@ -418,6 +418,8 @@ def recompute_s(
         full = [time for idx, time in enumerate(times) if idx != last_product]
     is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     seconds = [_total(repeated, "forward_s", layouts) for repeated in (full, cheap)]
+    if workload.engine_facts.recomputes_cores_first:  # in the other blocks; the fraction is multiplied with afterwards
+        seconds[0] = seconds[0] + (1 / layouts.recompute_fraction - 1) * seconds[1]
     if workload.keeps_alternate_products:
         seconds[1] = seconds[1] + alternate_products_s(operators, times, layouts)
     dispatches = [_total(repeated, "forward_dispatches", layouts) for repeated in (full, cheap)]

@@ -148,7 +148,11 @@ def activation_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Floa
         choices[RECOMPUTES.index("selective")] = _elements_under_recompute(layer, "none", fused, inputs)
     saved = np.stack([_saved_bytes(elements, inputs) for elements in choices])
     selected = np.take_along_axis(saved, layouts.recompute[None, :], axis=0)[0]
-    mean = layouts.recompute_fraction * selected + (1 - layouts.recompute_fraction) * saved[0]
+    others = saved[0]
+    if workload.engine_facts.recomputes_cores_first:
+        cores = saved[RECOMPUTES.index("selective")]
+        others = np.where(layouts.recompute == RECOMPUTES.index("full"), cores, others)
+    mean = layouts.recompute_fraction * selected + (1 - layouts.recompute_fraction) * others
     # While one layer runs backward, what it had dropped is present again, with gradients of its widest tensors.
     gradients = 0.5 * saved[0]
     if workload.engine_facts.memory is not None and rules.stores_scores:

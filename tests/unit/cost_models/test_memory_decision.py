@@ -179,3 +179,17 @@ def test_products_in_nvfp4_are_not_counted_by_torchtitans_policy() -> None:
     )
     assert fewer.tokens == MODEL.hidden_dim < kept.tokens
     assert fewer.tp == 2 * block.attention.q_dim + 2 * block.attention.kv_dim < kept.tp
+
+
+def test_blocks_of_aceso_that_do_not_recompute_entirely_repeat_their_cores() -> None:
+    def step(recompute: str, fraction: float = 1.0) -> TrainingEstimate:
+        layout = Layout(dp_replicate=8, recompute=recompute, recompute_fraction=fraction)
+        workload = Workload(seq_len=2048, global_batch_size=8, engine="aceso", attention="math")
+        return estimate(ModelSpec.named("llama-3.2-1b"), MACHINE, workload, layout)
+
+    cores, half, full = step("selective"), step("full", 0.5), step("full")
+    middle = (cores.memory_bytes.activations + full.memory_bytes.activations) / 2
+    assert half.memory_bytes.activations == pytest.approx(middle, rel=1e-6)
+    assert half.breakdown_s.recompute == pytest.approx(
+        (cores.breakdown_s.recompute + full.breakdown_s.recompute) / 2, rel=1e-3
+    )
