@@ -11,7 +11,7 @@ What is reported of a source comes from values that were fitted on the other sou
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -32,6 +32,8 @@ PRIOR = dict.fromkeys(KINDS, 0.08) | {"noise": 0.03, "schedule": 0.05}
 
 PRIOR_WEIGHT = 0.01
 MANY_GROUPS = 3
+LARGE_SOURCE = 50
+"""Groups of a source that stands apart in the report."""
 
 COVERED = (0.5, 0.8, 0.9)
 PROBABILITIES = (0.5, 0.6, 0.65, 0.667, 0.7, 0.75, 0.8, 0.9)
@@ -91,13 +93,14 @@ def report(options: Namespace) -> str:
 
 
 def _regrets(name: str, groups: Sequence[Group], chosen: Sequence[int]) -> str:
-    parts: dict[str, list[float]] = {"vtrain": [], "others": [], SEPARATE_ENGINE: []}
+    count = Counter(group.source for group in groups if group.engine != SEPARATE_ENGINE)
+    parts: dict[str, list[float]] = defaultdict(list)
+    both: list[float] = []
     for group, idx in zip(groups, chosen, strict=True):
-        part = (
-            SEPARATE_ENGINE if group.engine == SEPARATE_ENGINE else group.source if group.source in parts else "others"
-        )
+        is_separate = group.engine == SEPARATE_ENGINE
+        part = SEPARATE_ENGINE if is_separate else group.source if count[group.source] >= LARGE_SOURCE else "others"
         parts[part].append(group.regret(idx))
-    both = parts["vtrain"] + parts["others"]
+        both += [] if is_separate else [group.regret(idx)]
     summaries = [
         f"{part} ({len(values)}) {100 * np.mean(values):.2f} %, at most {100 * max(values):.1f}"
         for part, values in [*parts.items(), (f"all but {SEPARATE_ENGINE}", both)]

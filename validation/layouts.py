@@ -57,7 +57,7 @@ def layout_of(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Lay
     group = _sharding_group(row, dp, cp) if zero_stage else 1
     sequence_parallel = row.seq_parallel == "yes"
     if tp > 1 and row.seq_parallel not in ("yes", "no"):
-        sequence_parallel = bool(defaults.assume("sequence_parallel"))
+        sequence_parallel = bool(defaults.assume("sequence_parallel", f": {row.gpu_class or row.gpu_type}"))
     offload = offload_of(row)
     # Parameters that are not sharded are not offloaded.
     cannot_offload_parameters = group > 1 and zero_stage in (1, 2)
@@ -237,7 +237,7 @@ def workload_of(
     )
     adapters, blocking = adapters_of(row, defaults), stated("blocking launches", row.notes)
     trained = "adapters" if adapters else "all"
-    modules, facts = recompute_modules(row), ENGINES[defaults.value("engine")]
+    modules, facts = recompute_modules(row), ENGINES[_engine(row, layout, defaults)]
     # torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated.
     is_per_operator = row.framework.startswith("torchtitan") and "layer" not in row.recompute
     noted = defaults.stated("flash_generation") or stated("flash generation", row.notes)
@@ -249,7 +249,7 @@ def workload_of(
         optimizer=cast("Optimizer", stated("optimizer", row.optimizer)),
         document_len=defaults.value("packed_document") if row.task in ("sft", "lora") else None,
         adapters=adapters,
-        engine=defaults.value("engine", f": {row.sharding_class}, tp {layout.tp}, pp {layout.pp}"),
+        engine=cast("Any", _engine(row, layout, defaults)),
         flash_generation=cast("Any", flash_generation),
         expert_imbalance=_imbalance(row, layout, defaults),
         token_dispatch=_token_dispatch(row, model, layout, defaults) if row.experts else "engine",
@@ -267,6 +267,11 @@ def workload_of(
         fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),
         attention="math" if keeps_scores(row, model, defaults) else "flash",
     )
+
+
+def _engine(row: RunRow, layout: Layout, defaults: FrameworkDefaults) -> str:
+    detail = f": {row.sharding_class}, tp {layout.tp}, pp {layout.pp}, {row.precision_class}"
+    return str(defaults.value("engine", detail))
 
 
 def with_switches(
