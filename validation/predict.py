@@ -99,7 +99,7 @@ def run_inputs(row: RunRow) -> RunInputs | str:
     reason = next((reason for reason, applies in SKIPS if applies(known)), None)
     if reason is not None or isinstance(completed, str):
         return reason or str(completed)
-    row, derived = completed
+    stated_micro_batch, (row, derived) = row.micro_batch, completed
     if isinstance(model := model_of(row), str):
         return model
     if isinstance(cluster := cluster_of(row), str):
@@ -129,7 +129,7 @@ def run_inputs(row: RunRow) -> RunInputs | str:
         stage_layouts=stage_layouts(row, layout),
         assumed=tuple(defaults.assumed),
         approximated=(*model.approximated, *(name for name, applies in APPROXIMATIONS if applies(row))),
-        measured_s=measured_step_s(row, model.spec, workload, layout, device),
+        measured_s=measured_step_s(replace(row, micro_batch=stated_micro_batch), model.spec, workload, layout, device),
     )
 
 

@@ -21,9 +21,15 @@ _ATTENTION = {"causal": 1.0, "full": 2.0, "none": 0.0}
 
 
 def measured_step_s(row: RunRow, model: ModelSpec, workload: Workload, layout: Layout, device: Device) -> float | None:
-    """Return the seconds of a step that a row measured; None where it has no rate, or no batch to which a rate could apply."""
-    if row.measured_s is not None or row.status != "ok" or row.global_batch is None:
+    """Return the seconds of a step that a row measured; None where it has no rate, or no batch to which a rate could apply.
+
+    A rate of stated micro-batches holds for a step of any length but under a pipeline: then it is that of one pass.
+    """
+    has_batch = row.global_batch is not None or (row.micro_batch is not None and layout.pp == 1)
+    if row.measured_s is not None or row.status != "ok" or not has_batch:
         return row.measured_s
+    if row.tokens_per_s_per_gpu:
+        return workload.tokens_per_step / (row.tokens_per_s_per_gpu * layout.world_size)
     flops_per_s = (row.tflops_per_gpu or 0.0) * 1e12
     if not flops_per_s and row.mfu is not None:
         flops_per_s = row.mfu * peak_flops_per_s(device, workload.precision)

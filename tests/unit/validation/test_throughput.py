@@ -66,6 +66,14 @@ def test_step_time_of_a_rate_gives_the_rate_back() -> None:
     assert of_peak.measured_s == pytest.approx(run.measured_s, rel=1e-9)
 
 
+def test_rate_of_stated_micro_batches_is_that_of_one_pass_without_a_pipeline() -> None:
+    open_batch = {"iter_time_s": None, "global_batch": None, "tokens_per_s_per_gpu": 1000.0}
+    run = inputs_of(**open_batch, pp=1, dp=8)
+    assert run.measured_s == pytest.approx(8 * 2048 / (1000 * 16))
+    assert inputs_of(**open_batch).measured_s is None
+    assert inputs_of(**open_batch, pp=1, dp=8, micro_batch=None).measured_s is None
+
+
 def test_a_printed_time_counts_before_a_rate() -> None:
     assert inputs_of(iter_time_s=2.0, tflops_per_gpu=TFLOPS).measured_s == 2.0
 
