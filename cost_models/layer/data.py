@@ -168,13 +168,13 @@ def _sharded_s(
 def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_head: bool) -> FloatArray:
     """Return what gathering and reducing a layer of a LayerCost adds to its compute in a step [N].
 
-    ``overlap`` is the part of the compute time that collectives hide behind; a head stays gathered, as its backward pass follows
-    at once.
+    ``overlap`` is the part of the compute time that collectives hide behind, one layer ahead, for which there is memory; tokens on
+    their way to experts take the links themselves. A head stays gathered, as its backward pass follows at once.
     """
     layouts, workload = inputs.layouts, inputs.workload
     facts = workload.engine_facts.data_parallel
-    forward = overlap * (cost.forward_s + cost.comm_forward_s)
-    backward = overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s)
+    forward = overlap * (cost.forward_s + cost.comm_forward_s - cost.ep_forward_s)
+    backward = overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s - cost.ep_backward_s)
     forward = forward * (workload.overlaps & (layouts.zero_stage >= facts.gather_hides_from))
     backward = backward * (workload.overlaps & (layouts.zero_stage >= facts.reduction_hides_from))
     if workload.engine_facts.reduces_after_pipeline:
