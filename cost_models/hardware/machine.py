@@ -275,6 +275,7 @@ def gemm_device(device: Device, precision: Precision, coefficients: Coefficients
         device.memory_bandwidth_bytes_per_s,
         device.num_sms or c["num_sms"],
         float(device.cache_bytes or c["cache_bytes"]),
+        c["kernels_of"].get(device.die, 0),
     )
 
 

@@ -147,12 +147,16 @@ class GemmCoefficients(NamedTuple):
 
 
 class GemmDevice(NamedTuple):
-    """The data sheet: dense FLOP/s, bytes/s, streaming multiprocessors and bytes of second-level cache."""
+    """The data sheet: dense FLOP/s, bytes/s, streaming multiprocessors and bytes of second-level cache.
+
+    ``kernels_of``: multiprocessors of the device that its kernels were written for, where that is another one (0: its own).
+    """
 
     peak_flops_per_s: float
     memory_bandwidth_bytes_per_s: float
     num_processors: int
     cache_bytes: float
+    kernels_of: int = 0
 
 
 class GemmRates(NamedTuple):
@@ -277,7 +281,7 @@ def features(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> d
         "aspect": np.log2(m / n),
         "cache": np.log2(traffic_bytes / hardware.cache_bytes),
         "panel_cache": np.log2(element_bytes * np.minimum(m, n) * k / hardware.cache_bytes),
-        "processors": np.full(m.shape, float(hardware.num_processors)),
+        "processors": np.full(m.shape, float(hardware.kernels_of or hardware.num_processors)),
         "ridge": np.full(m.shape, np.log2(hardware.peak_flops_per_s / hardware.memory_bandwidth_bytes_per_s)),
         "software": np.full(m.shape, rates.software),
     }
