@@ -285,9 +285,9 @@ _RECORDS = (
         # Megatron-Core's recipes: overlap_grad_reduce during the last backward pass, overlap_param_gather during the first
         # forward pass, chunk by chunk with align_param_gather; overlap_p2p_comm where there are model chunks.
         data_parallel=DataParallelFacts(0, 0, hides_in_chunks=True),
-        # Logits, their fp32 softmax, their gradient; fused SwiGLU; rotary embedding makes new q and k, v stays a view.
-        # [fitted: logit_bytes and qkv_copies to the four peaks of `meshwright validate --source simumax` without experts split]
-        memory=MemoryFacts(logit_bytes=8.0, glu_tensors=3, qkv_copies=1, keeps_expert_output=False),
+        # Logits next to the fp32 copy that becomes their softmax, later that and their gradient (fused_cross_entropy.py); fused
+        # SwiGLU; rotary embedding makes new q and k, v stays a view.
+        memory=MemoryFacts(logit_bytes=6.0, glu_tensors=3, qkv_copies=1, keeps_expert_output=False),
         update_copy_bytes=6.0,  # the compute dtype's copy is written; the gradient buffer is zeroed
         sums_gradients="products",  # gradient_accumulation_fusion
         is_eager_like_megatron=True,

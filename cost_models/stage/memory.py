@@ -34,8 +34,7 @@ With g the bytes of a gradient, other engines have, over N ranks that shard stat
 so 18 bytes a parameter for Megatron with fp32 gradients (6 + 12 / N with its distributed optimizer), 16 with gradients in the
 compute dtype, and 20 for DeepSpeed (4 + 16 / N). Phases: `loss` (all activations and the logits), `backward` (all activations
 and the working set of a layer), `update` (no activations). The peak is the largest.
-Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's configuration (defaults of zero_optimization); terms
-of Megatron fitted to four peaks of Megatron-LM on 8 B200 (0.3 % off), of nanotron checked: `meshwright validate`.
+Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's configuration (defaults of zero_optimization).
 """
 
 from __future__ import annotations
@@ -352,7 +351,11 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     trained = float(workload.master_bytes) * masters * step.on_device
     # Copies that the products read: a shard and what is gathered at once, or all of them.
     live = np.minimum(facts.live_elements, stage.params)
-    units = np.maximum(stage.root_params + 2 * stage.block_params, live)
+    by_block, largest = (
+        stage.root_params + 2 * stage.block_params,
+        np.maximum(stage.root_params, stage.block_params / 3),
+    )
+    units = np.maximum(live, largest) if facts.live_elements else by_block  # DeepSpeed gathers product by product
     shard = np.where(reads_masters & ~np.asarray(step.has_second_copy), 0.0, stage.stored(step))
     # The partition that the passes read, and where those stay within fewer ranks the one that the first gather reads.
     primary = sharded if workload.engine_facts.data_parallel.gathers_from_owners and not reads_masters else 0.0

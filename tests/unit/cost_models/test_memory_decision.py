@@ -193,3 +193,14 @@ def test_blocks_of_aceso_that_do_not_recompute_entirely_repeat_their_cores() -> 
     assert half.breakdown_s.recompute == pytest.approx(
         (cores.breakdown_s.recompute + full.breakdown_s.recompute) / 2, rel=1e-3
     )
+
+
+def test_deepspeed_gathers_products_and_not_blocks() -> None:
+    """At most 1e9 parameters, or the largest product: the head's 2.1e9 here, where two blocks would be 6.4e9."""
+    layout = Layout(dp_shard=64, zero_stage=3, recompute="full")
+    workload = Workload(seq_len=1024, global_batch_size=64, engine="deepspeed")
+    model = ModelSpec.named("llama-3.1-405b")
+    step = estimate(model, ClusterSpec.parse("8x8xH100-SXM-80GB"), workload, layout)
+    shard = 2 * model.num_params / 64
+    gathered = step.memory_bytes.unsharded - shard
+    assert gathered == pytest.approx(2 * model.vocab_size * model.hidden_dim, rel=0.01)
