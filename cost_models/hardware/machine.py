@@ -327,6 +327,7 @@ class HostCosts(NamedTuple):
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
         pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
         spanning_collective_s: the same for a group that spans nodes.
+        step_s: once a step, while the device waits: norms that are read back, scales of the loss, metrics.
     """
 
     operator_s: float
@@ -338,6 +339,7 @@ class HostCosts(NamedTuple):
     adds: bool
     pipelined_collective_s: float
     spanning_collective_s: float
+    step_s: float
 
 
 def has_own_host(scenario: Scenario) -> bool:

@@ -34,7 +34,7 @@ from ...schema.layout_table import MIXED
 from ...schema.training_plan import MemoryBreakdown, StageEstimate, TimeBreakdown
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario, packaged_coefficients
-from ..hardware.machine import board_w, peak_flops_per_s
+from ..hardware.machine import board_w, host_costs, peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, Scan, layer_operators
 from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
 from . import memory
@@ -101,7 +101,7 @@ def estimate_step(
         required = [memory.required_by_terms(*pair) for pair in zip(of_ranks, scenarios, strict=True)]
         budgets = [scenario.cluster.memory_budget_bytes for scenario in scenarios]
         fullest = int(np.argmax([float(of_rank) / cap for of_rank, cap in zip(required, budgets, strict=True)]))
-    once_s = (edges_s(costs, idx, pool_of_stage), update_s)
+    once_s = (edges_s(costs, idx, pool_of_stage), update_s + host_costs(costs.scenario).step_s)
     breakdown_s = _time_breakdown(replace(shape, pp=num_ranks), passes, ranks, transfer_s, once_s)
     unhidden_s = float(costs.total("ep_hidden_s")[idx])
     breakdown_s = breakdown_s.replace(dp=max(breakdown_s.dp - unhidden_s, 0.0), ep=breakdown_s.ep + unhidden_s)

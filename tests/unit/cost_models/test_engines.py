@@ -33,6 +33,12 @@ def test_what_follows_the_backward_pass_is_exposed() -> None:
     assert run("deepspeed", layout, overlap=True) == run("deepspeed", layout, overlap=False)
 
 
+def test_what_a_host_does_once_a_step_does_not_grow_with_the_batch() -> None:
+    layout = Layout(dp_shard=64, zero_stage=1)
+    one, four = (run("internevo", layout, batch=batch).breakdown_s.optimizer for batch in (64, 256))
+    assert one == four == pytest.approx(run("megatron", layout).breakdown_s.optimizer + 0.3, abs=0.05)
+
+
 def test_reductions_in_the_compute_dtype_move_half_the_bytes() -> None:
     layout = Layout(dp_replicate=64, micro_batch_size=2)
     whole, half = (run("deepspeed", layout.replace(gradients=dtype)).breakdown_s.dp for dtype in ("fp32", "compute"))
