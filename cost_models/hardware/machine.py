@@ -31,6 +31,7 @@ from ..learned.calibration import corrected_by
 from ..learned.kernels import (
     PROCESSORS,
     AttentionDevice,
+    EnergyLimit,
     GemmDevice,
     GemmRates,
     kernel_name,
@@ -77,6 +78,8 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     fit = on_host if gemm is None else gemm.coefficients
     slowed = products if gemm is None else gemm.sustained_ratio
     peak = peak_flops_per_s(device, workload.precision) if gemm is None else gemm.hardware.peak_flops_per_s
+    large = peak * fit.compute_efficiency
+    large = large if gemm is None or gemm.energy is None else gemm.energy.combined(large)
     # A CPU's peak and bandwidth are measured on this very code path, so only a data sheet is scaled.
     line = device.memory_bandwidth_bytes_per_s
     elementwise = measured.elementwise_bytes_per_s or line * (1.0 if is_host else c["elementwise"]["memory_efficiency"])
@@ -93,7 +96,7 @@ def device_rates(scenario: Scenario) -> DeviceRates:
     return DeviceRates(
         gemm=gemm,
         full_gemm=gemm_rates(device, "bf16-mixed", ratio.products, points, c) if is_fp8 else gemm,
-        gemm_flops_per_s=peak * fit.compute_efficiency * slowed,
+        gemm_flops_per_s=large * slowed,
         quantize_bytes=_quantize_bytes(workload, c) if is_fp8 else 0.0,
         quantizes_weights=workload.engine_facts.uses_fully_shard,
         expert_by_expert=not workload.engine_facts.groups_expert_products,  # Transformer Engine's GroupedLinear loops over streams
@@ -176,9 +179,7 @@ def gemm_rates(
     elif device.name in known_devices():
         board = _catalogued(device.name) or device
     elif dtype != "fp32" and device.gemm is None:
-        efficiency = coefficients["clocks"]["large_efficiency"]
-        best = efficiency.get(device.die or device.architecture, efficiency["other"])
-        rates = _clocked(rates, product_clock(device, coefficients), best)
+        rates = _on_board(rates, device, coefficients)
     return rates._replace(sustained_ratio=_sustained(device, board, coefficients, dtype) * calibration * ratio)
 
 
@@ -208,14 +209,20 @@ def product_clock(
     return float((device.max_clock_ratio**-q + (peak / (per_joule * watts * part)) ** q) ** (-1 / q))
 
 
-def _clocked(rates: GemmRates, clock: float | None, best: float) -> GemmRates:
-    """Return rates with which large products reach ``best`` of the peak at this clock: the coefficients are another board's."""
-    if clock is None or rates.reference is None:
+def _on_board(rates: GemmRates, device: Device, coefficients: Coefficients) -> GemmRates:
+    """Return rates with which large products reach their part of the peak at the device's clock, not at another board's."""
+    c, silicon, clock = coefficients["clocks"], device.die or device.architecture, product_clock(device, coefficients)
+    watts = board_w(device)
+    if clock is None or watts is None or rates.reference is None:
         return rates
+    best = c["large_efficiency"].get(silicon, c["large_efficiency"]["other"])
     seconds = predict(_LARGE, _LARGE, _LARGE, rates._replace(hardware=rates.reference))
     reached = geometric_mean(2.0 * _LARGE**3 / seconds / rates.reference.peak_flops_per_s)
-    peak = rates.hardware.peak_flops_per_s * best * clock / reached
-    return rates._replace(hardware=rates.hardware._replace(peak_flops_per_s=peak))
+    peak = rates.hardware.peak_flops_per_s * device.max_clock_ratio * best / reached
+    of_16_bits = device.peak_flops_per_s.bf16 or device.peak_flops_per_s.fp16 or rates.hardware.peak_flops_per_s
+    fed = best * c["flops_per_joule"][silicon] * watts * rates.hardware.peak_flops_per_s / of_16_bits
+    energy = EnergyLimit(fed, c["sharpness"])
+    return rates._replace(hardware=rates.hardware._replace(peak_flops_per_s=peak), energy=energy)
 
 
 def _reference(device: Device, precision: Precision) -> Device | None:

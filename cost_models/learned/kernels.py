@@ -159,6 +159,17 @@ class GemmDevice(NamedTuple):
     kernels_of: int = 0
 
 
+class EnergyLimit(NamedTuple):
+    """The rate that the board's watts feed, and how sharply it takes over: t = (at full clock^q + energy^q)^(1/q)."""
+
+    flops_per_s: float
+    sharpness: float
+
+    def combined(self, flops_per_s: float) -> float:
+        """Return the rate of products that reach ``flops_per_s`` at full clock."""
+        return float((flops_per_s**-self.sharpness + self.flops_per_s**-self.sharpness) ** (-1 / self.sharpness))
+
+
 class GemmRates(NamedTuple):
     """A device ready to be asked.
 
@@ -169,6 +180,8 @@ class GemmRates(NamedTuple):
         correction: of points measured on this device, where there are any.
         reference: what the residual takes the device for; None: for its data sheet. It was learned on real devices: one that
             differs from the reference in its rates alone keeps that one's residual, and is faster for every shape where they are.
+        energy: what the watts of a board allow that was not measured; None: the coefficients hold it. Processors that wait draw
+            little, so that the others' clocks rise: a product that fills the last wave badly loses less where watts are short.
     """
 
     coefficients: GemmCoefficients
@@ -178,6 +191,7 @@ class GemmRates(NamedTuple):
     sustained_ratio: float = 1.0
     correction: Callable[[Mapping[str, FloatArray], FloatArray], FloatArray] | None = None
     reference: GemmDevice | None = None
+    energy: EnergyLimit | None = None
 
 
 def known_coefficients(device: str, architecture: str) -> tuple[GemmCoefficients, float]:
@@ -239,7 +253,11 @@ def predict(
         log_residual = log_residual + rates.correction(columns, log_residual)
     fit = rates.coefficients
     slowed = fit._replace(compute_efficiency=fit.compute_efficiency * rates.sustained_ratio)
-    return roofline_s(m, n, k, rates._replace(coefficients=slowed)) * np.exp(log_residual)
+    seconds = roofline_s(m, n, k, rates._replace(coefficients=slowed)) * np.exp(log_residual)
+    if rates.energy is None:
+        return seconds
+    fed_s = 2.0 * m * n * k / (rates.energy.flops_per_s * rates.sustained_ratio)
+    return np.asarray((seconds**rates.energy.sharpness + fed_s**rates.energy.sharpness) ** (1 / rates.energy.sharpness))
 
 
 def roofline_s(m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates) -> FloatArray:
