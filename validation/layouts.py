@@ -136,10 +136,10 @@ def _recompute(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Re
         latent = ": latent" if isinstance(model.block_runs[-1][0].attention, LatentAttention) else ""
         return cast("Recompute", defaults.assume("recompute", f": {row.sharding}{latent}"))
     if row.recompute_class == "selective" and not keeps_scores(row, model, defaults):
-        # Megatron's "selective" drops the attention scores only, which fused attention never keeps (arXiv:2205.05198 section 5).
-        if re.match("Megatron|NeMo", row.framework) and not recompute_modules(row):
-            return "none"
-        if row.framework.startswith("fms-fsdp"):  # selective_checkpointing there is a fraction of blocks; 1 by default
+        meaning = defaults.value("selective_recompute")
+        if meaning == "core" and not recompute_modules(row):
+            return "none"  # fused attention never keeps its scores
+        if meaning == "blocks":
             return "full"
     return cast("Recompute", row.recompute_class)
 
@@ -238,8 +238,7 @@ def workload_of(
     adapters, blocking = adapters_of(row, defaults), stated("blocking launches", row.notes)
     trained = "adapters" if adapters else "all"
     modules, facts = recompute_modules(row), ENGINES[_engine(row, layout, defaults)]
-    # torchtitan's selective_ac_option = "op", which its model configurations set: every second product is repeated.
-    is_per_operator = row.framework.startswith("torchtitan") and "layer" not in row.recompute
+    is_per_operator = defaults.value("selective_recompute") == "alternate_products" and "layer" not in row.recompute
     noted = defaults.stated("flash_generation") or stated("flash generation", row.notes)
     flash_generation = int(noted or defaults.value("flash_generation"))
     return Workload(
@@ -364,7 +363,6 @@ def keeps_scores(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> 
 def _fusion(row: RunRow, defaults: FrameworkDefaults) -> Fusion:
     if fusion := defaults.stated("fusion"):
         return cast("Fusion", fusion)
-    # torchtitan's quantised products are fast only when compiled, and its documents compile them (components/quantization).
-    is_quantised = row.precision_class in ("fp8", "mxfp8", "nvfp4") and row.framework.startswith("torchtitan")
-    is_compiled = stated("compiled", row.notes) == "yes" or is_quantised
-    return cast("Fusion", defaults.value("compiled" if is_compiled else "fusion"))
+    if stated("compiled", row.notes) == "yes":
+        return cast("Fusion", defaults.value("compiled"))
+    return cast("Fusion", defaults.value("fusion", f": {row.precision_class}"))
