@@ -32,9 +32,15 @@ from .rows import RunRow, read_runs
 from .score import memory_kind
 from .stalls import stalled
 
-PRIORS = {"products": 0.1, "attention": 0.25, "elementwise": 0.25, "host": 0.7, "scale_up": 0.4, "scale_out": 0.7}
+PRIORS = {
+    "products": 0.1, "fp8_products": 0.15, "fp4_products": 0.15, "attention": 0.25, "elementwise": 0.25,
+    "host": 0.7, "scale_up": 0.4, "scale_out": 0.7,
+}  # fmt: skip
 """Standard deviation of the logarithm of each ratio over clusters: kernels of one device differ little between software stacks
-(4-7 % for products, more for attention and elementwise), hosts and networks a lot."""
+(4-7 % for products, twice that between recipes of scaling to fp8, more for attention and elementwise), hosts and networks a lot."""
+
+PRECISIONS = {"fp8_products": "fp8", "fp4_products": "nvfp4"}
+"""Of the runs that a ratio is about; others say nothing of it."""
 
 KERNELS, COMMON_PRIOR = ("products", "attention", "elementwise"), 0.15
 """All kernels of a device share its clock, which power limits and cooling move by tens of percent."""
@@ -160,8 +166,10 @@ class _Shares:
         seconds = _seconds(runs, _calibration(log_ratios))
         run_idx = np.flatnonzero(np.isfinite(seconds))
         columns = []
-        for step in np.eye(len(PRIORS)) * np.log(SHARE_STEP):
-            changed_s = _seconds(runs, _calibration(log_ratios + step))
+        precisions = {run.inputs.workload.precision for run in runs}
+        for name, step in zip(PRIORS, np.eye(len(PRIORS)) * np.log(SHARE_STEP), strict=True):
+            is_present = PRECISIONS.get(name, "") in ("", *precisions)
+            changed_s = _seconds(runs, _calibration(log_ratios + step)) if is_present else seconds
             columns.append((1 - changed_s / seconds) / (1 - 1 / SHARE_STEP))
         shares = np.clip(np.stack(columns, axis=1), 0.0, 1.0)[run_idx]
         return cls(log_ratios, np.log(seconds[run_idx]), shares, run_idx)

@@ -9,6 +9,7 @@ import pytest
 from meshwright.planner import estimate
 from meshwright.schema import Calibration, ClusterSpec, Layout, ModelSpec, TrainingEstimate, Workload
 from meshwright.schema.profile import MAX_RATIO
+from meshwright.schema.task import Precision
 from meshwright.validation import RunInputs
 from meshwright.validation.table_calibration import PRIORS, MeasuredRun, calibrate, estimates_with
 
@@ -18,10 +19,13 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def runs_at(truth: Calibration, *, noise: float = 0.0) -> list[MeasuredRun]:
+def runs_at(
+    truth: Calibration, *, noise: float = 0.0, device: str = "A100-SXM-80GB", precision: Precision = "bf16-mixed"
+) -> list[MeasuredRun]:
     """Runs that a machine with ``truth`` would have measured."""
-    model, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("2x8xA100-SXM-80GB/ib200")
-    workload = Workload(seq_len=2048, global_batch_size=64, engine="megatron")
+    model, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse(f"2x8x{device}/ib200")
+    seq_len = 2048 if precision == "bf16-mixed" and "A100" in device else 8192
+    workload = Workload(seq_len=seq_len, global_batch_size=64, engine="megatron", precision=precision)
     bare = [
         MeasuredRun(RunInputs(model, cluster, workload, Layout.parse(text), balanced_stages=True), 1.0, None, None)
         for text in LAYOUTS
@@ -52,6 +56,7 @@ def test_runs_as_predicted_change_nothing() -> None:
     "truth",
     [
         Calibration(products=0.85),
+        Calibration(products=0.75),
         Calibration(scale_out=0.4),
         Calibration(products=0.9, elementwise=0.8, scale_up=0.7),
     ],
@@ -63,6 +68,18 @@ def test_a_slower_machine_is_recognised_from_its_runs(truth: Calibration) -> Non
     assert calibration.error_after is not None
     assert calibration.error_before is not None
     assert calibration.error_after < calibration.error_before
+
+
+def test_slower_products_in_fp8_leave_those_in_bf16() -> None:
+    truth = Calibration(fp8_products=0.7)
+    in_fp8, in_bf16 = (
+        runs_at(truth, device="H100-SXM-80GB", precision=precision) for precision in ("fp8", "bf16-mixed")
+    )
+    calibration = calibrate(in_fp8[::2] + in_bf16[::2])
+    assert calibration.fp8_products < 0.9
+    assert calibration.products == pytest.approx(1, abs=0.05)
+    assert calibration.fp4_products == 1
+    assert error(in_fp8[1::2], calibration) < 0.6 * error(in_fp8[1::2], Calibration())
 
 
 def test_noise_alone_does_not_make_predictions_much_worse() -> None:
