@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,8 @@ HARMLESS = (
 """Settings of Accelerate and DeepSpeed that say what an estimate takes for granted, or nothing about a step."""
 
 _NOWHERE = Place("command line", 0)
+
+_YES = (True, "True", "true", 1)
 
 
 def is_accelerate(launch: Launch) -> bool:
@@ -198,7 +201,7 @@ def _finish(
     if batch is None and (micro is not None or steps is not None):
         batch = layout.dp * layout.micro_batch_size * positive_integer(steps or 1, "gradient_accumulation_steps")
     recompute = options.get("gradient_checkpointing")
-    if recompute in (True, "True", "true", 1):
+    if recompute in _YES:
         layout = layout.replace(recompute="full")
     elif "fsdp_config" not in config:
         assumed.append("recompute none: it is the training script's (--set gradient_checkpointing=true)")
@@ -236,7 +239,9 @@ def _switches(attention: str, options: Settings, config: Settings) -> dict[str, 
     overlap = bool(zero.get("overlap_comm", zero.get("stage") == 3)) if len(zero) else True
     return {
         "attention": "math" if attention == "eager" else "flash",
-        "optimizer": "sgd" if optimizer == "sgd" else "adamw",
+        "optimizer": "sgd" if optimizer == "sgd" else "adamw-8bit" if re.search("adam.*8bit", optimizer) else "adamw",
+        "paged_states": optimizer.startswith("paged_"),
+        **({"loss": "fused", "fusion": "compiled"} if options.get("use_liger_kernel") in _YES else {}),
         "overlap": overlap,
     }
 

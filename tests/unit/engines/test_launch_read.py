@@ -257,6 +257,10 @@ def test_accelerate_with_its_command(tmp_path: Path) -> None:
     job = read(tmp_path, script)
     assert job.layout == Layout(dp_shard=64, zero_stage=2, micro_batch_size=2, recompute="full")
     assert (job.workload.global_batch_size, job.workload.seq_len, job.model.name) == (512, 4096, "llama-3.1-8b")
+    plain = job.workload
+    assert (plain.optimizer, plain.paged_states, plain.loss) == ("adamw", False, "engine")
+    lean = read(tmp_path, script.rstrip() + " --optim paged_adamw_8bit --use_liger_kernel True\n").workload
+    assert (lean.optimizer, lean.paged_states, lean.loss, lean.fusion) == ("adamw-8bit", True, "fused", "compiled")
     with pytest.raises(ConfigError, match="which model") as raised:
         read(tmp_path, yaml, "fsdp.yaml")
     assert "--model" in (raised.value.help or "")
