@@ -8,7 +8,7 @@ from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import enumeration, plan, search
 from meshwright.planner.enumeration import SAME_SECONDS_FRACTION
-from meshwright.planner.expand import expand
+from meshwright.planner.expand import expand, expand_fitting
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
@@ -181,3 +181,26 @@ def test_runner_ups_are_not_hidden_by_their_like_without_sequence_parallelism_th
     alone = plan(spec, machine, workload, top=4, prefer="fastest", fixed={"sequence_parallel": True})
     assert found.layout == alone.layout
     assert found.alternatives[0].step_time_s <= alone.alternatives[0].step_time_s * (1 + 1e-4)
+
+
+def test_search_over_the_exchange_beside_another_micro_batch_equals_enumeration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a mixture of experts, every switch on and off; with little memory, so that cuts in chunks are refused."""
+    spec, machine = shortened("olmoe-1b-7b", 4), ClusterSpec.parse("4xH100-SXM-80GB").with_budget(11 * 2**30)
+    workload, fixed = Workload(seq_len=2048, global_batch_size=32, engine="megatron"), {"tp": 1, "cp": 1, "etp": 1}
+    monkeypatch.setattr(search, "REL_GAP", 0.0)
+    found = search.search(
+        PlanRequest(spec, machine, workload), build_space(PlanRequest(spec, machine, workload, fixed))
+    )
+    keep_every_value(monkeypatch)
+    batch = build_space(PlanRequest(spec, machine, workload, fixed)).batch
+    assert set(batch.ep_overlap[batch.ep > 1]) == {0, 1}
+    assert not batch.ep_overlap[batch.ep == 1].any()
+    costs = CostTable.from_layouts(spec, workload, machine, batch)
+    candidates = [expand_fitting(costs, idx) for idx in range(len(batch))]
+    times = np.array([np.inf if candidate is None else candidate.step_time_s for candidate in candidates])
+    assert 0.05 < np.mean(np.isinf(times)) < 0.95
+    best_s = found.feasible[0].estimate.step_time_s
+    assert times.min() * (1 - 1e-9) <= best_s <= times.min() * (1 + SAME_SECONDS_FRACTION)
+    assert found.bound_s <= times.min() * (1 + SAME_SECONDS_FRACTION)
