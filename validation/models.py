@@ -110,7 +110,7 @@ def _model(name: str, family: str, shape: Shape, params_b: float | None, seq_len
     assumed = ("vocab",) if shape.vocab is None else ()
     stands_in: tuple[str, ...] = ()
     try:
-        candidates = list(_candidates(name, _traits_of(name, family), shape, seq_len))
+        candidates = list(_candidates(name, _traits_of(name, family, shape), shape, seq_len))
     except ConfigError as error:
         return f"model: {error.message}"
     if stated("latent attention", f"{name} {family}"):
@@ -277,10 +277,16 @@ def shape_of_size(params: float, vocab: int) -> Shape:
     return Shape(layers, hidden, heads, heads, 4 * hidden, vocab)
 
 
-def _traits_of(name: str, family: str) -> Traits:
-    """Return the traits of the first family whose name starts the model's or the family's."""
+def _traits_of(name: str, family: str, shape: Shape) -> Traits:
+    """Return the traits of the first family whose name starts the model's or the family's.
+
+    Of a family that no name tells: LLaMA's where it has experts or another width than four times the hidden one, else GPT-2's.
+    """
     texts = (name.lower(), canonical(name), family.lower())
     line = next(line for line in read_table("families") if any(re.match(line["pattern"], text) for text in texts))
+    is_like_gpt = not shape.experts and (shape.ffn or 0) in (0, 4 * (shape.hidden or 0))
+    if not line["pattern"] and not is_like_gpt:
+        return Traits(gated=True, learned_positions=False, biases=False)
     return Traits(*(line[column] == "1" for column in Traits._fields))
 
 

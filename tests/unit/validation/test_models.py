@@ -50,6 +50,14 @@ def test_truncated_model_keeps_the_blocks_that_its_size_says() -> None:
     assert inputs_of(model="DeepSeek-V3", layers=4, hidden=None, params_b=None).model.block_runs[0][1] == 3
 
 
+def test_family_that_no_name_tells_follows_from_the_shape() -> None:
+    shape = {"model": "Zephyr-7", "model_family": "", "params_b": None}
+    assert inputs_of(**shape).model.block_runs[0][0].norm == "layernorm"
+    modern = inputs_of(**shape, ffn=5632, kv_heads=4).model.block_runs[0][0]
+    assert (modern.norm, modern.mlp.gated) == ("rmsnorm", True)
+    assert inputs_of(**shape, experts=8).model.block_runs[0][0].mlp.gated
+
+
 def test_wrong_parameter_count_is_named() -> None:
     assert "parameters" in inputs_of(params_b=9.0).approximated
     assert "parameters" not in inputs_of(params_b=1.3).approximated
