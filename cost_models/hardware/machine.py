@@ -34,6 +34,7 @@ from ..learned.kernels import (
     EnergyLimit,
     GemmDevice,
     GemmRates,
+    ResidualModel,
     kernel_name,
     known_coefficients,
     known_devices,
@@ -179,7 +180,7 @@ def gemm_rates(
     elif device.name in known_devices():
         board = _catalogued(device.name) or device
     elif dtype != "fp32" and device.gemm is None:
-        rates = _on_board(rates, device, coefficients)
+        rates = on_board(rates, device, coefficients)
     return rates._replace(sustained_ratio=_sustained(device, board, coefficients, dtype) * calibration * ratio)
 
 
@@ -209,14 +210,16 @@ def product_clock(
     return float((device.max_clock_ratio**-q + (peak / (per_joule * watts * part)) ** q) ** (-1 / q))
 
 
-def _on_board(rates: GemmRates, device: Device, coefficients: Coefficients) -> GemmRates:
+def on_board(
+    rates: GemmRates, device: Device, coefficients: Coefficients, residual: ResidualModel | None = None
+) -> GemmRates:
     """Return rates with which large products reach their part of the peak at the device's clock, not at another board's."""
     c, silicon, clock = coefficients["clocks"], device.die or device.architecture, product_clock(device, coefficients)
     watts = board_w(device)
     if clock is None or watts is None or rates.reference is None:
         return rates
     best = c["large_efficiency"].get(silicon, c["large_efficiency"]["other"])
-    seconds = predict(_LARGE, _LARGE, _LARGE, rates._replace(hardware=rates.reference))
+    seconds = predict(_LARGE, _LARGE, _LARGE, rates._replace(hardware=rates.reference), residual=residual)
     reached = geometric_mean(2.0 * _LARGE**3 / seconds / rates.reference.peak_flops_per_s)
     peak = rates.hardware.peak_flops_per_s * device.max_clock_ratio * best / reached
     of_16_bits = device.peak_flops_per_s.bf16 or device.peak_flops_per_s.fp16 or rates.hardware.peak_flops_per_s
