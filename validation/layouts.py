@@ -237,6 +237,7 @@ def workload_of(
     )
     adapters, blocking = adapters_of(row, defaults), stated("blocking launches", row.notes)
     trained = "adapters" if adapters else "all"
+    is_lean = not row.optimizer and defaults.value("lean_optimizer", f": {trained}, {row.n_gpus} devices")
     modules, facts = recompute_modules(row), ENGINES[_engine(row, layout, defaults)]
     is_per_operator = defaults.value("selective_recompute") == "alternate_products" and "layer" not in row.recompute
     noted = defaults.stated("flash_generation") or stated("flash generation", row.notes)
@@ -261,8 +262,8 @@ def workload_of(
         fp8_scaling=cast("Any", stated("fp8 scaling", row.precision)),
         recompute_modules=modules if facts.is_eager_like_megatron and layout.recompute == "selective" else (),
         loss=cast("Any", defaults.stated("loss") or stated("loss", row.notes) or defaults.value("loss")),
-        update=cast("Any", stated("update", f"{row.optimizer} {row.notes}") or "step"),
-        paged_states=stated("paged states", row.optimizer) is not None,
+        update=cast("Any", stated("update", f"{row.optimizer} {row.notes}") or ("in_backward" if is_lean else "step")),
+        paged_states=is_lean or stated("paged states", row.optimizer) is not None,
         fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),
         attention="math" if keeps_scores(row, model, defaults) else "flash",
     )
