@@ -117,7 +117,7 @@ def stage_fractions(row: RunRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
     recomputed = listed_fractions(row.recompute)
     blocks, counts = (noted_numbers(name, row.notes) for name in ("layer_partitions", "gradient_checkpointing"))
     if blocks and len(blocks) == len(counts):
-        recomputed = tuple(min(count / n, 1.0) for n, count in zip(blocks, counts, strict=True))
+        recomputed = tuple(min(count / max(n, 1), 1.0) for n, count in zip(blocks, counts, strict=True))
     return recomputed, tuple(stage.states for stage in tuned_stages(row))
 
 

@@ -189,7 +189,14 @@ def _estimate_batch(runs: Sequence[RunInputs], coefficients: Coefficients | None
         costs = CostTable.from_layouts(first.model, first.workload, first.cluster, layouts, coefficients=coefficients)
     except ConfigError as error:
         return [f"estimate: {error.message}"] * len(runs)
-    return [_estimate(costs, idx, run) for idx, run in enumerate(runs)]
+    return [_estimate_or_reason(costs, idx, run) for idx, run in enumerate(runs)]
+
+
+def _estimate_or_reason(costs: CostTable, idx: int, inputs: RunInputs) -> TrainingEstimate | str:
+    try:
+        return _estimate(costs, idx, inputs)
+    except ConfigError as error:  # sizes that no byte count holds
+        return f"estimate: {error.message.splitlines()[0]}"
 
 
 def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> TrainingEstimate:

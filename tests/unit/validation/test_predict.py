@@ -58,6 +58,12 @@ def test_nanotron_cuts_stages_where_the_weights_pass_their_share() -> None:
     assert boundaries(costs, 0, balanced=False) == (0, 3, 5, 7, 10)
 
 
+def test_row_of_impossible_size_is_skipped_and_others_are_predicted() -> None:
+    absurd, usual = predict([a_row(id="x", hidden=999_999_999, ffn=999_999_999, params_b=None), a_row(id="y")])
+    assert (absurd.skipped or "").startswith("estimate: MemoryBreakdown")
+    assert usual.estimate is not None
+
+
 def test_stages_without_layers_are_predicted() -> None:
     row = a_row(layers=3, pp=16, tp=1, dp=1)
     estimate = predict([row])[0].estimate
