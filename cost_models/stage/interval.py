@@ -69,7 +69,7 @@ CAUSES: dict[str, Callable[[Basis], float]] = {
     "own_host": lambda basis: float(has_own_host(basis.scenario)),
     # Few sources of runs with its engine; model code compiled or plain, in place of kernels that the engine brings.
     "engine": lambda basis: _rare_engine(basis.scenario),
-    "code": lambda basis: _model_code(basis.scenario),
+    "code": lambda basis: float(basis.scenario.workload.code != "engine"),
     # Parameters gathered by hooks of an engine other than torch's.
     "hooks": lambda basis: float(basis.zero_stage == 3 and basis.scenario.workload.calibration_engine != OWN_ENGINE),
     "experts": lambda basis: float(basis.model.is_moe),
@@ -80,7 +80,8 @@ CAUSES: dict[str, Callable[[Basis], float]] = {
 MEMORY_CAUSES: dict[str, Callable[[Scenario], float]] = {
     "noise": lambda scenario: 1.0,
     "engine": lambda scenario: _rare_engine(scenario),
-    "code": lambda scenario: _model_code(scenario),
+    # Model code as it is written, whose temporaries nobody has counted; a compiler's are few.
+    "plain_code": lambda scenario: float(scenario.workload.code == "eager"),
 }
 """Of the error of a peak."""
 
@@ -131,10 +132,6 @@ def _architecture(scenario: Scenario) -> str:
 
 def _rare_engine(scenario: Scenario) -> float:
     return float(not _is_known(scenario, "engines", scenario.workload.calibration_engine))
-
-
-def _model_code(scenario: Scenario) -> float:
-    return float(scenario.workload.code != "engine")
 
 
 def _is_known(scenario: Scenario, kind: str, name: str) -> bool:
