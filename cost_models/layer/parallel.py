@@ -43,7 +43,7 @@ from ...schema.layers import Embedding, Head, MoE
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.recurrences import Recurrence
 from ...schema.units import Array, FloatArray, IntArray
-from ..hardware.collectives import Hops, collective_s, exposed_s, p2p_s, slowdown_law
+from ..hardware.collectives import Hops, Op, collective_s, exposed_s, p2p_s, slowdown_law
 from ..hardware.compute import OperatorTime
 from ..hardware.machine import device_rates
 from .operators import CostInputs, FusedAttention, Layer, Operator
@@ -58,9 +58,7 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     and the head have the half that faces the blocks.
     """
     layouts = inputs.layouts
-    stride = np.ones_like(layouts.tp)
-    gather = collective_s("all_gather", inputs.hidden_bytes, layouts.tp, stride, inputs.cluster)
-    gather = np.where(layouts.sequence_parallel == 1, gather, 0.0)
+    gather = np.where(layouts.sequence_parallel == 1, _over_tp_s("all_gather", inputs), 0.0)
     reduce = _reduction_s(inputs)
     if layer.counted is not None:
         return _traced_s(layer, gather, reduce, inputs)
@@ -127,9 +125,7 @@ def overlapped_s(
     chunked = (layouts.tp_overlap == 1) & (layouts.sequence_parallel == 1) & (layouts.tp > 1)
     if not chunked.any() or workload.adapters is not None:
         return none, reduced
-    size, stride = inputs.hidden_bytes, np.ones_like(layouts.tp)
-    gather = collective_s("all_gather", size, layouts.tp, stride, inputs.cluster)
-    scatter = collective_s("reduce_scatter", size, layouts.tp, stride, inputs.cluster) * (1 - 1 / layouts.tp)
+    gather, scatter = _over_tp_s("all_gather", inputs), _over_tp_s("reduce_scatter", inputs) * (1 - 1 / layouts.tp)
     for name, time in timed:
         if name in ("qkv", "mlp_up"):
             forward = forward + np.minimum(gather, time.forward_s)
@@ -153,11 +149,16 @@ def userbuffers_bytes(boundary_bytes: Array, layouts: Any, workload: Workload) -
 
 def _reduction_s(inputs: CostInputs) -> FloatArray:
     """Return the seconds of one reduction of hidden states over tp [N]: scattered with sequence parallelism, else unsharded."""
-    layouts, size = inputs.layouts, inputs.hidden_bytes
-    stride = np.ones_like(layouts.tp)
-    scatter = collective_s("reduce_scatter", size, layouts.tp, stride, inputs.cluster)
-    unsharded = collective_s("all_reduce", size, layouts.tp, stride, inputs.cluster)
-    return np.where(layouts.sequence_parallel == 1, scatter, unsharded)
+    scatter, unsharded = _over_tp_s("reduce_scatter", inputs), _over_tp_s("all_reduce", inputs)
+    return np.where(inputs.layouts.sequence_parallel == 1, scatter, unsharded)
+
+
+def _over_tp_s(op: Op, inputs: CostInputs) -> FloatArray:
+    """Return the seconds of one collective of hidden states over tp [N]; layouts that share the shapes are evaluated once."""
+    rows, case_idx = inputs.layouts.operators
+    of_shapes = inputs.select(rows)
+    tp = of_shapes.layouts.tp
+    return np.asarray(collective_s(op, of_shapes.hidden_bytes, tp, np.ones_like(tp), inputs.cluster)[case_idx])
 
 
 # Context parallelism
@@ -348,7 +349,8 @@ def expert_parallel_s(
     Each hides as far as its compute is long enough and is not slowed down itself, times the share that runs of it show.
     Source: Megatron-LM, TransformerLayerSchedulePlan.run (model_chunk_schedule_plan.py).
     """
-    once, layouts = dispatch_s(layer, inputs), inputs.layouts
+    layouts, (rows, case_idx) = inputs.layouts, inputs.layouts.operators
+    once = dispatch_s(layer, inputs.select(rows))[case_idx]  # switches do not change what is sent
     repeats = layouts.recompute == RECOMPUTES.index("full")
     if "moe" in inputs.workload.recompute_modules:
         repeats = layouts.recompute != RECOMPUTES.index("none")
