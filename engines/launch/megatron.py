@@ -70,6 +70,7 @@ DEFAULTS = {
 
 ALSO_READ = (
     "bf16", "overlap_param_gather", "sequence_parallel", "recompute_method", "recompute_num_layers", "recompute_modules",
+    "moe_flex_dispatcher_backend", "cuda_graph_scope", "cuda_graph_modules", "te_rng_tracker",
     "deepspeed", "deepspeed_config", "zero_stage", "tokenizer_type", "swiglu", "moe_grouped_gemm",
 )  # fmt: skip
 """Options that are known, and decide nothing where another one does."""
