@@ -52,7 +52,7 @@ from ..layer.parallel import sharded_params, userbuffers_bytes
 
 _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
-but the first); the fp32 copy is gone by then."""
+but the first); the fp32 copy is gone by then. Of a share of them four in fp32 meet: torch.distributed.tensor.parallel.loss."""
 
 _LOSS_PARTS = 8  # of torchtune's and torchtitan's chunked losses
 LOSS_CHUNK_ELEMENTS = 2**24
@@ -242,7 +242,7 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
         for params, logits, temporary in (
             (
                 head,
-                loss_bytes(stage.logits, workload, stage.boundary_bytes),
+                loss_bytes(stage.logits, workload, stage.boundary_bytes, step.tp),
                 b * head if workload.loss == "fused" else 0.0,
             ),
             (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * head),
@@ -271,7 +271,7 @@ def _head_parts(workload: Workload) -> int:
     return _LOSS_PARTS if workload.loss == "chunked_head" else workload.engine_facts.loss_chunks
 
 
-def loss_bytes(logits: Array, workload: Workload, hidden_bytes: Array = 0.0) -> Array:
+def loss_bytes(logits: Array, workload: Workload, hidden_bytes: Array = 0.0, tp: Array = 1) -> Array:
     """Return the bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel.
 
     Ours takes the logsumexp of a chunk's differences from the largest, in fp32, next to the chunk in fp32 (runtime/loss.py); a loss
@@ -290,7 +290,8 @@ def loss_bytes(logits: Array, workload: Workload, hidden_bytes: Array = 0.0) -> 
     if workload.code == "engine" and not chunks:
         of_chunk = 4.0 if b == 4 else 8.0
         return b * logits + of_chunk * np.minimum(LOSS_CHUNK_ELEMENTS, logits)
-    return (2 * b if workload.code == "compiled" else _EAGER_LOGIT_BYTES) * logits / max(chunks, 1)
+    eager = _EAGER_LOGIT_BYTES + np.where(np.asarray(tp) > 1, 2.0, 0.0)
+    return (2 * b if workload.code == "compiled" else eager) * logits / max(chunks, 1)
 
 
 def _states(owned: Array, step: StepShape, workload: Workload) -> Array:

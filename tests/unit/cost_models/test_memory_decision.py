@@ -77,6 +77,7 @@ def test_loss_bytes_of_one_logit() -> None:
     logits, hidden = 2.0**30, 2.0**26
     eager, compiled = (Workload(seq_len=1, global_batch_size=1, fusion=f) for f in ("composite_norm", "compiled"))
     assert loss_bytes(logits, eager) == 14 * logits
+    assert loss_bytes(logits, eager, tp=8) == 16 * logits
     assert (
         loss_bytes(logits, eager.replace(loss="chunked")) == 7 * logits
     )  # logits, log-softmax, an eighth's fp32 copies
