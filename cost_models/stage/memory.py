@@ -31,9 +31,8 @@ With g the bytes of a gradient, other engines have, over N ranks that shard stat
                               update only, or for the entire step under DeepSpeed
     buckets     DeepSpeed     two of reduce_bucket_size fp32 elements
 
-so 18 bytes a parameter for Megatron with fp32 gradients (6 + 12 / N with its distributed optimizer), 16 with gradients in the
-compute dtype, and 20 for DeepSpeed (4 + 16 / N). Phases: `loss` (all activations and the logits), `backward` (all activations
-and the working set of a layer), `update` (no activations). The peak is the largest.
+so 18 bytes a parameter for Megatron with fp32 gradients (6 + 12 / N with its distributed optimizer), 20 for DeepSpeed (4 + 16 / N).
+The peak is that of the phase `loss` (all activations and the logits), `backward` (and the working set of a layer) or `update`.
 Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's configuration (defaults of zero_optimization).
 """
 
@@ -55,11 +54,8 @@ _EAGER_LOGIT_BYTES = 14.0
 but the first); the fp32 copy is gone by then. Of a share of them four in fp32 meet: torch.distributed.tensor.parallel.loss."""
 
 _LOSS_PARTS = 8  # of torchtune's and torchtitan's chunked losses
-LOSS_CHUNK_ELEMENTS = 2**24
-"""Logits that the loss works on at a time (runtime/loss.py: CHUNK_ELEMENTS)."""
-
-_MORE_THAN_ANY = float(2**52)
-"""Bytes beyond any device's, whose sum with its terms is exact to less than one."""
+LOSS_CHUNK_ELEMENTS = 2**24  # logits that our loss works on at a time (runtime/loss.py: CHUNK_ELEMENTS)
+_MORE_THAN_ANY = float(2**52)  # bytes beyond any device's, whose sum with its terms is exact to less than one
 
 MemoryTerms = dict[str, Array]
 """Bytes by the names of MemoryBreakdown."""
