@@ -40,7 +40,8 @@ def estimate(
     allowed = offload.request()
     if allowed is not None:
         given = given.replace(offload="scheduled")
-    spec, machine = resolve_model(model, step.seq_len), step.calibrated(cluster.read())
+    spec = resolve_model(model, step.seq_len)
+    machine = step.calibrated(cluster.read(), spec, precision.precision)
     workload = step.workload(spec, machine, precision.precision)
     costs, scheduled = estimate_with_schedule(PlanRequest(spec, machine, workload, offload=allowed), given)
     table = estimate_table(spec, machine, workload, given, costs)

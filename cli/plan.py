@@ -21,6 +21,8 @@ from .options import Mode, ModelArgument, OptionModel, ProfileOptions, SolverOpt
 from .terminal import INTERRUPTED, search_progress, show_answer, spinner, stopping_on_interrupt
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..planner.request import Deadline, OffloadRequest
     from ..schema import ClusterSpec, GenerationPlan, ModelSpec, Offer, Plan, TrainingPlan
 
@@ -143,13 +145,14 @@ class TrainingOptions(OptionModel):
             )
         return {**data, "global_batch_size": batch // seq_len}
 
-    def calibrated(self, cluster: ClusterSpec) -> ClusterSpec:
+    def calibrated(self, cluster: ClusterSpec, model: ModelSpec, precision: str | None) -> ClusterSpec:
         """Return a cluster with the correction that the runs of --calibrate make of its device's rates."""
         if self.calibrate is None:
             return cluster
         from ..validation.table_calibration import calibration_from_table
 
-        cluster = cluster.replace(calibration=calibration_from_table(self.calibrate, cluster))
+        workload = self.workload(model, cluster, precision)
+        cluster = cluster.replace(calibration=calibration_from_table(self.calibrate, cluster, model, workload))
         typer.echo(f"calibration of {cluster.weakest_device.name}: {cluster.calibration}", err=True)
         return cluster
 
@@ -392,7 +395,7 @@ def _plan_training(
     from ..schema.layout import parse_assignments
 
     spec, fixed = resolve_model(model, step.seq_len), parse_assignments(search.fix)
-    machine, offers = _machines(cluster, step, cost)
+    machine, offers = _machines(cluster, step, cost, lambda read: step.calibrated(read, spec, output.precision))
     workload = step.workload(spec, machine, output.precision)
     loads = None if search.expert_load is None else read_loads([search.expert_load])
     request: dict[str, Any] = {
@@ -417,7 +420,10 @@ def _plan_training(
 
 
 def _machines(
-    cluster: ClusterOptions, step: TrainingOptions, cost: CostOptions | None
+    cluster: ClusterOptions,
+    step: TrainingOptions,
+    cost: CostOptions | None,
+    calibrated: Callable[[ClusterSpec], ClusterSpec],
 ) -> tuple[ClusterSpec, tuple[Offer, ...]]:
     """Return the cluster that decides the precision, and what can be rented: the offers of a file, or the cluster itself.
 
@@ -435,7 +441,7 @@ def _machines(
                 "cost and energy need --cluster or --offers: neither is given",
                 help="for one kind of machine: --cluster 64xH100-SXM-80GB",
             )
-        machine = step.calibrated(cluster.read())
+        machine = calibrated(cluster.read())
         return machine, () if cost is None else (Offer.from_cluster(machine),)
     if cluster.profile is not None:
         raise ConfigError("--profile is of one machine, not of offers of several", help="use --cluster")

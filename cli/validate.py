@@ -71,10 +71,10 @@ def validate(
     calibration_rows = read_runs(options.calibrate) if options.calibrate else []
     calibrations = calibrate_by_device(calibration_rows) if options.calibrate else {}
     for device, calibration in calibrations.items():
-        typer.echo(f"calibration of {device}: {calibration}", err=True)
+        typer.echo(f"calibration of {device}: {calibration.ratios}", err=True)
     used = {row.id for row in calibration_rows}  # not scored themselves
     selected = [replace(row, flag="calibration") if row.id in used else row for row in selected]
-    predictions = predict(selected, calibrations)
+    predictions = predict(selected, {device: found.of_run for device, found in calibrations.items()})
     choices = score_groups(selected, predictions, names)
     scores = score_sources(selected, predictions, choices)
     overall, parts = score_overall(scores.values()), score_by(selected, predictions, fields) if fields else {}
@@ -90,7 +90,7 @@ def validate(
             "all": asdict(overall),
             "groups": {name: asdict(choice) for name, choice in choices.items()},
             "by": [{**dict(zip(("source", *fields), key, strict=True)), **asdict(part)} for key, part in parts.items()],
-            "calibrations": {device: calibration.model_dump() for device, calibration in calibrations.items()},
+            "calibrations": {device: found.ratios.model_dump() for device, found in calibrations.items()},
             "cross_validation": {source: asdict(score) for source, score in crossed.items()},
         }
         typer.echo(json_module.dumps(document, indent=1))

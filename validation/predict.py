@@ -147,10 +147,17 @@ class Prediction:
         return self.inputs.measured_s if self.inputs is not None and self.estimate is not None else None
 
 
-def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | None = None) -> list[Prediction]:
-    """Return one prediction per row, in order; ``calibrations`` by name of the device apply to its rows."""
+def predict(
+    rows: Sequence[RunRow], calibrations: Mapping[str, Callable[[RunInputs], Calibration]] | None = None
+) -> list[Prediction]:
+    """Return one prediction per row, in order; ``calibrations`` by name of the device give that of its runs."""
+
+    def calibration_of(run: RunInputs) -> Calibration | None:
+        of_run = (calibrations or {}).get(run.cluster.weakest_device.name)
+        return None if of_run is None else of_run(run)
+
     inputs = [run_inputs(row) for row in rows]
-    known = with_calibrations([run for run in inputs if not isinstance(run, str)], (calibrations or {}).get)
+    known = with_calibrations([run for run in inputs if not isinstance(run, str)], calibration_of)
     estimated = iter(zip(known, estimate_runs(known), strict=True))
     predictions = []
     for run_or_reason in inputs:
@@ -161,14 +168,20 @@ def predict(rows: Sequence[RunRow], calibrations: Mapping[str, Calibration] | No
 
 
 def with_calibrations(
-    runs: Sequence[RunInputs], calibration_of: Callable[[str], Calibration | None]
+    runs: Sequence[RunInputs], calibration_of: Callable[[RunInputs], Calibration | None]
 ) -> list[RunInputs]:
-    """Return runs on clusters that carry the calibration of their device's name; equal clusters stay one object."""
-    clusters: dict[int, ClusterSpec] = {}
-    for cluster in {id(run.cluster): run.cluster for run in runs}.values():
-        calibration = calibration_of(cluster.weakest_device.name)
-        clusters[id(cluster)] = cluster if calibration is None else cluster.replace(calibration=calibration)
-    return [replace(run, cluster=clusters[id(run.cluster)]) for run in runs]
+    """Return runs on clusters that carry their calibration; equal clusters of equal calibration stay one object."""
+    clusters: dict[tuple[int, Calibration], ClusterSpec] = {}
+    calibrated = []
+    for run in runs:
+        calibration = calibration_of(run)
+        if calibration is not None:
+            key = id(run.cluster), calibration
+            if key not in clusters:
+                clusters[key] = run.cluster.replace(calibration=calibration)
+            run = replace(run, cluster=clusters[key])
+        calibrated.append(run)
+    return calibrated
 
 
 def estimate_runs(runs: Sequence[RunInputs], coefficients: Coefficients | None = None) -> list[TrainingEstimate | str]:

@@ -10,23 +10,27 @@ solution). The ratios minimise
 
     sum_i rho((log t_i(theta) - log measured_i) / NOISE)  +  log theta' C^-1 log theta
 
-with rho linear in its tails, so that one odd run does not decide, and C the covariance of PRIORS and COMMON_PRIOR. Runs left out
-in turn say how far to follow the ratios: entirely, half, or not at all.
+with rho linear in its tails, so that one odd run does not decide, and C the covariance of PRIORS and COMMON_PRIOR. What like runs
+were off by besides is a factor on all rates (likeness.py), solved for with them. Runs left out in turn say how far to follow both:
+entirely, half, or not at all.
 Memory: activations and a constant, by ridge regression with the same kind of priors.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from ..schema import Calibration, ClusterSpec, ConfigError, TrainingEstimate
+from ..schema import Calibration, ClusterSpec, ConfigError, ModelSpec, TrainingEstimate, Workload
 from ..schema.profile import MAX_RATIO
 from ..schema.units import GIB, BoolArray, FloatArray, IntArray
+from .likeness import SCALES, covariance, features
 from .predict import RunInputs, estimate_runs, run_inputs, with_calibrations
 from .rows import RunRow, read_runs
 from .score import memory_kind
@@ -77,8 +81,39 @@ class MeasuredRun:
         return self.inputs.cluster.weakest_device.name
 
 
-def calibration_from_table(path: str | Path, cluster: ClusterSpec) -> Calibration:
-    """Return the calibration that a table of runs gives for a cluster: its runs on the same device.
+RATES = ("products", "attention", "elementwise", "host", "scale_up", "scale_out")
+"""Ratios that a factor on the time of a step divides."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceCalibration:
+    """What runs on one device say.
+
+    Attributes:
+        ratios: for runs unlike any of them.
+        points: where the runs stand [Q, F]; weights: of the covariance with them [Q].
+    """
+
+    ratios: Calibration
+    points: FloatArray
+    weights: FloatArray
+
+    def of(self, model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> Calibration:
+        """Return the calibration for a model and workload on a cluster of the device."""
+        if not len(self.weights):
+            return self.ratios
+        where = features(model, workload, cluster.num_devices)[None]
+        slower = math.exp(float(covariance(where, self.points)[0] @ self.weights))
+        rates = {name: getattr(self.ratios, name) / slower for name in RATES}
+        return self.ratios.replace(**{name: min(max(rate, 1 / MAX_RATIO), MAX_RATIO) for name, rate in rates.items()})
+
+    def of_run(self, inputs: RunInputs) -> Calibration:
+        """Return the calibration for a row."""
+        return self.of(inputs.model, inputs.workload, inputs.cluster)
+
+
+def calibration_from_table(path: str | Path, cluster: ClusterSpec, model: ModelSpec, workload: Workload) -> Calibration:
+    """Return the calibration that a table of runs gives for a model and workload on a cluster: its runs on the same device.
 
     Raises:
         ConfigError: the table is not one, or has no usable run on this device.
@@ -87,10 +122,10 @@ def calibration_from_table(path: str | Path, cluster: ClusterSpec) -> Calibratio
     if device not in calibrations:
         known = ", ".join(sorted(calibrations)) or "no device at all"
         raise ConfigError(f"{path} has no usable measured run on {device}", details=(f"it has runs on {known}",))
-    return calibrations[device]
+    return calibrations[device].of(model, workload, cluster)
 
 
-def calibrate_by_device(rows: Sequence[RunRow]) -> dict[str, Calibration]:
+def calibrate_by_device(rows: Sequence[RunRow]) -> dict[str, DeviceCalibration]:
     """Return a calibration for each device with a usable measured run, by the device's name."""
     by_device: dict[str, list[MeasuredRun]] = defaultdict(list)
     for run in measured_runs(rows):
@@ -112,23 +147,24 @@ def measured_runs(rows: Sequence[RunRow]) -> list[MeasuredRun]:
     return runs
 
 
-def calibrate(runs: Sequence[MeasuredRun]) -> Calibration:
-    """Return the ratios that a few runs on one kind of device give, as far as they help on runs left out in turn."""
+def calibrate(runs: Sequence[MeasuredRun]) -> DeviceCalibration:
+    """Return what a few runs on one kind of device say, as far as it helps on runs left out in turn."""
     timed = [run for run in runs if run.step_time_s is not None]
     fields = {**memory_ratios(runs), "num_runs": len(runs)}
     shares = _Shares.measure(timed, np.zeros(len(PRIORS)))
     timed = [timed[idx] for idx in shares.run_idx]
     if not timed:
-        return Calibration().replace(**fields)
+        return DeviceCalibration(Calibration().replace(**fields), shares.points, np.zeros(0))
     target = np.log([run.step_time_s or np.nan for run in timed])
-    log_ratios = _solve(shares, target)
+    solution = _solve(shares, target)
     if len(timed) == 1:
-        return _calibration(log_ratios).replace(**fields)
+        return solution.calibration(fields)
     errors = _left_out_errors(shares, target)
     trust = int(np.argmin(np.sum(_loss(errors), axis=1)))
+    fields |= left_out_scores(errors[0], errors[trust])
     # Once more at the solution: what hid behind something else may not do so any longer.
-    log_ratios = TRUST[trust] * _solve(_Shares.measure(timed, TRUST[trust] * log_ratios), target)
-    return _calibration(log_ratios).replace(**fields, **left_out_scores(errors[0], errors[trust]))
+    again = _Shares.measure(timed, TRUST[trust] * solution.log_ratios)
+    return _solve(again, target).times(TRUST[trust]).calibration(fields)
 
 
 def left_out_scores(
@@ -147,17 +183,33 @@ def _calibration(log_ratios: FloatArray) -> Calibration:
     return Calibration().replace(**dict(zip(PRIORS, ratios.tolist(), strict=True)))
 
 
+class _Solution(NamedTuple):
+    """Log ratios [p], and the weights [q] of what like runs at ``points`` [q, F] were off by."""
+
+    log_ratios: FloatArray
+    points: FloatArray
+    weights: FloatArray
+
+    def times(self, trust: float) -> _Solution:
+        return _Solution(trust * self.log_ratios, self.points, trust * self.weights)
+
+    def calibration(self, fields: Mapping[str, float]) -> DeviceCalibration:
+        return DeviceCalibration(_calibration(self.log_ratios).replace(**fields), self.points, self.weights)
+
+
 @dataclass(frozen=True)
 class _Shares:
     """Log seconds [n] of runs at log ratios [p], and the share [n, p] of them that each ratio divides.
 
     Attributes:
+        points: where the runs stand in what does not depend on their layout [n, F].
         run_idx: of the runs that have an estimate, which are the rows.
     """
 
     log_ratios: FloatArray
     log_seconds: FloatArray
     shares: FloatArray
+    points: FloatArray
     run_idx: IntArray
 
     @classmethod
@@ -172,10 +224,19 @@ class _Shares:
             changed_s = _seconds(runs, _calibration(log_ratios + step)) if is_present else seconds
             columns.append((1 - changed_s / seconds) / (1 - 1 / SHARE_STEP))
         shares = np.clip(np.stack(columns, axis=1), 0.0, 1.0)[run_idx]
-        return cls(log_ratios, np.log(seconds[run_idx]), shares, run_idx)
+        inputs = [runs[int(idx)].inputs for idx in run_idx]
+        points = [features(run.model, run.workload, run.cluster.num_devices) for run in inputs]
+        return cls(log_ratios, np.log(seconds[run_idx]), shares, np.array(points).reshape(-1, len(SCALES)), run_idx)
 
     def take(self, rows: BoolArray) -> _Shares:
-        return _Shares(self.log_ratios, self.log_seconds[rows], self.shares[rows], self.run_idx[rows])
+        return _Shares(
+            self.log_ratios, self.log_seconds[rows], self.shares[rows], self.points[rows], self.run_idx[rows]
+        )
+
+    def predict_with(self, solution: _Solution) -> FloatArray:
+        """Return log seconds under a solution."""
+        like = covariance(self.points, solution.points) @ solution.weights
+        return np.asarray(self.predict(solution.log_ratios) + like)
 
     def predict(self, log_ratios: FloatArray) -> FloatArray:
         """Return log seconds at other ratios."""
@@ -183,31 +244,39 @@ class _Shares:
         return np.asarray(self.log_seconds + np.log(np.maximum(factor, 0.05)), dtype=np.float64)
 
 
-def estimates_with(runs: Sequence[MeasuredRun], calibration: Calibration) -> list[TrainingEstimate | str]:
+def estimates_with(
+    runs: Sequence[MeasuredRun], calibration: Calibration | DeviceCalibration
+) -> list[TrainingEstimate | str]:
     """Return an estimate of each run on its cluster with ``calibration``, or why there is none."""
-    return estimate_runs(with_calibrations([run.inputs for run in runs], lambda _: calibration))
+    of_run = calibration.of_run if isinstance(calibration, DeviceCalibration) else lambda _: calibration
+    return estimate_runs(with_calibrations([run.inputs for run in runs], of_run))
 
 
 def _seconds(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray:
     return np.array([np.nan if isinstance(e, str) else e.step_time_s for e in estimates_with(runs, calibration)])
 
 
-def _solve(shares: _Shares, target: FloatArray) -> FloatArray:
-    """Return the log ratios with the best fit under their priors."""
+def _solve(shares: _Shares, target: FloatArray) -> _Solution:
+    """Return the log ratios, and what like runs were off by, with the best fit under their priors."""
     from scipy.optimize import least_squares
 
     is_kernel = np.array([name in KERNELS for name in PRIORS], dtype=np.float64)
-    covariance = np.diag(np.square(list(PRIORS.values()))) + COMMON_PRIOR**2 * np.outer(is_kernel, is_kernel)
-    root = np.linalg.cholesky(covariance)
+    prior = np.diag(np.square(list(PRIORS.values()))) + COMMON_PRIOR**2 * np.outer(is_kernel, is_kernel)
+    root, count = np.linalg.cholesky(prior), len(PRIORS)
+    points, group = np.unique(shares.points, axis=0, return_inverse=True)
+    group, alike = group.reshape(-1), covariance(points, points) + 1e-8 * np.eye(len(points))
+    root_alike = np.linalg.cholesky(alike)
 
     def residuals(standardised: FloatArray) -> FloatArray:
-        misfit = shares.predict(root @ standardised) - target
+        like = (root_alike @ standardised[count:])[group]
+        misfit = shares.predict(root @ standardised[:count]) + like - target
         return np.concatenate([np.sign(misfit) * np.sqrt(2 * _loss(misfit)), standardised])
 
-    start = np.linalg.solve(root, shares.log_ratios)
-    log_ratios = root @ least_squares(residuals, start, bounds=(-5, 5)).x
+    start = np.concatenate([np.linalg.solve(root, shares.log_ratios), np.zeros(len(points))])
+    found = least_squares(residuals, start, bounds=(-5, 5)).x
     limit = np.log(MAX_RATIO * SHARE_STEP)  # room for a step further
-    return np.clip(log_ratios, -limit, limit)
+    weights = np.linalg.solve(root_alike.T, found[count:])
+    return _Solution(np.clip(root @ found[:count], -limit, limit), points, weights)
 
 
 def _loss(residuals: FloatArray) -> FloatArray:
@@ -221,9 +290,9 @@ def _left_out_errors(shares: _Shares, target: FloatArray) -> FloatArray:
     folds = _folds(len(target))
     for fold in np.unique(folds):
         is_left_out = folds == fold
-        log_ratios = _solve(shares.take(~is_left_out), target[~is_left_out])
+        solution = _solve(shares.take(~is_left_out), target[~is_left_out])
         for row, trust in enumerate(TRUST):
-            predicted = shares.take(is_left_out).predict(trust * log_ratios)
+            predicted = shares.take(is_left_out).predict_with(solution.times(trust))
             errors[row, is_left_out] = predicted - target[is_left_out]
     return errors
 
@@ -336,7 +405,7 @@ def _cross_validate(device: str, runs: list[MeasuredRun], num_runs: int, draws: 
     )
 
 
-def _ratios(runs: Sequence[MeasuredRun], calibration: Calibration) -> FloatArray:
+def _ratios(runs: Sequence[MeasuredRun], calibration: Calibration | DeviceCalibration) -> FloatArray:
     """Return predicted over measured [n, 2] of step time and of memory; NaN where either is not known."""
     ratios = np.full((len(runs), 2), np.nan)
     for idx, (run, e) in enumerate(zip(runs, estimates_with(runs, calibration), strict=True)):
