@@ -200,9 +200,10 @@ def import_configuration(
     imported = read_configuration(file, engine=reading.engine, num_devices=reading.num_devices, model=spec)
     if json:
         typer.echo(imported.model_dump_json(indent=2))
-    else:  # what a layout of these degrees has by itself is not said
-        fields = imported.layout.model_dump(exclude_defaults=True).items()
-        typer.echo(format_assignments({name: value for name, value in fields if value != 1 or name == "zero_stage"}))
+    else:
+        layout = imported.layout
+        by_itself = {"sequence_parallel"} if layout.sequence_parallel == (layout.tp > 1) else set()
+        typer.echo(format_assignments(layout.model_dump(exclude_defaults=True, exclude=by_itself)))
     tell_assumptions(imported)
     typer.echo(
         "next: meshwright estimate MODEL --cluster C --layout ... costs it, meshwright compare sets it next to a plan",

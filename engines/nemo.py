@@ -25,6 +25,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None, "moe_token_dispatcher_type": "alltoall",
         "moe_flex_dispatcher_backend": None,
         "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, "recompute_modules": None,
+        "cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native",
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "cuda_graph_impl": "none",
         "cuda_graph_scope": [], "use_te_rng_tracker": False, "cpu_offloading": False, "cpu_offloading_num_layers": 0,
     },

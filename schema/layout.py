@@ -288,6 +288,8 @@ class Layout(Frozen, Degrees):
             )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel needs tp > 1")
+        if self.expert_graphs and not self.cuda_graphs:
+            raise ValueError("expert_graphs needs cuda_graphs: it is what they hold besides the rest of a layer")
         if self.offload == "parameters" and (self.offload_fraction < 1 or self.zero_stage not in (0, 3)):
             raise ValueError("offload of parameters needs offload_fraction 1 and zero_stage 3 (or one rank)")
         if self.offload == "scheduled" and (self.offload_activations > 0 or self.offload_fraction < 1):

@@ -190,8 +190,9 @@ def offload_of(row: RunRow) -> OffloadChoice:
     """Return what a row says it offloads; of tuned stages the mean."""
     words = row.offload.lower()
     offload, stages = cast("Any", stated("offloaded", words)), tuned_stages(row)
-    # Megatron-DeepSpeed's ZeRO-3 script checkpoints into the host's memory (--checkpoint-in-cpu).
-    to_host = row.sharding_class == "zero3" and row.framework.startswith("Megatron-DeepSpeed ZeRO-3")
+    to_host = FrameworkDefaults(row).value(
+        "checkpoints_on_host", f": {row.gpu_class or row.gpu_type}, {row.sharding_class}"
+    )
     if offload == "nothing" or (offload == "by stage" and not stages):
         return OffloadChoice(activations=float(to_host))
     if offload == "by stage":

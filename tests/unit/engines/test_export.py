@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -428,6 +429,11 @@ def test_commands(tmp_path: Path) -> None:
     assert beside.returncode == 0, beside.stderr
     fields = {name for name, *_ in json.loads(beside.stdout)["fields"]}
     assert fields == {"dp_shard", "tp", "recompute"}
+    switched = Layout(dp_shard=8, ep=8, zero_stage=1, cuda_graphs=True, ep_overlap=True)
+    plan_of(switched, ModelSpec.named("qwen3-30b-a3b"), engine="megatron").save(tmp_path / "switched.json")
+    assert run("export", "switched.json", "--to", "megatron").returncode == 0
+    assert Layout.parse(run("import", "megatron/pretrain.sh").stdout) == switched
+    shutil.rmtree(tmp_path / "megatron")
     refused = run("import", "plan.json")
     assert refused.returncode == 2 and "is a plan" in refused.stderr
     refused = run("export", "plan.json", "--to", "megatron")
@@ -444,6 +450,9 @@ def test_modules_that_recompute_and_the_fused_loss_reach_megatron_and_are_read_a
     text = dict(made.files)["pretrain.sh"]
     assert "--recompute-modules layernorm moe_act\n" in text.replace(" \\\n", "\n")
     assert "--cross-entropy-fusion-impl te" in text
+    overrides = yaml.safe_load(export(plan.replace(workload=plan.workload.replace(engine="nemo")), "nemo").files[0][1])
+    assert overrides["model"]["cross_entropy_fusion_impl"] == "te"
+    assert overrides["model"]["recompute_modules"] == list(modules)
     assert not any("recompute=selective" in line for line in made.not_expressed)
     launch = complete_launch(made.write(tmp_path)[0])
     assert launch == {"recompute_modules": modules, "loss": "in_place"}

@@ -156,6 +156,11 @@ def test_switches_of_megatron(layout: Layout, is_nvidia: bool, rule: str) -> Non
     assert f"[{rule}]" in broken if rule else not broken
 
 
+def test_experts_in_graphs_without_graphs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expert_graphs needs cuda_graphs"):
+        Layout(dp_shard=8, ep=8, expert_graphs=True)
+
+
 @pytest.mark.parametrize(
     ("layout", "rule"),
     [
