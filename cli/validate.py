@@ -74,7 +74,7 @@ def validate(
         typer.echo(f"calibration of {device}: {calibration.ratios}", err=True)
     used = {row.id for row in calibration_rows}  # not scored themselves
     selected = [replace(row, flag="calibration") if row.id in used else row for row in selected]
-    predictions = predict(selected, {device: found.of_run for device, found in calibrations.items()})
+    predictions = predict(selected, {device: fitted.of_run for device, fitted in calibrations.items()})
     choices = score_groups(selected, predictions, names)
     scores = score_sources(selected, predictions, choices)
     overall, parts = score_overall(scores.values()), score_by(selected, predictions, fields) if fields else {}
@@ -90,7 +90,7 @@ def validate(
             "all": asdict(overall),
             "groups": {name: asdict(choice) for name, choice in choices.items()},
             "by": [{**dict(zip(("source", *fields), key, strict=True)), **asdict(part)} for key, part in parts.items()],
-            "calibrations": {device: found.ratios.model_dump() for device, found in calibrations.items()},
+            "calibrations": {device: fitted.ratios.model_dump() for device, fitted in calibrations.items()},
             "cross_validation": {source: asdict(score) for source, score in crossed.items()},
         }
         typer.echo(json_module.dumps(document, indent=1))

@@ -235,8 +235,8 @@ class _Shares:
 
     def predict_with(self, solution: _Solution) -> FloatArray:
         """Return log seconds under a solution."""
-        like = covariance(self.points, solution.points) @ solution.weights
-        return np.asarray(self.predict(solution.log_ratios) + like)
+        besides = covariance(self.points, solution.points) @ solution.weights
+        return np.asarray(self.predict(solution.log_ratios) + besides)
 
     def predict(self, log_ratios: FloatArray) -> FloatArray:
         """Return log seconds at other ratios."""
@@ -268,15 +268,15 @@ def _solve(shares: _Shares, target: FloatArray) -> _Solution:
     root_alike = np.linalg.cholesky(alike)
 
     def residuals(standardised: FloatArray) -> FloatArray:
-        like = (root_alike @ standardised[count:])[group]
-        misfit = shares.predict(root @ standardised[:count]) + like - target
+        besides = (root_alike @ standardised[count:])[group]
+        misfit = shares.predict(root @ standardised[:count]) + besides - target
         return np.concatenate([np.sign(misfit) * np.sqrt(2 * _loss(misfit)), standardised])
 
     start = np.concatenate([np.linalg.solve(root, shares.log_ratios), np.zeros(len(points))])
-    found = least_squares(residuals, start, bounds=(-5, 5)).x
+    best = least_squares(residuals, start, bounds=(-5, 5)).x
     limit = np.log(MAX_RATIO * SHARE_STEP)  # room for a step further
-    weights = np.linalg.solve(root_alike.T, found[count:])
-    return _Solution(np.clip(root @ found[:count], -limit, limit), points, weights)
+    weights = np.linalg.solve(root_alike.T, best[count:])
+    return _Solution(np.clip(root @ best[:count], -limit, limit), points, weights)
 
 
 def _loss(residuals: FloatArray) -> FloatArray:
