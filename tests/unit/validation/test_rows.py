@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from meshwright.schema import ConfigError
 from meshwright.validation import read_groups, read_runs
+from meshwright.validation.rows import _OTHER_COLUMNS, framework_choices
 from run_rows import GOOD, HEADER, table
 
 
@@ -87,3 +91,10 @@ def test_missing_column_is_suggested_under_the_name_it_has(tmp_path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_runs(table(tmp_path, *GOOD, header=header))
     assert caught.value.help == "rename 'num_gpus' to n_gpus"
+
+
+def test_every_column_that_states_what_an_engine_does_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs/accuracy.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", text.partition("## Columns of a table of runs")[2]))
+    columns = framework_choices().keys() - set(_OTHER_COLUMNS)
+    assert not columns - words
