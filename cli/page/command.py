@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from ...schema import TrainingPlan
 
 
-OPTIONS = ("global_batch_size", "seq_len", "optimizer", "attention", "engine")
+OPTIONS = (
+    "global_batch_size", "seq_len", "optimizer", "update", "paged_states", "attention", "loss", "recompute_modules", "engine"
+)  # fmt: skip
 """Fields of a workload that are options of the same name."""
 
 
@@ -34,7 +36,7 @@ def command_of(plan: TrainingPlan) -> tuple[str, tuple[str, ...]]:
     for name in OPTIONS:
         value, default = given[name], Workload.model_fields[name].get_default(call_default_factory=True)
         if Workload.model_fields[name].is_required() or value != default:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += _option(f"--{name.replace('_', '-')}", value)
     words += list(_training(work))
     if work.precision != default_precision(plan.cluster):
         words += ["--precision", work.precision]
@@ -56,6 +58,14 @@ def command_of(plan: TrainingPlan) -> tuple[str, tuple[str, ...]]:
         if getattr(work, name) != default:
             notes.append(f"{name}={getattr(work, name)} has no option")
     return shlex.join(words), tuple(notes)
+
+
+def _option(name: str, value: object) -> list[str]:
+    """Return the words of an option: a switch has no value, one that repeats stands before each."""
+    if value is True:
+        return [name]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [word for one in values for word in (name, str(one))]
 
 
 def _training(work: Workload) -> Iterator[str]:

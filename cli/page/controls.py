@@ -73,13 +73,9 @@ class Controls(Frozen):
     def plan(self, deadline: Deadline, on_progress: OnProgress | None = None) -> TrainingPlan:
         """Return the fastest plan; raises like `planner.plan`."""
         model, cluster = ModelSpec.resolve(self.model.strip()), self.changed(ClusterSpec.parse(self.cluster.strip()))
-        options = TrainingOptions(
-            global_batch_size=self.global_batch_size,
-            seq_len=self.seq_len,
-            engine=self.engine,
-            optimizer=_default("optimizer"),
-            attention=_default("attention"),
-        )
+        defaults = {name: _default(name) for name in TrainingOptions.model_fields if name in Workload.model_fields}
+        given = {"global_batch_size": self.global_batch_size, "seq_len": self.seq_len, "engine": self.engine}
+        options = TrainingOptions(**(defaults | given))
         workload = options.workload(model, cluster, self.precision or None)
         fixed = parse_assignments(self.fix)
         return fastest(model, cluster, workload, fixed=fixed, deadline=deadline, on_progress=on_progress)

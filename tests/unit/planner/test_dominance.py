@@ -141,8 +141,8 @@ def test_search_over_both_equals_enumeration_and_is_no_worse_than_with_sequence_
 
 
 def test_tensor_parallelism_does_without_where_that_is_faster_and_with_where_memory_is_short() -> None:
-    spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("4xA100-PCIE-40GB")
-    workload, tp = Workload(seq_len=4096, global_batch_size=64), {"tp": 4, "micro_batch_size": 4, "recompute": "none"}
+    spec, machine = ModelSpec.named("llama-3.2-1b"), ClusterSpec.parse("8xH100-SXM-80GB")
+    workload, tp = Workload(seq_len=4096, global_batch_size=64), {"tp": 8, "micro_batch_size": 2, "recompute": "none"}
     found = plan(spec, machine, workload, fixed=tp)
     other = plan(spec, machine, workload, fixed=tp | {"sequence_parallel": True})
     assert not found.layout.sequence_parallel

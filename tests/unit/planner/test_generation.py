@@ -155,19 +155,19 @@ def test_devices_of_a_node_hold_the_model_together() -> None:
 
 
 def test_host_that_is_too_small_is_told_what_it_lacks() -> None:
-    with pytest.raises(InfeasibleError, match=r"of host memory, 4\.0 GiB may be used .*C8") as caught:
-        made(host_memory_bytes=4 * GIB)
+    with pytest.raises(InfeasibleError, match=r"of host memory, 3\.0 GiB may be used .*C8") as caught:
+        made(host_memory_bytes=3 * GIB)
     assert "--nvme" in caught.value.help
     gib = int(str(caught.value.help).split("--host-memory-gib ")[1].split()[0].rstrip(","))
-    assert gib > 4
+    assert gib > 3
     made(host_memory_bytes=gib * GIB)
     stored = int(str(caught.value.help).split("--nvme-gib ")[1].split()[0])
-    made(host_memory_bytes=4 * GIB, storage_bytes=stored * GIB)
+    made(host_memory_bytes=3 * GIB, storage_bytes=stored * GIB)
 
 
 def test_device_that_is_too_small_is_told_what_it_lacks() -> None:
     with pytest.raises(InfeasibleError, match="C7"):
-        made(generation=Generation(prompt_len=100_000, generate_len=16, precision="fp16"))
+        made(generation=Generation(prompt_len=120_000, generate_len=16, precision="fp16"), host_memory_bytes=1024 * GIB)
 
 
 def test_bad_input_is_refused() -> None:
@@ -183,16 +183,16 @@ def test_bad_input_is_refused() -> None:
 # `error`: what this model makes of each.
 PUBLISHED = [
     # model, prompt, batch, batches, weights on device and host, keys and values, tokens per second, error in percent
-    ("opt-6.7b", 256, 4, 1, (1.0, 0.0), "device", 53.29, 2),
-    ("opt-6.7b", 512, 2, 1, (1.0, 0.0), "device", 25.26, 7),
-    ("opt-30b", 256, 160, 2, (0.1, 0.9), "host_attended", 16.01, 21),
-    ("opt-30b", 512, 48, 3, (0.2, 0.8), "host_attended", 7.32, 33),
+    ("opt-6.7b", 256, 4, 1, (1.0, 0.0), "device", 53.29, 1),
+    ("opt-6.7b", 512, 2, 1, (1.0, 0.0), "device", 25.26, 6),
+    ("opt-30b", 256, 160, 2, (0.1, 0.9), "host_attended", 16.01, 19),
+    ("opt-30b", 512, 48, 3, (0.2, 0.8), "host_attended", 7.32, 32),
     ("opt-30b", 512, 8, 1, (0.0, 1.0), "device", 1.57, 4),
-    ("opt-30b", 512, 48, 3, (0.2, 0.8), "host_copied", 4.03, 97),
+    ("opt-30b", 512, 48, 3, (0.2, 0.8), "host_copied", 4.03, 95),
     ("opt-175b", 256, 64, 8, (0.0, 0.5), "storage_attended", 1.36, -20),
-    ("opt-175b", 512, 32, 8, (0.0, 0.5), "storage_attended", 0.69, -19),
+    ("opt-175b", 512, 32, 8, (0.0, 0.5), "storage_attended", 0.69, -20),
     ("opt-175b", 1024, 12, 12, (0.0, 0.5), "storage_attended", 0.35, -18),
-    ("opt-175b", 512, 32, 8, (0.0, 0.5), "storage_copied", 0.62, -10),
+    ("opt-175b", 512, 32, 8, (0.0, 0.5), "storage_copied", 0.62, -11),
 ]
 
 
