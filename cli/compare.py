@@ -137,9 +137,17 @@ def _next(job: Job, cluster: ClusterOptions, options: JobOptions) -> str:
     if options.model is None and model not in model_names():
         return "change these settings, and compare again"
     where = f"--cluster {cluster.cluster}" if cluster.cluster else f"--profile {cluster.profile}"
+    unusual = [
+        f" --{name} {getattr(work, name)}"
+        for name in ("optimizer", "update", "attention", "loss")
+        if getattr(work, name) != type(work).model_fields[name].default
+    ]
+    unusual += [f" --recompute-modules {name}" for name in work.recompute_modules]
+    unusual += [" --paged-states"] * work.paged_states
     return (
         f"meshwright plan {model} {where} --engine {work.engine} --global-batch-size {work.global_batch_size} "
-        f"--seq-len {work.seq_len} --precision {work.precision} writes the plan, meshwright export its configuration"
+        f"--seq-len {work.seq_len} --precision {work.precision}{''.join(unusual)} "
+        "writes the plan, meshwright export its configuration"
     )
 
 

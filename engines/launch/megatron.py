@@ -71,7 +71,7 @@ DEFAULTS = {
 ALSO_READ = (
     "bf16", "overlap_param_gather", "sequence_parallel", "recompute_method", "recompute_num_layers", "recompute_modules",
     "moe_flex_dispatcher_backend", "cuda_graph_scope", "cuda_graph_modules", "te_rng_tracker",
-    "deepspeed", "deepspeed_config", "zero_stage", "tokenizer_type", "swiglu", "moe_grouped_gemm",
+    "deepspeed", "deepspeed_config", "zero_stage", "tokenizer_type", "swiglu", "moe_grouped_gemm", "cross_entropy_fusion_impl",
 )  # fmt: skip
 """Options that are known, and decide nothing where another one does."""
 
@@ -89,12 +89,17 @@ def assumed_defaults(settings: Mapping[str, Any], *, is_deepspeed: bool = False)
             yield f"{name} {text} (Megatron's default)"
 
 
-def switches(settings: Mapping[str, Any], *, has_flash_attention: bool = True) -> dict[str, Any]:
-    """Return how the engine executes the step; ``has_flash_attention``: unless an option asks for another kind."""
+def switches(
+    settings: Mapping[str, Any], *, has_flash_attention: bool = True, fuses_loss: bool = False
+) -> dict[str, Any]:
+    """Return how the engine executes the step; ``has_flash_attention`` and ``fuses_loss``: unless an option says otherwise."""
     backend = str(settings.get("attention_backend") or "")
     is_local = settings.get("transformer_impl") == "local" or not has_flash_attention
     is_math = backend in ("unfused", "local") or (is_local and not settings.get("use_flash_attn"))
-    sends_copies = bool(settings.get("num_experts")) and settings.get("moe_token_dispatcher_type") != "flex"
+    has_experts = bool(settings.get("num_experts")) or (settings.get("expert_model_parallel_size") or 1) != 1
+    sends_copies = has_experts and settings.get("moe_token_dispatcher_type") != "flex"
+    is_fused = settings.get("cross_entropy_loss_fusion", fuses_loss)
+    is_in_place = is_fused and settings.get("cross_entropy_fusion_impl") == "te"
     dropouts = [settings.get(name, 0.1) for name in ("attention_dropout", "hidden_dropout")]
     return {
         "optimizer": {"adam": "adamw", None: "adamw"}.get(settings.get("optimizer"), settings.get("optimizer")),
@@ -103,7 +108,7 @@ def switches(settings: Mapping[str, Any], *, has_flash_attention: bool = True) -
         "overlap": bool(settings.get("overlap_grad_reduce") or settings.get("overlap_param_gather")),
         "fp8_activation_input": bool(settings.get("activation_func_fp8_input_store")),
         "recompute_modules": recompute_modules(settings),
-        **({"loss": "in_place"} if settings.get("cross_entropy_fusion_impl") == "te" else {}),
+        **({"loss": "in_place"} if is_in_place else {}),
         "dropout": any(isinstance(value, int | float) and value > 0 for value in dropouts),
     }
 

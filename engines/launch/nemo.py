@@ -127,7 +127,7 @@ def _job(
         known,
         source=source,
         model=model,
-        switches=megatron.switches(settings) | {"dropout": False},
+        switches=megatron.switches(settings, fuses_loss=True) | {"dropout": False},
         engine="nemo",
         facts=tuple(settings.facts()),
         assumed=(*assumed, *_defaults(settings)),

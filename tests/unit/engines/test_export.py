@@ -458,6 +458,28 @@ def test_modules_that_recompute_and_the_fused_loss_reach_megatron_and_are_read_a
     assert launch == {"recompute_modules": modules, "loss": "in_place"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "fuses_loss", "expected"),
+    [
+        ({"cross_entropy_fusion_impl": "te"}, False, {}),
+        ({"cross_entropy_fusion_impl": "te"}, True, {"loss": "in_place"}),
+        ({"cross_entropy_fusion_impl": "te", "cross_entropy_loss_fusion": True}, False, {"loss": "in_place"}),
+        (
+            {"expert_model_parallel_size": 8, "moe_token_dispatcher_type": "alltoall"},
+            True,
+            {"token_dispatch": "copies"},
+        ),
+        ({"expert_model_parallel_size": 8, "moe_token_dispatcher_type": "flex"}, True, {}),
+        ({"expert_model_parallel_size": 1}, True, {}),
+    ],
+)
+def test_loss_and_dispatcher_are_those_that_the_settings_together_name(
+    settings: dict[str, Any], fuses_loss: bool, expected: dict[str, str]
+) -> None:
+    read = switches(settings, fuses_loss=fuses_loss)
+    assert {name: read[name] for name in ("loss", "token_dispatch") if name in read} == expected
+
+
 def complete_launch(script: Path) -> dict[str, Any]:
     """What the engine executes, as the written script is read as a launch."""
     found = switches(settings_of(script.read_text()))
