@@ -138,8 +138,8 @@ def _next(job: Job, cluster: ClusterOptions, options: JobOptions) -> str:
         return "change these settings, and compare again"
     where = f"--cluster {cluster.cluster}" if cluster.cluster else f"--profile {cluster.profile}"
     unusual = [
-        f" --{name} {getattr(work, name)}"
-        for name in ("optimizer", "update", "attention", "loss")
+        f" --{name.replace('_', '-')} {getattr(work, name)}"
+        for name in ("optimizer", "update", "attention", "loss", "token_dispatch")
         if getattr(work, name) != type(work).model_fields[name].default
     ]
     unusual += [f" --recompute-modules {name}" for name in work.recompute_modules]

@@ -115,6 +115,7 @@ class TrainingOptions(OptionModel):
     paged_states: bool
     attention: str
     loss: str
+    token_dispatch: str
     recompute_modules: tuple[str, ...] = option(
         (), "what selective recompute of megatron and nemo makes again: layernorm, moe_act, mlp, moe, ...; repeat.", metavar="NAME"
     )  # fmt: skip
