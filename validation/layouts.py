@@ -85,7 +85,7 @@ def layout_of(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Lay
 def _exchanges_heads(row: RunRow, defaults: FrameworkDefaults) -> bool:
     """Return whether context ranks exchange tokens for heads around attention; otherwise keys and values go round a ring."""
     text = " ".join((row.framework, row.sharding, row.notes))
-    return (stated("context", text) or defaults.value("context")) == "heads"
+    return bool(defaults.noted("context", stated("context", text)) == "heads")
 
 
 def num_chunks(row: RunRow) -> int:
@@ -238,11 +238,11 @@ def workload_of(
     )
     adapters, blocking = adapters_of(row, defaults), stated("blocking launches", row.notes)
     trained = "adapters" if adapters else "all"
+    of_time = f": {row.gpu_class or row.gpu_type}, {row.software_date or 'undated'}"
     is_lean = not row.optimizer and defaults.value("lean_optimizer", f": {trained}, {row.n_gpus} devices")
     modules, facts = recompute_modules(row), ENGINES[_engine(row, layout, defaults)]
     is_per_operator = defaults.value("selective_recompute") == "alternate_products" and "layer" not in row.recompute
-    noted = defaults.stated("flash_generation") or stated("flash generation", row.notes)
-    flash_generation = int(noted or defaults.value("flash_generation"))
+    flash_generation = int(defaults.noted("flash_generation", stated("flash generation", row.notes)))
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
@@ -254,15 +254,14 @@ def workload_of(
         flash_generation=cast("Any", flash_generation),
         expert_imbalance=_imbalance(row, layout, defaults),
         token_dispatch=_token_dispatch(row, model, layout, defaults) if row.experts else "engine",
-        overlap=defaults.value("overlap", f": {row.gpu_class or row.gpu_type}, {row.software_date or 'undated'}")
-        and not stated("no overlap", row.notes),
-        blocking_launches=defaults.value("blocking_launches") if blocking is None else blocking == "yes",
+        overlap=defaults.noted("overlap", False if stated("no overlap", row.notes) else None, of_time),
+        blocking_launches=defaults.noted("blocking_launches", blocking and blocking == "yes"),
         selective="alternate_products" if is_per_operator else "products",
         dropout=defaults.value("dropout"),
         fusion=_fusion(row, defaults),
         fp8_scaling=cast("Any", stated("fp8 scaling", row.precision)),
         recompute_modules=modules if facts.is_eager_like_megatron and layout.recompute == "selective" else (),
-        loss=cast("Any", defaults.stated("loss") or stated("loss", row.notes) or defaults.value("loss")),
+        loss=cast("Any", defaults.noted("loss", stated("loss", row.notes))),
         update=cast("Any", stated("update", f"{row.optimizer} {row.notes}") or ("in_backward" if is_lean else "step")),
         paged_states=is_lean or stated("paged states", row.optimizer) is not None,
         fp8_activation_input=defaults.value("fp8_activation_input", f": {trained}, cp {layout.cp}"),
@@ -300,7 +299,7 @@ over 8, on web text (loads of Mixtral-8x7B and OLMoE-1B-7B, allenai/OLMoE script
 
 def _imbalance(row: RunRow, layout: Layout, defaults: FrameworkDefaults) -> tuple[tuple[int, float], ...]:
     """Return the imbalance of a router that is not told to balance; none where it is, or where no tokens travel."""
-    routing = stated("routing", row.notes) or defaults.value("routing")
+    routing = defaults.noted("routing", stated("routing", row.notes))
     if not row.experts or layout.ep == 1 or routing == "even":
         return ()
     return ((layout.ep, 1 + _IMBALANCE_A_DOUBLING * math.log2(layout.ep)),)
@@ -311,8 +310,10 @@ def _token_dispatch(
 ) -> Literal["engine", "copies"]:
     """Return how tokens travel between nodes: as the notes of a row say, else as recipes of its framework do."""
     latent = ", latent" if isinstance(model.block_runs[-1][0].attention, LatentAttention) else ""
-    default = defaults.value("token_dispatch", _run_of_recipe(row, layout) + latent)
-    return cast("Literal['engine', 'copies']", stated("token dispatch", row.notes) or default)
+    noted = stated("token dispatch", row.notes)
+    return cast(
+        "Literal['engine', 'copies']", defaults.noted("token_dispatch", noted, _run_of_recipe(row, layout) + latent)
+    )
 
 
 def _run_of_recipe(row: RunRow, layout: Layout) -> str:
@@ -326,9 +327,7 @@ def _run_of_recipe(row: RunRow, layout: Layout) -> str:
 def _switch(choice: str, words: str, row: RunRow, run: str, defaults: FrameworkDefaults) -> bool:
     """Return whether a switch was on: as the row's column or notes say, else as the framework's recipes have it for such a run."""
     said = stated(words, row.notes)
-    if not said or defaults.stated(choice) is not None:
-        return bool(defaults.value(choice, run))
-    return said == "on"
+    return bool(defaults.noted(choice, said and said == "on", run))
 
 
 def base_precision(row: RunRow) -> str | None:

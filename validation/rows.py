@@ -301,6 +301,10 @@ class FrameworkDefaults:
         lines = (line for line in framework_choices()[choice] if re.match(line["framework"], text, re.IGNORECASE))
         return next(line.get("value") for line in lines if not ("until" in line and (self.date or "9") > line["until"]))
 
+    def noted(self, choice: str, said: Any, detail: str = "") -> Any:
+        """Return a choice as its column states it, else as ``said`` by other words of the row (None: by none), else as `value`."""
+        return self.value(choice, detail) if said is None or choice in self.behaviour else said
+
     def stated(self, choice: str) -> Any:
         """Return what the row's column of a choice states; None where it states nothing."""
         return self.behaviour.get(choice)

@@ -378,6 +378,26 @@ def test_graphs_and_exchange_of_a_mixture_are_those_of_the_release_for_the_devic
     assert result.workload.token_dispatch == dispatch
 
 
+def test_a_column_comes_before_the_notes() -> None:
+    mixture = {"experts": 16, "topk": 2, "ep": 8, "etp": 1, "tp": 1, "pp": 1, "cp": 2, "dp": 8, "vpp": "1"}
+    notes = {"notes": "EP overlap; DeepEP; ulysses; Liger; FA-3; forced load balance; CUDA_LAUNCH_BLOCKING=1"}
+    columns = {
+        "ep_overlap": False, "token_dispatch": "copies", "context": "ring", "loss": "engine", "flash_generation": 2,
+        "routing": "learned", "blocking_launches": False,
+    }  # fmt: skip
+    run = {"framework": "Megatron-LM", "recompute_class": "none", **mixture, **notes}
+    noted, stated = (inputs_of(**run, **more) for more in ({}, {"behaviour": tuple(columns.items())}))
+    for result, expected in (
+        (noted, (True, "engine", 2, "fused", 3, (), True)),
+        (stated, (False, "copies", 1, "engine", 2, ((8, 1.12),), False)),
+    ):
+        layout, work = result.layout, result.workload
+        assert (
+            layout.ep_overlap, work.token_dispatch, layout.cp_ulysses, work.loss, work.flash_generation,
+            work.expert_imbalance, work.blocking_launches,
+        ) == expected  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "imbalance"),
     [
