@@ -3,7 +3,7 @@
 Rows that differ in nothing but their layout are a decision group. Every pair of its rows gives one error of log(time ratio); the
 standard deviations of `cost_models.stage.interval` are the most likely ones under a Laplace distribution, with a prior that decides
 where no pair says anything. Sources weigh alike (those with fewer than three groups in proportion), in them groups, in these
-pairs. Runs of one engine that scatter for reasons nobody knows (SEPARATE_ENGINE) are left out.
+pairs. Runs that stalled between nodes are in no group.
 
 What is reported of a source comes from values that were fitted on the other sources.
 """
@@ -18,21 +18,17 @@ import numpy as np
 from scipy.optimize import minimize
 
 from ..cost_models.stage.interval import KINDS, margin
-from ..schema.engine_facts import Engine
 from ..schema.units import FloatArray
 from ..validation.decisions import Group, choose_by, choose_naively, read_groups
 from ..validation.predict import predict
 from ..validation.rows import read_runs
-
-SEPARATE_ENGINE: Engine = "nanotron"
-"""Its groups are reported apart."""
 
 PRIOR = dict.fromkeys(KINDS, 0.08) | {"noise": 0.03, "schedule": 0.05}
 """Where no pair says anything: between what tensor and pipeline parallelism have."""
 
 PRIOR_WEIGHT = 0.01
 MANY_GROUPS = 3
-LARGE_SOURCE = 50
+LARGE_SOURCE = 15
 """Groups of a source that stands apart in the report."""
 
 COVERED = (0.5, 0.8, 0.9)
@@ -43,7 +39,7 @@ Sd = dict[str, float]
 
 def fit_sd(groups: Iterable[Group]) -> Sd:
     """Return the most likely standard deviation of each kind of difference."""
-    groups = [group for group in groups if group.engine != SEPARATE_ENGINE]
+    groups = list(groups)
     count = Counter(group.source for group in groups)
     pairs = [group.pairs() for group in groups]
     weights = [
@@ -83,8 +79,8 @@ def report(options: Namespace) -> str:
             f"{100 * part:.0f} %: {100 * value:.0f}" for part, value in zip(COVERED, parts.mean(axis=0), strict=True)
         )
         lines.append(f"# {source}, {len(parts)} groups, inside intervals of {covered}")
-    everywhere = np.array([coverage(group, sd_of[group.source]) for group in groups if group.engine != SEPARATE_ENGINE])
-    lines += [f"# groups alike, without {SEPARATE_ENGINE}: {(100 * everywhere.mean(axis=0)).round()}", ""]
+    everywhere = np.array([coverage(group, sd_of[group.source]) for group in groups])
+    lines += [f"# groups alike: {(100 * everywhere.mean(axis=0)).round()}", ""]
     for probability in PROBABILITIES:
         chosen = [choose_by(group, sd_of[group.source], probability) for group in groups]
         lines.append(_regrets(f"probability {probability:g}", groups, chosen))
@@ -93,17 +89,12 @@ def report(options: Namespace) -> str:
 
 
 def _regrets(name: str, groups: Sequence[Group], chosen: Sequence[int]) -> str:
-    count = Counter(group.source for group in groups if group.engine != SEPARATE_ENGINE)
+    count = Counter(group.source for group in groups)
     parts: dict[str, list[float]] = defaultdict(list)
-    both: list[float] = []
     for group, idx in zip(groups, chosen, strict=True):
-        is_separate = group.engine == SEPARATE_ENGINE
-        part = SEPARATE_ENGINE if is_separate else group.source if count[group.source] >= LARGE_SOURCE else "others"
-        parts[part].append(group.regret(idx))
-        both += [] if is_separate else [group.regret(idx)]
+        parts[group.source if count[group.source] >= LARGE_SOURCE else "others"].append(group.regret(idx))
     summaries = [
         f"{part} ({len(values)}) {100 * np.mean(values):.2f} %, at most {100 * max(values):.1f}"
-        for part, values in [*parts.items(), (f"all but {SEPARATE_ENGINE}", both)]
-        if values
+        for part, values in [*parts.items(), ("all", [value for values in parts.values() for value in values])]
     ]
     return f"# regret, {name}: {'; '.join(summaries)}"

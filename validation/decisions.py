@@ -39,7 +39,6 @@ class Group:
     predicted_s: FloatArray
     measured_s: FloatArray
     fits: BoolArray
-    engine: str
     ids: tuple[str, ...] = ()
     best_s: float = 0.0
 
@@ -119,7 +118,6 @@ def _group(members: Sequence[Member]) -> Group | None:
         predicted_s=np.array([estimate.step_time_s for estimate in estimates]),
         measured_s=np.array(seconds, dtype=np.float64),
         fits=np.array([estimate.fits for estimate in estimates]),
-        engine=inputs[0].workload.engine,
         ids=ids,
         best_s=min(member[2] for member in members),
     )

@@ -26,9 +26,7 @@ def groups(sd_tp: float, sd_noise: float, count: int = 60) -> list[Group]:
         )
         measured_s = random.uniform(1, 2, len(table))
         made.append(
-            Group(
-                f"source {idx % 4}", table, measured_s * np.exp(off), measured_s, np.ones(len(table), dtype=bool), False
-            )
+            Group(f"source {idx % 4}", table, measured_s * np.exp(off), measured_s, np.ones(len(table), dtype=bool))
         )
     return made
 
@@ -45,7 +43,7 @@ def test_known_errors_are_found_and_covered() -> None:
 
 def test_regret_is_that_of_the_choice() -> None:
     table = LayoutTable.from_layouts([Layout(dp_shard=8), Layout(tp=8)], 64)
-    group = Group("a", table, np.array([1.02, 1.0]), np.array([1.0, 1.25]), np.ones(2, dtype=bool), "megatron")
+    group = Group("a", table, np.array([1.02, 1.0]), np.array([1.0, 1.25]), np.ones(2, dtype=bool))
     sd = dict.fromkeys(KINDS, 0.1)
     assert choose_by(group, sd, 0.5) == 1
     assert choose_by(group, sd, 0.667) == choose_naively(group) == 0
