@@ -32,7 +32,7 @@ class JobOptions(OptionModel):
     seq_len: int | None = option(None, "tokens of one sequence, where the file does not say.", ge=1)
     global_batch_size: int | None = option(None, "sequences of one step, where the file does not say.", ge=1)
     precision: str | None = option(
-        None, "bf16-mixed, fp16-mixed, fp8 or fp32, where the file does not say.", metavar="P"
+        None, "bf16-mixed, fp16-mixed, fp8, tf32 or fp32, where the file does not say.", metavar="P"
     )
     set: tuple[str, ...] = option(
         (),

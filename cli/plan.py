@@ -183,7 +183,7 @@ class PrecisionOptions(OptionModel):
     """The numbers."""
 
     precision: str | None = option(
-        None, "bf16-mixed, fp16-mixed, fp8 or fp32; with --infer bf16, fp16 or fp32. Default: the best that the device has.",
+        None, "bf16-mixed, fp16-mixed, fp8, tf32 or fp32; with --infer bf16, fp16, tf32, fp32. Default: the best of the device.",
         metavar="P",
     )  # fmt: skip
 
@@ -464,9 +464,9 @@ def _plan_generation(
 
     spec, machine = ModelSpec.resolve(model), cluster.read()
     precision = (output.precision or default_precision(machine)).removesuffix("-mixed")
-    if precision not in ("bf16", "fp16", "fp32"):
+    if precision not in ("bf16", "fp16", "tf32", "fp32"):
         raise ConfigError(
-            f"--precision {output.precision}: generation is planned in bf16, fp16 or fp32",
+            f"--precision {output.precision}: generation is planned in bf16, fp16, tf32 or fp32",
             help="use --precision bf16",
         )
     rate = generation.host_attention_gb_per_s

@@ -46,8 +46,7 @@ _MIN_SLOWDOWN = 0.01
 """Of a pair that the law does not slow down: what its ratio multiplies."""
 
 _NUM_HALVINGS = 50
-_DTYPES = {"fp32": "fp32", "fp16-mixed": "fp16"}
-_LAYER_DTYPES = {"bf16-mixed": ("bf16",), "bf16": ("bf16",), "fp16-mixed": ("fp16",), "fp32": ("fp32", "tf32")}
+_DTYPES = {"fp32": "fp32", "tf32": "fp32", "fp16-mixed": "fp16"}
 
 PassSeconds = Callable[[CostInputs], tuple[FloatArray, FloatArray]]
 """Modelled forward and backward seconds [N] of one layer, host included and communication not."""
@@ -61,14 +60,14 @@ def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> t
     profile, workload = inputs.cluster.profile, inputs.workload
     if profile is None or not workload.engine_facts.is_own_runtime or workload.adapters is not None:
         return None
-    dtypes = _LAYER_DTYPES.get(workload.precision, ())
+    dtype = workload.precision.removesuffix("-mixed")
     points = [
         point
         for point in profile.layers
         if point.recompute == "none"
         and point.hidden_dim == inputs.hidden_dim
         and point.seq_len == workload.seq_len
-        and point.dtype in dtypes
+        and point.dtype == dtype
         and point.layer == layer
     ]
     if not points:

@@ -16,7 +16,7 @@ from .adapter import Adapter, Exported, Imported, Table
 VERSION = "1.15"
 CONFIG = "accelerate.yaml"
 _PREFIX = "parallelism_config_"
-_PRECISION = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8", "fp32": "no"}
+_PRECISION = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8", "tf32": "no", "fp32": "no"}
 
 
 EACH_BATCH = (
@@ -77,7 +77,7 @@ def write(plan: TrainingPlan) -> Exported:
             *(f"in the training script: {part}" for part in plan.workload.library_parts),
             "data, optimizer, learning rate",
         ),
-        command=f"accelerate launch --config_file {CONFIG} your_script.py",
+        command=f"{adapter.on_command(plan)}accelerate launch --config_file {CONFIG} your_script.py",
     )
 
 
@@ -96,14 +96,16 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
     fsdp, axes = adapter.tables_in(content, "fsdp_config", "parallelism_config")
     precisions = {value: name for name, value in _PRECISION.items()}
     layout, assumed = _sharded_layout(fsdp, axes, devices) if kind == "FSDP" else (Layout(dp_replicate=devices), ())
+    precision = precisions.get(str(content.get("mixed_precision", "no")))
+    plain = (adapter.PLAIN_PRODUCTS,) if precision == "fp32" else ()
     known = {"distributed_type", "num_processes", "fsdp_config", "parallelism_config", "mixed_precision"}
     return Imported(
         engine="accelerate",
         layout=layout,
         num_devices=devices,
-        precision=precisions.get(str(content.get("mixed_precision", "no"))),
+        precision=precision,
         ignored=tuple(sorted(str(name) for name in content if name not in known)),
-        assumed=("micro_batch_size 1: Accelerate's is in the training script", *assumed),
+        assumed=("micro_batch_size 1: Accelerate's is in the training script", *assumed, *plain),
     )
 
 

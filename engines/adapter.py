@@ -158,6 +158,29 @@ def with_sharded_gradients(plan: TrainingPlan) -> TrainingPlan:
     return plan.replace(layout=plan.layout.replace(zero_stage=2))
 
 
+TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""Of torch (aten/src/ATen/Context.h): 1 multiplies fp32 matrices as TF32, 0 does not; NVIDIA's containers set it to 1."""
+
+
+PLAIN_PRODUCTS = f"fp32: products without TF32, of which this file says nothing ({TF32_VARIABLE}=1, --precision tf32)"
+"""What is assumed of a configuration without 16-bit formats."""
+
+
+def environment(plan: TrainingPlan) -> tuple[str, ...]:
+    """Return the variables, ``NAME=1``, by which torch multiplies as the plan says where the engine has no option for it."""
+    if not plan.workload.is_full_precision or plan.cluster.weakest_device.backend.is_host:
+        return ()
+    chosen = int(plan.workload.precision == "tf32")
+    # torch for ROCm wants to be told twice.
+    names = (TF32_VARIABLE,) if plan.cluster.is_nvidia else (TF32_VARIABLE, "HIPBLASLT_ALLOW_TF32")
+    return tuple(f"{name}={chosen}" for name in names)
+
+
+def on_command(plan: TrainingPlan) -> str:
+    """Return `environment` as it stands before a command, with a blank; empty where there is none."""
+    return "".join(f"{variable} " for variable in environment(plan))
+
+
 def torchrun(plan: TrainingPlan) -> str:
     """Return the beginning of the line that starts the ranks of one node."""
     nodes = plan.cluster.num_nodes

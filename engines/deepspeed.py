@@ -17,6 +17,8 @@ from .adapter import Adapter, Exported, Imported, Table
 
 VERSION = "0.19"
 CONFIG = "ds_config.json"
+ENVIRONMENT = ".deepspeed_env"
+"""Variables that the launcher takes to other nodes, from where it is started."""
 
 
 def write(plan: TrainingPlan) -> Exported:
@@ -35,13 +37,16 @@ def write(plan: TrainingPlan) -> Exported:
     }
     nodes = plan.cluster.num_nodes
     hosts = f" --num_nodes {nodes} --hostfile hostfile" if nodes > 1 else ""
+    variables = adapter.environment(plan)
+    of_nodes = ((ENVIRONMENT, "\n".join(variables) + "\n"),) if nodes > 1 and variables else ()
     return Exported(
         engine="deepspeed",
         version=VERSION,
-        files=((CONFIG, json.dumps(content, indent=2) + "\n"),),
+        files=((CONFIG, json.dumps(content, indent=2) + "\n"), *of_nodes),
         not_expressed=(*adapter.placement_not_expressed(plan), *_of_model_code(plan)),
         to_set=("data, optimizer and learning rate: in the training script or under `optimizer` and `scheduler`",),
-        command=f"deepspeed --num_gpus {plan.cluster.largest_node}{hosts} your_script.py --deepspeed_config {CONFIG}",
+        command=f"{adapter.on_command(plan)}deepspeed --num_gpus {plan.cluster.largest_node}{hosts} your_script.py "
+        f"--deepspeed_config {CONFIG}",
     )
 
 
@@ -111,7 +116,9 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
         "fp16", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "pipeline",
     }  # fmt: skip
     of_script = "recompute none" if has_stages else "pp 1 and recompute none"
-    assumed = [f"{of_script}: DeepSpeed takes it from the training script"]
+    assumed, precision = [f"{of_script}: DeepSpeed takes it from the training script"], _precision(content)
+    if precision == "fp32":
+        assumed.append(adapter.PLAIN_PRODUCTS)
     if accumulated is None:
         assumed.append(f"micro_batch_size {micro_batch}")
     return Imported(
@@ -119,7 +126,7 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
         layout=Layout(**fields, micro_batch_size=micro_batch, **_offload(zero)),
         num_devices=num_devices,
         global_batch_size=batch,
-        precision=_precision(content),
+        precision=precision,
         ignored=tuple(sorted(str(name) for name in content if name not in known)),
         assumed=tuple(assumed),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from ..schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttention
@@ -13,6 +14,8 @@ from ..schema.training_plan import TrainingPlan
 from . import adapter
 from .adapter import Adapter, Exported, Imported
 from .launch import megatron as launch
+from .launch.command import allows_tf32
+from .launch.shell import read_script
 from .megatron_settings import (
     LIMITS,
     VERSION,
@@ -34,6 +37,7 @@ def write(plan: TrainingPlan) -> Exported:
             "# data, tokenizer, learning rate, --train-iters, checkpoints.",
             "set -euo pipefail",
             *(["export CUDA_DEVICE_MAX_CONNECTIONS=1"] if plan.layout.tp * plan.layout.cp > 1 else []),
+            *(f"export {variable}" for variable in adapter.environment(plan)),
             "",
             bash_array("MODEL_ARGS", model_settings(plan.model, plan.workload.seq_len)),
             "",
@@ -166,6 +170,8 @@ def read(text: str, num_devices: int | None, model: ModelSpec | None) -> Importe
     settings = launch.settings_of(text)
     devices = num_devices or _world_size(settings)
     imported = launch.imported_from(settings, devices, model)
+    if imported.precision == "fp32" and allows_tf32(read_script(text, Path(SCRIPT))):
+        imported = imported.replace(precision="tf32")
     return imported.replace(ignored=tuple(sorted(name.lstrip("-").replace("-", "_") for name in settings.ignored())))
 
 

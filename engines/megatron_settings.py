@@ -23,6 +23,7 @@ _PRECISION: dict[str, Settings] = {
     "bf16-mixed": {"bf16": True},
     "fp16-mixed": {"fp16": True},
     "fp8": {"bf16": True, "fp8_format": "hybrid"},
+    "tf32": {},
     "fp32": {},
 }
 

@@ -35,6 +35,12 @@ WITH_FP8 = {"llama3_405b": "405B"}
 """Functions whose model has fp8 converters, and its name in ``model_registry``, which makes it without."""
 
 PRECISION = {"bf16-mixed": ("float32", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "fp32": ("float32", "float32")}
+"""`training.dtype` and `training.mixed_precision_param`; tf32 has those of fp32 and one line besides."""
+
+_TF32 = 'torch.set_float32_matmul_precision("high")'
+
+PRODUCTS = "fp32_products"
+"""Setting of `training` that stands for the line of `sets_tf32`."""
 
 _CHECKPOINTING: dict[str, str] = {"full": "FullAC", "selective": "SelectiveAC"}
 _MODULES = {"embedding": ["tok_embeddings"], "block": ["layers.{}"], "head": ["norm", "lm_head"]}
@@ -48,6 +54,7 @@ def write(plan: TrainingPlan) -> Exported:
     lines = [
         f'"""torchtitan {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}"""',
         "",
+        *(["import torch"] if plan.workload.precision == "tf32" else []),
         *([f"from torchtitan.distributed.activation_checkpoint import {checkpointing}"] if checkpointing else []),
         *([f"from torchtitan.models.{package} import model_registry"] if function in WITH_FP8 else []),
         f"from torchtitan.models.{package}.config_registry import {function}",
@@ -55,6 +62,7 @@ def write(plan: TrainingPlan) -> Exported:
         "",
         "",
         "def plan() -> Trainer.Config:",
+        *([f"    {_TF32}"] if plan.workload.precision == "tf32" else []),
         f"    config = {function}()",
         *(f"    config.{name} = {value!r}" for name, value in _settings(plan).items()),
         *_without_fp8(plan),
@@ -68,13 +76,15 @@ def write(plan: TrainingPlan) -> Exported:
         from ..cost_models.pipeline.simulation import pipeline_order
 
         files.append((ORDER.format(plan.layout.schedule), to_torch_csv(pipeline_order(plan))))
+    # tf32 is said in the module, where `import` finds it; fp32 against a container that says otherwise.
+    variables = adapter.on_command(plan) if plan.workload.precision == "fp32" else ""
     return Exported(
         engine="torchtitan",
         version=VERSION,
         files=tuple(files),
         not_expressed=adapter.placement_not_expressed(plan),
         to_set=("hf_assets_path (tokenizer), dataloader, optimizer, steps: as the function of torchtitan has them",),
-        command=f"PYTHONPATH=. {adapter.torchrun(plan)} -m torchtitan.train --module {MODULE} --config plan",
+        command=f"{variables}PYTHONPATH=. {adapter.torchrun(plan)} -m torchtitan.train --module {MODULE} --config plan",
     )
 
 
@@ -86,7 +96,7 @@ def _without_fp8(plan: TrainingPlan) -> list[str]:
 
 def _settings(plan: TrainingPlan) -> Table:
     layout, work = plan.layout, plan.workload
-    dtype, products = PRECISION[work.precision]
+    dtype, products = PRECISION["fp32" if work.is_full_precision else work.precision]
     pipelined = layout.pp > 1
     settings: dict[str, Any] = {
         "training.local_batch_size": layout.micro_batch_size * (plan.num_microbatches if pipelined else 1),
@@ -143,10 +153,17 @@ def read_module(text: str, num_devices: int | None, model: ModelSpec | None) -> 
         raise ConfigError("not a configuration: its expressions are nested too deeply") from None
 
 
+def sets_tf32(node: ast.AST) -> bool:
+    """Return whether a statement has torch multiply fp32 matrices as TF32."""
+    return isinstance(node, ast.Expr) and ast.unparse(node).replace("'", '"') == _TF32
+
+
 def _assigned(tree: ast.Module) -> dict[str, dict[str, Any]]:
     """Return section -> name -> literal of the assignments to ``config``."""
     content: dict[str, dict[str, Any]] = {}
     for node in ast.walk(tree):
+        if sets_tf32(node):
+            content.setdefault("training", {})[PRODUCTS] = "tf32"
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             continue
         path = ast.unparse(node.targets[0]).split(".")
@@ -215,6 +232,8 @@ def read(content: Table, num_devices: int | None, model: ModelSpec | None) -> Im
 
 def _precision(training: Table) -> str:
     said = (training.get("dtype", "float32"), training.get("mixed_precision_param", "bfloat16"))
+    if said == PRECISION["fp32"] and training.get(PRODUCTS) == "tf32":
+        return "tf32"
     return next((ours for ours, theirs in PRECISION.items() if theirs == said), "bf16-mixed")
 
 

@@ -40,7 +40,7 @@ from .offload.schedule import layer_of
 from .training.step_clock import StepClock
 
 _DTYPES: dict[Precision, torch.dtype] = {
-    "fp32": torch.float32, "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16,
+    "fp32": torch.float32, "tf32": torch.float32, "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16,
 }  # fmt: skip
 
 
@@ -54,13 +54,22 @@ def compute_dtype(plan: TrainingPlan) -> torch.dtype:
     return _DTYPES[precision]
 
 
+def set_products(plan: TrainingPlan) -> None:
+    """Let torch multiply fp32 matrices on the matrix units or plainly, as the plan says; of 16 bits nothing is set.
+
+    Said in both cases: NVIDIA's containers have TF32 on, torch has it off.
+    """
+    if plan.workload.is_full_precision:
+        torch.set_float32_matmul_precision("high" if plan.workload.precision == "tf32" else "highest")
+
+
 def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> "ReductionTimer | None":
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
     layout = plan.layout
     is_only_axis = mesh.pp is None and mesh.tp is None and mesh.expert_mesh is None and layout.cp == 1
     is_unsharded = layout.zero_stage == 0 and layout.dp_replicate > 1 and plan.offload is None
     # Not under cp, whose backward pass waits for collectives of its own between DDP's: on gloo that was seen to hang.
-    if is_only_axis and is_unsharded and plan.workload.precision == "fp32":
+    if is_only_axis and is_unsharded and plan.workload.is_full_precision:
         if not plan.workload.has_backward:
             return None
         reduction = ReductionTimer(mesh.fsdp["dp_replicate"].get_group())

@@ -15,7 +15,7 @@ from ..schema.offload import why_not_offloadable
 from ..schema.training_plan import TrainingPlan
 from .adapters import apply_adapters
 from .context_parallel import apply_context_parallel
-from .data_parallel import apply_data_parallel, compute_dtype, materialise
+from .data_parallel import apply_data_parallel, compute_dtype, materialise, set_products
 from .expert_parallel import apply_expert_parallel
 from .mesh import build_mesh
 from .models.decoder import Decoder, init_weights
@@ -61,6 +61,7 @@ def parallelize(
     _check(model, plan)
     if compile_blocks:
         require_compilable(plan)
+    set_products(plan)
     device = device or _default_device(plan)
     if model is not None and not isinstance(model, Decoder):
         return parallelize_user_module(model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn)

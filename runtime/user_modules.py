@@ -130,7 +130,7 @@ def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
     tokens = torch.zeros((1, min(plan.workload.seq_len, 8)), dtype=torch.long)
     if layout.pp > 1 and (reason := why_not_staged(module, structure, [tokens])):
         raise RuntimeMismatchError(f"pp {layout.pp}: {reason}", help="plan with --fix pp=1")
-    is_replicated = layout.dp_shard == 1 and layout.pp == 1 and layout.tp == 1 and plan.workload.precision == "fp32"
+    is_replicated = layout.dp_shard == 1 and layout.pp == 1 and layout.tp == 1 and plan.workload.is_full_precision
     if (reason := why_not_sharded(module, ())) and not is_replicated:
         raise RuntimeMismatchError(reason, help="plan with --precision fp32 --fix dp_shard=1,pp=1,tp=1")
     _check_identity(module, structure, plan)

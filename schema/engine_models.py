@@ -32,8 +32,9 @@ def full_training(*precisions: str, reason: str, also: Lacks | None = None, scri
     """
 
     def lacks(model: ModelSpec, workload: Workload) -> tuple[str, ...]:
+        # Who trains in fp32 does so in tf32 too: torch takes it from a variable (engines/adapter.py).
         reasons = [
-            (workload.precision not in precisions, f"precision {workload.precision}: {reason}"),
+            (workload.precision.replace("tf32", "fp32") not in precisions, f"precision {workload.precision}: {reason}"),
             (workload.adapters is not None, "adapters, which are set in the training script of the engine"),
             (not workload.has_backward, "training without a backward pass"),
             *((True, text) for text in workload.library_parts if not script_trains),

@@ -94,7 +94,7 @@ def problem_facts(
         latent_attention=any(isinstance(block.attention, LatentAttention) for block in blocks),
         traced_len=model.traced_len or 0,
         **(_UNKNOWN if model.code is None and model.traced_len else {} if model.code is None else model.code.facts),
-        is_fp32=workload.precision == "fp32",
+        is_fp32=workload.is_full_precision,
     )
 
 

@@ -12,7 +12,7 @@ from .base import Count, Frozen
 from .engine_facts import ENGINES, OWN_ENGINE, Engine, EngineFacts
 from .errors import ConfigError
 
-Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "fp32"]
+Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "tf32", "fp32"]
 Optimizer = Literal["adamw", "adamw-8bit", "sgd", "muon"]
 Loss = Literal["engine", "chunked", "chunked_head", "in_place", "fused"]
 Module = Literal["core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp", "moe", "shared_experts"]
@@ -20,6 +20,9 @@ Selective = Literal["products", "alternate_products"]
 Fusion = Literal["engine", "compiled", "compiled_blocks", "composite_norm", "eager"]
 Passes = Literal["backward", "zeroth_order"]
 FrozenStorage = Literal["16-bit", "8-bit", "nf4"]
+
+FULL_PRECISIONS = ("fp32", "tf32")
+"""Precisions without 16-bit copies."""
 
 NUM_DECODE_PHASES = 3
 """The decoding is cut into so many phases, each costed at its mean length."""
@@ -179,7 +182,8 @@ class Workload(EngineOptions, Task):
         seq_len: tokens of one sequence.
         global_batch_size: sequences of one step over the entire cluster.
         precision: of the matrix products. The mixed ones keep fp32 master parameters; bf16 keeps
-            parameters, gradients and optimizer states in bf16.
+            parameters, gradients and optimizer states in bf16. fp32 and tf32 keep everything in fp32; fp32 multiplies so on
+            the vector units, tf32 on the matrix units, which read 10 bits of each mantissa.
         optimizer: adamw keeps two states per parameter, adamw-8bit in a byte each, muon one (orthogonalised by Newton-Schulz
             steps), sgd (no momentum) none.
         passes: zeroth_order replaces the backward pass and the optimizer by a second forward pass and a step along a random
@@ -245,9 +249,14 @@ class Workload(EngineOptions, Task):
         return min(self.seq_len, self.document_len or self.seq_len)
 
     @property
+    def is_full_precision(self) -> bool:
+        """Return whether parameters and activations are in fp32, whichever units multiply them."""
+        return self.precision in FULL_PRECISIONS
+
+    @property
     def compute_bytes(self) -> int:
         """Return the bytes of one element of gathered parameters and of activations."""
-        return 4 if self.precision == "fp32" else 2
+        return 4 if self.is_full_precision else 2
 
     @property
     def optimizer_bytes(self) -> float:
@@ -269,7 +278,7 @@ class Generation(Task):
 
     prompt_len: Count
     generate_len: Count
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp16", "tf32", "fp32"] = "bf16"
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -293,12 +302,12 @@ class Generation(Task):
     @property
     def element_bytes(self) -> int:
         """Return the bytes of a weight, a key, a value or a hidden state."""
-        return 4 if self.precision == "fp32" else 2
+        return 4 if self.precision in FULL_PRECISIONS else 2
 
     @property
     def training_precision(self) -> Precision:
         """Return the precision of training whose matrix products are the same."""
-        precisions: dict[str, Precision] = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp32": "fp32"}
+        precisions: dict[str, Precision] = {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "tf32": "tf32", "fp32": "fp32"}
         return precisions[self.precision]
 
 

@@ -10,7 +10,7 @@ import re
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from ..schema import Layout, ModelSpec, Workload
+from ..schema import Device, Layout, ModelSpec, Workload
 from ..schema.engine_facts import ENGINES
 from ..schema.layers import LatentAttention
 from ..schema.layout import Offload, Recompute
@@ -216,9 +216,7 @@ def offload_of(row: RunRow) -> OffloadChoice:
 # --- workload --------------------------------------------------------------------------------------------------------
 
 
-def workload_of(
-    row: RunRow, model: ModelSpec, layout: Layout, defaults: FrameworkDefaults, *, has_bf16: bool
-) -> Workload:
+def workload_of(row: RunRow, model: ModelSpec, layout: Layout, defaults: FrameworkDefaults, device: Device) -> Workload:
     """Return the workload of a row; ``defaults`` records what it does not state.
 
     Raises:
@@ -231,8 +229,10 @@ def workload_of(
     precision = base_precision(row)
     if not precision:
         precision = defaults.assume("precision")
-        if precision == "bf16" and not has_bf16:
+        if precision == "bf16" and device.peak_flops_per_s.bf16 is None:
             precision = "fp16"
+    if precision == "fp32" and device.peak_flops_per_s.tf32 is not None:
+        precision = defaults.value("fp32_products")
     is_mixed = precision == "fp16" or (
         precision == "bf16" and not stated("pure bf16", f"{row.precision}@{row.sharding}")
     )

@@ -108,8 +108,7 @@ def run_inputs(row: RunRow) -> RunInputs | str:
     defaults.assumed += [*model.assumed, *derived]
     try:
         layout = layout_of(row, model.spec, defaults)
-        has_bf16 = device.peak_flops_per_s.bf16 is not None
-        workload = workload_of(row, model.spec, layout, defaults, has_bf16=has_bf16)
+        workload = workload_of(row, model.spec, layout, defaults, device)
         layout = with_switches(layout, row, workload, defaults, has_graphs=device.vendor == "nvidia")
         layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:

@@ -43,14 +43,9 @@ from ..learned.kernels import (
 from ..measured import MeasuredRates, rates_of_profile
 from .compute import AttentionRates, DeviceRates, GroupedGemm
 
-_PEAKS: dict[Precision, tuple[Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"], ...]] = {
-    "bf16-mixed": ("bf16",),
-    "fp16-mixed": ("fp16",),
-    "bf16": ("bf16",),
-    "fp8": ("fp8",),
-    "nvfp4": ("fp4",),
-    "fp32": ("tf32", "fp32"),
-}
+_PEAKS: dict[Precision, Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]] = {
+    "bf16-mixed": "bf16", "fp16-mixed": "fp16", "bf16": "bf16", "fp8": "fp8", "nvfp4": "fp4", "tf32": "tf32", "fp32": "fp32",
+}  # fmt: skip
 
 
 _LARGE = np.array([4096.0, 8192.0])
@@ -135,7 +130,7 @@ def _unpack_s(workload: Workload, device: Device, bytes_per_s: float, flops: flo
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
-    """Return the dense peak of the device for a precision, FLOP/s (fp32 products run as tf32 where the device has it).
+    """Return the dense peak of the device for a precision, FLOP/s: fp32 of plain products, tf32 on matrix units.
 
     Raises:
         ConfigError: the device has no unit for this precision.
@@ -169,7 +164,7 @@ def gemm_rates(
         # The bf16 product of the same shape with arithmetic that much faster, so that its residual stays in the trained range.
         ratio = peak_flops_per_s(device, "fp8") / peak_flops_per_s(device, "bf16-mixed")
         ratio *= coefficients["fp8"]["gemm_efficiency_ratio"]
-    element_bytes = {"nvfp4": 0.5, "fp32": 4.0}.get(precision, 2.0)
+    element_bytes = {"nvfp4": 0.5, "fp32": 4.0, "tf32": 4.0}.get(precision, 2.0)
     known = None if is_measured_here else _reference(device, products)
     reference = None if known is None else gemm_device(known, products, coefficients)
     sheet = gemm_device(device, products, coefficients)
@@ -177,9 +172,14 @@ def gemm_rates(
     board = device  # the one whose clock the coefficients hold
     if is_measured_here:
         rates = corrected_by(points, dtype, rates)
+    elif dtype == "fp32":
+        from .vector_products import on_vector_units
+
+        rates = on_vector_units(rates, device, board_w(device), coefficients)
+        return rates._replace(sustained_ratio=calibration)
     elif device.name in known_devices():
         board = _catalogued(device.name) or device
-    elif dtype != "fp32" and device.gemm is None:
+    elif device.gemm is None:
         rates = on_board(rates, device, coefficients)
     return rates._replace(sustained_ratio=_sustained(device, board, coefficients, dtype) * calibration * ratio)
 
@@ -262,7 +262,8 @@ def _catalogued(name: str) -> Device | None:
 
 
 def _dtype(device: Device, precision: Precision) -> str:
-    return next((name for name in _PEAKS[precision] if getattr(device.peak_flops_per_s, name) is not None), "")
+    name = _PEAKS[precision]
+    return name if getattr(device.peak_flops_per_s, name) is not None else ""
 
 
 def is_measured(device: Device) -> bool:

@@ -305,13 +305,13 @@ def gradient_bytes(layouts: Any, workload: Workload) -> Array:
 
 def has_copies(layouts: Any, workload: Workload) -> Array:
     """Return whether parameters are gathered or cast by fully_shard, not replicated by DDP; of a StepShape or a LayoutTable."""
-    is_cast = workload.precision not in ("fp32", "bf16")
+    is_cast = not workload.is_full_precision and workload.precision != "bf16"
     return ((layouts.dp_shard * layouts.dp_replicate > 1) & ~has_plain_replicas(layouts, workload)) | is_cast
 
 
 def has_plain_replicas(layouts: Any, workload: Workload) -> Array:
     """Return whether our runtime has fp32 replicas and nothing more: gradients are reduced in DDP's buckets, which stay."""
-    return layouts.is_replicated & (workload.engine_facts.is_own_runtime & (workload.precision == "fp32"))
+    return layouts.is_replicated & (workload.engine_facts.is_own_runtime & workload.is_full_precision)
 
 
 def summed_gradients(stage: Any, step: Any, workload: Workload) -> tuple[Array, Array]:

@@ -182,6 +182,7 @@ class GemmRates(NamedTuple):
             differs from the reference in its rates alone keeps that one's residual, and is faster for every shape where they are.
         energy: what the watts of a board allow that was not measured; None: the coefficients hold it. Processors that wait draw
             little, so that the others' clocks rise: a product that fills the last wave badly loses less where watts are short.
+        has_residual: the learned one counts, which was learned of products on matrix units.
     """
 
     coefficients: GemmCoefficients
@@ -192,6 +193,7 @@ class GemmRates(NamedTuple):
     correction: Callable[[Mapping[str, FloatArray], FloatArray], FloatArray] | None = None
     reference: GemmDevice | None = None
     energy: EnergyLimit | None = None
+    has_residual: bool = True
 
 
 def known_coefficients(device: str, architecture: str) -> tuple[GemmCoefficients, float]:
@@ -247,13 +249,15 @@ def predict(
     m: FloatArray, n: FloatArray, k: FloatArray, rates: GemmRates, *, residual: ResidualModel | None = None
 ) -> FloatArray:
     """Return the seconds [N] of forward products, every row evaluated; ``residual`` in place of the shipped one."""
-    columns = features(m, n, k, rates._replace(hardware=rates.reference or rates.hardware))
-    log_residual = (residual or shipped_model("gemm")).log_residual(columns)
-    if rates.correction is not None:
-        log_residual = log_residual + rates.correction(columns, log_residual)
     fit = rates.coefficients
     slowed = fit._replace(compute_efficiency=fit.compute_efficiency * rates.sustained_ratio)
-    seconds = roofline_s(m, n, k, rates._replace(coefficients=slowed)) * np.exp(log_residual)
+    seconds = roofline_s(m, n, k, rates._replace(coefficients=slowed))
+    if rates.has_residual:
+        columns = features(m, n, k, rates._replace(hardware=rates.reference or rates.hardware))
+        log_residual = (residual or shipped_model("gemm")).log_residual(columns)
+        if rates.correction is not None:
+            log_residual = log_residual + rates.correction(columns, log_residual)
+        seconds = seconds * np.exp(log_residual)
     if rates.energy is None:
         return seconds
     fed_s = 2.0 * m * n * k / (rates.energy.flops_per_s * rates.sustained_ratio)

@@ -319,7 +319,7 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     workload = scenario.workload
     facts, b = workload.engine_facts.memory, workload.compute_bytes
     assert facts is not None, "all engines but our own runtime have them"
-    reads_masters = workload.precision in ("fp32", "bf16")
+    reads_masters = workload.is_full_precision or workload.precision == "bf16"
     activations = step.in_flight * stage.activation_bytes
     chunks = userbuffers_bytes(stage.boundary_bytes, step, workload)
     in_pool = np.where(step.cuda_graphs, 1.0, 0.0)  # what graphs use in their passes is nobody else's

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schema.base import read_text
+from ..adapter import TF32_VARIABLE
 from ..tables import parse_table
 from .job import Given
 from .settings import Entry, Settings, from_options, from_table, given
@@ -67,6 +68,12 @@ def launch_of(words: Sequence[Field], script: Script, sets: Mapping[str, str], f
     entries: dict[str, Entry] = from_options(options_of(words))
     of_engine = {name: value for name, value in sets.items() if name not in script.used}
     return Launch(Settings(entries | given(of_engine)), tuple(words), script, folder)
+
+
+def allows_tf32(script: Script) -> bool:
+    """Return whether a script sets the variable by which torch multiplies fp32 matrices as TF32."""
+    values = script.variables.get(TF32_VARIABLE, [])
+    return bool(values) and "".join(piece.text for piece in values[-1]) == "1"
 
 
 def devices_of(launch: Launch, known: Given) -> tuple[int, list[str]]:

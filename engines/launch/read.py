@@ -13,7 +13,7 @@ from ...schema.base import read_text
 from ...schema.errors import ConfigError
 from ..tables import parse_table
 from . import huggingface, megatron, nemo, torchtitan
-from .command import TABLES, Launch, launch_of
+from .command import TABLES, Launch, allows_tf32, launch_of
 from .job import Given, Job
 from .settings import Settings, from_table
 from .shell import assigned_words, read_script
@@ -82,7 +82,9 @@ def _read_script(text: str, known: Given, engine: str | None, path: Path) -> Job
     for name, starts, reader in COMMANDS:
         candidates = [launch for launch in launches if engine in (None, name) and starts(launch)]
         if candidates:
-            return reader(max(candidates, key=lambda launch: len(launch.options)), known, str(path))
+            job = reader(max(candidates, key=lambda launch: len(launch.options)), known, str(path))
+            is_tf32 = known.precision is None and job.workload.precision == "fp32" and allows_tf32(script)
+            return job.replace(workload=job.workload.replace(precision="tf32")) if is_tf32 else job
     programs = [" ".join(launch.texts[:2]) for launch in launches[:-1] if len(launch.texts) > 1]
     raise ConfigError(
         "starts no engine that is known here" + (f"; its last command is {programs[-1]}" if programs else ""),

@@ -113,6 +113,9 @@ def _of_function(name: str, functions: dict[str, ast.FunctionDef], file: str, pa
             path = ast.unparse(node.targets[0]).split(".")[1:]
             entry = _entry(node.value, ".".join(path), file)
             _merge(settings, Settings({path[0]: entry}) if len(path) == 1 else _nested({".".join(path): entry}))
+        elif torchtitan.sets_tf32(node):
+            entry = Entry("tf32", "torch.set_float32_matmul_precision", Place(file, node.lineno))
+            _merge(settings, _nested({f"training.{torchtitan.PRODUCTS}": entry}))
     for inner in ast.walk(functions[name]):
         if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "model_registry" and inner.args:
             flavor = ast.unparse(inner.args[0]).strip("'\"")

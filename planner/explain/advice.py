@@ -386,14 +386,17 @@ def _host_bytes(request: PlanRequest, fit: Fit) -> int | None:
 
 def _precisions(a: _Advisor) -> Iterator[VerifiedChange]:
     workload = a.request.workload
-    has_bf16 = a.request.cluster.weakest_device.peak_flops_per_s.bf16 is not None
+    peaks = a.request.cluster.weakest_device.peak_flops_per_s
+    has_bf16 = peaks.bf16 is not None
     changes: list[tuple[str, dict[str, str]]] = []
-    if not workload.engine_facts.is_own_runtime and workload.precision != "fp32":
+    if not workload.engine_facts.is_own_runtime and not workload.is_full_precision:
         text = "accumulate gradients in the dtype of the products (--fix gradients=compute)"
         changed = replace(a.request, fixed={**a.request.fixed, "gradients": "compute"})
         if changed != a.request:
             yield from a.change("precision", text, changed)
-    if has_bf16 and workload.precision == "fp32":
+    if peaks.tf32 is not None and workload.precision == "fp32":
+        changes.append(("multiply fp32 on the matrix units (--precision tf32)", {"precision": "tf32"}))
+    if has_bf16 and workload.is_full_precision:
         changes.append(("train in mixed precision (--precision bf16-mixed)", {"precision": "bf16-mixed"}))
     if has_bf16 and workload.precision != "bf16":
         changes.append(("keep parameters, gradients and states in bf16 (--precision bf16)", {"precision": "bf16"}))

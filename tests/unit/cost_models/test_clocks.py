@@ -12,7 +12,7 @@ from meshwright.cost_models.coefficients import packaged_coefficients
 from meshwright.cost_models.hardware.machine import gemm_rates, product_clock
 from meshwright.cost_models.learned.kernels import gemm_seconds
 from meshwright.planner import estimate
-from meshwright.schema import Calibration, ClusterSpec, Device, Layout, ModelSpec, Workload
+from meshwright.schema import Calibration, ClusterSpec, ConfigError, Device, Layout, ModelSpec, Workload
 from meshwright.schema.task import Precision
 
 TORCH_TFLOPS = {
@@ -103,3 +103,32 @@ def test_fp4_beyond_what_the_board_can_feed_lowers_its_clock() -> None:
     gains = [product_clock(new, c, dtype) / product_clock(old, c, dtype) for dtype in ("", "fp4")]
     peaks = (new.peak_flops_per_s.fp4 or 0) / (old.peak_flops_per_s.fp4 or 1)
     assert gains[0] > 1 > gains[1] > 1 / peaks
+
+
+PLAIN_FP32 = {
+    "A100-PCIe-80GB": (4096, 5120, 1280, 2.87e-3), "H100-SXM-80GB": (4096, 8192, 2048, 2.71e-3),
+    "L4-24GB": (4096, 4096, 1024, 2.68e-3), "V100-PCIe-32GB": (4096, 4096, 1024, 2.67e-3),
+}  # fmt: skip
+"""Seconds of forward products without TF32 (NeuSight's traces, torch 2.1), of widths that models have."""
+
+
+@pytest.mark.parametrize("name", PLAIN_FP32)
+def test_plain_fp32_runs_at_the_rate_of_the_vector_units(name: str) -> None:
+    *shape, measured_s = PLAIN_FP32[name]
+    device, sizes = Device.named(name), [np.array([float(size)]) for size in shape]
+    assert gemm_seconds(*sizes, gemm_rates(device, "fp32"))[0] == pytest.approx(measured_s, rel=0.12)
+    if device.peak_flops_per_s.tf32 is not None:
+        assert gemm_seconds(*sizes, gemm_rates(device, "tf32"))[0] < 0.6 * measured_s
+
+
+def test_tf32_is_fp32_but_for_products() -> None:
+    """A step in tf32 is faster, holds as much, and is refused where a device has no unit for it."""
+    model, layout = ModelSpec.named("llama-3.1-8b"), Layout(dp_shard=8)
+    runs = {}
+    for name in ("fp32", "tf32"):
+        workload = Workload(seq_len=2048, global_batch_size=8, precision=name)
+        runs[name] = estimate(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload, layout)
+    assert runs["fp32"].peak_allocated_bytes == runs["tf32"].peak_allocated_bytes
+    assert 3 < runs["fp32"].breakdown_s.compute / runs["tf32"].breakdown_s.compute < 7
+    with pytest.raises(ConfigError, match="no tf32 rate"):
+        estimate(model, ClusterSpec.parse("8xV100-SXM2-32GB"), workload, layout)

@@ -484,3 +484,39 @@ def complete_launch(script: Path) -> dict[str, Any]:
     """What the engine executes, as the written script is read as a launch."""
     found = switches(settings_of(script.read_text()))
     return {name: found[name] for name in ("recompute_modules", "loss")}
+
+
+OF_FP32 = {
+    "megatron": Layout(dp_replicate=4),
+    "torchtitan": Layout(dp_shard=4, recompute="full"),
+    "deepspeed": Layout(dp_replicate=4, sequence_parallel=False),
+    "accelerate": Layout(dp_shard=4),
+}
+
+
+@pytest.mark.parametrize("engine", OF_FP32)
+def test_products_of_fp32_are_said(engine: str, tmp_path: Path) -> None:
+    """tf32 is set, and read back where the file says it; fp32 is said against containers that have TF32 on; bf16 says nothing."""
+    for precision, value in (("tf32", 1), ("fp32", 0), ("bf16-mixed", None)):
+        plan = plan_of(OF_FP32[engine], precision=precision, engine=engine)
+        plan = plan.replace(cluster=ClusterSpec.parse("4xH100-SXM-80GB"))
+        made = export(plan, engine)
+        text = "\n".join((made.command, *(content for _, content in made.files)))
+        by_call = engine == "torchtitan" and precision == "tf32"
+        assert ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in text) == (value is not None and not by_call)
+        assert by_call or value is None or f"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE={value}" in text
+        read = read_configuration(made.write(tmp_path / precision)[0], num_devices=4, model=LLAMA)
+        says = engine in ("megatron", "torchtitan") or precision != "tf32"
+        assert read.precision == (precision if says else "fp32")
+        assert says or any("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1" in line for line in read.assumed)
+
+
+def test_other_nodes_of_deepspeed_get_the_variable() -> None:
+    plan = plan_of(Layout(dp_replicate=16, sequence_parallel=False), precision="tf32", engine="deepspeed")
+    made = export(plan.replace(cluster=ClusterSpec.parse("2x8xH100-SXM-80GB")), "deepspeed")
+    assert dict(made.files)[".deepspeed_env"] == "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1\n"
+
+
+def test_megatron_bridge_has_no_tf32() -> None:
+    with pytest.raises(ConfigError, match="tf32"):
+        export(plan_of(Layout(dp_replicate=4), precision="tf32"), "nemo")

@@ -454,3 +454,21 @@ def test_any_command_is_read_or_refused(program: str, words: list[str]) -> None:
         path.write_text(f"{program} {' '.join(words)}\n")
         with contextlib.suppress(ConfigError):
             read_job(path, Given(num_devices=8, seq_len=1024))
+
+
+def test_a_script_that_allows_tf32_trains_in_it(tmp_path: Path) -> None:
+    plain = MEGATRON.replace("--bf16", "")
+    for text, precision in (
+        (plain, "fp32"),
+        (plain.replace("torchrun", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 torchrun"), "tf32"),
+        (plain.replace("PP=2", "export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=0\nPP=2"), "fp32"),
+        (MEGATRON.replace("PP=2", "export TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1\nPP=2"), "bf16-mixed"),
+    ):
+        assert read(tmp_path, text).workload.precision == precision
+
+
+def test_a_module_that_allows_tf32_trains_in_it(tmp_path: Path) -> None:
+    workload = Workload(seq_len=4096, global_batch_size=64, precision="tf32", engine="torchtitan")
+    plan = make_plan(ModelSpec.named("llama-3.1-8b"), Layout(dp_shard=8, recompute="full"), workload=workload)
+    path = export(plan, "torchtitan").write(tmp_path)[0]
+    assert read_job(path, Given(num_devices=8)).workload.precision == "tf32"

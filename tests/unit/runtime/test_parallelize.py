@@ -93,3 +93,16 @@ def test_rank_map_must_ascend_along_axes_that_hold_shards(
     else:
         with pytest.raises(RuntimeMismatchError, match=f"must ascend along {bad_axis}"):
             require_ascending(layout, rank_map)
+
+
+@pytest.mark.parametrize(("precision", "set_to"), [("tf32", "high"), ("fp32", "highest"), ("bf16-mixed", "medium")])
+def test_products_in_fp32_are_as_the_plan_says(one_rank: None, precision: str, set_to: str) -> None:
+    """Whatever the container has set; plans in 16 bits leave that alone."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        model = parallelize(None, plan_for(Layout(micro_batch_size=4), precision=precision), device=torch.device("cpu"))
+        assert torch.get_float32_matmul_precision() == set_to
+        assert next(model.module.parameters()).dtype == torch.float32
+    finally:
+        torch.set_float32_matmul_precision(before)

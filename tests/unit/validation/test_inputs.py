@@ -413,3 +413,21 @@ def test_a_learned_router_sends_the_fullest_rank_more(
 ) -> None:
     mixture = {"experts": 16, "topk": 2, "ep": 8, "etp": 1, "tp": 1, "pp": 1, "dp": 16, "vpp": "1"}
     assert inputs_of(**{**mixture, **changes}).workload.expert_imbalance == imbalance
+
+
+@pytest.mark.parametrize(
+    ("changes", "precision"),
+    [
+        ({"precision": "TF32", "framework": "torchtune"}, "tf32"),
+        ({"precision_class": "tf32", "framework": "torchtune"}, "tf32"),
+        ({"precision": "fp32 (no TF32)", "framework": "torchtune"}, "fp32"),
+        ({"framework": "torchtune", "date": "2022-03"}, "tf32"),
+        ({"framework": "torchtune", "date": "2022-11"}, "fp32"),
+        ({"framework": "somebody's"}, "fp32"),
+        ({"framework": "somebody's", "date": "2022-03", "gpu_type": "V100-SXM2-32GB"}, "fp32"),
+        ({"framework": "MaxText"}, "tf32"),
+        ({"framework": "Megatron-LM", "date": "2024-05"}, "tf32"),
+    ],
+)
+def test_fp32_is_multiplied_as_the_framework_of_the_time_did(changes: dict[str, str], precision: str) -> None:
+    assert inputs_of(**({"precision_class": "fp32"} | changes)).workload.precision == precision
