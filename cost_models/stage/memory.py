@@ -333,7 +333,8 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
         logits = loss_bytes(stage.logits, workload, stage.boundary_bytes)
     # Reduced as soon as they are there, or made in advance; otherwise products add to a buffer.
     gradients_leave = (np.asarray(step.zero_stage) >= 2) | (workload.loss == "fused")
-    of_head = np.where((stage.logits > 0) & gradients_leave, b * stage.root_params, 0.0)
+    has_gradient = (stage.logits > 0) & (workload.adapters is None)
+    of_head = np.where(has_gradient & gradients_leave, b * stage.root_params, 0.0)
     loss = {
         "gradients": before,
         "activations": activations,
@@ -348,10 +349,8 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     trained = float(workload.master_bytes) * masters * step.on_device
     # Copies that the products read: a shard and what is gathered at once, or all of them.
     live = np.minimum(facts.live_elements, stage.params)
-    by_block, largest = (
-        stage.root_params + 2 * stage.block_params,
-        np.maximum(stage.root_params, stage.block_params / 3),
-    )
+    by_block = stage.root_params + 2 * stage.block_params
+    largest = np.maximum(stage.root_params, stage.block_params / 3)
     units = np.maximum(live, largest) if facts.live_elements else by_block  # DeepSpeed gathers product by product
     shard = np.where(reads_masters & ~np.asarray(step.has_second_copy), 0.0, stage.stored(step))
     # The partition that the passes read, and where those stay within fewer ranks the one that the first gather reads.

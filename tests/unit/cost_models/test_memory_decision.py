@@ -73,6 +73,19 @@ def test_fused_loss_holds_hidden_states_in_place_of_logits(engine: str) -> None:
         assert parts < whole
 
 
+def test_frozen_head_has_no_gradient() -> None:
+    """A head of which the fused loss makes the gradient in advance needs room for it, but not where adapters alone train."""
+    layout, model = Layout(dp_shard=8, zero_stage=2, recompute="full"), ModelSpec.named("llama-3.1-8b")
+    of_head = 2 * model.vocab_size * model.hidden_dim
+    temporary = {
+        trained: estimate(
+            model, MACHINE, Workload(seq_len=1024, global_batch_size=8, engine="deepspeed", **changes), layout
+        ).memory_bytes.temporary
+        for trained, changes in (("all", {}), ("adapters", {"adapters": LowRank(rank=8, targets=("qkv",))}))
+    }
+    assert temporary["all"] - temporary["adapters"] == pytest.approx(of_head, rel=0.2)
+
+
 def test_loss_bytes_of_one_logit() -> None:
     logits, hidden = 2.0**30, 2.0**26
     eager, compiled = (Workload(seq_len=1, global_batch_size=1, fusion=f) for f in ("composite_norm", "compiled"))
