@@ -106,7 +106,8 @@ def validate(
         show(parts_table(parts, fields))
     if crossed:
         show(calibration_table(crossed, options.calibration_runs or 0))
-    show(notes_table(scores))
+    if any(score.skipped or score.approximated or score.assumed for score in scores.values()):
+        show(notes_table(scores))
     typer.echo("next: meshwright validate with --json for every row", err=True)
 
 

@@ -26,7 +26,7 @@ SCALES = {
     "experts": 1.5,
     "adapters": 1.5,
 }
-"""Of the logarithms, and of one run having what the other has not."""
+"""Distance one, of the logarithms, and of one run having what the other has not. Set by hand, not fitted."""
 
 DEVIATION = 0.10
 """Of the sources that docs/accuracy.md calibrates, 0.07 to 0.15 take as much off the error of the runs left out."""
