@@ -50,7 +50,7 @@ def test_json_is_the_plan(tmp_path) -> None:
         (["--latency-limit-s", "0.1"], 1, ("the fastest takes", "--latency-limit-s")),
         (["--fix", "tp=2"], 2, ("--fix with --infer",)),
         (["--global-batch-size", "8"], 2, ("--global-batch-size with --infer",)),
-        (["--precision", "fp8"], 2, ("bf16, fp16 or fp32",)),
+        (["--precision", "fp8"], 2, ("bf16, fp16, tf32 or fp32",)),
         (["--nvme-gib", "8"], 2, ("--nvme-gib without --nvme",)),
         (["--prompt-len", "0"], 2, ("--prompt-len",)),
         (["--batch-size", "0"], 2, ("--batch-size",)),
