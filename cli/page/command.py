@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 OPTIONS = (
-    "global_batch_size", "seq_len", "optimizer", "update", "paged_states", "attention", "loss", "recompute_modules", "engine"
+    "global_batch_size", "seq_len", "optimizer", "update", "paged_states", "attention", "loss", "recompute_modules",
+    "token_dispatch", "engine",
 )  # fmt: skip
 """Fields of a workload that are options of the same name."""
 

@@ -87,7 +87,7 @@ def search_layouts(
         max_expanded=max_expanded,
     )
     if "schedule" not in request.fixed:
-        add_synthesised_orders(result, request.deadline)
+        add_synthesised_orders(result, request.deadline, worse_than_s=worse_than_s)
     return result
 
 
@@ -343,15 +343,15 @@ def _note_on_pools(chosen: Candidate) -> str:
     return f"mixed cluster: stages {placed}; each stage is planned for its own devices and links"
 
 
-def add_synthesised_orders(result: SearchResult, deadline: Deadline) -> None:
+def add_synthesised_orders(result: SearchResult, deadline: Deadline, *, worse_than_s: float = math.inf) -> None:
     """Add layouts with orders of passes made for them (`synthesise`) where that makes a layout over a V the fastest.
 
-    Layouts over a V are tried whose bound under any order (cost_models/pipeline) is below the best. The result's bound is about
-    named schedules: an order that is faster than that takes the bound along.
+    Layouts over a V are tried whose bound under any order (cost_models/pipeline) is below the best, or below ``worse_than_s`` where
+    nothing else is. The result's bound is about named schedules: an order that is faster than that takes the bound along.
     """
-    if not result.feasible or result.stopped_early:
+    best_s = result.feasible[0].estimate.step_time_s if result.feasible else worse_than_s
+    if result.stopped_early or math.isinf(best_s):
         return
-    best_s = result.feasible[0].estimate.step_time_s
     ordered: list[Candidate] = []
     num_fitting = 0
     for any_order_s, row in _rows_over_a_v(result, best_s)[:MAX_TRIES]:
@@ -366,7 +366,7 @@ def add_synthesised_orders(result: SearchResult, deadline: Deadline) -> None:
             ordered.append(replace(candidate, idx=row, any_order_s=any_order_s))
             best_s = candidate.estimate.step_time_s
     result.feasible = sorted([*result.feasible, *ordered], key=lambda c: (c.estimate.step_time_s, c.idx))
-    result.bound_s = min(result.bound_s, result.feasible[0].estimate.step_time_s)
+    result.bound_s = min([result.bound_s, *(c.estimate.step_time_s for c in result.feasible[:1])])
 
 
 def _rows_over_a_v(result: SearchResult, below_s: float) -> list[tuple[float, int]]:
