@@ -51,6 +51,10 @@ doctor
 """.strip().splitlines()
 
 
+LONG_WORD = 25
+"""Paths of the machine from here on may be wider than their column, and go on in the next line."""
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, Table]]]:
     """Return what the commands gave to Rich, with the command; each ran once and as it is."""
@@ -109,7 +113,8 @@ def test_the_commands_print_what_this_file_is_about(printed: list[tuple[str, Tab
 def test_no_character_of_any_cell_is_lost_at_a_width(printed: list[tuple[str, Table]], width: int) -> None:
     for command, table in printed:
         drawn = at_width(table, width)
-        lost = content(table) - words(drawn)
+        joined = "".join(drawn.split())
+        lost = {word for word in content(table) - words(drawn) if len(word) < LONG_WORD or word not in joined}
         assert not lost, f"{command}: {lost}\n{drawn}"
         for line in drawn.splitlines():
             assert len(line) <= width, f"{command}: {len(line)} columns\n{line}"
