@@ -315,16 +315,18 @@ def with_memory(estimate: TrainingEstimate, terms: MemoryBreakdown, scenario: Sc
 
 def _peaks(terms: MemoryBreakdown, scenario: Scenario) -> dict[str, Any]:
     """Return the fields of an Estimate that follow from the terms of the allocated peak."""
-    allocated = terms.total
+    allocated, budget = terms.total, scenario.cluster.memory_budget_bytes
     reserved = float(memory.reserved_bytes(allocated, terms.parameters, scenario))
     required = int(memory.required_bytes(allocated, terms.parameters, scenario))
+    if required <= budget:  # an allocator that finds no room gives its cached blocks back first
+        reserved = min(reserved, budget)
     return {
         "peak_allocated_bytes": allocated,
         "peak_reserved_bytes": int(reserved),
         "peak_device_bytes": int(reserved + memory.context_bytes(scenario)),
         "memory_interval_bytes": peak_interval(allocated, scenario),
         "required_bytes": required,
-        "fits": required <= scenario.cluster.memory_budget_bytes,
+        "fits": required <= budget,
     }
 
 
