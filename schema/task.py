@@ -107,7 +107,8 @@ class EngineOptions(Frozen):
         engine: whose kernels, host overhead and buffers a prediction is for; fsdp2 is our own runtime on torch's parts.
         attention: flash keeps no [seq, seq] matrix; math does.
         flash_generation: 1 for FlashAttention-1 and its Triton port (until mid 2023), 2 for FlashAttention-2 or what the engine has
-            that is newer, 3 and 4 where FlashAttention-3 (on Hopper) or 4 (on Blackwell) was chosen.
+            that is newer ("2 only": that was switched off), 3 and 4 where FlashAttention-3 (on Hopper) or 4 (on Blackwell) was
+            chosen.
         fusion: of memory-bound kernels: as the engine has them, by torch.compile (of everything, or of all but the loss), or eager
             with RMSNorm as separate kernels (torch before 2.8); eager is plain model code, where each kernel keeps what it read
             besides.
@@ -131,7 +132,7 @@ class EngineOptions(Frozen):
 
     engine: Engine = OWN_ENGINE
     attention: Literal["flash", "math"] = "flash"
-    flash_generation: Literal[1, 2, 3, 4] = 2
+    flash_generation: Literal[1, 2, 3, 4, "2 only"] = 2
     fusion: Fusion = "engine"
     selective: Selective = "products"
     fp8_scaling: Literal["tensor", "row"] = "tensor"

@@ -242,7 +242,7 @@ def workload_of(row: RunRow, model: ModelSpec, layout: Layout, defaults: Framewo
     is_lean = not row.optimizer and defaults.value("lean_optimizer", f": {trained}, {row.n_gpus} devices")
     modules, facts = recompute_modules(row), ENGINES[_engine(row, layout, defaults)]
     is_per_operator = defaults.value("selective_recompute") == "alternate_products" and "layer" not in row.recompute
-    flash_generation = int(defaults.noted("flash_generation", stated("flash generation", row.notes)))
+    generation = defaults.noted("flash_generation", stated("flash generation", row.notes))
     return Workload(
         seq_len=row.seq_len or 1,
         global_batch_size=batch,
@@ -251,7 +251,7 @@ def workload_of(row: RunRow, model: ModelSpec, layout: Layout, defaults: Framewo
         document_len=defaults.value("packed_document") if row.task in ("sft", "lora") else None,
         adapters=adapters,
         engine=cast("Any", _engine(row, layout, defaults)),
-        flash_generation=cast("Any", flash_generation),
+        flash_generation=cast("Any", int(generation) if str(generation).isdigit() else generation),
         expert_imbalance=_imbalance(row, layout, defaults),
         token_dispatch=_token_dispatch(row, model, layout, defaults) if row.experts else "engine",
         overlap=defaults.noted("overlap", False if stated("no overlap", row.notes) else None, of_time),

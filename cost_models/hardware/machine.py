@@ -308,7 +308,7 @@ def _attention_rates(scenario: Scenario) -> AttentionRates:
     device = cluster.weakest_device
     precision: Precision = "bf16-mixed" if workload.precision in ("fp8", "nvfp4") else workload.precision
     c, generation = scenario.coefficients["attention"], workload.flash_generation
-    on_hopper = workload.engine_facts.uses_hopper_attention or generation >= 3
+    on_hopper = generation != "2 only" and (workload.engine_facts.uses_hopper_attention or generation >= 3)
     kernel = kernel_name(device.architecture, uses_hopper_attention=on_hopper)
 
     def rates(device: Device, ratio: float) -> AttentionDevice:

@@ -284,6 +284,8 @@ def test_adapters_come_from_the_task_and_their_storage_from_the_precision() -> N
         ({"framework": "Unsloth"}, "compiled", 2, False),
         ({"framework": "llm-foundry/Composer FSDP1", "notes": "with FlashAttention-3"}, "engine", 3, False),
         ({"framework": "NeMo/Megatron-Core", "notes": "FA3 (H200)/FA4 beta (B200)"}, "engine", 4, False),
+        ({"framework": "NeMo/Megatron-Core", "date": "2024-05"}, "engine", "2 only", False),
+        ({"framework": "NeMo/Megatron-Core", "date": "2024-09"}, "engine", 2, False),
     ],
 )
 def test_kernels_follow_the_framework_and_what_the_row_states(changes, fusion, generation, dropout) -> None:

@@ -131,9 +131,9 @@ def test_shipped_model_repeats_the_measurements() -> None:
     assert np.mean(np.concatenate(errors)) < 0.08
 
 
-def attention_of(cluster: str, seq_len: int, generation: int = 2) -> float:
+def attention_of(cluster: str, seq_len: int, generation: int | str = 2, engine: str = "fsdp2") -> float:
     """Seconds of one forward pass over a sequence as training runs it."""
-    workload = Workload(seq_len=seq_len, global_batch_size=8, flash_generation=generation)
+    workload = Workload(seq_len=seq_len, global_batch_size=8, flash_generation=generation, engine=engine)
     scenario = Scenario.build(workload, ClusterSpec.parse(cluster))
     op = FusedAttention("attention", 32, 128, 128, (seq_len + 1) / 2, seq_len, seq_len, 8)
     tokens, one = np.array([seq_len]), np.ones(1, dtype=np.int64)
@@ -144,6 +144,8 @@ def test_generations_of_flash_attention_are_those_of_their_devices() -> None:
     assert attention_of("8xH100-SXM-80GB", 32768, 3) < 0.75 * attention_of("8xH100-SXM-80GB", 32768)
     assert attention_of("8xB200-180GB", 32768, 4) < 0.9 * attention_of("8xB200-180GB", 32768, 3)
     assert attention_of("8xA100-SXM-80GB", 32768, 3) == attention_of("8xA100-SXM-80GB", 32768)
+    newer, second = (attention_of("8xH100-SXM-80GB", 32768, chosen, engine="megatron") for chosen in (2, "2 only"))
+    assert newer < second == attention_of("8xH100-SXM-80GB", 32768)
 
 
 def test_attention_that_outlasts_power_regulation_keeps_its_own_clocks() -> None:
