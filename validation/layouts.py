@@ -70,7 +70,7 @@ def layout_of(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Lay
         pp=pp,
         ep=row.ep or 1,
         etp=_expert_tp(row, dp * cp * tp, defaults),
-        num_model_chunks=num_chunks(row) if pp > 1 else 1,
+        num_model_chunks=_num_chunks(row, model, defaults) if pp > 1 else 1,
         micro_batch_size=row.micro_batch or 1,
         zero_stage=cast("Any", zero_stage if group * cp > 1 else 0),
         sequence_parallel=tp > 1 and sequence_parallel,
@@ -91,6 +91,16 @@ def _exchanges_heads(row: RunRow, defaults: FrameworkDefaults) -> bool:
 def num_chunks(row: RunRow) -> int:
     """Return the model chunks of a pipeline rank."""
     return max(int(stated("chunks", row.vpp) or 1), 1)
+
+
+def _num_chunks(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> int:
+    """Return the model chunks of a pipeline rank: as stated, else one block each where the framework's recipes have that."""
+    blocks, pp = model.num_blocks, row.pp or 1
+    has_column = bool(row.vpp) or not row.experts or blocks % pp
+    is_assumed = not has_column and defaults.value("model_chunks") == "blocks"
+    if is_assumed:
+        defaults.assumed.append(f"vpp={blocks // pp}")
+    return blocks // pp if is_assumed else num_chunks(row)
 
 
 def _zero_stage(row: RunRow, defaults: FrameworkDefaults) -> int:

@@ -380,6 +380,33 @@ def test_graphs_and_exchange_of_a_mixture_are_those_of_the_release_for_the_devic
     assert result.workload.token_dispatch == dispatch
 
 
+@pytest.mark.parametrize(
+    ("changes", "chunks"),
+    [
+        ({}, 12),
+        ({"vpp": "1"}, 1),
+        ({"vpp": "3"}, 3),
+        ({"experts": None}, 1),
+        ({"layers": 25}, 1),
+        ({"framework": "Megatron-Core/NeMo"}, 1),
+    ],
+)
+def test_mixtures_of_megatron_core_have_a_chunk_for_every_block_unless_they_say_otherwise(changes, chunks) -> None:
+    mixture = {
+        "framework": "Megatron-Core: MCore",
+        "experts": 16,
+        "topk": 2,
+        "ep": 8,
+        "etp": 1,
+        "tp": 1,
+        "pp": 2,
+        "dp": 8,
+    }
+    result = inputs_of(**{"recompute_class": "none", "vpp": "", "layers": 24, **mixture, **changes})
+    assert result.layout.num_model_chunks == chunks
+    assert ("vpp=12" in result.assumed) == (chunks == 12)
+
+
 def test_a_column_comes_before_the_notes() -> None:
     mixture = {"experts": 16, "topk": 2, "ep": 8, "etp": 1, "tp": 1, "pp": 1, "cp": 2, "dp": 8, "vpp": "1"}
     notes = {"notes": "EP overlap; DeepEP; ulysses; Liger; FA-3; forced load balance; CUDA_LAUNCH_BLOCKING=1"}

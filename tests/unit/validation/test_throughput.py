@@ -43,6 +43,8 @@ def test_attention_counts_as_the_kind_says(kind: str, expected: tuple[float, flo
 
 def test_a_framework_that_halves_attention_is_known() -> None:
     assert counted("model", framework="Megatron-Bridge") == pytest.approx(1.0, rel=1e-12)
+    assert counted("model", framework="Megatron-Core") == pytest.approx(1.0, rel=1e-12)
+    assert counted("model", framework="Megatron-Core", date="2024-09") > 1
 
 
 def test_hardware_flops_count_what_was_recomputed() -> None:
