@@ -1,7 +1,8 @@
 """Search: expand layouts in the order of their lower bounds until no bound is below the incumbent.
 
-    Pool      layouts whose turn may have come; groups of degrees wait outside, each under one bound for all its layouts
+    Pool      layouts whose turn may have come; groups of degrees wait outside, each under one bound for all its layouts (space.py)
     Frontier  the pool in the order of its bounds, each worked out only when its turn may have come
+    Scouts    the few that a rough estimate promises most of: they are expanded first, so that there is an answer early
     search    the problem of solvers/branch_and_bound.py over one frontier
 
 A group's bound takes the lowest of every recompute option and no more than what holds under any order of passes,
@@ -23,27 +24,18 @@ from functools import cached_property
 
 import numpy as np
 
-from ..cost_models.stage import memory
-from ..cost_models.stage.bounds import budget_bytes, memory_bounds, quick_time_bounds, time_bounds
+from ..cost_models.stage import bounds, memory
 from ..cost_models.stage.contents import chunks_may_fit
 from ..cost_models.stage.table import CostTable
 from ..schema import Certificate
-from ..schema.layout_table import MIXED, LayoutTable
 from ..schema.units import BoolArray, FloatArray, IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .expand import Candidate, expand_fitting, expand_row, replayed_bound
-from .rank_map import best_case
 from .request import Deadline, PlanRequest
-from .space import Space
+from .space import Pool, Space
 
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
-
-MIN_GROWTH = 1 << 14
-"""Layouts that come into the pool together, at least."""
-
-GROWTH_FRACTION = 0.5
-"""The same as a part of those that are in: what is copied then stays proportional to what is in."""
 
 BLOCK = 1 << 13
 """Layouts bounded together: arrays of this size stay in a core's cache."""
@@ -54,6 +46,10 @@ WINDOW = 32
 MAX_RUNNER_UP_TRIES = 100
 """Combinations of degrees that are expanded for comparison at most: of those most promising few may fit."""
 
+NUM_SCOUTED, SCOUT_BLOCKS, MAX_CHOSEN, MAX_SCOUTS = 1 << 16, 6, 24, 8
+"""Layouts among which scouts are looked for, if there are so many; at most so many blocks of them are bounded, scouts chosen, and
+scouts expanded."""
+
 RUNNER_UP_TRIES_A_BLOCK = 5
 """Expansions that bounding a further block of layouts counts as."""
 
@@ -63,98 +59,32 @@ NUM_NEAREST_MISSES = 3
 LayoutStep = Step[None, Candidate]
 
 
-class Pool:
-    """Layouts with their ``costs``, what their bounds are worked out from (``bounding``) and their ``positions`` in the space [N].
-
-    ``bound_s`` is what no layout outside is faster than, infinite once all are in.
-    """
-
-    def __init__(self, request: PlanRequest, space: Space) -> None:
-        """Bound the groups and take in the most promising ones, or every layout where there are no groups."""
-        by_groups = space.groups is not None and not request.cluster.parts
-        table = space.groups.relaxed() if space.groups is not None and by_groups else space.batch
-
-        def checkpoint() -> None:
-            request.deadline.require(f"costing {len(space)} layouts")
-
-        costs = CostTable.from_layouts(request.model, request.workload, request.cluster, table, checkpoint=checkpoint)
-        self._space, self.bound_s = space, np.inf
-        self.costs, self.bounding = costs, bounding_costs(costs)
-        if not by_groups:
-            self.positions: IntArray = space.positions
-            return
-        self._of_groups = self.costs, self.bounding
-        bound_s = quick_time_bounds(self.bounding)
-        self._order = np.argsort(bound_s, kind="stable")
-        self._waiting_s = bound_s[self._order]
-        self._next = 0
-        self.positions = np.zeros(0, dtype=np.int64)
-        self.costs, self.bounding = (costs.select(self.positions) for costs in self._of_groups)
-        self.grow()
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def grow(self) -> None:
-        """Take in the next groups."""
-        groups = self._space.groups
-        assert groups is not None
-        count = max(MIN_GROWTH, int(GROWTH_FRACTION * len(self)))
-        sizes = np.cumsum(groups.count[self._order[self._next :]])
-        entering = self._order[self._next : self._next + int(np.searchsorted(sizes, count)) + 1]
-        self._next += len(entering)
-        self.bound_s = float(self._waiting_s[self._next]) if self._next < len(self._order) else np.inf
-        batch, of_group, positions = groups.members(entering)
-        selected = np.flatnonzero(self._space.keeps(positions))
-        batch, of_group = batch.select(selected), of_group[selected]
-        self.positions = np.concatenate([self.positions, positions[selected]])
-        costs, bounding = self._of_groups
-        self.costs = _append(self.costs, costs, batch, of_group)
-        self.bounding = self.costs if costs is bounding else _append(self.bounding, bounding, batch, of_group)
-
-
-def bounding_costs(costs: CostTable) -> CostTable:
-    """Return what bounds are worked out from: the costs, or where links were measured those of the best placement there may be."""
-    if costs.cluster.bandwidth_matrix is None:
-        return costs
-    fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
-    return costs.evaluate(costs.layouts, fastest)
-
-
-def _append(costs: CostTable, of_groups: CostTable, batch: LayoutTable, of_group: IntArray) -> CostTable:
-    """Return the costs with further layouts, whose layers cost what those of their group do under their own recompute."""
-    case_idx = of_groups.case_idx[of_group]
-    if of_groups.layouts.is_mixed:
-        case_idx = case_idx + (batch.recompute - MIXED) * of_groups.cases_by_option
-    joined = LayoutTable.concatenate([costs.layouts, batch])
-    return costs.with_layouts(joined, np.concatenate([costs.case_idx, case_idx]))
-
-
 class Frontier:
     """Layouts that may fit, by increasing bound on their time.
 
     Attributes:
         rows: of the pool, those that are bounded.
+        quick_s, budget_bytes: of each layout [N] its quick bound, and what its bound on memory must be within.
         bound_bytes: of each layout [N], infinite where not evaluated.
     """
 
     def __init__(self, pool: Pool) -> None:
         """Order the pool by its quick bounds."""
         self._pool = pool
-        self._quick_s, self._bound_s, self.bound_bytes, self._budget_bytes = np.zeros((4, 0))
+        self.quick_s, self._bound_s, self.bound_bytes, self.budget_bytes = np.zeros((4, 0))
         self.rows = self._order = np.zeros(0, dtype=np.int64)
         self._next = 0
         self._order_new()
 
     def _order_new(self) -> None:
         """Put what came into the pool since the last time among what waits."""
-        old, new = len(self._quick_s), len(self._pool)
+        old, new = len(self.quick_s), len(self._pool)
         costs = self._pool.bounding if old == 0 else self._pool.bounding.select(np.arange(old, new))
-        self._quick_s = np.concatenate([self._quick_s, quick_time_bounds(costs)])
+        self.quick_s = np.concatenate([self.quick_s, bounds.quick_time_bounds(costs)])
         self.bound_bytes = np.concatenate([self.bound_bytes, np.full(new - old, np.inf)])
-        self._budget_bytes = np.concatenate([self._budget_bytes, budget_bytes(costs)])
+        self.budget_bytes = np.concatenate([self.budget_bytes, bounds.budget_bytes(costs)])
         waiting = np.concatenate([self._order[self._next :], np.arange(old, new)])
-        self._order, self._next = waiting[np.argsort(self._quick_s[waiting], kind="stable")], 0
+        self._order, self._next = waiting[np.argsort(self.quick_s[waiting], kind="stable")], 0
 
     @property
     def bound_s(self) -> float:
@@ -172,7 +102,7 @@ class Frontier:
 
     @property
     def _next_in_pool_s(self) -> float:
-        return float(self._quick_s[self._order[self._next]]) if self._next < len(self._order) else float("inf")
+        return float(self.quick_s[self._order[self._next]]) if self._next < len(self._order) else float("inf")
 
     def pop(self) -> int:
         """Take the first one off."""
@@ -192,9 +122,9 @@ class Frontier:
     def nearest_misses(self, incumbent_s: float, count: int) -> list[int]:
         """Return, of the layouts that would be faster and that memory excluded by its bound, those that lack the least."""
         is_excluded = np.isfinite(self.bound_bytes) & ~self._may_fit(slice(None))
-        faster = np.flatnonzero(is_excluded & (self._quick_s < incumbent_s))
+        faster = np.flatnonzero(is_excluded & (self.quick_s < incumbent_s))
         nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * count]
-        is_faster = time_bounds(self._pool.bounding.select(nearest).compacted()) < incumbent_s
+        is_faster = bounds.time_bounds(self._pool.bounding.select(nearest).compacted()) < incumbent_s
         return [int(row) for row in nearest[is_faster][:count]]
 
     def bound_block(self) -> None:
@@ -215,10 +145,10 @@ class Frontier:
     def bounds(self, rows: IntArray) -> tuple[BoolArray, FloatArray]:
         """Return which rows may fit by their bound on memory, and the bounds on their time [N], infinite for the others."""
         costs = self._pool.bounding.select(rows).compacted()
-        self.bound_bytes[rows] = memory_bounds(costs)
+        self.bound_bytes[rows] = bounds.memory_bounds(costs)
         fits, bound_s = self._may_fit(rows), np.full(len(rows), np.inf)
         if fits.any():
-            bound_s[fits] = time_bounds(costs.select(np.flatnonzero(fits)))
+            bound_s[fits] = bounds.time_bounds(costs.select(np.flatnonzero(fits)))
         return fits, bound_s
 
     def quick_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:
@@ -228,12 +158,58 @@ class Frontier:
                 break
             self._pool.grow()
             self._order_new()
-        rows = np.flatnonzero(self._quick_s <= limit_s)
-        return rows, self._quick_s[rows]
+        rows = np.flatnonzero(self.quick_s <= limit_s)
+        return rows, self.quick_s[rows]
 
     def _may_fit(self, rows: IntArray | slice) -> BoolArray:
         required = memory.lower_bound_required_bytes(self.bound_bytes[rows], self._pool.bounding.scenario)
-        return np.asarray(required <= self._budget_bytes[rows])
+        return np.asarray(required <= self.budget_bytes[rows])
+
+
+class Scouts:
+    """Layouts to expand first, for an incumbent: by a rough estimate the fastest of each schedule and (tp, cp, pp).
+
+    How much longer than estimated a step takes is learned for each schedule and number of chunks.
+    """
+
+    def __init__(self, pool: Pool, frontier: Frontier) -> None:
+        """Choose among the layouts of the pool those that seem to fit."""
+        costs, b = pool.bounding, pool.bounding.layouts
+        seconds, in_flight = bounds.rough_pipeline(costs)
+        order, more_s = np.argsort(seconds, kind="stable"), np.maximum(seconds - frontier.quick_s, 0.0)
+        rows, bound_s = np.zeros(0, dtype=np.int64), np.zeros(0)
+        for first in range(0, min(len(order), SCOUT_BLOCKS * BLOCK), BLOCK):
+            block = order[first : first + BLOCK]
+            if seconds[block[0]] >= np.min(bound_s + more_s[rows], initial=np.inf):
+                break
+            seem_to_fit = (
+                bounds.rough_bytes(costs.select(block).compacted(), in_flight[block]) <= frontier.budget_bytes[block]
+            )
+            fits, block_s = frontier.bounds(block[seem_to_fit])
+            rows, bound_s = np.concatenate([rows, block[seem_to_fit][fits]]), np.concatenate([bound_s, block_s[fits]])
+        fastest = np.argsort(bound_s + more_s[rows], kind="stable")
+        degrees = np.stack([b.schedule, b.tp, b.cp, b.pp])[:, rows[fastest]]
+        chosen = fastest[np.sort(np.unique(degrees, axis=1, return_index=True)[1])[:MAX_CHOSEN]]
+        self._rows, self._bound_s = rows[chosen], bound_s[chosen]
+        self._estimate_s = self._bound_s + more_s[self._rows]
+        self._kind = 64 * b.schedule[self._rows] + b.num_model_chunks[self._rows]
+        self._ratio, self._remaining = np.ones(len(self._rows)), MAX_SCOUTS
+
+    def next(self, incumbent_s: float) -> tuple[int, float] | None:
+        """Return the row to expand and its bound; None once none promises to be faster than the incumbent."""
+        if not len(self._rows) or not self._remaining:
+            return None
+        self._remaining -= 1
+        promised_s = self._estimate_s * self._ratio
+        first = int(np.argmin(promised_s))
+        return None if promised_s[first] >= incumbent_s else (int(self._rows[first]), float(self._bound_s[first]))
+
+    def learn(self, row: int, step_time_s: float) -> None:
+        """Take note of how long the step of a layout is; infinite where it does not fit."""
+        idx = int(np.flatnonzero(self._rows == row)[0])
+        if np.isfinite(step_time_s):
+            self._ratio[self._kind == self._kind[idx]] = step_time_s / self._estimate_s[idx]
+        self._estimate_s[idx] = np.inf
 
 
 class LayoutProblem:
@@ -249,7 +225,12 @@ class LayoutProblem:
         self.num_layouts, self._worse_than_s = len(space), worse_than_s
         self.pool = Pool(request, space)
         request.deadline.require(f"bounding {len(space)} layouts")
+        has_scouts = np.isinf(worse_than_s)
+        while has_scouts and len(self.pool) < NUM_SCOUTED and np.isfinite(self.pool.bound_s):
+            self.pool.grow()
         self.frontier = Frontier(self.pool)
+        self._scouts = Scouts(self.pool, self.frontier) if has_scouts else None
+        self.scouted: dict[int, Candidate | None] = {}
         self.expanded: list[int] = []
         self.rejected: list[int] = []
         self.any_order_s: dict[int, float] = {}
@@ -267,9 +248,13 @@ class LayoutProblem:
 
     def expand(self, node: Node[None], incumbent: float) -> LayoutStep:
         """Bound a block, or raise the bound of the first layout by a replay, or cut it into stages."""
+        if self._scouts is not None:
+            return self._expand_scout(self._scouts, incumbent)
         if not self.frontier.is_ready:
             self.frontier.bound_block()
             return self._rest()
+        if int(self.frontier.rows[0]) in self.scouted:
+            return self._expand_first(node)
         window, idx = self._costed(int(self.frontier.rows[0]))
         is_raised = self._may_fit[idx] and self._raise_first(window, idx, min(incumbent, self._worse_than_s))
         return self._rest() if is_raised else self._expand_first(node)
@@ -301,20 +286,43 @@ class LayoutProblem:
             return False
         return self.frontier.raise_first(replayed_bound(window, idx, below_s=below_s).bound_s)
 
+    def _expand_scout(self, scouts: Scouts, incumbent: float) -> LayoutStep:
+        """Cut the most promising layout into stages; it stays on the frontier, where it is not cut again (`scouted`)."""
+        following = scouts.next(incumbent)
+        if following is None:
+            self._scouts = None
+            return self._rest()
+        row, bound_s = following
+        only = self.pool.costs.select(np.array([row])).compacted()
+        candidate = expand_fitting(only, 0, bound_s=bound_s) if chunks_may_fit(only)[0] else None
+        scouts.learn(row, np.inf if candidate is None else candidate.step_time_s)
+        self.scouted[row] = candidate and replace(candidate, idx=row, any_order_s=bound_s)
+        return self._rest(_leaves(self.scouted[row]), evaluated=1, effort=1)
+
+    def take_scout(self, row: int) -> None:
+        """Count a scout as met in the order of the bounds."""
+        if self.scouted.pop(row, None) is not None:
+            self.expanded.append(row)
+            self._feasible_degrees.add(self._degrees(row)[0])
+
     def _expand_first(self, node: Node[None]) -> LayoutStep:
-        window, idx = self._costed(int(self.frontier.rows[0]))
-        row = self.frontier.pop()
-        self.expanded.append(row)
-        candidate = expand_fitting(window, idx, bound_s=node.bound) if self._may_fit[idx] else None
+        row = int(self.frontier.rows[0])
+        is_new = row not in self.scouted
+        if is_new:
+            window, idx = self._costed(row)
+            candidate = expand_fitting(window, idx, bound_s=node.bound) if self._may_fit[idx] else None
+            any_order_s = self.any_order_s.get(row, node.bound)
+            candidate = candidate and replace(candidate, idx=row, any_order_s=any_order_s)
+        else:
+            candidate = self.scouted.pop(row)
+        self.expanded.append(self.frontier.pop())
         degrees, memory_degrees = self._degrees(row)
         if candidate is None:
             self.rejected.append(row)
             self._rejected_degrees.add(memory_degrees)
-            return self._rest(evaluated=1, effort=1)
-        self._feasible_degrees.add(degrees)
-        candidate = replace(candidate, idx=row, any_order_s=self.any_order_s.get(row, node.bound))
-        leaf = Leaf(candidate.estimate.step_time_s, candidate, candidate.bound_s, row)
-        return self._rest([leaf], evaluated=1, effort=1)
+        else:
+            self._feasible_degrees.add(degrees)
+        return self._rest(_leaves(candidate), evaluated=int(is_new), effort=1)
 
     def _costed(self, row: int) -> tuple[CostTable, int]:
         """Return costs that hold the first layout of the frontier, and its index there; the next few are costed with it."""
@@ -335,6 +343,10 @@ class LayoutProblem:
         """Return the faster layouts that lack the least memory: those that no split fits, and those that their bound excludes."""
         by_bytes = sorted(self.rejected, key=lambda row: (self.frontier.bound_bytes[row], row))
         return by_bytes[:NUM_NEAREST_MISSES] + self.frontier.nearest_misses(incumbent_s, NUM_NEAREST_MISSES)
+
+
+def _leaves(candidate: Candidate | None) -> list[Leaf[Candidate]]:
+    return [] if candidate is None else [Leaf(candidate.step_time_s, candidate, candidate.bound_s, candidate.idx)]
 
 
 @dataclass
@@ -413,11 +425,14 @@ def search(
     tree = Search(problem)
     stop = Stop(rel_gap=REL_GAP, below=worse_than_s * (1 - REL_GAP), deadline=deadline, max_effort=max_expanded)
     answer = tree.run(stop, on_progress=request.on_progress)
+    if answer.best is not None:
+        problem.take_scout(answer.best.candidate.idx)
+    met = {leaf.candidate.idx: leaf.candidate for leaf in answer.leaves if leaf.candidate.idx not in problem.scouted}
     # A split of a layout that was expanded may be faster than the best one known, down to that layout's own bound.
     result = SearchResult(
         problem,
         tree,
-        [leaf.candidate for leaf in answer.leaves],
+        list(met.values()),
         bound_s=answer.bound,
         stopped_early=answer.ended == "deadline",
         evaluated=answer.evaluated,

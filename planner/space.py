@@ -33,13 +33,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost_models.stage.bounds import quick_time_bounds
+from ..cost_models.stage.table import CostTable
 from ..schema import ConfigError
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, Rule
 from ..schema.layout_table import MIXED, LayoutTable, distinct_rows
 from ..schema.schedules import GIVEN
 from ..schema.units import IntArray
 from .enumeration import Columns, Enumeration, select
+from .rank_map import best_case
 from .request import PlanRequest
+
+MIN_GROWTH = 1 << 14
+"""Layouts that come into the pool together, at least."""
+
+GROWTH_FRACTION = 0.5
+"""The same as a part of those that are in: what is copied then stays proportional to what is in."""
 
 
 @dataclass(frozen=True)
@@ -243,3 +252,70 @@ def _nothing_left(request: PlanRequest, reasons: list[tuple[int, str]]) -> Confi
         details=tuple(reason for _, reason in sorted(reasons, reverse=True)[:4]),
         help="loosen --fix" if fixed else of_batch,
     )
+
+
+class Pool:
+    """Layouts with their ``costs``, what their bounds are worked out from (``bounding``) and their ``positions`` in the space [N].
+
+    ``bound_s`` is what no layout outside is faster than, infinite once all are in.
+    """
+
+    def __init__(self, request: PlanRequest, space: Space) -> None:
+        """Bound the groups and take in the most promising ones, or every layout where there are no groups."""
+        by_groups = space.groups is not None and not request.cluster.parts
+        table = space.groups.relaxed() if space.groups is not None and by_groups else space.batch
+
+        def checkpoint() -> None:
+            request.deadline.require(f"costing {len(space)} layouts")
+
+        costs = CostTable.from_layouts(request.model, request.workload, request.cluster, table, checkpoint=checkpoint)
+        self._space, self.bound_s = space, np.inf
+        self.costs, self.bounding = costs, bounding_costs(costs)
+        if not by_groups:
+            self.positions: IntArray = space.positions
+            return
+        self._of_groups = self.costs, self.bounding
+        bound_s = quick_time_bounds(self.bounding)
+        self._order = np.argsort(bound_s, kind="stable")
+        self._waiting_s = bound_s[self._order]
+        self._next = 0
+        self.positions = np.zeros(0, dtype=np.int64)
+        self.costs, self.bounding = (costs.select(self.positions) for costs in self._of_groups)
+        self.grow()
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def grow(self) -> None:
+        """Take in the next groups."""
+        groups = self._space.groups
+        assert groups is not None
+        count = max(MIN_GROWTH, int(GROWTH_FRACTION * len(self)))
+        sizes = np.cumsum(groups.count[self._order[self._next :]])
+        entering = self._order[self._next : self._next + int(np.searchsorted(sizes, count)) + 1]
+        self._next += len(entering)
+        self.bound_s = float(self._waiting_s[self._next]) if self._next < len(self._order) else np.inf
+        batch, of_group, positions = groups.members(entering)
+        selected = np.flatnonzero(self._space.keeps(positions))
+        batch, of_group = batch.select(selected), of_group[selected]
+        self.positions = np.concatenate([self.positions, positions[selected]])
+        costs, bounding = self._of_groups
+        self.costs = _append(self.costs, costs, batch, of_group)
+        self.bounding = self.costs if costs is bounding else _append(self.bounding, bounding, batch, of_group)
+
+
+def bounding_costs(costs: CostTable) -> CostTable:
+    """Return what bounds are worked out from: the costs, or where links were measured those of the best placement there may be."""
+    if costs.cluster.bandwidth_matrix is None:
+        return costs
+    fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
+    return costs.evaluate(costs.layouts, fastest)
+
+
+def _append(costs: CostTable, of_groups: CostTable, batch: LayoutTable, of_group: IntArray) -> CostTable:
+    """Return the costs with further layouts, whose layers cost what those of their group do under their own recompute."""
+    case_idx = of_groups.case_idx[of_group]
+    if of_groups.layouts.is_mixed:
+        case_idx = case_idx + (batch.recompute - MIXED) * of_groups.cases_by_option
+    joined = LayoutTable.concatenate([costs.layouts, batch])
+    return costs.with_layouts(joined, np.concatenate([costs.case_idx, case_idx]))

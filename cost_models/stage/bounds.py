@@ -1,10 +1,6 @@
-"""Admissible bounds on the seconds and bytes of every layout of a table at once: every stage ideally balanced.
+"""Admissible bounds on the seconds and bytes of every layout of a table at once, every stage ideally balanced, and rough estimates.
 
-On device pools bounds hold for every order of the pools and every split of the layers. With b_gk the seconds of a layer of kind k
-on pool g, n_k layers of it, k_g stages on the pool and W_g = sum_k n_k b_gk, no slowest stage is below
-
-    sum_k n_k min_g (b_gk / W_g) / sum_g (k_g / W_g)                      weak duality: all work over the sum of the rates
-    min {z : sum_g k_g floor(z / b_gk) >= n_k}   for each kind of block   blocks are not cut
+Stages on device pools: pool_bounds.py. An estimate is no bound: it says what to try first (`rough_pipeline`, `rough_bytes`).
 
 Mixed layouts, whose blocks recompute differently, have two bounds within memory.
 
@@ -39,15 +35,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from ...schema.layout_table import MIXED
+from ...schema.schedules import SCHEDULE_NAMES
 from ...schema.units import BoolArray, FloatArray, IntArray
-from ..pipeline.replay import PipelineWork, in_flight_of_stage, lower_bound_s, min_in_flight, single_stages_s
+from ..pipeline.replay import (
+    PipelineShape,
+    PipelineWork,
+    in_flight,
+    in_flight_of_stage,
+    lower_bound_s,
+    makespan_s,
+    min_in_flight,
+)
 from . import memory
 from .contents import RecomputeCosts, more_in_flight, step_shape, with_vocabulary
 from .memory import StageContents, StepShape
+from .pool_bounds import fullest_stage_on_pools, pipeline_bound
 from .table import CostTable, is_aligned, stages_of_pools
 
 LARGEST_RATIO = 4.0
@@ -56,13 +64,17 @@ LARGEST_RATIO = 4.0
 NUM_HALVINGS = 12
 """Of that range."""
 
+SAMPLE_RANKS, MAX_SAMPLE_CHUNKS, MAX_SAMPLE_ROUNDS, NUM_SHARES = 8, 4, 4, 10
+"""Ranks of pipelines that are replayed to know the bubble of a schedule, the most chunks of each and micro-batches a rank, and in
+how many steps the shares of forward and weight passes are told apart."""
+
 
 def quick_time_bounds(costs: CostTable) -> FloatArray:
     """Return a bound on the seconds of a step [N] from the work within layers and the pipeline's bubble alone."""
     bound = lower_bound_s(pipeline_work(costs, slowest_stage_s(costs), np.zeros(len(costs.layouts))))
     aligned = is_aligned(costs)
     if aligned.any():
-        bound[aligned] = _pipeline_bound(costs.select(np.flatnonzero(aligned)), transfers=False)
+        bound[aligned] = pipeline_bound(costs.select(np.flatnonzero(aligned)), transfers=False)
     return np.asarray(bound)
 
 
@@ -73,7 +85,7 @@ def time_bounds(costs: CostTable) -> FloatArray:
         subset = costs.select(np.flatnonzero(aligned))
         pools = subset.device_pools
         bound[aligned] = (
-            _pipeline_bound(subset, transfers=True)
+            pipeline_bound(subset, transfers=True)
             + fullest_stage_on_pools(subset, [pool.dp_exposed_by_kind for pool in pools])
             + np.max([pool.dp_edges_s for pool in pools], axis=0)
             + fullest_stage_on_pools(subset, [_updates(pool) for pool in pools])
@@ -233,9 +245,6 @@ def _shape_with_min_in_flight(costs: CostTable) -> StepShape:
     return step_shape(b, more_in_flight(costs, flight), num_neighbours=np.minimum(b.pp - 1, 1))
 
 
-# Device pools
-
-
 def budget_bytes(costs: CostTable) -> FloatArray:
     """Return what `memory_bounds` must be within for a layout to fit [N]: of aligned layouts the mean of its stages.
 
@@ -248,45 +257,57 @@ def budget_bytes(costs: CostTable) -> FloatArray:
     return np.where(aligned, of_pools @ stages_of_pools(costs) / costs.layouts.pp, budget)
 
 
-def _pipeline_bound(costs: CostTable, *, transfers: bool) -> FloatArray:
-    """Return the seconds of the pipeline alone that no order and no split is below [N]; all layouts are aligned."""
-    b, pools = costs.layouts, costs.device_pools
-    busy = [[cost.busy_s[pool.case_idx] for cost in pool.by_case] for pool in pools]
-    transfer = np.min([2 * pool.transfer_s for pool in pools], axis=0) if transfers else np.zeros(len(b))
-    slowest = fullest_stage_on_pools(costs, busy) + transfer
-    total = sum(n * np.min(values, axis=0) for n, values in zip(costs.counts, zip(*busy, strict=True), strict=True))
-    is_gpipe = b.schedule_fact("all_forward_first")
-    return np.asarray(single_stages_s(b.num_microbatches, b.pp, is_gpipe, total + b.pp * transfer, slowest))
+# Rough estimates
 
 
-def fullest_stage_on_pools(costs: CostTable, by_pool: Sequence[Sequence[FloatArray]]) -> FloatArray:
-    """Return what the stage with the most of something has at least [N], given a layer of each kind on each pool [G][K] of [N]."""
-    stages = stages_of_pools(costs)
-    work = np.array([sum(n * v for n, v in zip(costs.counts, values, strict=True)) for values in by_pool])
-    has_work = np.all(work > 0, axis=0)
-    weights = 1 / np.where(has_work, work, 1.0)
-    shares = [
-        n * np.min([weights[g] * values[k] for g, values in enumerate(by_pool)], axis=0)
-        for k, n in enumerate(costs.counts)
-    ]
-    fullest = np.where(has_work, np.sum(shares, axis=0) / np.sum(stages * weights, axis=0), 0.0)
-    for k, kind in enumerate(costs.kinds):
-        if kind.is_block:
-            seconds = np.array([values[k] for values in by_pool])
-            fullest = np.maximum(fullest, _uncut_blocks_s(int(costs.counts[k]), seconds, stages))
-    return np.asarray(fullest)
+def rough_pipeline(costs: CostTable) -> tuple[FloatArray, FloatArray]:
+    """Return about what the pipeline of each layout takes without transfers, and the micro-batches on its fullest rank [N].
+
+    T = m max_s t_s + bubble (pp - 1) W / pp with the bubble of equal stages: a v-th where backward passes are whole; others defer
+    the gradients of weights, and theirs depends on the shares of the passes.
+    """
+    b, total = costs.layouts, costs.total("busy_s")
+    bubble = 1.0 / b.num_model_chunks
+    flight = np.asarray(
+        in_flight_of_stage(b.schedule, b.num_microbatches, b.pp, 0, b.num_model_chunks), dtype=np.float64
+    )
+    rows = np.flatnonzero(b.schedule_fact("splits_backward") & ~b.schedule_fact("is_given") & (b.pp > 1))
+    if len(rows):
+        chunks = np.minimum(b.num_model_chunks[rows], MAX_SAMPLE_CHUNKS)
+        rounds = np.clip(b.num_microbatches[rows] // b.pp[rows], 1, MAX_SAMPLE_ROUNDS)
+        shares = (costs.total("forward_s") + costs.total("comm_forward_s"), costs.total("weight_s"))
+        steps = [np.rint(NUM_SHARES * share[rows] / total[rows]).astype(np.int64) for share in shares]
+        distinct, of_row = np.unique(np.stack([b.schedule[rows], chunks, rounds, *steps]), axis=1, return_inverse=True)
+        sampled = np.array([_bubble_and_flight(*map(int, column)) for column in distinct.T])[of_row.reshape(-1)]
+        bubble[rows] = sampled[:, 0] * chunks / b.num_model_chunks[rows]
+        flight[rows] = np.minimum(b.num_microbatches[rows], sampled[:, 1] * b.pp[rows])
+    others = np.maximum(bubble, 0.0) * (b.pp - 1) / b.pp * total
+    return np.asarray(b.num_microbatches * slowest_stage_s(costs) + others), flight
 
 
-def _uncut_blocks_s(count: int, seconds: FloatArray, stages: IntArray) -> FloatArray:
-    """Return the least z [N] in which stages, ``stages[g]`` of them at ``seconds[g]`` a block, hold ``count`` blocks."""
-    has_cost = np.all(seconds > 0, axis=0)
-    each = np.where(has_cost, seconds, 1.0)
-    z = count / np.sum(stages / each, axis=0)
-    for _ in range(len(seconds)):  # one more block on each stage is enough
-        num_blocks = np.floor(z / each * (1 + 1e-12))
-        short = np.sum(stages * num_blocks, axis=0) < count
-        z = np.where(short, np.min((num_blocks + 1) * each, axis=0), z)
-    return np.where(has_cost, z * (1 - 1e-12), 0.0)
+@cache
+def _bubble_and_flight(schedule: int, chunks: int, rounds: int, forward: int, weight: int) -> tuple[float, float]:
+    """Return the bubble of equal stages in micro-batches for each rank but one, and the micro-batches in flight for each."""
+    num_microbatches = rounds * SAMPLE_RANKS
+    shape = PipelineShape(
+        schedule=SCHEDULE_NAMES[schedule], pp=SAMPLE_RANKS, num_model_chunks=chunks, num_microbatches=num_microbatches
+    )
+    of_stage = np.full((3, shape.num_stages), 1 / chunks)
+    forward_s, weight_s = forward / NUM_SHARES, weight / NUM_SHARES
+    of_stage *= np.array([forward_s, max(1 - forward_s - weight_s, 0.0), weight_s])[:, None]
+    bubble = makespan_s(shape, *of_stage) - num_microbatches
+    return bubble / (SAMPLE_RANKS - 1), float(in_flight(shape).max()) / SAMPLE_RANKS
+
+
+def rough_bytes(costs: CostTable, flight: FloatArray) -> FloatArray:
+    """Return about what the fullest device of each layout requires [N]: the mean stage with ceil(blocks / pp) blocks."""
+    pp, n = costs.layouts.pp, costs.model.num_blocks
+    more = -(-n // pp) * pp / n
+    contents = replace(_balanced_contents(costs), activation_bytes=costs.total("activation_bytes") / pp)
+    scaled = ("params", "trained", "expert_params", "frozen_bytes", "activation_bytes")
+    contents = replace(contents, **{name: more * getattr(contents, name) for name in scaled})
+    shape = step_shape(costs.layouts, more_in_flight(costs, flight), num_neighbours=np.minimum(pp - 1, 1))
+    return np.asarray(memory.required_by_terms(memory.stage_memory(contents, shape, costs.scenario), costs.scenario))
 
 
 # Mixed layouts

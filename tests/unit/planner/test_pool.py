@@ -10,7 +10,7 @@ from meshwright.cost_models.stage.bounds import quick_time_bounds, uniform_time_
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import search
 from meshwright.planner.request import PlanRequest
-from meshwright.planner.space import Space, build_space
+from meshwright.planner.space import Pool, Space, build_space
 from meshwright.schema import ClusterSpec, Workload
 from small_spaces import shortened
 
@@ -27,17 +27,18 @@ CLUSTER = ClusterSpec.parse("2x4xA100-SXM-40GB/ib200")
 
 @pytest.fixture(autouse=True)
 def in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MIN_GROWTH", 20)
-    monkeypatch.setattr(search, "GROWTH_FRACTION", 0.1)
+    monkeypatch.setattr("meshwright.planner.space.MIN_GROWTH", 20)
+    monkeypatch.setattr("meshwright.planner.space.GROWTH_FRACTION", 0.1)
     monkeypatch.setattr(search, "BLOCK", 64)
+    monkeypatch.setattr(search, "NUM_SCOUTED", 1)
 
 
-def instance(engine: str, model: str, fixed: dict) -> tuple[search.Pool, CostTable, Space]:
+def instance(engine: str, model: str, fixed: dict) -> tuple[Pool, CostTable, Space]:
     """A pool with nothing but its first layouts in, the costs of the whole space at once, and the space."""
     spec, workload = shortened(model, 5), Workload(seq_len=512, global_batch_size=16, engine=engine)
     space = build_space(PlanRequest(spec, CLUSTER, workload, fixed))
     return (
-        search.Pool(PlanRequest(spec, CLUSTER, workload), space),
+        Pool(PlanRequest(spec, CLUSTER, workload), space),
         CostTable.from_layouts(spec, workload, CLUSTER, space.batch),
         space,
     )
@@ -83,7 +84,7 @@ def test_layouts_that_are_left_out_do_not_come_in() -> None:
     _, whole, space = instance(*CASES[0])
     left_out = np.arange(0, len(space), 3)
     fewer = replace(space, without=left_out)
-    some = search.Pool(PlanRequest(whole.model, CLUSTER, whole.workload), fewer)
+    some = Pool(PlanRequest(whole.model, CLUSTER, whole.workload), fewer)
     while np.isfinite(some.bound_s):
         some.grow()
     kept = np.setdiff1d(np.arange(len(space)), left_out)

@@ -13,7 +13,7 @@ from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import expand, plan, search
 from meshwright.planner.request import Deadline, PlanRequest
-from meshwright.planner.space import build_space
+from meshwright.planner.space import Pool, build_space
 from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
 from meshwright.schema.layers import Block
 from small_spaces import random_instance, shortened
@@ -37,7 +37,10 @@ def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
         assert np.array_equal(fits[s, i, j], has_block & (required <= cap))
 
 
-def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
+@pytest.mark.parametrize("has_scouts", [False, True])
+def test_a_search_that_is_stopped_has_an_honest_bound(has_scouts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_scouts:
+        monkeypatch.setattr(search, "MAX_SCOUTS", 0)
     spec, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
     workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
     space = build_space(PlanRequest(spec, cluster, workload, {"tp_overlap": False}))
@@ -60,12 +63,63 @@ def test_a_search_that_is_stopped_has_an_honest_bound() -> None:
             PlanRequest(spec, cluster, workload, deadline=deadline, on_progress=stop), space, runner_ups=4
         )
         assert stopped.stopped_early
-        assert len(stopped.feasible) == wants_incumbent
+        assert len(stopped.feasible) == (wants_incumbent or has_scouts)
         assert 0 < stopped.bound_s <= best_s * (1 + 1e-12)
     certificate = stopped.certificate()
     assert certificate.status == "stopped"
     assert certificate.objective_s >= best_s
     assert certificate.gap == pytest.approx(1 - certificate.bound_s / certificate.objective_s)
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "cluster", "batch_size"),
+    [
+        ("fsdp2", "llama-3.1-8b", "2x8xH100-SXM-80GB/ib400", 64),
+        ("fsdp2", "llama-3.1-70b", "8x8xH100-SXM-80GB/ib400", 128),
+        ("megatron", "llama-3.1-70b", "16x8xA100-SXM-80GB/ib200", 512),
+        ("fsdp2", "olmoe-1b-7b", "2x4xA100-SXM-40GB/ib200", 64),
+        ("deepspeed", "gpt2", "4xL40S", 64),
+    ],
+)
+def test_the_first_layouts_that_are_expanded_are_within_5_percent_of_the_best(
+    engine: str, model: str, cluster: str, batch_size: int
+) -> None:
+    found = []
+
+    def note(evaluated: int, incumbent_s: float | None, bound_s: float) -> None:
+        found.append((evaluated, incumbent_s))
+
+    workload = Workload(seq_len=4096, global_batch_size=batch_size, engine=engine)
+    request = PlanRequest(ModelSpec.named(model), ClusterSpec.parse(cluster), workload, on_progress=note)
+    best_s = search.search(request, build_space(request)).feasible[0].step_time_s
+    early = [incumbent_s for evaluated, incumbent_s in found if evaluated <= 4 and incumbent_s is not None]
+    assert min(early) <= 1.05 * best_s
+
+
+def test_scouts_change_neither_the_answer_nor_what_is_expanded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "REL_GAP", 0.0)
+    for seed in range(0, 48, 3):
+        spec, workload, cluster, space = random_instance(seed)
+        request, rows = PlanRequest(spec, cluster, workload), list[int]()
+
+        def counted(
+            costs: CostTable, idx: int, bound_s: float = 0.0, rows: list[int] = rows
+        ) -> expand.Candidate | None:
+            rows.append(idx)
+            return expand.expand_fitting(costs, idx, bound_s=bound_s)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(search, "expand_fitting", counted)
+            found = search.search(request, space)
+            patched.setattr(search, "MAX_SCOUTS", 0)
+            plain = search.search(request, space)
+        assert len(rows) <= found.evaluated + plain.evaluated, seed
+        assert found.evaluated <= len(space), seed
+        assert bool(found.feasible) == bool(plain.feasible), seed
+        if plain.feasible:
+            assert found.feasible[0].estimate == plain.feasible[0].estimate, seed
+            assert len({candidate.idx for candidate in found.feasible}) == len(found.feasible), seed
+            assert found.bound_s == pytest.approx(plain.bound_s, rel=1e-9), seed
 
 
 @pytest.mark.parametrize("pieces", [0, 5, 12, 18])
@@ -88,10 +142,10 @@ def test_a_deadline_that_comes_before_any_bound_is_a_clear_error(pieces: int) ->
 
 def test_layouts_come_in_the_order_of_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, workload, cluster, _ = random_instance(3)
-    monkeypatch.setattr(search, "MIN_GROWTH", 7)
-    monkeypatch.setattr(search, "GROWTH_FRACTION", 0.1)
+    monkeypatch.setattr("meshwright.planner.space.MIN_GROWTH", 7)
+    monkeypatch.setattr("meshwright.planner.space.GROWTH_FRACTION", 0.1)
     monkeypatch.setattr(search, "BLOCK", 5)
-    layouts = search.Pool(PlanRequest(spec, cluster, workload), build_space(PlanRequest(spec, cluster, workload)))
+    layouts = Pool(PlanRequest(spec, cluster, workload), build_space(PlanRequest(spec, cluster, workload)))
     waiting, order = search.Frontier(layouts), []
     while np.isfinite(bound := waiting.bound_s):
         if waiting.is_ready:
