@@ -100,6 +100,15 @@ def plan_request(request: PlanRequest, *, top: int = 4) -> Plan:
 
 def plan_training(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
     """Return the layout that is taken of those that fit: without offload, or with it where that is faster or nothing else fits."""
+    if request.cluster.is_mixed and request.offload is None:
+        from .device_groups import notes_on_left_out, search_device_pools
+
+        request, result, left_out = search_device_pools(request, runner_ups=top)
+        if result.feasible:
+            answer = plan_layout(request, result, top=top)
+            notes = (*answer.notes, *notes_on_left_out(left_out, answer.estimate))
+            return answer.replace(left_out=left_out, notes=notes)
+        raise explain_infeasible(request, result)
     result = search_layouts(request, runner_ups=top)
     plain = plan_layout(request, result, top=top) if result.feasible else None
     if request.offload is None:

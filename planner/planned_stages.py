@@ -12,7 +12,7 @@ from ..cost_models.stage.contents import RecomputeCosts
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, TrainingEstimate, TrainingPlan
-from ..schema.cluster import part_label
+from ..schema.device_groups import part_label
 from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.units import IntArray
 from .rank_map import in_order_of_pools, place_as_planned

@@ -23,7 +23,7 @@ from ..cost_models.hardware.collectives import Hops, NodeLinks, node_links
 from ..cost_models.stage.step import edges_s, estimate_step, transfer_of_stages, values_of_stages
 from ..cost_models.stage.table import CostTable, stages_of_pools
 from ..schema import ClusterSpec, TrainingEstimate, TrainingPlan
-from ..schema.cluster import with_parts_in_order
+from ..schema.device_groups import with_parts_in_order
 from ..schema.layout_table import LayoutTable
 from ..schema.units import FloatArray, IntArray
 from ..solvers import rank_mapping

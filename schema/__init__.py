@@ -18,7 +18,7 @@ from .offload import OffloadLimits, OffloadMarginalValues, OffloadSchedule
 from .plan import Certificate, Estimate, Plan, PlanProvenance
 from .profile import Calibration, Profile
 from .task import Generation, Workload
-from .training_plan import Alternative, Stage, TrainingEstimate, TrainingPlan
+from .training_plan import Alternative, LeftOut, Stage, TrainingEstimate, TrainingPlan
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -33,6 +33,7 @@ __all__ = [
     "GenerationPlan",
     "InfeasibleError",
     "Layout",
+    "LeftOut",
     "Link",
     "LinkLevel",
     "MeshwrightError",

@@ -215,10 +215,18 @@ def joined_levels(levels: Sequence[LinkLevel], num_devices: int) -> tuple[LinkLe
     return (*inner, outer.replace(domain_size=num_devices))
 
 
+class ZoneLink(Frozen):
+    """All devices of these zones reach each other over ``link``."""
+
+    zones: tuple[str, ...] = Field(min_length=2)
+    link: Link
+
+
 class NodeGroup(Frozen):
     """``num_nodes`` identical nodes.
 
     Attributes:
+        zone: where they stand, a name of the user's; groups of different zones are never alike.
         levels: links among the devices of this group, innermost first, where they are not those of the cluster; the last one joins
             them all. Only in a cluster of several groups.
     """
@@ -230,6 +238,7 @@ class NodeGroup(Frozen):
     host_link_bytes_per_s: PositiveFloat | None = None
     storage_bytes_per_s: PositiveFloat | None = None
     levels: tuple[LinkLevel, ...] = ()
+    zone: str = ""
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
@@ -253,6 +262,7 @@ class ClusterSpec(Frozen):
 
     Attributes:
         levels: link levels, innermost first; the last one joins every device.
+        zone_links: what joins some of the zones, where that is more than what joins all.
         reserved_bytes: memory of each device that a plan may not use; unset: context and buffers of collectives.
         bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one: what one device of a node gets to its
             counterpart on another while the other devices of the node send as well. The diagonal is not read.
@@ -265,6 +275,7 @@ class ClusterSpec(Frozen):
     levels: tuple[LinkLevel, ...] = Field(min_length=1)
     reserved_bytes: NonNegativeInt = Field(default_factory=lambda data: default_reserved_bytes(data.get("levels", ())))
     bandwidth_matrix: tuple[tuple[NonNegativeFloat, ...], ...] | None = None
+    zone_links: tuple[ZoneLink, ...] = ()
     profile: Profile | None = None
     calibration: Calibration = Calibration()
 
@@ -275,6 +286,8 @@ class ClusterSpec(Frozen):
         require_nesting(self.levels, self.num_devices, "the cluster")
         if len(self.groups) == 1 and self.groups[0].levels:
             raise ValueError("the links of the only group are those of the cluster: give them as its levels")
+        if unknown := {zone for join in self.zone_links for zone in join.zones} - {group.zone for group in self.groups}:
+            raise ValueError(f"zone_links name {', '.join(sorted(unknown))}, in which no group stands")
         smallest = min(group.device.memory_bytes for group in self.groups)
         if self.reserved_bytes >= smallest:
             raise ValueError(f"reserved_bytes {self.reserved_bytes} leaves nothing of the {smallest} bytes of a device")
@@ -317,10 +330,9 @@ class ClusterSpec(Frozen):
         """Device pools in the order of the groups: nodes alike in devices and links; none where all nodes are alike."""
         kinds: list[list[int]] = []
         for i, group in enumerate(self.groups):
-            kind = next((kind for kind in kinds if _are_alike(self.groups[kind[0]], group)), None)
-            if kind is None:
-                kinds.append(kind := [])
-            kind.append(i)
+            if not (alike := [kind for kind in kinds if _are_alike(self.groups[kind[0]], group)]):
+                kinds += (alike := [[]])
+            alike[0].append(i)
         if len(kinds) == 1:
             return ()
         first = [0, *itertools.accumulate(group.num_nodes for group in self.groups)]
@@ -328,12 +340,13 @@ class ClusterSpec(Frozen):
         for k, kind in enumerate(kinds):
             nodes = tuple(node for i in kind for node in range(first[i], first[i + 1]))
             group = max((self.groups[i] for i in kind), key=lambda group: len(group.levels))
-            alike = group.replace(num_nodes=len(nodes), levels=())
+            joined = group.replace(num_nodes=len(nodes), levels=())
             cluster = self.replace(
                 name=f"{self.name}[{k}]",
-                groups=(alike,),
-                levels=joined_levels(group.levels or self.levels, alike.num_devices),
+                groups=(joined,),
+                levels=joined_levels(group.levels or self.levels, joined.num_devices),
                 bandwidth_matrix=self.bandwidths_of(nodes),
+                zone_links=(),
             )
             parts.append(ClusterPart(cluster, tuple(kind), nodes))
         return tuple(parts)
@@ -419,7 +432,7 @@ class ClusterSpec(Frozen):
 
 
 class ClusterPart(NamedTuple):
-    """A device pool: nodes that are alike, as a cluster, and which groups and nodes of the mixed cluster they are."""
+    """A device pool: nodes that are alike, as a cluster; which groups and nodes of the mixed cluster they are."""
 
     cluster: ClusterSpec
     groups: tuple[int, ...]
@@ -429,19 +442,6 @@ class ClusterPart(NamedTuple):
     def device(self) -> str:
         """Name of its device."""
         return self.cluster.groups[0].device.name
-
-
-def part_label(parts: Sequence[ClusterPart], g: int) -> str:
-    """Name a device pool: by its device, and where another pool has the same one by the link that joins its nodes too."""
-    same = [part for part in parts if part.device == parts[g].device]
-    return parts[g].device if len(same) == 1 else f"{parts[g].device}/{parts[g].cluster.levels[-1].link.name}"
-
-
-def with_parts_in_order(cluster: ClusterSpec, parts: Sequence[ClusterPart]) -> ClusterSpec:
-    """Return the cluster with its groups listed pool by pool, in the given order."""
-    nodes = [n for part in parts for n in part.nodes]
-    groups = tuple(cluster.groups[i] for part in parts for i in part.groups)
-    return cluster.replace(groups=groups, bandwidth_matrix=cluster.bandwidths_of(nodes))
 
 
 def _are_alike(one: NodeGroup, other: NodeGroup) -> bool:

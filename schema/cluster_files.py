@@ -143,9 +143,8 @@ def _from_file(path: str) -> Table:
         raise ConfigError(f"{path} is a {kind}, not a cluster file (TOML)")
     data = read_toml(path)
     with located(path):
-        check_keys(
-            data, ("name", "reserved_gib", "reserved_bytes", "groups", "levels", "bandwidth_matrix"), "the cluster"
-        )
+        known = ("name", "reserved_gib", "reserved_bytes", "groups", "levels", "zone_links", "bandwidth_matrix")
+        check_keys(data, known, "the cluster")
         read = [_group(table, f"groups[{i}]") for i, table in enumerate(_tables(data, "groups"))]
         if not read:
             raise ConfigError("a cluster needs at least one [[groups]] table")
@@ -153,18 +152,25 @@ def _from_file(path: str) -> Table:
         node = min(group["devices_per_node"] for group in groups)
         levels = [_level(table, f"levels[{i}]", node) for i, table in enumerate(_tables(data, "levels"))]
         if not levels:
+            if len({group["zone"] for group in groups}) > 1:
+                raise ConfigError(
+                    "the groups stand in several zones, and the file does not say what joins these",
+                    help="add [[levels]] tables, innermost first; the last one joins all devices: the slowest link between zones",
+                )
             if unknown := [i for i, (_, entry) in enumerate(read) if entry is None]:
                 raise ConfigError(
                     f"groups[{unknown[0]}]: the links of a device that the file itself describes are not known",
                     help='add [[levels]] tables, innermost first: link = "pcie4", domain_size = 4',
                 )
-            known = [(group, entry or {}) for group, entry in read]
-            levels = usual_levels(known)
+            of_catalogue = [(group, entry or {}) for group, entry in read]
+            levels = usual_levels(of_catalogue)
             if len(groups) > 1:
                 groups = [
-                    {**group, "levels": group["levels"] or usual_levels([(group, entry)])} for group, entry in known
+                    {**group, "levels": group["levels"] or usual_levels([(group, entry)])}
+                    for group, entry in of_catalogue
                 ]
-        fields = {**data, "groups": groups, "levels": levels}
+        joins = [_zone_link(table, f"zone_links[{i}]") for i, table in enumerate(_tables(data, "zone_links"))]
+        fields = {**data, "groups": groups, "levels": levels, "zone_links": joins}
         return {"name": Path(path).stem, **_with_bytes(fields, "reserved", "the cluster")}
 
 
@@ -176,8 +182,8 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
     """Return the fields of a NodeGroup, and the catalogue entry of its device where it has one."""
     link = "host_link_bytes_per_s"
     limit = "power_limit_w"
-    keys = ("device", "num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes", link, limit, "levels")
-    check_keys(table, keys, where)
+    sizes = ("num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes")
+    check_keys(table, ("device", *sizes, link, limit, "levels", "zone"), where)
     device, entry = table.get("device"), None
     if isinstance(device, str):
         with located(where):
@@ -195,6 +201,7 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
     group = {
         **_with_bytes(table, "host_memory", where),
         "device": device,
+        "zone": table.get("zone", ""),
         "num_nodes": count_from_table(table, "num_nodes", where),
         "devices_per_node": per_node,
         "levels": [_level(level, f"{where}.levels[{i}]", per_node) for i, level in enumerate(_tables(table, "levels"))],
@@ -235,6 +242,13 @@ def _level(table: Table, where: str, devices_per_node: int) -> Table:
         "efficiency": {**DEFAULT_EFFICIENCY, **efficiency} if isinstance(efficiency, dict) else efficiency,
     }
     return {"link": fields, "domain_size": domain}
+
+
+def _zone_link(table: Table, where: str) -> Table:
+    """Return the fields of a ZoneLink; its link is one between nodes."""
+    check_keys(table, ("zones", "link"), where)
+    level = _level({"link": table.get("link"), "domain_size": MAX_DEVICES}, where, 1)
+    return {"zones": table.get("zones", ()), "link": level["link"]}
 
 
 def _tables(data: Table, key: str) -> list[Table]:

@@ -212,6 +212,22 @@ class Alternative(Frozen):
     reason: str
 
 
+class LeftOut(Frozen):
+    """Devices of the described cluster that a plan leaves out because it is faster without them.
+
+    Attributes:
+        devices, zone, num_devices: which ones: a device pool of the cluster.
+        step_time_s: of the best layout that was found with them; None where none fits.
+        reason: what they would cost.
+    """
+
+    devices: str
+    zone: str = ""
+    num_devices: PositiveInt
+    step_time_s: PositiveFloat | None = None
+    reason: str
+
+
 class TrainingPlan(Plan):
     """A layout for a model on a cluster, complete enough to run.
 
@@ -224,6 +240,7 @@ class TrainingPlan(Plan):
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
         offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
+        left_out: devices of the cluster that was asked for; ``cluster`` is what remains of it.
         cost: money, where the plan is the cheapest of several sizes (planner/cheapest.py).
         pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
     """
@@ -241,6 +258,7 @@ class TrainingPlan(Plan):
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
     offload: OffloadSchedule | None = None
+    left_out: tuple[LeftOut, ...] = ()
     cost: CostSummary | None = None
     pareto: tuple[ParetoPoint, ...] = ()
     provenance: PlanProvenance

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...schema import ClusterSpec, ModelSpec, TrainingEstimate, Workload
-from ...schema.cluster import part_label
+from ...schema.device_groups import part_label
 from ...schema.errors import ConfigError
 from ...schema.layout_table import MIXED
 from ...schema.training_plan import MemoryBreakdown, StageEstimate, TimeBreakdown

@@ -15,7 +15,7 @@ import numpy as np
 from ...cost_models.coefficients import Scenario, packaged_coefficients
 from ...cost_models.stage import memory
 from ...schema import ClusterSpec, InfeasibleError, Layout, MeshwrightError, TrainingEstimate, Workload
-from ...schema.cluster import part_label
+from ...schema.device_groups import part_label
 from ...schema.layout import format_assignments
 from ...schema.units import GIB, format_bytes, format_seconds
 from ...solvers.branch_and_bound import Answer

@@ -276,7 +276,7 @@ def _notes(request: PlanRequest, choice: Choice) -> list[str]:
     if chosen.order:
         notes.append("the order of passes was made for these stages and this memory (pipeline_order); it has no name")
     if cluster.is_mixed:
-        notes.append(_note_on_pools(chosen))
+        notes.append(_note_on_pools(cluster, chosen))
     if cluster.profile is not None and cluster.profile.foreign_load_fraction > 0.2:
         load = 100 * cluster.profile.foreign_load_fraction
         notes.append(
@@ -331,8 +331,12 @@ def notes_on_runtime(request: PlanRequest) -> list[str]:
     return ["`meshwright apply` cannot run this plan: " + "; ".join(lacking)] if lacking else []
 
 
-def _note_on_pools(chosen: Candidate) -> str:
+def _note_on_pools(cluster: ClusterSpec, chosen: Candidate) -> str:
     """Say which stages lie on which nodes of a mixed cluster."""
+    if not chosen.part_of_stage and len({group.device for group in cluster.groups}) == 1:
+        return (
+            "the stages do not each lie in one zone or network; what joins all devices counts as the link between nodes"
+        )
     if not chosen.part_of_stage:
         return "mixed cluster: the stages do not each lie on nodes of one kind; every rank is planned as the slowest and smallest"
     runs = itertools.groupby(enumerate(chosen.estimate.stages), key=lambda item: item[1].device)

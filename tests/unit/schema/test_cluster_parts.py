@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.schema import ClusterSpec, ConfigError
-from meshwright.schema.cluster import part_label, with_parts_in_order
+from meshwright.schema.device_groups import part_label, with_parts_in_order, with_parts_only
 
 TWO_DEVICES = """
 name = "two-devices"
@@ -116,3 +116,39 @@ def test_links_of_a_group_that_cannot_be_are_refused(text: str, message: str, tm
 def test_a_resized_group_keeps_its_links(tmp_path: Path) -> None:
     group = read(TWO_NETWORKS, tmp_path).groups[0].resized(6)
     assert [(level.link.name, level.domain_size) for level in group.levels] == [("nvlink3", 8), ("ib200", 48)]
+
+
+def test_zones_make_pools_and_what_joins_some_of_them_is_theirs(tmp_path: Path) -> None:
+    text = """
+[[groups]]
+zone = "a"
+device = "A100-SXM-80GB"
+num_nodes = 2
+[[groups]]
+zone = "b"
+device = "A100-SXM-80GB"
+num_nodes = 2
+[[groups]]
+zone = "c"
+device = "A100-SXM-80GB"
+num_nodes = 1
+[[levels]]
+link = "nvlink3"
+domain_size = 8
+[[levels]]
+link = "eth10"
+domain_size = 40
+[[zone_links]]
+zones = ["a", "b"]
+link = "eth100"
+"""
+    cluster = read(text, tmp_path)
+    assert [part_label(cluster.parts, g) for g in range(3)] == [f"A100-SXM-80GB/{zone}" for zone in "abc"]
+    assert links(with_parts_only(cluster, [0, 1])) == [("nvlink3", 8), ("eth100", 32)]
+    assert links(with_parts_only(cluster, [0, 2])) == [("nvlink3", 8), ("eth10", 24)]
+    assert links(with_parts_only(cluster, [2])) == [("nvlink3", 8)]
+    assert with_parts_only(cluster, [0, 1, 2]) is cluster
+    with pytest.raises(ConfigError, match="zone_links name d, in which no group stands"):
+        read(text.replace('["a", "b"]', '["a", "d"]'), tmp_path)
+    with pytest.raises(ConfigError, match="does not say what joins these"):
+        read(text[: text.index("[[levels]]")], tmp_path)

@@ -1,0 +1,201 @@
+"""Which device pools of a mixed cluster a plan uses: all of them, or some where the others would slow it down.
+
+Sets
+    k            device pools together: every choice of some of a cluster's pools (kinds of device, zones), all of them among these
+Data
+    PEAK[k]      seconds of a step where every device of the choice works at its peak rate
+    T[k, l]      seconds of layout l on the cluster that the pools of k make (schema/device_groups.py), with its bounds
+Objective
+    (O)  min over k and l of T[k, l]
+
+One search (solvers/branch_and_bound.py): a node is a choice of pools under the bound of what waits on it, first PEAK[k], then the
+bound of its own search over layouts (search.py). All share the incumbent, so that a choice is opened only where its bound is below
+the best plan on any other one. Choices on which every layout costs the same count once: zones that are alike in everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..cost_models.hardware.machine import peak_flops_per_s
+from ..cost_models.stage.step import step_flops_per_token
+from ..schema import ClusterSpec, ConfigError, LeftOut, TrainingEstimate
+from ..schema.device_groups import cost_key, part_label, with_parts_only
+from ..schema.units import format_seconds
+from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
+from .expand import Candidate
+from .request import PlanRequest
+from .search import REL_GAP, LayoutProblem, SearchResult
+from .space import build_space
+from .tasks.training import add_synthesised_orders, why_slower
+
+MAX_POOLS_IN_EVERY_CHOICE = 6
+"""Of more pools only all of them, all but one, and the first ones by their peak rate are tried."""
+
+MAX_TRIES = 20
+"""Layouts that are expanded to say what a plan would take with a pool that it leaves out."""
+
+
+@dataclass
+class PoolChoice:
+    """Some pools of a cluster, and what is known of plans on them.
+
+    Attributes:
+        pools: indices into the parts of the whole cluster.
+        request: what is asked, on the cluster that these pools make.
+        problem: its layouts, once its turn has come.
+        candidates: layouts that were expanded and fit; ``evaluated``: those that were expanded.
+        error: why there is no layout.
+    """
+
+    pools: tuple[int, ...]
+    request: PlanRequest
+    problem: LayoutProblem | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    evaluated: int = 0
+    error: ConfigError | None = None
+
+    @property
+    def peak_s(self) -> float:
+        """Seconds of a step at the peak rates of all devices."""
+        workload, cluster = self.request.workload, self.request.cluster
+        rate = sum(g.num_devices * peak_flops_per_s(g.device, workload.precision) for g in cluster.groups)
+        return step_flops_per_token(self.request.model, workload) * workload.tokens_per_step / rate
+
+    def open(self) -> LayoutProblem | None:
+        """Enumerate its layouts; None where the rules leave none."""
+        if self.problem is None and self.error is None:
+            try:
+                self.problem = LayoutProblem(self.request, build_space(self.request), worse_than_s=float("inf"))
+            except ConfigError as error:
+                self.error = error
+        return self.problem
+
+
+class _PoolProblem:
+    """The choices as one problem: a node is a choice with the bound of what waits on it."""
+
+    def __init__(self, choices: Sequence[PoolChoice]) -> None:
+        self._choices = choices
+
+    def roots(self) -> Step[int, tuple[int, Candidate]]:
+        return Step([Node(choice.peak_s, k, k) for k, choice in enumerate(self._choices)])
+
+    def expand(self, node: Node[int], incumbent: float) -> Step[int, tuple[int, Candidate]]:
+        k, choice = node.state, self._choices[node.state]
+        is_open = choice.problem is not None
+        if (problem := choice.open()) is None:
+            return Step()
+        inner = problem.expand(Node(node.bound, None), incumbent) if is_open else problem.roots()
+        choice.evaluated += inner.evaluated
+        choice.candidates += [leaf.candidate for leaf in inner.leaves]
+        leaves = [Leaf(leaf.objective, (k, leaf.candidate), leaf.bound, (k, leaf.key)) for leaf in inner.leaves]
+        return Step([node.raised(n.bound) for n in inner.nodes], leaves, inner.evaluated, inner.effort)
+
+
+def pool_choices(request: PlanRequest) -> list[PoolChoice]:
+    """Return the choices of pools that differ in some cost, that of all pools first."""
+    cluster = request.cluster
+    idx = range(len(cluster.parts))
+    if len(idx) <= MAX_POOLS_IN_EVERY_CHOICE:
+        chosen = [pools for n in reversed(idx) for pools in itertools.combinations(idx, n + 1)]
+    else:
+        by_rate = sorted(idx, key=lambda g: -_peak_rate(cluster.parts[g].cluster, request))
+        first = (tuple(sorted(by_rate[:n])) for n in range(1, len(idx)))
+        chosen = [tuple(idx), *itertools.combinations(idx, len(idx) - 1), *first]
+    clusters = {pools: with_parts_only(cluster, pools) for pools in chosen}
+    different = {cost_key(used): pools for pools, used in reversed(clusters.items())}
+    return [
+        PoolChoice(pools, replace(request, cluster=clusters[pools]))
+        for pools in sorted(different.values(), key=chosen.index)
+    ]
+
+
+def _peak_rate(cluster: ClusterSpec, request: PlanRequest) -> float:
+    return sum(g.num_devices * peak_flops_per_s(g.device, request.workload.precision) for g in cluster.groups)
+
+
+def search_device_pools(
+    request: PlanRequest, *, runner_ups: int
+) -> tuple[PlanRequest, SearchResult, tuple[LeftOut, ...]]:
+    """Search the layouts on every choice of a mixed cluster's device pools.
+
+    Returns:
+        The request on the pools that are used, what the search found on them, and the pools that are not used.
+
+    Raises:
+        ConfigError: no choice has any layout; the message is that of all pools.
+        SolverLimitError: the deadline came before every layout of a choice had a bound.
+    """
+    start, deadline, choices = time.perf_counter(), request.deadline, pool_choices(request)
+    answer = Search(_PoolProblem(choices)).run(
+        Stop(rel_gap=REL_GAP, deadline=deadline), on_progress=request.on_progress
+    )
+    if all(choice.open() is None for choice in choices[:1]) and answer.best is None:
+        raise choices[0].error or AssertionError("no layout and no reason")
+    best = choices[0 if answer.best is None else answer.best.candidate[0]]
+    assert best.problem is not None
+    result = SearchResult(
+        best.problem,
+        Search(best.problem),
+        best.candidates,
+        bound_s=answer.bound,
+        stopped_early=answer.ended == "deadline",
+        evaluated=best.evaluated,
+    )
+    result.add_runner_ups(runner_ups, deadline)
+    if not deadline.is_over:
+        result.nearest_misses = best.problem.nearest_misses(answer.objective)
+    result.feasible.sort(key=lambda c: (c.estimate.step_time_s, c.idx))
+    result.search_s = time.perf_counter() - start
+    if "schedule" not in request.fixed:
+        add_synthesised_orders(result, deadline)
+    left_out = () if answer.best is None else _left_out(request, choices, best, result.feasible[0].estimate)
+    return best.request, result, left_out
+
+
+def _left_out(
+    request: PlanRequest, choices: Sequence[PoolChoice], best: PoolChoice, chosen: TrainingEstimate
+) -> tuple[LeftOut, ...]:
+    """Return the pools that the best choice leaves out, with what a step takes if one of them is used too."""
+    parts, by_cost = request.cluster.parts, {cost_key(choice.request.cluster): choice for choice in choices}
+    answers = []
+    for g in (g for g in range(len(parts)) if g not in best.pools):
+        wider = with_parts_only(request.cluster, sorted({*best.pools, g}))
+        with_it = _best_known(by_cost.get(cost_key(wider)) or PoolChoice((), replace(request, cluster=wider)))
+        reason = "no layout on them was found that fits" if with_it is None else why_slower(with_it, chosen)
+        answers.append(
+            LeftOut(
+                devices=part_label(parts, g),
+                zone=parts[g].cluster.groups[0].zone,
+                num_devices=parts[g].cluster.num_devices,
+                step_time_s=None if with_it is None else with_it.step_time_s,
+                reason=reason,
+            )
+        )
+    return tuple(answers)
+
+
+def _best_known(choice: PoolChoice) -> TrainingEstimate | None:
+    """Return the best estimate on a choice, after a few expansions where there is none."""
+    if not choice.candidates and (problem := choice.open()) is not None:
+        stop = Stop(rel_gap=None, max_leaves=1, max_effort=MAX_TRIES, deadline=choice.request.deadline)
+        choice.candidates += [leaf.candidate for leaf in Search(problem).run(stop).leaves]
+    return min((c.estimate for c in choice.candidates), key=lambda estimate: estimate.step_time_s, default=None)
+
+
+def notes_on_left_out(left_out: Sequence[LeftOut], chosen: TrainingEstimate) -> tuple[str, ...]:
+    """Say which devices a plan leaves out, and what it would take with them."""
+    return tuple(
+        f"{pool.num_devices} x {pool.devices} are left out: "
+        + (
+            pool.reason
+            if pool.step_time_s is None
+            else f"with them a step takes {format_seconds(pool.step_time_s)} instead of "
+            f"{format_seconds(chosen.step_time_s)} ({pool.reason})"
+        )
+        for pool in left_out
+    )
