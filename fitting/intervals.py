@@ -8,15 +8,18 @@ Errors log(measured / predicted) of scored runs have a Student t distribution ar
     minimise  mean over sources of mean -log density  +  PRIOR_WEIGHT sum_k (log sd_k / PRIOR)^2
 
 Sources weigh alike (those with few rows in proportion), so that the values are of a run of a source drawn at random: what differs
-between sources is part of them. A cause with little evidence stays near PRIOR. One factor turns deviations into widths: the lowest
-at which COVERED of a source's runs are inside, mean over sources, with deviations that were fitted without the source. Peaks have
-the same law, both sides alike. Runs that stalled between nodes (validation/stalls.py) count nowhere.
+between sources is part of them. A cause with little evidence stays near PRIOR. Each run counts once more under a framework of a
+name that nobody knows: what the name had told is a cause of error of its own, fitted after all others to those of these runs that
+state what decides. One factor turns deviations into widths: the lowest at which COVERED of a source's runs are inside, mean over
+sources, with deviations that were fitted without the source. Peaks have the same law, both sides alike. Runs that stalled between
+nodes (validation/stalls.py) count nowhere.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import NamedTuple
 
@@ -38,9 +41,17 @@ PRIOR_WEIGHT = 0.02
 TAILS = 5
 """Degrees of freedom; 3 to 8 score alike on sources left out."""
 
+WIDEST = (1e-3, 2.0)
+"""Of deviations."""
+
 COVERED = 0.90
 MIN_ROWS = 10
 """Sources with fewer rows weigh in proportion, and say nothing about coverage."""
+
+DOUBTS = ("unstated", "framework")
+"""Causes of error of a table's rows (`RunInputs.doubts`)."""
+
+NOBODY = "an engine nobody knows"
 
 _STEP = 0.01
 
@@ -73,7 +84,7 @@ class Deviations(NamedTuple):
 
 def time_errors(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> Errors:
     """Return the errors of step times."""
-    names, lines, logs, sources = (*CAUSES, "unstated"), [], [], []
+    names, lines, logs, sources = (*CAUSES, *DOUBTS), [], [], []
     for row, prediction in zip(rows, predictions, strict=True):
         inputs, estimate, measured_s = prediction.inputs, prediction.estimate, prediction.measured_s
         if not row.is_scored or inputs is None or estimate is None or measured_s is None:
@@ -85,7 +96,7 @@ def time_errors(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> Er
             zero_stage=inputs.layout.zero_stage,
             offloads=inputs.layout.offload != "none" or inputs.layout.offload_activations > 0,
         )
-        lines.append([*(cause(basis) for cause in CAUSES.values()), float(inputs.is_vague)])
+        lines.append([*(cause(basis) for cause in CAUSES.values()), *map(float, inputs.doubts.values())])
         logs.append(np.log(measured_s / estimate.step_time_s))
         sources.append(row.source_set)
     return Errors(names, np.array(lines, dtype=np.float64), np.array(logs), pd.Series(sources))
@@ -93,19 +104,24 @@ def time_errors(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> Er
 
 def memory_errors(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> Errors:
     """Return the errors of peaks."""
-    names, lines, logs, sources = (*MEMORY_CAUSES, "unstated"), [], [], []
+    names, lines, logs, sources = (*MEMORY_CAUSES, *DOUBTS), [], [], []
     for row, prediction in zip(rows, predictions, strict=True):
         inputs = prediction.inputs
         if row.is_scored and inputs is not None and (ratio := memory_ratio(row, prediction)):
             scenario = Scenario.build(inputs.workload, inputs.cluster)
-            lines.append([*(cause(scenario) for cause in MEMORY_CAUSES.values()), float(inputs.is_vague)])
+            lines.append([*(cause(scenario) for cause in MEMORY_CAUSES.values()), *map(float, inputs.doubts.values())])
             logs.append(np.log(ratio[0]))
             sources.append(row.source_set)
     return Errors(names, np.array(lines, dtype=np.float64), np.array(logs), pd.Series(sources))
 
 
-def fit_deviations(errors: Errors, *, is_skewed: bool = True) -> Deviations:
-    """Return the most likely deviations of a run of a source drawn at random."""
+def fit_deviations(errors: Errors, *, is_skewed: bool = True, known: Deviations | None = None) -> Deviations:
+    """Return the most likely deviations of a run of a source drawn at random.
+
+    With ``known`` only that of the last cause, from the runs without the cause before it, the others as they are there.
+    """
+    if known is not None:
+        errors = errors.take(pd.Series(errors.causes[:, -2] == 0))
     count = errors.source.map(errors.source.value_counts()).to_numpy()
     weight = np.minimum(1.0, count / MIN_ROWS) / count
     weight = weight / weight.sum()
@@ -117,9 +133,10 @@ def fit_deviations(errors: Errors, *, is_skewed: bool = True) -> Deviations:
         density = np.log((low + high) / 2) + (TAILS + 1) / 2 * np.log1p(away)
         return float(weight @ density + PRIOR_WEIGHT * np.sum((logs - prior) ** 2))
 
-    bounds = [(np.log(1e-3), np.log(2.0))] * len(errors.names)
-    bounds.append((np.log(0.2), np.log(1.5)) if is_skewed else (0.0, 0.0))
-    solution = np.exp(minimize(loss, prior, method="L-BFGS-B", bounds=bounds).x)
+    ends = [*[WIDEST] * len(errors.names), (0.2, 1.5) if is_skewed else (1.0, 1.0)]
+    if known is not None:
+        ends = [*((sd, sd) for sd in known.of_cause[:-1]), WIDEST, (known.skew, known.skew)]
+    solution = np.exp(minimize(loss, prior, method="L-BFGS-B", bounds=np.log(ends)).x)
     return Deviations(solution[:-1], float(solution[-1]))
 
 
@@ -131,12 +148,24 @@ class LeftOut(NamedTuple):
     factor: float
 
 
-def leave_sources_out(errors: Errors, judged: Errors, *, is_skewed: bool = True) -> LeftOut:
-    """Fit on ``errors`` without each source in turn and judge its runs among ``judged``."""
+def leave_sources_out(
+    errors: Errors,
+    judged: Errors,
+    *,
+    is_skewed: bool = True,
+    renamed: Errors | None = None,
+    factor: float | None = None,
+) -> LeftOut:
+    """Fit on ``errors``, and the last cause on ``renamed``, without each source in turn and judge its runs among ``judged``.
+
+    With a ``factor`` they do not decide it.
+    """
     low, high = np.zeros(len(judged.log_ratio)), np.zeros(len(judged.log_ratio))
     counts = judged.source.value_counts()
     for source in counts.index:
         without = fit_deviations(errors.take(errors.source != source), is_skewed=is_skewed)
+        if renamed is not None:
+            without = fit_deviations(renamed.take(renamed.source != source), is_skewed=is_skewed, known=without)
         members = (judged.source == source).to_numpy()
         low[members], high[members] = without.sides(judged.causes[members])
     away = np.abs(judged.log_ratio) / np.where(judged.log_ratio < 0, low, high)
@@ -146,44 +175,55 @@ def leave_sources_out(errors: Errors, judged: Errors, *, is_skewed: bool = True)
         return pd.Series(away < factor).groupby(judged.source, sort=False).mean()
 
     large = sorted(set(judged.source[is_many]))
-    factor = next(f for f in np.arange(0.5, 10.0, _STEP) if covered(f)[large].mean() >= COVERED)
+    if factor is None:
+        factor = next(float(f) for f in np.arange(0.5, 10.0, _STEP) if covered(f)[large].mean() >= COVERED)
     width = pd.Series(np.exp(factor * high) - np.exp(-factor * low)).groupby(judged.source, sort=False).mean()
-    return LeftOut(covered(factor).to_dict(), width.to_dict(), float(factor))
+    return LeftOut(covered(factor).to_dict(), width.to_dict(), factor)
 
 
-def _lines(errors: Errors, judged: Errors, *, is_skewed: bool) -> list[str]:
-    """Return widths as lines of coefficients.toml, and what sources left out say of them."""
-    fitted, left_out = (
-        fit_deviations(errors, is_skewed=is_skewed),
-        leave_sources_out(errors, judged, is_skewed=is_skewed),
-    )
+def _lines(errors: Errors, renamed: Errors, judged: Errors, blind: Errors, *, is_skewed: bool) -> list[str]:
+    """Return widths as lines of coefficients.toml, and what sources left out say of them, as they are and under another name."""
+    fitted = fit_deviations(renamed, is_skewed=is_skewed, known=fit_deviations(errors, is_skewed=is_skewed))
+    left_out = leave_sources_out(errors, judged, is_skewed=is_skewed)
     widths = dict(zip(errors.names, left_out.factor * fitted.of_cause, strict=True))
     lines = [f"{name} = {width:.3f}" for name, width in widths.items()]
     lines += [f"skew = {fitted.skew:.2f}"] if is_skewed else []
-    low, high = fitted.sides(judged.causes)
-    shipped = np.exp(left_out.factor * high) - np.exp(-left_out.factor * low)
-    lines.append(
-        f"# factor {left_out.factor:.2f}; by source, left out: rows, mean |log|, inside, width; width as shipped"
-    )
-    for source, members in judged.source.groupby(judged.source, sort=False).groups.items():
-        name, error = str(source), np.abs(judged.log_ratio[members])
-        lines.append(
-            f"# {name:18} {len(members):5} {error.mean():6.3f} {left_out.coverage[name]:6.0%}"
-            f" {left_out.width[name]:6.2f} {shipped[members].mean():6.2f}"
-        )
-    counts = judged.source.value_counts()
-    inside = np.mean([left_out.coverage[str(source)] for source in counts.index[counts >= MIN_ROWS]])
-    return [*lines, f"# sources of {MIN_ROWS} rows and more alike: {inside:.0%} inside"]
+    lines.append(f"# factor {left_out.factor:.2f}")
+    nameless = leave_sources_out(errors, blind, is_skewed=is_skewed, renamed=renamed, factor=left_out.factor)
+    for what, runs, out in (("as they are", judged, left_out), (NOBODY, blind, nameless)):
+        low, high = fitted.sides(runs.causes)
+        shipped = np.exp(left_out.factor * high) - np.exp(-left_out.factor * low)
+        lines.append(f"# {what}; by source, left out: rows, mean |log|, inside, width; width as shipped")
+        for source, members in runs.source.groupby(runs.source, sort=False).groups.items():
+            name, error = str(source), np.abs(runs.log_ratio[members])
+            lines.append(
+                f"# {name:18} {len(members):5} {error.mean():6.3f} {out.coverage[name]:6.0%}"
+                f" {out.width[name]:6.2f} {shipped[members].mean():6.2f}"
+            )
+        counts = runs.source.value_counts()
+        inside = np.mean([out.coverage[str(source)] for source in counts.index[counts >= MIN_ROWS]])
+        lines.append(f"# sources of {MIN_ROWS} rows and more alike: {inside:.0%} inside")
+    return lines
 
 
 def report(options: Namespace) -> str:
     """Fit on one half of the table; return lines of coefficients.toml and how both halves of sources left out are covered."""
     rows = read_runs(options.runs)
     rows = [row for row, has_stalled in zip(rows, stalled(rows), strict=True) if not has_stalled]
-    predictions, is_fit = predict(rows), [row.part == "fit" for row in rows]
+    predictions = predict(rows)
+    tables = (rows, predictions), _renamed(rows, predictions)
     lines = []
     for name, errors_of, is_skewed in (("time", time_errors, True), ("memory", memory_errors, False)):
-        judged = errors_of(rows, predictions)
-        fitted = errors_of(list(compress(rows, is_fit)), list(compress(predictions, is_fit)))
-        lines += [f"[interval.{name}]", *_lines(fitted, judged, is_skewed=is_skewed), ""]
+        halves = [
+            [list(compress(column, (row.part == "fit" for row in table[0]))) for column in table] for table in tables
+        ]
+        errors = [errors_of(*table) for table in (*halves, *tables)]
+        lines += [f"[interval.{name}]", *_lines(*errors, is_skewed=is_skewed), ""]
     return "\n".join(lines)
+
+
+def _renamed(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> tuple[list[RunRow], list[Prediction]]:
+    """Return rows whose framework is known as those of one that nobody knows, with their predictions."""
+    known = [p.inputs is not None and p.inputs.has_known_engine for p in predictions]
+    renamed = [replace(row, framework=NOBODY) for row in compress(rows, known)]
+    return renamed, predict(renamed)

@@ -19,7 +19,7 @@ from scipy.optimize import minimize
 
 from ..cost_models.stage.interval import KINDS, margin
 from ..schema.units import FloatArray
-from ..validation.decisions import Group, choose_by, choose_naively, read_groups
+from ..validation.decisions import Group, choose_by, choose_naively, decision_groups
 from ..validation.predict import predict
 from ..validation.rows import read_runs
 
@@ -69,7 +69,7 @@ def coverage(group: Group, sd: Mapping[str, float]) -> list[float]:
 def report(options: Namespace) -> str:
     """Return the lines of coefficients.toml; coverage by source and regrets by probability, fitted on the other sources."""
     rows = [row for row in read_runs(options.runs) if row.decision_group]
-    groups = read_groups(rows, predict(rows))
+    groups = decision_groups(rows, predict(rows))
     lines = ["[ratio.sd]", *(f"{kind} = {value:.3f}" for kind, value in fit_sd(groups).items()), ""]
     sources = list(dict.fromkeys(group.source for group in groups))
     sd_of = {source: fit_sd(group for group in groups if group.source != source) for source in sources}

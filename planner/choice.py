@@ -30,11 +30,11 @@ NUM_COARSE = 3
 
 MAX_PRICE = 0.05
 """What a plainer layout may take longer by prediction, whatever the error of the ratio: what many would not give up. The mean
-regret over 124 measured groups is the same with 0.03 and 0.1 (fitting ratios)."""
+regret over all measured groups is the same with 0.03 and 0.1 (fitting ratios)."""
 
 ALIKE = 0.001
 """Steps that differ by less take the same time by prediction. Simplicity within the same axes is worth no more: with near ties in
-its place the mean regret over 124 measured groups is 3.1 % and not 2.8 (fitting ratios)."""
+its place the mean regret over all measured groups was 3.1 % and not 2.8 (fitting ratios)."""
 
 MAX_TRIES, MAX_BOUNDED, MAX_GROWTHS = 32, 1 << 12, 2
 """Plainer layouts that are cut into stages, those whose bounds are worked out before, and how often the search's pool grows."""

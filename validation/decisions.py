@@ -79,7 +79,7 @@ class GroupScore:
 Member = tuple[RunRow, Prediction, float]
 
 
-def read_groups(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> list[Group]:
+def decision_groups(rows: Sequence[RunRow], predictions: Sequence[Prediction]) -> list[Group]:
     """Return the decision groups with two or more scored rows that could be predicted; none that stalled between nodes."""
     groups = (_group(members) for members in _members(rows, predictions).values())
     return [group for group in groups if group is not None]

@@ -280,8 +280,16 @@ def workload_of(row: RunRow, model: ModelSpec, layout: Layout, defaults: Framewo
 
 
 def _engine(row: RunRow, layout: Layout, defaults: FrameworkDefaults) -> str:
-    detail = f": {row.sharding_class}, tp {layout.tp}, pp {layout.pp}, {row.precision_class}"
-    return str(defaults.value("engine", detail))
+    return str(defaults.value("engine", _sizes(row, layout)))
+
+
+def has_known_engine(row: RunRow, layout: Layout, defaults: FrameworkDefaults) -> bool:
+    """Return whether the table, or what is known of the row's framework, says whose kernels and host code ran."""
+    return defaults.is_known("engine", _sizes(row, layout))
+
+
+def _sizes(row: RunRow, layout: Layout) -> str:
+    return f": {row.sharding_class}, tp {layout.tp}, pp {layout.pp}, {row.precision_class}"
 
 
 def with_switches(

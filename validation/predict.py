@@ -25,6 +25,7 @@ from ..solvers.stages import splits
 from .clusters import DRIVE_BYTES_PER_S, cluster_of, with_drives
 from .layouts import (
     base_precision,
+    has_known_engine,
     layout_of,
     num_chunks,
     offload_of,
@@ -72,6 +73,7 @@ class RunInputs:
         stage_layouts: where stages recompute or offload different fractions, the layout of each; `layout` has their mean.
         assumed: choices the row does not state, as "name=value".
         approximated: features that something nearby stands in for.
+        has_known_engine: the table, or what is known of the framework, says whose kernels and host code ran.
         measured_s: seconds of the measured step; None where the row does not say it.
     """
 
@@ -84,12 +86,17 @@ class RunInputs:
     stage_layouts: tuple[Layout, ...] = ()
     assumed: tuple[str, ...] = ()
     approximated: tuple[str, ...] = ()
+    has_known_engine: bool = True
     measured_s: float | None = None
 
     @property
-    def is_vague(self) -> bool:
-        """Return whether something stands in for what ran, or a choice that decides the time is assumed."""
-        return bool(self.approximated) or any(choice.startswith(DECISIVE) for choice in self.assumed)
+    def doubts(self) -> dict[str, bool]:
+        """Return which causes of error this row has besides those of its prediction (`interval.CAUSES`).
+
+        unstated: something stands in for what ran, or a choice that decides the time is assumed; framework: nobody knows it.
+        """
+        is_vague = bool(self.approximated) or any(choice.startswith(DECISIVE) for choice in self.assumed)
+        return {"unstated": is_vague, "framework": not self.has_known_engine}
 
 
 def run_inputs(row: RunRow) -> RunInputs | str:
@@ -128,6 +135,7 @@ def run_inputs(row: RunRow) -> RunInputs | str:
         stage_layouts=stage_layouts(row, layout),
         assumed=tuple(defaults.assumed),
         approximated=(*model.approximated, *(name for name, applies in APPROXIMATIONS if applies(row))),
+        has_known_engine=has_known_engine(row, layout, defaults),
         measured_s=measured_step_s(replace(row, micro_batch=stated_micro_batch), model.spec, workload, layout, device),
     )
 
@@ -217,25 +225,23 @@ def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> TrainingEstimate
         cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
     estimate = estimate_step(costs, idx, cuts)
     if not inputs.stage_layouts:
-        return _with_doubt(estimate, costs.scenario) if inputs.is_vague else estimate
+        return _with_doubts(estimate, inputs, costs.scenario)
     # Memory is that of the fullest stage, each under its layout.
     layouts = LayoutTable.from_layouts(list(inputs.stage_layouts), inputs.workload.global_batch_size)
     stage_costs = costs.evaluate(layouts)
     stages = [estimate_step(stage_costs, s, cuts).stages[s] for s in range(len(inputs.stage_layouts))]
     fullest = max(stages, key=lambda stage: stage.memory_bytes.total)
     estimate = with_memory(estimate, fullest.memory_bytes, costs.scenario)
-    return _with_doubt(estimate, costs.scenario) if inputs.is_vague else estimate
+    return _with_doubts(estimate, inputs, costs.scenario)
 
 
-def _with_doubt(estimate: TrainingEstimate, scenario: Scenario) -> TrainingEstimate:
-    """Return the estimate with the intervals of a run of which something is not known."""
-    c, seconds, peak = scenario.coefficients["interval"], estimate.step_time_s, estimate.peak_allocated_bytes
-    return estimate.replace(
-        step_time_interval_s=widened(
-            estimate.step_time_interval_s, seconds, c["time"]["width"]["unstated"], c["time"]["skew"]
-        ),
-        memory_interval_bytes=widened(estimate.memory_interval_bytes, peak, c["memory"]["unstated"]),
-    )
+def _with_doubts(estimate: TrainingEstimate, inputs: RunInputs, scenario: Scenario) -> TrainingEstimate:
+    """Return the estimate with intervals as wide as what is not known of the row makes them."""
+    c, time, peak = scenario.coefficients["interval"], estimate.step_time_interval_s, estimate.memory_interval_bytes
+    for doubt in (name for name, is_there in inputs.doubts.items() if is_there):
+        time = widened(time, estimate.step_time_s, c["time"]["width"][doubt], c["time"]["skew"])
+        peak = widened(peak, estimate.peak_allocated_bytes, c["memory"][doubt])
+    return estimate.replace(step_time_interval_s=time, memory_interval_bytes=peak)
 
 
 def boundaries(costs: CostTable, idx: int, *, balanced: bool) -> tuple[int, ...]:

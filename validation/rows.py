@@ -283,6 +283,10 @@ def _spelled(column: str, text: str) -> str:
     return stated(f"column {column}", text) or text
 
 
+_NOBODY = "?"
+"""A framework that no line is about."""
+
+
 class FrameworkDefaults:
     """The choices of one framework, and a record of those that had to be assumed, as ``name=value``."""
 
@@ -298,9 +302,17 @@ class FrameworkDefaults:
         """
         if choice in self.behaviour:
             return self.behaviour[choice]
-        text = self.framework + detail
+        return self._line(choice, detail).get("value")
+
+    def _line(self, choice: str, detail: str, framework: str | None = None) -> dict[str, Any]:
+        """Return the first line of a choice that is about a framework, the row's by default, at the row's time."""
+        text = (self.framework if framework is None else framework) + detail
         lines = (line for line in framework_choices()[choice] if re.match(line["framework"], text, re.IGNORECASE))
-        return next(line.get("value") for line in lines if not ("until" in line and (self.date or "9") > line["until"]))
+        return next(line for line in lines if not ("until" in line and (self.date or "9") > line["until"]))
+
+    def is_known(self, choice: str, detail: str = "") -> bool:
+        """Return whether the row or a line about frameworks of its name states a choice, not one about frameworks nobody knows."""
+        return choice in self.behaviour or self._line(choice, detail) is not self._line(choice, detail, _NOBODY)
 
     def noted(self, choice: str, said: Any, detail: str = "") -> Any:
         """Return a choice as its column states it, else as ``said`` by other words of the row (None: by none), else as `value`."""

@@ -52,3 +52,17 @@ def test_sources_left_out_are_covered_as_often_as_said() -> None:
     left_out = leave_sources_out(errors, errors)
     assert np.mean(list(left_out.coverage.values())) == pytest.approx(COVERED, abs=0.01)
     assert set(left_out.width) == set(errors.source)
+
+
+def test_the_last_cause_is_fitted_to_its_own_runs_once_all_others_are_known() -> None:
+    planted = made()
+    names = ("noise", "unstated", "framework")
+    known = Errors(
+        names, np.column_stack([planted.causes, np.zeros(len(planted.source))]), planted.log_ratio, planted.source
+    )
+    fitted = fit_deviations(known, is_skewed=False)
+    wider = planted.log_ratio * np.where(planted.causes[:, 1] == 0, 4.0, 100.0)  # runs with another doubt do not count
+    renamed = Errors(names, np.column_stack([planted.causes, np.ones(len(planted.source))]), wider, planted.source)
+    named = fit_deviations(renamed, is_skewed=False, known=fitted)
+    assert named.of_cause[:2] == pytest.approx(fitted.of_cause[:2])
+    assert np.hypot(named.of_cause[0], named.of_cause[2]) == pytest.approx(4 * fitted.of_cause[0], rel=0.2)

@@ -63,6 +63,22 @@ def test_stand_ins_and_defaults_are_named() -> None:
     assert (result.layout.zero_stage, result.layout.sequence_parallel, result.layout.recompute) == (1, True, "none")
 
 
+def test_a_framework_nobody_knows_makes_the_interval_wider_unless_the_table_states_its_engine() -> None:
+    known, unknown = a_row(framework="NeMo/Megatron-Core"), a_row(framework="footrain")
+    states = a_row(framework="footrain", behaviour=(("engine", "megatron"),))
+    doubts = [p.inputs.doubts["framework"] for p in predict([known, unknown, states]) if p.inputs]
+    assert doubts == [False, True, False]
+    widths = {}
+    for row in (unknown, states):
+        (prediction,) = predict([row])
+        assert prediction.estimate is not None
+        interval = prediction.estimate.step_time_interval_s
+        widths[row.behaviour] = interval.high / interval.low, prediction.estimate.step_time_s
+    (wide, seconds), (narrow, same) = widths[()], widths[states.behaviour]
+    assert seconds == same
+    assert wide > 1.4 * narrow
+
+
 def test_every_choice_of_a_framework_has_a_last_resort_and_sources() -> None:
     for choice, lines in framework_choices().items():
         assert lines[-1]["framework"] == "", choice

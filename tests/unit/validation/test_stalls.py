@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.validation.decisions import read_groups
+from meshwright.validation.decisions import decision_groups
 from meshwright.validation.predict import predict
 from meshwright.validation.stalls import stalled
 from run_rows import a_row
@@ -47,5 +47,5 @@ def test_stalled_runs_are_no_members_of_a_decision_group() -> None:
         a_row(**PIPELINE | {"id": name, "decision_group": "g"}, iter_time_s=seconds)
         for name, seconds in (("a", 7.0), ("b", 7.1), ("c", 42.0))
     ]
-    (group,) = read_groups(rows, predict(rows))
+    (group,) = decision_groups(rows, predict(rows))
     assert group.measured_s.tolist() == [7.0, 7.1]
