@@ -238,7 +238,7 @@ def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> TrainingEstimate
 def _with_doubts(estimate: TrainingEstimate, inputs: RunInputs, scenario: Scenario) -> TrainingEstimate:
     """Return the estimate with intervals as wide as what is not known of the row makes them."""
     c, time, peak = scenario.coefficients["interval"], estimate.step_time_interval_s, estimate.memory_interval_bytes
-    for doubt in (name for name, is_there in inputs.doubts.items() if is_there):
+    for doubt in (name for name, has_it in inputs.doubts.items() if has_it):
         time = widened(time, estimate.step_time_s, c["time"]["width"][doubt], c["time"]["skew"])
         peak = widened(peak, estimate.peak_allocated_bytes, c["memory"][doubt])
     return estimate.replace(step_time_interval_s=time, memory_interval_bytes=peak)
