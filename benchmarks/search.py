@@ -1,6 +1,8 @@
 """The search at the size of its goals: seconds, layouts, gap and memory of `plan`, of its sisters, and how they grow.
 
-    python benchmarks/search.py [--out benchmarks] [--only PREFIX ...] [--no-tests]
+    python benchmarks/search.py [--out benchmarks] [--only PREFIX ...] [--no-tests] [--no-growth]
+
+Of `plan` also the answers on the way: after how many CPU seconds Ctrl-C would have given one within 5 and 1 % of the last.
 
 Writes search.json (every figure), search.md (the goals next to them) and, where matplotlib is installed, search.svg (growth). Each
 case runs in a separate process, so that its peak memory is not that of others; imports do not count, all after them does. Wall and
@@ -50,7 +52,10 @@ GOALS = {
     "deepseek-v3 on 2048": Case("deepseek-v3", "2048xH800-SXM-80GB", 15360, 4096),
     "deepseek-v3 on 2048 fsdp2": Case("deepseek-v3", "2048xH800-SXM-80GB", 15360, 4096, "fsdp2"),
     "1T MoE on 100000": Case(TRILLION, "100000xH100-SXM-80GB", 25000, 4096),
+    "1T MoE on 100000 fsdp2": Case(TRILLION, "100000xH100-SXM-80GB", 25000, 4096, "fsdp2"),
     "1T MoE on 98304": Case(TRILLION, "98304xH100-SXM-80GB", 24576, 4096),
+    "qwen3-235b on 512": Case("qwen3-235b-a22b", "512xH100-SXM-80GB", 1024, 4096),
+    "qwen3-235b on 512 fsdp2": Case("qwen3-235b-a22b", "512xH100-SXM-80GB", 1024, 4096, "fsdp2"),
     "llama-3.1-70b on 64": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192),
     "llama-3.1-70b on 64 fsdp2": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192, "fsdp2"),
     "llama-3.1-70b on 64 what apply runs": Case("llama-3.1-70b", "64xH100-SXM-80GB", 128, 8192, "fsdp2", "runnable"),
@@ -150,9 +155,18 @@ def measure(case: Case) -> dict[str, Any]:
             "layout": str(best.layout),
         }
     else:
-        best = plan(model, cluster, workload, **options)
+        answers: list[tuple[float, float]] = []
+
+        def note(_evaluated: int, incumbent_s: float | None, _bound_s: float) -> None:
+            if incumbent_s is not None and (not answers or incumbent_s < answers[-1][1]):
+                answers.append((time.process_time() - cpu_start, incumbent_s))
+
+        best = plan(model, cluster, workload, on_progress=note, **options)
         assert best.search is not None
+        answers.append((time.process_time() - cpu_start, best.search.objective_s))
         figures = {
+            "answers": [[round(cpu_s, 3), round(step_s, 4)] for cpu_s, step_s in answers],
+            **{f"cpu_s_within_{percent}_percent": _until(answers, percent) for percent in (5, 1)},
             "layouts": best.search.evaluated + best.search.pruned,
             "evaluated": best.search.evaluated,
             "status": best.search.status,
@@ -168,6 +182,11 @@ def measure(case: Case) -> dict[str, Any]:
         "cpu_s": round(time.process_time() - cpu_start, 3),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
+
+
+def _until(answers: list[tuple[float, float]], percent: float) -> float:
+    """Return the CPU seconds after which an answer was within so much of the last."""
+    return round(next(cpu_s for cpu_s, step_s in answers if step_s <= answers[-1][1] * (1 + percent / 100)), 3)
 
 
 def in_own_process(name: str) -> dict[str, Any]:
@@ -194,6 +213,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--no-growth", action="store_true", help="the goals only")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -202,10 +222,11 @@ def main() -> None:
     from search_report import write_report
 
     path = arguments.out / "search.json"
-    before: dict[str, Any] = json.loads(path.read_text()) if any(arguments.only) and path.exists() else {}
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     rows: dict[str, Any] = {name: row for name, row in before.get("cases", {}).items() if name in CASES}
     tests: dict[str, Any] = before.get("tests", {})
-    for name in (name for name in CASES if name.startswith(tuple(arguments.only))):
+    names = GOALS if arguments.no_growth else CASES
+    for name in (name for name in names if name.startswith(tuple(arguments.only))):
         rows[name] = in_own_process(name)
         sys.stderr.write(f"{name}: {json.dumps(rows[name])}\n")
         save(path, rows, tests)  # what was measured stays, whatever ends the run

@@ -21,19 +21,25 @@ class Goal(NamedTuple):
     best_known: str = ""
 
 
+EARLY = {"cpu_s_within_5_percent": 0.5, "cpu_s_within_1_percent": 2.0}
+"""CPU seconds after which an answer is to be within 5 and 1 % of the last."""
+
 CALCULON = "Calculon: 1.1 M evaluations for 175B on 512 GPUs in a smaller space"
 SIMUMAX = "SimuMax: nothing and no reason for pp 4, 8, 16"
 
 GOALS = (
-    Goal("Llama-3.1-405B, 16,384 H100, full space of Megatron", "llama-3.1-405b on 16384", 5, best_known=CALCULON),
-    Goal("the same for torch's parts (fsdp2)", "llama-3.1-405b on 16384 fsdp2", 5),
+    Goal("Llama-3.1-405B, 16,384 H100, full space of Megatron", "llama-3.1-405b on 16384", 3, best_known=CALCULON),
+    Goal("the same for torch's parts (fsdp2)", "llama-3.1-405b on 16384 fsdp2", 3),
     Goal("DeepSeek-V3, 2,048 H800, with ep and etp", "deepseek-v3 on 2048", 5, best_known=SIMUMAX),
     Goal("the same for torch's parts (fsdp2)", "deepseek-v3 on 2048 fsdp2", 5),
-    Goal("MoE of 1e12 parameters, 100,000 GPUs", "1T MoE on 100000", 15, memory_mib=2048),
-    Goal("the same on 98,304 GPUs", "1T MoE on 98304", 15, memory_mib=2048),
-    Goal("Llama-3.1-70B, 64 GPUs, Megatron", "llama-3.1-70b on 64", 1, best_known="10.4 CPU-s (SimuMax's grid)"),
-    Goal("the same for torch's parts (fsdp2)", "llama-3.1-70b on 64 fsdp2", 1),
-    Goal("the same, what `apply` runs", "llama-3.1-70b on 64 what apply runs", 1),
+    Goal("MoE of 1e12 parameters, 100,000 GPUs", "1T MoE on 100000", 10, gap=0.02, memory_mib=2048),
+    Goal("the same for torch's parts (fsdp2)", "1T MoE on 100000 fsdp2", 10, gap=0.02, memory_mib=2048),
+    Goal("the same on 98,304 GPUs, Megatron", "1T MoE on 98304", 10, gap=0.02, memory_mib=2048),
+    Goal("Qwen3-235B, 512 GPUs, Megatron", "qwen3-235b on 512", 3),
+    Goal("the same for torch's parts (fsdp2)", "qwen3-235b on 512 fsdp2", 3),
+    Goal("Llama-3.1-70B, 64 GPUs, Megatron", "llama-3.1-70b on 64", 0.7, best_known="10.4 CPU-s (SimuMax's grid)"),
+    Goal("the same for torch's parts (fsdp2)", "llama-3.1-70b on 64 fsdp2", 0.7),
+    Goal("the same, what `apply` runs", "llama-3.1-70b on 64 what apply runs", 0.7),
     Goal("Llama-2-7B, 8 GPUs of which 36 GiB are used", "llama-2-7b on 8", 1, best_known="Galvatron: 64 to 114 CPU-s"),
     Goal("the same, full space of torch's parts", "llama-2-7b on 8 full space", 1),
     Goal("cheapest of 1 to 64 nodes of 8 H100, Llama-3.1-70B", "cheapest of 1 to 64 nodes", 10),
@@ -66,6 +72,15 @@ def markdown(result: Result, folder: Path, *, has_figure: bool) -> str:
         "",
         *_other_goals(result, folder),
         "",
+        "## Early answers",
+        "",
+        "What Ctrl-C or a time limit gives: CPU seconds until the search has an answer within 5 and 1 % of its last one "
+        f"(targets: {' and '.join(f'{seconds:g} s' for seconds in EARLY.values())}), and the first.",
+        "",
+        "| case | first after | it is slower by | within 5 % after | within 1 % after | target met |",
+        "|---|---:|---:|---:|---:|---|",
+        *(_early_row(goal.case, row) for goal in GOALS if "answers" in (row := result["cases"].get(goal.case, {}))),
+        "",
         "## Results",
         "",
         "| case | answer | step time |",
@@ -91,6 +106,13 @@ def _goal_row(goal: Goal, row: Result) -> str:
     size = f"{row['layouts']:,}" if "layouts" in row else f"{row['points']} points"
     figures = f"{100 * row['gap']:.2g} % | {row['cpu_s']:.2f} | {row['wall_s']:.2f} | {row['peak_rss_mib']}"
     return f"| {goal.title} | {size} | {figures} | {target} | {'yes' if met else 'no'} | {goal.best_known} |"
+
+
+def _early_row(name: str, row: Result) -> str:
+    (first_s, step_s), (_, last_s) = row["answers"][0], row["answers"][-1]
+    met = ["yes" if row[figure] <= seconds else "no" for figure, seconds in EARLY.items()]
+    until = " | ".join(f"{row[figure]:.2f} s" for figure in EARLY)
+    return f"| {name} | {first_s:.2f} s | {100 * (step_s / last_s - 1):.1f} % | {until} | {', '.join(met)} |"
 
 
 def _answer_row(name: str, row: Result) -> str:
