@@ -121,7 +121,19 @@ def limits_of(engine: str) -> tuple[Limit, ...]:
     trained = Limit(
         f"{engine}_trains", lambda p: not lacking(p), lambda p: "; ".join(lacking(p)), "plan for another engine"
     )
-    return (trained, *(_of_rule(engine, rule) for rule in facts.rules or ()))
+    dealt = () if facts.takes_uneven_shares else (_EVEN_SHARES,)
+    return (trained, *dealt, *(_of_rule(engine, rule) for rule in facts.rules or ()))
+
+
+_EVEN_SHARES = Limit(
+    "batch_divides",
+    lambda p: len(set(p.batch_shares)) == 1 and p.batch_shares[0] % p.layout.micro_batch_size == 0,
+    lambda p: (
+        f"of {p.workload.global_batch_size} sequences data-parallel ranks take {min(p.batch_shares)} to {max(p.batch_shares)}, in "
+        f"micro-batches of up to {p.layout.micro_batch_size}: the engine gives every rank as many micro-batches of one size"
+    ),
+    "plan with a global batch size that divides",
+)
 
 
 def _of_rule(engine: str, rule: Rule) -> Limit:

@@ -62,6 +62,19 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
+_FEW = tuple(2**k for k in range(MAX_MICRO_BATCH_SIZE.bit_length()))
+
+
+def _smallest_micro_batch(share: Any, size: int) -> Any:
+    """Return the smallest micro-batches in which so many sequences are no more micro-batches than with ``size``."""
+    return -(-share // -(-share // size))
+
+
+def uneven_micro_batches(share: int) -> list[int]:
+    """Return the micro-batches tried for a share of a batch that does not divide: divisors, and what replaces 1, 2, 4, .."""
+    return [*divisors(share), *(_smallest_micro_batch(share, few) for few in _FEW)]
+
+
 def cross(columns: Columns, name: str, options: Sequence[int], allowed: Allowed | None = None) -> Columns:
     """Return every row with every option of a new column; those that are ``allowed``."""
     size = len(next(iter(columns.values()))) if columns else 1
@@ -171,30 +184,54 @@ class Enumeration:
             admitted: selects the rows worth going on with, by the columns that are there already.
             costed: what sequence parallelism gains is costed; else no row is left out for it.
         """
-        request, fixed = self.request, self.request.fixed
+        request = self.request
         num_blocks, batch_size = request.model.num_blocks, request.workload.global_batch_size
         of_world, in_domain = divisors(request.cluster.num_devices), divisors(request.cluster.scaleup_domain)
-        sizes = [d for d in divisors(batch_size) if d <= MAX_MICRO_BATCH_SIZE]
-        sizes = [int(fixed["micro_batch_size"])] if "micro_batch_size" in fixed else sizes
+        sizes = self._micro_batches(of_world)
         c, worth_trying = self._splits(of_world if self._is_of_torch else in_domain, of_world, sizes)
         c["split_idx"] = np.arange(len(c["tp"]))
         c = self._cross(c, "pp", of_world, lambda c: self._divides("pp")(c) & (c["pp"] <= num_blocks))
         c = self._cross(c, "num_model_chunks", range(1, -(-num_blocks // 2) + 1), self._equal_chunks)
         c = admitted(c | {"dp": self._remaining(c)})
-        c = self._cross(
-            c, "micro_batch_size", sizes, lambda c: np.maximum(batch_size // c["dp"], 1) % c["micro_batch_size"] == 0
-        )
+        c = self._cross(c, "micro_batch_size", sizes, self._share_divides)
         c = select(c, worth_trying[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
         experts = list(self.problem.expert_counts)
         c = self._cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _all_rows)
         c = self._cross(c, "etp", in_domain if experts else [1], self._folds)
         for name in _OPTIONAL:
             c = self._cross(c, name, (Layout.model_fields[name].default, *LAYOUT_FIELDS[name].options), _all_rows)
-        c = admitted(c | {"num_microbatches": batch_size // (c["dp"] * c["micro_batch_size"])})
+        c = admitted(c | {"num_microbatches": -(-batch_size // (c["dp"] * c["micro_batch_size"]))})
         c = self._with_sequence_parallelism(c, costed=costed)
         for name in ("tp_overlap", "cuda_graphs", "ep_overlap"):
             c = self._with_switch(admitted(c), name, costed=costed)
         return admitted(c)
+
+    def _micro_batches(self, of_world: Sequence[int]) -> list[int]:
+        """Return the micro-batches to try, increasing: divisors of the batch, and those of shares that are not even."""
+        batch_size, fixed = self.request.workload.global_batch_size, self.request.fixed
+        if "micro_batch_size" in fixed:
+            return [int(fixed["micro_batch_size"])]
+        sizes = set(divisors(batch_size))
+        if self.problem.takes_uneven_shares:
+            for dp in of_world:
+                sizes |= set(uneven_micro_batches(-(-batch_size // dp))) if batch_size % dp else set()
+        return sorted(size for size in sizes if size <= MAX_MICRO_BATCH_SIZE)
+
+    def _share_divides(self, c: Rows) -> NDArray[np.bool_]:
+        """Return where the micro-batches of a data-parallel rank are of one size; where shares are uneven, those worth trying.
+
+        Over several stages these are whole micro-batches; otherwise `uneven_micro_batches` of the largest share.
+        """
+        batch_size, dp, size = self.request.workload.global_batch_size, c["dp"], c["micro_batch_size"]
+        divides = np.maximum(batch_size // dp, 1) % size == 0
+        if not self.problem.takes_uneven_shares or not np.any(batch_size % dp):
+            return np.asarray(divides)
+        share = -(-batch_size // dp)
+        is_tried = share % size == 0
+        for few in _FEW:
+            is_tried |= size == _smallest_micro_batch(share, few)
+        in_stages = (batch_size % size == 0) & (batch_size >= dp * size)
+        return np.asarray(np.where(batch_size % dp == 0, divides, np.where(c["pp"] > 1, in_stages, is_tried)))
 
     def _splits(
         self, tps: Sequence[int], cps: Sequence[int], sizes: Sequence[int]

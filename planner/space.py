@@ -244,7 +244,7 @@ def _nothing_left(request: PlanRequest, reasons: list[tuple[int, str]]) -> Confi
     if not reasons:
         of_layout = "zero_stage above 0 needs dp_shard > 1 and dp_shard > 1 needs it; sequence_parallel needs tp > 1"
         reasons = [(1, f"{of_layout}   [layout]")]
-    of_batch = f"use a global batch size that divides over {num_devices} devices or a divisor of them"
+    of_batch = f"use a global batch size of at least {num_devices}, one that divides over them or a divisor of them"
     return ConfigError(
         f"no layout of {request.model.name} on {num_devices} devices with global batch size {size}"
         + (f" and {fixed}" if fixed else "")

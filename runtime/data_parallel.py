@@ -148,6 +148,9 @@ def before_micro_batch(stage: nn.Module, plan: TrainingPlan, *, is_last: bool) -
         stage.set_is_last_backward(is_last)
         stage.set_requires_gradient_sync(is_last)
         stage.set_reshard_after_backward(is_last)
+        # torch 2.13 forgets the order of forward passes with the last backward pass only: that one would then gather once more what
+        # the passes before it had last, and wait for ranks with one pass, which do not. The list is made by the first pass of all.
+        getattr(fully_shard.state(stage)._comm_ctx, "post_forward_order", []).clear()  # type: ignore[attr-defined]
         for name, block in stage.model.layers.items() if isinstance(stage, Decoder) else ():
             if int(name) + 1 in _streamed(plan):  # leaves after every pass, and so do its gradients
                 assert isinstance(block, FSDPModule)

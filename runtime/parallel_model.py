@@ -1,12 +1,14 @@
 """ParallelModel: this rank's part of a model that is being trained.
 
 What comes in: the tokens of this rank's share of a global batch. What goes out: the mean loss, and gradients on the parameters. The
-loss of micro-batch i of m counts 1 / m, and what a rank adds to the mean over the global batch is divided by the ranks that see
-different tokens; gradients are reduced by the axes themselves.
+axes themselves average gradients over the ranks that see different tokens. So a micro-batch of n sequences counts n D / B, for D
+data-parallel ranks and a batch of B sequences: the average is the sum over all tokens, divided once by the batch, whatever each
+rank takes of it (schema/shares.py). Of even shares that is 1 / m for each of m micro-batches.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,10 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from ..cost_models.pipeline.orders import Action
 from ..schema.errors import RuntimeMismatchError
+from ..schema.shares import BatchShare, share_of_rank
 from ..schema.training_plan import TrainingPlan
 from .context_parallel import local_positions
 from .data_parallel import ReductionTimer, before_micro_batch
 from .mesh import EXPERT_AXES, ParallelMesh
+from .models.experts import Router
 from .models.layers import local_tensor
 from .offload.schedule import HostOffload
 from .pipeline_parallel import Schedule, build_schedule, reduce_tied_gradients, run_schedule
@@ -68,6 +72,18 @@ def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
+@contextlib.contextmanager
+def _not_counted(module: nn.Module) -> Iterator[None]:
+    """Let routers count no tokens while inside."""
+    routers = [router for router in module.modules() if isinstance(router, Router)]
+    loads = [router.load for router in routers]
+    for router in routers:
+        router.load = None
+    yield
+    for router, load in zip(routers, loads, strict=True):
+        router.load = load
+
+
 class ParallelModel:
     """One rank's part of a model: what `parallelize` returns.
 
@@ -76,6 +92,7 @@ class ParallelModel:
             the schedule runs stage by stage; this module then only holds them under their names).
         loss_scale: factor on the loss for the backward pass; whoever updates the parameters updates it as well.
         offload: its traffic with the host; None where the plan has no offload schedule.
+        share: which sequences of each global batch are this rank's, and in which passes.
 
     Args:
         parts: the stages of a pipeline that this rank runs.
@@ -99,6 +116,8 @@ class ParallelModel:
     ) -> None:
         self.plan, self.mesh, self.module, self.device = plan, mesh, module, device
         self.offload, self._reduction, self._ends, self._loss_fn = offload, reduction, ends, loss_fn
+        self.share: BatchShare = share_of_rank(plan, mesh.dp_rank)
+        self._inverse_weights = [self._inverse_weight(count) for count in self.share.passes]
         self.clock = StepClock(device, is_pipeline=mesh.pp is not None)
         scale = self.loss_scale = LossScale.from_plan(plan)
         self._schedule: Schedule | None = None
@@ -120,9 +139,8 @@ class ParallelModel:
         """Add the gradient of the mean loss over the global batch to the parameters' gradients; once a step.
 
         Args:
-            tokens: [num_microbatches * micro_batch_size, seq_len + 1]: this rank's share of the global batch, the same on all
-                ranks of one `mesh.dp_rank` (those of a cp group take their parts of it). Each token but the first is the target
-                of those before it.
+            tokens: [sequences, seq_len + 1]: `share.rows` of the global batch, the same on all ranks of one `mesh.dp_rank` (those
+                of a cp group take their parts of it). Each token but the first is the target of those before it.
 
         Returns:
             The mean loss over the global batch, on every rank.
@@ -138,7 +156,8 @@ class ParallelModel:
         """Do `forward_backward` without the last sum: return what this rank adds to the mean loss, [] on the device."""
         inputs, targets = self._inputs_and_targets(tokens)
         if self._schedule is not None:
-            loss = run_schedule(self._schedule, self.mesh, self.loss_scale.value, inputs, targets)
+            weights = torch.tensor([1 / inverse if inverse else 0.0 for inverse in self._inverse_weights])
+            loss = run_schedule(self._schedule, self.mesh, self.loss_scale.value, inputs, targets, weights)
         else:
             loss = self._accumulate(inputs, targets)
         self._finish_gradients()
@@ -178,15 +197,17 @@ class ParallelModel:
         return all(self.mesh.coordinates[axis] == 0 for axis in copies)
 
     def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Split tokens [B, S + 1] into inputs and targets [B, S / cp] on the device."""
-        layout = self.plan.layout
-        expected = (self.plan.num_microbatches * layout.micro_batch_size, self.plan.workload.seq_len + 1)
+        """Split tokens [B, S + 1] into inputs and targets [B', S / cp] on the device, B' those of all passes."""
+        rows, shape = self.share.rows, self.share.shape
+        expected = (len(rows), self.plan.workload.seq_len + 1)
         if tuple(tokens.shape) != expected:
             raise RuntimeMismatchError(
-                f"tokens of shape {tuple(tokens.shape)}, the plan takes {expected}: num_microbatches "
-                f"{self.plan.num_microbatches} x micro_batch_size {layout.micro_batch_size}, seq_len + 1"
+                f"tokens of shape {tuple(tokens.shape)}, the plan takes {expected}: sequences {rows.start} to {rows.stop - 1} of "
+                f"{self.plan.workload.global_batch_size}, for data-parallel rank {self.mesh.dp_rank}, and seq_len + 1"
             )
         tokens = tokens.to(self.device)
+        if repeated := sum(shape) - len(tokens):  # passes that this rank runs for its peers only
+            tokens = torch.cat([tokens, tokens[:1].expand(repeated, -1)])
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if self._positions is not None:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
@@ -194,12 +215,15 @@ class ParallelModel:
 
     def _accumulate(self, inputs: Tensor, targets: Tensor, *, has_backward: bool = True) -> Tensor:
         """Run all micro-batches in a row; return the mean loss [] of this rank's share."""
-        count, scale = self.plan.num_microbatches, self.loss_scale.value
+        shape, scale = self.share.shape, self.loss_scale.value
         total = torch.zeros((), device=self.device)
-        for i, (x, y) in enumerate(zip(inputs.chunk(count), targets.chunk(count), strict=True)):
-            before_micro_batch(self.module, self.plan, is_last=i == count - 1)
+        passes = zip(inputs.split(list(shape)), targets.split(list(shape)), self._inverse_weights, strict=True)
+        for i, (x, y, inverse) in enumerate(passes):
+            before_micro_batch(self.module, self.plan, is_last=i == len(shape) - 1)
             with self.clock.part("forward", Action(0, "F", i)):
-                loss = self._loss_fn(self.module, x, y).sum() / count
+                with contextlib.nullcontext() if inverse else _not_counted(self.module):
+                    loss = self._loss_fn(self.module, x, y).sum()
+                loss = loss / inverse if inverse else loss * 0.0
             if has_backward:
                 with self.clock.part("backward", Action(0, "BW", i)):
                     (loss * scale).backward()
@@ -207,6 +231,11 @@ class ParallelModel:
                         self._reduction.settle(self.clock)
             total += loss.detach()
         return total
+
+    def _inverse_weight(self, num_sequences: int) -> float:
+        """Return what the mean loss of a pass is divided by; 0 for one that counts nothing."""
+        batch = self.plan.workload.global_batch_size
+        return batch / (num_sequences * self.plan.layout.dp) if num_sequences else 0.0
 
     @torch.no_grad()
     def _finish_gradients(self) -> None:

@@ -47,7 +47,7 @@ def build_schedule(
     *,
     is_sequence_unsharded: bool,
 ) -> Schedule:
-    """Build the schedule that runs this rank's stages; its losses are already divided by the number of micro-batches."""
+    """Build the schedule that runs this rank's stages; its losses are already multiplied by the weights of the micro-batches."""
     assert mesh.pp is not None
     layout, last = plan.layout, len(plan.stages) - 1
     local_tokens = plan.workload.seq_len // layout.cp
@@ -68,11 +68,11 @@ def build_schedule(
         stage.clock = clock
     # Ranks within the pipeline's process group, by position along pp: the group counts by rank.
     group_ranks = [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pp.mesh.tolist()]
-    # scale_grads would divide after the reduction; dividing the loss keeps the arithmetic of the other layouts.
+    # scale_grads would divide after the reduction; weighing the loss keeps the arithmetic of the other layouts.
     count = plan.num_microbatches
 
-    def loss_fn(loss: Tensor, _: Tensor) -> Tensor:
-        return loss.sum() * (loss_scale() / count)
+    def loss_fn(loss: Tensor, weights: Tensor) -> Tensor:
+        return loss.sum() * (weights[0] * loss_scale())
 
     torch_class = SCHEDULES[plan.layout.schedule].torch_class
     if torch_class and len(stages) == 1:
@@ -86,15 +86,20 @@ def build_schedule(
     return runtime
 
 
-def run_schedule(schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Run forward and backward of all micro-batches; return the mean loss [] on the rank of the last stage, zero elsewhere."""
+def run_schedule(
+    schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: Tensor, targets: Tensor, weights: Tensor
+) -> Tensor:
+    """Run forward and backward of all micro-batches, each with its weight [m]; return the sum of their losses [] on the rank of the
+    last stage, zero elsewhere.
+    """
     losses: list[Tensor] = []
     args = (inputs,) if mesh.is_first_stage else ()
     if not mesh.is_last_stage:
         schedule.step(*args)
         return torch.zeros((), device=inputs.device)
-    # The stage takes the loss itself; the schedule's own target only has to be there.
-    schedule.step(*args, target=targets, losses=losses, targets=targets)
+    # The stage takes the targets itself; the schedule's own target is what `loss_fn` gets besides the loss.
+    of_rows = weights.to(inputs.device).repeat_interleave(len(inputs) // len(weights))
+    schedule.step(*args, target=of_rows, losses=losses, targets=targets)
     return torch.stack([loss.detach() for loss in losses]).sum() / scale
 
 

@@ -135,6 +135,9 @@ class EngineFacts:
         lacks: why it does not train a model under a workload, whatever the layout; None: `apply` says so itself.
         calibrated_as: engine whose section of coefficients.toml it has; empty: its own.
         uses_fully_shard: it is made of torch's parts, as our own runtime: fully_shard, DTensor, torch.distributed.pipelining.
+        takes_uneven_shares: data-parallel ranks may take different numbers of sequences; others stop unless the batch is a multiple
+            of data-parallel ranks times micro-batch (Megatron-Core's num_microbatches_calculator, DeepSpeed's
+            _batch_assertion, torchtitan's trainer).
         splits_sequence: tensor parallelism may split activations along the sequence.
         recompute: what blocks may recompute; mixed: each something else.
         loss_chunks: pieces of a micro-batch's tokens for which the loss makes logits one after the other; 0: as ours, of a fixed
@@ -181,6 +184,7 @@ class EngineFacts:
     lacks: Lacks | None = None
     calibrated_as: str = ""
     uses_fully_shard: bool = False
+    takes_uneven_shares: bool = False
     splits_sequence: bool = True
     recompute: tuple[LayoutRecompute, ...] = LAYOUT_RECOMPUTES
     loss_chunks: int = 0
@@ -241,6 +245,7 @@ _RECORDS = (
         rules=FSDP2_RULES,
         exporter="torchtitan",
         uses_fully_shard=True,
+        takes_uneven_shares=True,
         keeps_parameters_closer=True,
         kernels=TORCH_KERNELS,
         # Prefetches the next layer's parameters, reduces during the next layer's backward pass: runtime/data_parallel.py.

@@ -299,19 +299,8 @@ class Layout(Frozen, Degrees):
         return self
 
     def num_microbatches(self, global_batch_size: int) -> int:
-        """Return the micro-batches of one step on each data-parallel rank.
-
-        Raises:
-            ConfigError: the batch does not divide.
-        """
-        share = self.dp * self.micro_batch_size
-        if global_batch_size % share:
-            raise ConfigError(
-                f"global_batch_size {global_batch_size} is not a multiple of dp x micro_batch_size = "
-                f"{self.dp} x {self.micro_batch_size} = {share}",
-                help=f"use a global batch size of {max(share, global_batch_size // share * share)}",
-            )
-        return int(global_batch_size // share)
+        """Return the micro-batches of one step on the data-parallel rank that has most; where the batch divides, on each."""
+        return int(-(-global_batch_size // (self.dp * self.micro_batch_size)))
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -34,6 +34,7 @@ class ProblemFacts:
     Attributes:
         head_counts, kv_head_counts, ffn_dims, expert_counts, expert_ffn_dims: those that occur in some block.
         traced_len: tokens of the sequences that a traced model was counted for; 0 for a model of known layers.
+        takes_uneven_shares: of the engine (`EngineFacts`).
         not_split, not_along_sequence, split_widths, not_staged, not_sharded: of a traced model (`CodeFacts`).
     """
 
@@ -60,10 +61,11 @@ class ProblemFacts:
     not_staged: str = ""
     not_sharded: str = ""
     is_fp32: bool = False
+    takes_uneven_shares: bool = True
 
     def num_microbatches(self, t: Rows) -> Numbers:
-        """Return the micro-batches of one step on each data-parallel rank, rounded down."""
-        return self.global_batch_size // (t.dp * t.micro_batch_size)
+        """Return the micro-batches of one step on the data-parallel rank that has most."""
+        return -(-self.global_batch_size // (t.dp * t.micro_batch_size))
 
 
 def problem_facts(
@@ -95,6 +97,7 @@ def problem_facts(
         traced_len=model.traced_len or 0,
         **(_UNKNOWN if model.code is None and model.traced_len else {} if model.code is None else model.code.facts),
         is_fp32=workload.is_full_precision,
+        takes_uneven_shares=workload.engine_facts.takes_uneven_shares,
     )
 
 
@@ -167,6 +170,12 @@ def _shards_are_nested(t: Rows, p: ProblemFacts) -> Any:
     return ((t.gradient_shard == 1) | gradients_nest) & ((t.optimizer_shard == 1) | states_nest)
 
 
+def _needed_micro_batch(t: Rows, p: ProblemFacts) -> Numbers:
+    """Return the smallest micro-batches that are as few on the rank with most sequences."""
+    largest_share = -(-p.global_batch_size // t.dp)
+    return -(-largest_share // p.num_microbatches(t))
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     Rule("traced_blocks_whole", "cp ep",
         lambda t, p: (p.traced_len == 0) | ((t.cp == 1) & (t.ep == 1)),
@@ -181,9 +190,23 @@ ENGINE_RULES: tuple[Rule, ...] = (
     Rule("world_size", "dp cp tp pp", lambda t, p: t.dp * t.cp * t.tp * t.pp == p.world_size,
         "dp_replicate x dp_shard x cp x tp x pp = {t.dp_replicate} x {t.dp_shard} x {t.cp} x {t.tp} x {t.pp} = "
         "{t.world_size} ranks, the cluster has {p.world_size} devices"),
-    Rule("batch_divides", "dp micro_batch_size", lambda t, p: p.global_batch_size % (t.dp * t.micro_batch_size) == 0,
+    Rule("batch_divides", "dp micro_batch_size",
+        lambda t, p: p.takes_uneven_shares | (p.global_batch_size % (t.dp * t.micro_batch_size) == 0),
         "global_batch_size {p.global_batch_size} is not a multiple of dp x micro_batch_size = "
-        "{t.dp} x {t.micro_batch_size}"),
+        "{t.dp} x {t.micro_batch_size}: the engine gives every rank as many micro-batches of one size"),
+    Rule("batch_for_each", "dp", lambda t, p: p.global_batch_size >= t.dp,
+        "global_batch_size {p.global_batch_size} on dp {t.dp}: each data-parallel rank takes one sequence at least"),
+    Rule("micro_batch_needed", "pp dp micro_batch_size",
+        lambda t, p: (t.pp > 1) | (t.micro_batch_size == _needed_micro_batch(t, p)),
+        lambda t, p: (
+            f"micro_batch_size {t.micro_batch_size}: {-(-p.global_batch_size // t.dp)} sequences, most of one of dp {t.dp} ranks, "
+            f"are as few micro-batches of {_needed_micro_batch(t, p)}"
+        )),
+    Rule("batch_over_stages", "pp dp micro_batch_size",
+        lambda t, p: (t.pp == 1) | ((p.global_batch_size % t.micro_batch_size == 0) &
+            (p.global_batch_size >= t.dp * t.micro_batch_size)),
+        "global_batch_size {p.global_batch_size} in micro-batches of {t.micro_batch_size} on dp {t.dp}: over pp {t.pp} stages "
+        "all have one size, and every data-parallel rank takes one at least"),
     Rule("heads_per_tp", "tp", lambda t, p: all_divide(p.head_counts, t.tp),
         lambda t, p: f"{not_dividing(p.head_counts, t.tp)} attention heads do not divide by tp {t.tp}"),
     Rule("kv_heads_per_tp", "tp", lambda t, p: all_divide(p.kv_head_counts, t.tp),

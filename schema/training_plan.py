@@ -15,6 +15,7 @@ from .offers import CostSummary, ParetoPoint
 from .offload import LayerOffload, OffloadSchedule, why_not_offloadable
 from .plan import Estimate, Plan, PlanProvenance
 from .schedules import SCHEDULES, placement
+from .shares import even_shares
 from .task import Workload
 from .units import format_bytes, format_seconds
 
@@ -236,6 +237,7 @@ class TrainingPlan(Plan):
             tp fastest, then cp, dp_shard, dp_replicate, pp.
         stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
         fastest: the fastest layout by prediction, where a plainer one was taken that may be as fast; None: it is the plan's.
+        shares: sequences of each data-parallel rank in a step, where they are not as even as possible (schema/shares.py).
         expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
@@ -255,6 +257,7 @@ class TrainingPlan(Plan):
     estimate: TrainingEstimate
     fastest: Alternative | None = None
     alternatives: tuple[Alternative, ...] = ()
+    shares: tuple[PositiveInt, ...] = ()
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
     offload: OffloadSchedule | None = None
@@ -332,10 +335,24 @@ class TrainingPlan(Plan):
         }
         if choices and layout.recompute != "mixed":
             raise ValueError(f"recompute differs from layer to layer, the layout says {layout.recompute} for all")
-        layout.num_microbatches(self.workload.global_batch_size)
+        self._check_shares()
         self._check_slots()
         self._check_offload()
         return self
+
+    def _check_shares(self) -> None:
+        layout, batch = self.layout, self.workload.global_batch_size
+        unit = layout.micro_batch_size if layout.pp > 1 else 1
+        if batch < layout.dp * unit or batch % unit:
+            raise ValueError(
+                f"a batch of {batch} sequences has no share for each of {layout.dp} data-parallel ranks in whole units of {unit}"
+            )
+        if self.shares and (len(self.shares), sum(self.shares)) != (layout.dp, batch):
+            raise ValueError(
+                f"{len(self.shares)} shares of {sum(self.shares)} sequences, the batch has {batch} for dp {layout.dp}"
+            )
+        if any(share % unit for share in self.shares):
+            raise ValueError(f"over {layout.pp} stages shares are whole micro-batches of {unit} sequences")
 
     def _check_offload(self) -> None:
         if (self.layout.offload == "scheduled") != (self.offload is not None):
@@ -389,6 +406,11 @@ class TrainingPlan(Plan):
         return tuple(ranks[0] for ranks in holders)
 
     @property
+    def batch_shares(self) -> tuple[int, ...]:
+        """Sequences of each data-parallel rank in a step."""
+        return self.shares or even_shares(self.layout, self.workload.global_batch_size)
+
+    @property
     def num_microbatches(self) -> int:
-        """Micro-batches of one step on each data-parallel rank."""
-        return self.layout.num_microbatches(self.workload.global_batch_size)
+        """Micro-batches of one step on the data-parallel rank that has most."""
+        return -(-max(self.batch_shares) // self.layout.micro_batch_size)

@@ -117,9 +117,10 @@ def run_inputs(row: RunRow) -> RunInputs | str:
         layout = layout_of(row, model.spec, defaults)
         workload = workload_of(row, model.spec, layout, defaults, device)
         layout = with_switches(layout, row, workload, defaults, has_graphs=device.vendor == "nvidia")
-        layout.num_microbatches(workload.global_batch_size)
     except ConfigError as error:
-        return f"layout: {'batch does not divide' if 'multiple of dp' in error.message else error.message}"
+        return f"layout: {error.message}"
+    if workload.global_batch_size % (layout.dp * layout.micro_batch_size):
+        return "layout: batch does not divide"
     if layout.world_size != cluster.num_devices:
         return "layout: degrees do not multiply to the number of devices"
     if layout.stage_ranks % (layout.ep * layout.expert_tp):

@@ -125,7 +125,7 @@ def prepare_options(plan: TrainingPlan, options: TrainOptions) -> TrainOptions:
 
         check_weights_target(plan.model, options.save_weights)
     options = options.replace(data=tokenize_paths(options.data, options.tokenizer), tokenizer=None)
-    open_batches(plan, options.data, seed=options.seed, local_batch=1, dp_rank=0)
+    open_batches(plan, options.data, seed=options.seed, rows=range(1))
     return options
 
 

@@ -53,7 +53,7 @@ class TokenBatches:
 
     Args:
         seq_len: tokens of a sequence; one more is read as the last target.
-        dp_rank: sequences ``dp_rank * local_batch .. + local_batch - 1`` of each global batch are this rank's.
+        rows: which sequences of each global batch are this rank's.
         vocab_size: every token must be below it; None: not looked at.
 
     Raises:
@@ -65,8 +65,7 @@ class TokenBatches:
         stream: TokenStream,
         *,
         seq_len: int,
-        local_batch: int,
-        dp_rank: int,
+        rows: range,
         seed: int = 0,
         vocab_size: int | None = None,
     ) -> None:
@@ -77,7 +76,7 @@ class TokenBatches:
                 help="give more with --data, or plan for a shorter sequence",
             )
         self._stream, self._seq_len, self._seed, self._vocab_size = stream, seq_len, seed, vocab_size
-        self._rows = dp_rank * local_batch + np.arange(local_batch)
+        self._rows = np.asarray(rows)
         self._num_samples = (stream.num_tokens - 1) // seq_len
 
     def batch(self, seen: int) -> torch.Tensor:
@@ -95,15 +94,11 @@ class TokenBatches:
         return torch.from_numpy(tokens)
 
 
-def open_batches(
-    plan: TrainingPlan, paths: Sequence[str], *, seed: int, local_batch: int, dp_rank: int
-) -> tuple[TokenBatches, str]:
+def open_batches(plan: TrainingPlan, paths: Sequence[str], *, seed: int, rows: range) -> tuple[TokenBatches, str]:
     """Return the sequences of one data-parallel rank, and what tells these data from others."""
     vocab_size, seq_len = plan.model.vocab_size, plan.workload.seq_len
     stream = open_data(paths, vocab_size=vocab_size)
-    batches = TokenBatches(
-        stream, seq_len=seq_len, local_batch=local_batch, dp_rank=dp_rank, seed=seed, vocab_size=vocab_size
-    )
+    batches = TokenBatches(stream, seq_len=seq_len, rows=rows, seed=seed, vocab_size=vocab_size)
     return batches, hashlib.sha256(f"{stream.fingerprint} {seq_len}".encode()).hexdigest()
 
 

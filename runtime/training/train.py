@@ -255,10 +255,7 @@ def train(
         model = parallelize(
             None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks
         )
-        local_batch = plan.workload.global_batch_size // plan.layout.dp
-        batches, data = open_batches(
-            plan, options.data, seed=options.seed, local_batch=local_batch, dp_rank=model.mesh.dp_rank
-        )
+        batches, data = open_batches(plan, options.data, seed=options.seed, rows=model.share.rows)
         if len(set(gather(data))) > 1:
             raise RuntimeMismatchError(
                 "the ranks found different data", help="give --data a folder that all nodes share"

@@ -31,6 +31,7 @@ from meshwright.runtime.training.checkpoint import CheckpointWriter, TrainingPro
 from meshwright.runtime.training.optimizer import ZerothOrderSGD
 from meshwright.runtime.weights.save import save_weights
 from meshwright.schema import TrainingPlan
+from meshwright.schema.shares import share_of_rank
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -219,4 +220,5 @@ def local_tokens(plan: TrainingPlan, dp_rank: int, step: int) -> Tensor:
     """Share of one data-parallel rank of a random global batch, [local_batch, seq_len + 1]."""
     generator = torch.Generator().manual_seed(step)
     shape = (plan.workload.global_batch_size, plan.workload.seq_len + 1)
-    return torch.randint(0, plan.model.vocab_size, shape, generator=generator).chunk(plan.layout.dp)[dp_rank]
+    rows = share_of_rank(plan, dp_rank).rows
+    return torch.randint(0, plan.model.vocab_size, shape, generator=generator)[rows.start : rows.stop]

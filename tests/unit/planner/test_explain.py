@@ -151,7 +151,7 @@ def test_why_not_keeps_what_the_plan_had_to_keep() -> None:
     [
         ({"tp": 3}, "excluded", "[world_size]"),
         ({"tp": 16}, "excluded", "[tp_in_scaleup_domain]"),
-        ({"micro_batch_size": 7}, "excluded", "[batch_divides]"),
+        ({"micro_batch_size": 5000}, "excluded", "[micro_batch_needed]"),
         ({"pp": 2, "zero_stage": 3}, "excluded", "without any one of pp=2, zero_stage=3 there are layouts"),
         ({"dp_replicate": 16}, "too_large", "[memory (C2)]"),
         ({"offload": "optimizer"}, None, "[offload]"),

@@ -188,7 +188,7 @@ def test_fixed_fields_are_kept() -> None:
         ({"tp": 16}, "tp_in_scaleup_domain"),
         ({"pp": 2, "zero_stage": 3, "dp_shard": 8}, "zero_under_pipeline"),
         ({"offload": "optimizer"}, "offload"),
-        ({"micro_batch_size": 7}, "batch_divides"),
+        ({"micro_batch_size": 65}, "micro_batch_needed"),
     ],
 )
 def test_impossible_fix_names_the_rule(fixed: dict[str, int], rule: str) -> None:

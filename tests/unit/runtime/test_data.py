@@ -18,7 +18,9 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 def whole_batch(folder: Path, step: int, dp_degree: int, *, seed: int = 0) -> torch.Tensor:
     corpus = find_text([folder])
     parts = [
-        TokenBatches(corpus, seq_len=16, local_batch=4 // dp_degree, dp_rank=rank, seed=seed).batch(4 * step)
+        TokenBatches(
+            corpus, seq_len=16, rows=range(4 * rank // dp_degree, 4 * (rank + 1) // dp_degree), seed=seed
+        ).batch(4 * step)
         for rank in range(dp_degree)
     ]
     return torch.cat(parts)
@@ -63,7 +65,7 @@ def test_batches_depend_on_step_and_seed_only(texts: Path) -> None:
 
 def test_last_byte_can_be_read(tmp_path: Path) -> None:
     corpus = find_text([write(tmp_path, {"a": bytes(range(1, 18))})])
-    assert TokenBatches(corpus, seq_len=16, local_batch=1, dp_rank=0).batch(0).tolist() == [list(range(1, 18))]
+    assert TokenBatches(corpus, seq_len=16, rows=range(1)).batch(0).tolist() == [list(range(1, 18))]
 
 
 def test_missing_path_is_named(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"the data has 5 B in 1 files; one sequence of 16 tokens and its last target needs 17"
     ):
-        TokenBatches(corpus, seq_len=16, local_batch=1, dp_rank=0)
+        TokenBatches(corpus, seq_len=16, rows=range(1))
 
 
 def test_fingerprint_tells_different_data(texts: Path) -> None:

@@ -57,8 +57,8 @@ def test_fp8_is_refused() -> None:
 
 def test_layout_that_breaks_a_rule_is_refused(one_rank: None) -> None:
     plan = plan_for(Layout(micro_batch_size=4))
-    layout = plan.layout.model_copy(update={"micro_batch_size": 3})
-    with pytest.raises(ConfigError, match="not a multiple"):
+    layout = plan.layout.model_copy(update={"micro_batch_size": 5})
+    with pytest.raises(ConfigError, match="as few micro-batches of"):
         parallelize(None, plan.model_copy(update={"layout": layout}))
 
 

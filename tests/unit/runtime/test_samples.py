@@ -23,7 +23,9 @@ class Counting:
 
 
 def batches(num_tokens: int, *, local_batch: int, dp_rank: int = 0, seed: int = 0) -> TokenBatches:
-    return TokenBatches(Counting(num_tokens), seq_len=4, local_batch=local_batch, dp_rank=dp_rank, seed=seed)
+    return TokenBatches(
+        Counting(num_tokens), seq_len=4, rows=range(dp_rank * local_batch, (dp_rank + 1) * local_batch), seed=seed
+    )
 
 
 @given(st.integers(1, 2000), st.integers(0, 10), st.integers(0, 3))
@@ -65,7 +67,7 @@ def test_ranks_share_the_global_batch_across_the_end_of_an_epoch(dp_degree: int)
 
 
 def test_token_outside_the_vocabulary_is_named() -> None:
-    stream = TokenBatches(Counting(25), seq_len=4, local_batch=6, dp_rank=0, vocab_size=24)
+    stream = TokenBatches(Counting(25), seq_len=4, rows=range(6), vocab_size=24)
     with pytest.raises(ConfigError, match="token id 24; the model's vocabulary has 24"):
         stream.batch(0)
 
