@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 from ..schema import Device, Layout, ModelSpec, Workload
 from ..schema.engine_facts import ENGINES
-from ..schema.layers import LatentAttention
+from ..schema.layers import LatentAttention, MoE
 from ..schema.layout import Offload, Recompute
 from ..schema.task import Fusion, LowRank, Module, Optimizer, Precision
 from .noted import listed_fractions, noted_numbers, stage_fractions, tuned_stages
@@ -293,12 +293,12 @@ def _sizes(row: RunRow, layout: Layout) -> str:
 
 
 def with_switches(
-    layout: Layout, row: RunRow, workload: Workload, defaults: FrameworkDefaults, *, has_graphs: bool
+    layout: Layout, row: RunRow, model: ModelSpec, workload: Workload, defaults: FrameworkDefaults, *, has_graphs: bool
 ) -> Layout:
     """Return the layout with how its engine communicates and dispatches, as the row or the engine's recipes say."""
     # Megatron-LM turns accumulate_allreduce_grads_in_fp32 on for bf16 only.
     gradients = "compute" if workload.precision == "fp16-mixed" else defaults.value("gradients")
-    run = _run_of_recipe(row, layout)
+    run = _run_of_recipe(row, model, layout)
     has_graphs = has_graphs and _switch("cuda_graphs", "graphs", row, run, defaults)
     can_overlap = layout.ep > 1 and (layout.pp == 1 or layout.num_model_chunks > 1) and layout.recompute != "full"
     return layout.replace(
@@ -330,13 +330,15 @@ def _token_dispatch(
     latent = ", latent" if isinstance(model.block_runs[-1][0].attention, LatentAttention) else ""
     noted = stated("token dispatch", row.notes)
     return cast(
-        "Literal['engine', 'copies']", defaults.noted("token_dispatch", noted, _run_of_recipe(row, layout) + latent)
+        "Literal['engine', 'copies']",
+        defaults.noted("token_dispatch", noted, _run_of_recipe(row, model, layout) + latent),
     )
 
 
-def _run_of_recipe(row: RunRow, layout: Layout) -> str:
+def _run_of_recipe(row: RunRow, model: ModelSpec, layout: Layout) -> str:
     """Return what recipes of one framework differ by: device, experts, precision, stages of a rank, release."""
-    kind = "experts" if row.experts else "dense"
+    mlp = getattr(model.block_runs[-1][0], "mlp", None) if row.experts else None
+    kind = "dense" if mlp is None else "biased experts" if isinstance(mlp, MoE) and mlp.expert.bias else "experts"
     stages = f"{layout.pp}x{layout.num_model_chunks}"
     release = row.software_date[2:].replace("-", ".") or "unknown"
     return f": {row.gpu_type}, {kind}, {row.precision}, stages {stages}, release {release}"

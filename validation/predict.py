@@ -116,7 +116,7 @@ def run_inputs(row: RunRow) -> RunInputs | str:
     try:
         layout = layout_of(row, model.spec, defaults)
         workload = workload_of(row, model.spec, layout, defaults, device)
-        layout = with_switches(layout, row, workload, defaults, has_graphs=device.vendor == "nvidia")
+        layout = with_switches(layout, row, model.spec, workload, defaults, has_graphs=device.vendor == "nvidia")
     except ConfigError as error:
         return f"layout: {error.message}"
     if workload.global_batch_size % (layout.dp * layout.micro_batch_size):

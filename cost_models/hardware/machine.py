@@ -333,7 +333,8 @@ class HostCosts(NamedTuple):
         operator_s, collective_s: dispatch of one operator, and of one tensor-parallel collective.
         fsdp_unit_s: one fully sharded layer, forward plus backward.
         routing_s: what a mixture of experts adds to a block, forward plus backward: routing, permutation, counts read back.
-        graphed_routing_s: the same where a graph replays the router and what prepares the exchange.
+        graphed_routing_s: the same where a graph replays the router and what prepares the exchange; no less for an all-to-all,
+            whose splits the host reads.
         overlap_norm: p of (device^p + host^p)^(1/p), the seconds of a pass.
         adds: the host's time adds to the device's (they are the same cores) instead of hiding behind it.
         pipelined_collective_s: on top of collective_s for each rank of its group, under a pipeline that spans nodes.
@@ -366,6 +367,8 @@ def host_costs(scenario: Scenario) -> HostCosts:
     if has_own_host(scenario):
         speed = speed / shared["own_processor_ratio"]
     seconds = {name: c.get(name, 0.0) / speed for name in HostCosts._fields if name.endswith("_s")}
+    if not scenario.workload.sends_tokens_once_per_node:
+        seconds["graphed_routing_s"] = seconds["routing_s"]
     is_host = scenario.cluster.weakest_device.backend.is_host
     if scenario.workload.code == "eager" and not is_host:
         seconds["operator_s"] = max(seconds["operator_s"], shared["plain_operator_s"] / speed)
