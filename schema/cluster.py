@@ -146,6 +146,7 @@ class Link(Frozen):
 
     Attributes:
         latency_s: one small send and receive.
+        group_bandwidth_bytes_per_s: what one group gets from a node at most: a flow of a virtual network is slower than its node.
         ramp_s: pipeline fill of a collective: b bytes of line rate W add ``sqrt(ramp_s * b / W)``.
         ring_step_s: what each crossing between nodes adds to a ring of long messages; None: ``latency_s``.
         mesh_peers: of devices joined in pairs without a switch, how many peers all links of one reach together: n devices use
@@ -162,6 +163,7 @@ class Link(Frozen):
     efficiency: LinkEfficiency
     collective_latency_s: CollectiveLatency
     shared_by: Literal["device", "host", "node"] = "device"
+    group_bandwidth_bytes_per_s: PositiveFloat | None = None
     ramp_s: NonNegativeFloat = 0.0
     ring_step_s: NonNegativeFloat | None = None
     mesh_peers: PositiveFloat | None = None

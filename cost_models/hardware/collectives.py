@@ -10,8 +10,9 @@ inside one domain of level l, and f_l = m_l / m_{l-1} inner domains there. Bytes
 | all-to-all, S the buffer of one rank | S (m - 1) / group | S (m - m_{l-1}) / group |
 
 Levels work at the same time on different chunks, so the slowest transfer decides; latencies add. On a level with measured
-points or curves these say how long x = bytes / line rate takes. Where bandwidth between nodes was measured (`NodeLinks`) the
-slowest pair that a group crosses, over the link's efficiency of a send, stands in for the line rate. Otherwise
+points or curves these say how long x = bytes / line rate takes. One group gets no more of a node than the link's group bandwidth:
+the rate of each of its m_{l-1} members there is at most that over m_{l-1}. Where bandwidth between nodes was measured (`NodeLinks`)
+the slowest pair that a group crosses, over the link's efficiency of a send, stands in for the line rate. Otherwise
 
     latency + x / efficiency + sqrt(ramp x)
 
@@ -113,7 +114,7 @@ def p2p_s(size_bytes: FloatArray, hops: Hops, cluster: ClusterSpec) -> FloatArra
     distance = hops.group * hops.stride - 1
     for level in reversed(cluster.levels):
         link = level.link
-        line = _per_device(level, cluster) * link.efficiency.p2p
+        line = min(_per_device(level, cluster), link.group_bandwidth_bytes_per_s or np.inf) * link.efficiency.p2p
         measured = line if rate is None else np.where(np.isfinite(rate), rate * _calibrated(level, cluster), line)
         spans = (distance < level.domain_size) | (level is cluster.levels[-1])
         seconds = np.where(spans, link.latency_s + size_bytes / measured, seconds)
@@ -137,6 +138,8 @@ def _level_s(
     inner, members, _ = ranks
     link = level.link
     line_rate = rate[0] * rate[1]
+    if link.group_bandwidth_bytes_per_s is not None:  # of all members in an inner domain together
+        line_rate = np.minimum(line_rate, link.group_bandwidth_bytes_per_s / inner)
     if link.mesh_peers is not None:  # the share of a device's links that lead to members of its own group
         peers = min(link.mesh_peers, max(level.domain_size - 1, 1))
         line_rate = line_rate * np.clip((members // inner - 1) / peers, 1e-6, 1.0)

@@ -130,14 +130,16 @@ def _unpack_s(workload: Workload, device: Device, bytes_per_s: float, flops: flo
 
 
 def peak_flops_per_s(device: Device, precision: Precision) -> float:
-    """Return the dense peak of the device for a precision, FLOP/s: fp32 of plain products, tf32 on matrix units.
+    """Return the dense peak of the device for a precision, FLOP/s: tf32 (which torch allows, not orders) is fp32 without units.
 
     Raises:
         ConfigError: the device has no unit for this precision.
     """
     if dtype := _dtype(device, precision):
         return float(getattr(device.peak_flops_per_s, dtype))
-    available = " or ".join(name for name in _PEAKS if _dtype(device, name))
+    available = " or ".join(
+        name for name, dtype in _PEAKS.items() if getattr(device.peak_flops_per_s, dtype) is not None
+    )
     raise ConfigError(
         f"{device.name} has no {precision} rate", help=f"use --precision {available}" if available else None
     )
@@ -263,6 +265,8 @@ def _catalogued(name: str) -> Device | None:
 
 def _dtype(device: Device, precision: Precision) -> str:
     name = _PEAKS[precision]
+    if name == "tf32" and device.peak_flops_per_s.tf32 is None:
+        name = "fp32"
     return name if getattr(device.peak_flops_per_s, name) is not None else ""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema import ClusterSpec, ModelSpec, Workload
+from ...schema.errors import ConfigError
 from ...schema.layers import Embedding, Head
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.units import FloatArray, IntArray
@@ -76,8 +77,18 @@ class CostTable:
         *,
         coefficients: Coefficients | None = None,
         checkpoint: Callable[[], None] = lambda: None,
+        is_pool: bool = False,
     ) -> CostTable:
-        """Evaluate every kind of layer once for all layouts; ``checkpoint`` is called before each and may raise."""
+        """Evaluate every kind of layer once for all layouts; ``checkpoint`` is called before each and may raise.
+
+        Raises:
+            ConfigError: the devices have no unit for the precision; of a pool's, others may have.
+        """
+        has_tf32 = any(group.device.peak_flops_per_s.tf32 for group in cluster.groups)
+        if workload.precision == "tf32" and not (is_pool or has_tf32):
+            raise ConfigError(
+                f"{cluster.weakest_device.name} has no tf32 rate", help="use --precision fp16-mixed or fp32"
+            )
         scenario = Scenario.build(workload, cluster, coefficients)
         kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
         kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
@@ -90,7 +101,9 @@ class CostTable:
             by_case.append(with_minimum(cost, len(RECOMPUTES)) if layouts.is_mixed else cost)
         table = cls(model, scenario, layouts, kinds, kind_of_layer, tuple(by_case), case_idx)
         pools = (
-            cls.from_layouts(model, workload, part.cluster, layouts, coefficients=coefficients, checkpoint=checkpoint)
+            cls.from_layouts(
+                model, workload, part.cluster, layouts, coefficients=coefficients, checkpoint=checkpoint, is_pool=True
+            )
             for part in cluster.parts
         )
         return replace(table, device_pools=tuple(replace(pool, cluster_of_pools=cluster) for pool in pools))

@@ -54,6 +54,19 @@ def test_across_nodes_every_nic_carries_its_share(ideal: ClusterSpec) -> None:
     assert seconds("all_reduce", 8e9, 32, 1, ideal) == pytest.approx(2 * 8e9 * 31 / 32 / 8 / 10e9)
 
 
+def test_one_group_gets_no_more_of_a_node_than_a_flow_carries(ideal: ClusterSpec) -> None:
+    """8 devices of a node share 80 GB/s; a group of all of them gets 20 of these, eight groups of one each their 10."""
+    limited = ideal.levels[1].link.replace(group_bandwidth_bytes_per_s=20e9)
+    cluster = ideal.replace(levels=(ideal.levels[0], ideal.levels[1].replace(link=limited)))
+    assert seconds("all_reduce", 8e9, 32, 1, cluster) == pytest.approx(2 * 8e9 * 31 / 32 / 20e9)
+    assert seconds("all_reduce", 8e9, 16, 2, cluster) == pytest.approx(2 * 8e9 * 15 / 16 / 20e9)
+    assert seconds("all_reduce", 1e9, 4, 8, cluster) == seconds("all_reduce", 1e9, 4, 8, ideal)
+    slow = limited.replace(group_bandwidth_bytes_per_s=5e9)
+    cluster = ideal.replace(levels=(ideal.levels[0], ideal.levels[1].replace(link=slow)))
+    hops = Hops(np.array([2]), np.array([8]), "chain")
+    assert float(p2p_s(np.array([1e9]), hops, cluster)[0]) == pytest.approx(1e9 / 5e9)
+
+
 def test_all_reduce_between_two_nodes_sends_the_buffer_once_each_way(ideal: ClusterSpec) -> None:
     slow = LinkLevel(link=ideal_link("out", 1e9), domain_size=32)
     cluster = ideal.replace(levels=(ideal.levels[0], slow))

@@ -14,8 +14,9 @@ from meshwright.planner.rank_map import orders
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import Space, build_space
 from meshwright.planner.tasks.training import plan_layout, search_layouts
-from meshwright.schema import ClusterSpec, ModelSpec, Workload
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.cluster import NodeGroup
+from meshwright.schema.layout_table import LayoutTable
 
 DEVICES = ("1x4xA100-SXM-40GB", "1x4xH100-SXM-80GB", "1x4xL40S", "1x4xA100-SXM-80GB", "1x4xV100-SXM2-32GB")
 MODELS = ("gpt2", "llama-3.2-1b", "olmoe-1b-7b", "qwen2.5-7b")
@@ -243,3 +244,24 @@ def test_measured_bandwidth_between_parts_counts_where_stages_meet() -> None:
         assert all(stage.device for stage in found.estimate.stages)
         times.append(found.estimate.step_time_s)
     assert times[0] < times[1]
+
+
+def test_tf32_is_fp32_on_the_devices_that_have_no_units_for_it() -> None:
+    """As torch's allow_tf32; where no device has them it is refused."""
+    cluster = joined([group_of("1x4xA100-SXM-40GB", 1), group_of("1x4xV100-SXM2-32GB", 1)])
+    spec, layout = ModelSpec.named("gpt2"), Layout(pp=2, dp_shard=4, zero_stage=1)
+    of_precision = {}
+    for precision in ("fp32", "tf32"):
+        workload = Workload(seq_len=512, global_batch_size=16, precision=precision)
+        request = PlanRequest(spec, cluster, workload)
+        costs = expand.CostTable.from_layouts(spec, workload, cluster, LayoutTable.from_layouts([layout], 16))
+        of_precision[precision] = [pool.per_layer("busy_s", 0).sum() for pool in costs.device_pools]
+        assert {s.device for s in expand.expand_layout(request, layout).estimate.stages} == {
+            "A100-SXM-40GB",
+            "V100-SXM2-32GB",
+        }
+    (a100_fp32, v100_fp32), (a100_tf32, v100_tf32) = of_precision.values()
+    assert v100_tf32 == v100_fp32
+    assert a100_tf32 < 0.7 * a100_fp32
+    with pytest.raises(ConfigError, match="V100-SXM2-32GB has no tf32 rate"):
+        estimate(spec, ClusterSpec.parse("4xV100-SXM2-32GB"), workload, Layout(dp_shard=4))
