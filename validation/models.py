@@ -122,6 +122,13 @@ def _model(name: str, family: str, shape: Shape, params_b: float | None, seq_len
     return RowModel(best, assumed, (*stands_in, "parameters") if off > PARAMS_TOLERANCE else stands_in)
 
 
+@cache
+def untied(spec: ModelSpec) -> ModelSpec:
+    """Return the model with a head of its own; one object for the same model."""
+    layers = (run.replace(layer=run.layer.replace(tied=False)) if run.layer.is_head else run for run in spec.layers)
+    return spec.replace(tie_embeddings=False, layers=tuple(layers))
+
+
 def _candidates(name: str, traits: Traits, shape: Shape, seq_len: int) -> Iterator[ModelSpec]:
     """Yield decoders with a head tied or not, the family's usual way first, and with experts that every token visits.
 

@@ -33,7 +33,7 @@ from .layouts import (
     with_switches,
     workload_of,
 )
-from .models import model_of
+from .models import model_of, untied
 from .noted import completed_degrees, stage_cuts, stages_differ_in_devices
 from .rows import FrameworkDefaults, RunRow
 from .throughput import measured_step_s
@@ -112,6 +112,8 @@ def run_inputs(row: RunRow) -> RunInputs | str:
     if isinstance(cluster := cluster_of(row), str):
         return cluster
     device, defaults = cluster.weakest_device, FrameworkDefaults(row)
+    if defaults.value("head") == "untied":
+        model = model._replace(spec=untied(model.spec))
     defaults.assumed += [*model.assumed, *derived]
     try:
         layout = layout_of(row, model.spec, defaults)

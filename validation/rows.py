@@ -40,7 +40,7 @@ _LONG_NUMBER = re.compile("[0-9]{31}")
 _MAY_BE_ZERO = ("experts", "topk")
 _OTHER_COLUMNS = (
     "recompute", "sharding", "precision", "adapters", "sequence_parallel", "experts_follow_tp", "compiled",
-    "model_chunks",
+    "model_chunks", "head",
 )  # fmt: skip
 """Choices of frameworks.toml that other columns state; each of the rest may have a column of its name."""
 

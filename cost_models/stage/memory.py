@@ -131,9 +131,10 @@ class StageContents:
     logits: Array
     boundary_bytes: Array
 
-    def frozen(self, step: StepShape) -> Array:
-        """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard under zero 3."""
-        return self.frozen_bytes / np.where(step.zero_stage == 3, step.dp_shard, 1)
+    def frozen(self, step: StepShape, workload: Workload) -> Array:
+        """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard where fully_shard has it."""
+        is_wrapped = has_copies(step, workload) & (workload.engine_facts.memory is None)
+        return self.frozen_bytes / np.where((step.zero_stage == 3) | is_wrapped, step.dp_shard, 1)
 
     def owned(self, step: StepShape) -> Array:
         """Return the trained parameters of which one rank owns the states; those of experts have groups of their own."""
@@ -223,8 +224,8 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
     workload = scenario.workload
     b, block, none = workload.compute_bytes, stage.block_params, 0.0 * stage.logits
     head = np.where(stage.logits > 0, stage.root_params, 0.0)
-    grads = block if workload.adapters is None else stage.block_trained
-    stays = np.where(has_copies(step, workload) & ~step.is_piped, 4.0 * np.maximum(head, grads), 0.0)
+    grads, of_head = (block, head) if workload.adapters is None else (stage.block_trained, none)
+    stays = np.where(has_copies(step, workload) & ~step.is_piped, 4.0 * np.maximum(of_head, grads), 0.0)
 
     def reduction(params: Array) -> Array:
         return np.where(step.is_piped, b * params, _reduction(params, stage, step, scenario))
@@ -239,10 +240,10 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
             (
                 head,
                 loss_bytes(stage.logits, workload, stage.boundary_bytes, step.tp),
-                b * head if workload.loss == "fused" else 0.0,
+                b * of_head if workload.loss == "fused" else 0.0,
             ),
-            (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * head),
-            (block, none, reduction(head)),
+            (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
+            (block, none, reduction(of_head)),
             (2 * block, none, stage.working_bytes + b * grads + stays),
             (block, none, reduction(block)),
         )
@@ -250,9 +251,9 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
 
 
 def _gathered(params: Array, stage: StageContents, step: StepShape, workload: Workload) -> Array:
-    """Return the bytes of unsharded parameters in the compute dtype next to masters: ``params`` where they come in pieces."""
-    unsharded = workload.compute_bytes * np.where(step.gathers_in_pieces, params, stage.trained)
-    return np.where(has_copies(step, workload), unsharded, 0.0)
+    """Return the bytes of unsharded parameters in the compute dtype next to shards: ``params`` where they come in pieces."""
+    b, all_of_them = workload.compute_bytes, workload.compute_bytes * stage.trained + stage.frozen_bytes
+    return np.where(has_copies(step, workload), np.where(step.gathers_in_pieces, b * params, all_of_them), 0.0)
 
 
 def logit_gradient_bytes(logits: Array, workload: Workload, hidden_bytes: Array) -> Array:
@@ -303,7 +304,7 @@ def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Ar
     """
     remaining = np.where(step.zero_stage == 3, workload.compute_bytes * (1.0 - step.on_device), 0.0)
     trained = stage.owned(step) * (workload.master_bytes * step.on_device + remaining)
-    return np.where(step.offload == 2, 0.0, trained + stage.frozen(step))
+    return np.where(step.offload == 2, 0.0, trained + stage.frozen(step, workload))
 
 
 def _reduction(params: Array, stage: StageContents, step: StepShape, scenario: Scenario) -> Array:
@@ -358,7 +359,7 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     shard = np.where(step.offload == 2, 0.0, shard + np.where(step.has_second_copy, primary, 0.0))
     copies = b * np.where(step.gathers_in_pieces, units + shard, 0.0 if reads_masters else stage.trained)
     return {
-        "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen(step)),
+        "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen(step, workload)),
         "optimizer": _states(sharded, step, workload),
         "unsharded": copies,
         **_fullest([loss, backward, update], also_temporary=_workspace_bytes(scenario) + chunks),

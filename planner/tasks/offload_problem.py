@@ -163,7 +163,8 @@ def _fixed_bytes(costs: CostTable, idx: int, sizes: dict[str, FloatArray]) -> tu
         float(np.ravel(loss_terms[name])[0]) for name in ("unsharded", "temporary", "logits")
     )
     copies = float(sizes["copy_bytes"].sum())
-    frozen = float(np.ravel(contents.frozen(step_shape(costs.layouts, np.ones(1), num_neighbours=first, idx=idx)))[0])
+    shape = step_shape(costs.layouts, np.ones(1), num_neighbours=first, idx=idx)
+    frozen = float(np.ravel(contents.frozen(shape, costs.workload))[0])
     root = costs.workload.compute_bytes * float(np.ravel(contents.root_params)[0]) * (unsharded > 0)
     return temporary + (unsharded - copies) + frozen, logits, root - (unsharded - copies)
 

@@ -40,6 +40,28 @@ def test_a_frozen_model_has_no_states_but_its_adapters() -> None:
     assert lora.breakdown_s.optimizer < 0.02 * full.breakdown_s.optimizer * 8
 
 
+@pytest.mark.parametrize(
+    ("choices", "shards", "copies"),
+    [
+        ({"dp_shard": 1, "dp_replicate": 8, "zero_stage": 0}, 1, 1.0),
+        ({"zero_stage": 2}, 8, 1.0),
+        ({"zero_stage": 3}, 8, 0.1),
+    ],
+)
+def test_fully_shard_holds_a_shard_of_a_frozen_model_and_the_copy_that_passes_read(choices, shards, copies) -> None:
+    """33 M parameters on CPUs, counted (apply --count-memory): 256, 237 and 187 MiB; without the copy 199, 198 and 181."""
+    frozen, held = 2 * LLAMA.num_params, found(LORA, **choices).memory_bytes
+    assert held.parameters == pytest.approx(frozen / shards, rel=0.02)
+    assert held.unsharded == pytest.approx(copies * frozen, rel=0.35 if copies < 1 else 0.01)
+
+
+def test_one_device_without_a_cast_holds_a_frozen_model_once() -> None:
+    pure = LORA.replace(precision="bf16", global_batch_size=1)
+    held = estimate(LLAMA, ClusterSpec.parse("1xA100-SXM-80GB"), pure, Layout(recompute="full")).memory_bytes
+    assert held.parameters == pytest.approx(2 * LLAMA.num_params, rel=0.01)
+    assert held.unsharded == 0
+
+
 def test_frozen_compute_is_about_two_thirds() -> None:
     ratio = found(LORA, recompute="none").breakdown_s.compute / found(recompute="none").breakdown_s.compute
     assert 0.6 < ratio < 0.85  # four FLOPs a weight for six, attention and elementwise kernels as before

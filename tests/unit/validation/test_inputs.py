@@ -437,6 +437,12 @@ def test_mixtures_of_megatron_core_have_a_chunk_for_every_block_unless_they_say_
     assert ("vpp=12" in result.assumed) == (chunks == 12)
 
 
+@pytest.mark.parametrize(("framework", "is_tied"), [("LitGPT (Fabric)", False), ("torchtune", True)])
+def test_a_framework_may_copy_a_tied_head(framework: str, is_tied: bool) -> None:
+    shape = {"layers": None, "hidden": None, "heads": None, "ffn": None, "vocab": None, "params_b": None}
+    assert inputs_of(model="llama-3.2-1b", framework=framework, **shape).model.tie_embeddings == is_tied
+
+
 def test_a_column_comes_before_the_notes() -> None:
     mixture = {"experts": 16, "topk": 2, "ep": 8, "etp": 1, "tp": 1, "pp": 1, "cp": 2, "dp": 8, "vpp": "1"}
     notes = {"notes": "EP overlap; DeepEP; ulysses; Liger; FA-3; forced load balance; CUDA_LAUNCH_BLOCKING=1"}
