@@ -48,14 +48,14 @@ _MIN_SLOWDOWN = 0.01
 _NUM_HALVINGS = 50
 _DTYPES = {"fp32": "fp32", "tf32": "fp32", "fp16-mixed": "fp16"}
 
-PassSeconds = Callable[[CostInputs], tuple[FloatArray, FloatArray]]
-"""Modelled forward and backward seconds [N] of one layer, host included and communication not."""
+PassSeconds = Callable[[Layer, CostInputs], tuple[FloatArray, FloatArray]]
+"""Modelled forward and backward seconds [N] of a layer, host included and communication not."""
 
 
 def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> tuple[FloatArray, FloatArray] | None:
     """Return measured over modelled seconds of a layer's operators, forward and backward [N]; None without points of it.
 
-    Those count that have the workload's sequence length and dtype, our own runtime and no recompute.
+    Those count that have the workload's sequence length and dtype, our own runtime and no recompute; of half a block its block's.
     """
     profile, workload = inputs.cluster.profile, inputs.workload
     if profile is None or not workload.engine_facts.is_own_runtime or workload.adapters is not None:
@@ -68,14 +68,16 @@ def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> t
         and point.hidden_dim == inputs.hidden_dim
         and point.seq_len == workload.seq_len
         and point.dtype == dtype
-        and point.layer == layer
+        and (point.layer == layer or layer in getattr(point.layer, "halves", ()))
     ]
     if not points:
         return None
     # The layouts that the points stand for: one rank's shard, no data parallelism.
     layouts = [Layout(tp=point.tp, micro_batch_size=point.micro_batch_size) for point in points]
     size = int(np.lcm.reduce([point.micro_batch_size for point in points]))
-    forward_s, backward_s = modelled_s(replace(inputs, layouts=LayoutTable.from_layouts(layouts, size)))
+    forward_s, backward_s = modelled_s(
+        points[0].layer, replace(inputs, layouts=LayoutTable.from_layouts(layouts, size))
+    )
     return _layer_ratio(points, forward_s, "forward", inputs), _layer_ratio(points, backward_s, "backward", inputs)
 
 

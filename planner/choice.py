@@ -17,13 +17,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..cost_models.stage.bounds import budget_bytes, memory_bounds, time_bounds
 from ..cost_models.stage.interval import margin, probability_above, ratio_coefficients, ratio_sd
+from ..cost_models.stage.table import CostTable
 from ..schema import Layout
 from ..schema.layout_table import LayoutTable
 from ..schema.units import BoolArray, FloatArray, IntArray
 from .expand import Candidate, expand_fitting, expand_with_fp32_gradients
 from .request import PlanRequest
-from .search import SearchResult
+from .search import REL_GAP, SearchResult
+from .stage_choice import SYNTHESISED
 
 NUM_COARSE = 3
 """Columns of `complexity` that weigh more than headroom."""
@@ -35,6 +38,10 @@ regret over all measured groups is the same with 0.03 and 0.1 (fitting ratios)."
 ALIKE = 0.001
 """Steps that differ by less take the same time by prediction. Simplicity within the same axes is worth no more: with near ties in
 its place the mean regret over all measured groups was 3.1 % and not 2.8 (fitting ratios)."""
+
+MAX_CUT, MAX_CUT_TRIES, MAX_CUT_GAIN = 4, 12, 0.1
+"""Layouts that are cut inside blocks after a search, those that are tried for that, and how far above the best the bound between
+blocks may be."""
 
 MAX_TRIES, MAX_BOUNDED, MAX_GROWTHS = 32, 1 << 12, 2
 """Plainer layouts that are cut into stages, those whose bounds are worked out before, and how often the search's pool grows."""
@@ -62,7 +69,7 @@ def complexity(table: LayoutTable) -> IntArray:
         table.etp,
         table.num_model_chunks,
         table.zero_stage,
-        np.asarray(table.tp_overlap) + np.asarray(table.cuda_graphs) + np.asarray(table.ep_overlap),
+        np.sum([table.tp_overlap, table.cuda_graphs, table.ep_overlap, table.half_blocks], axis=0),
         (table.tp > 1) & (np.asarray(table.sequence_parallel) == 0),
         table.micro_batch_size,
     )
@@ -183,6 +190,41 @@ def add_plainer(request: PlanRequest, result: SearchResult, *, slowest_s: float)
                 lacks = lacks_headroom(request, candidate)
                 best = min(best, _rank(request, candidate.layout(result.costs.layouts), lacks=lacks))
     result.feasible = sorted([*result.feasible, *added], key=lambda c: (c.estimate.step_time_s, c.idx))
+
+
+def add_half_blocks(request: PlanRequest, result: SearchResult, *, worse_than_s: float = math.inf) -> None:
+    """Add layouts whose stages end inside blocks where that makes a layout the fastest.
+
+    Tried are layouts with one stage a rank whose bound with half blocks is below the best. The result's bound is about cuts between
+    blocks: a plan that is faster than that takes the bound along. With ``half_blocks`` fixed the search is one over halves.
+    """
+    best_s = result.feasible[0].step_time_s if result.feasible else worse_than_s
+    can_cut = request.workload.engine_facts.cuts_blocks and request.model.in_halves is not None
+    if result.stopped_early or math.isinf(best_s) or not can_cut:
+        return
+    waiting, _ = result.problem.rows_within(best_s * (1 + MAX_CUT_GAIN), max_growths=0)
+    table, rows = result.costs.layouts, np.union1d(waiting, [c.idx for c in result.feasible]).astype(np.int64)
+    one_stage = (
+        (table.pp > 1) & (table.num_model_chunks == 1) & (table.vocabulary == 0) & np.logical_not(table.offloads)
+    )
+    rows = rows[one_stage[rows] & (table.schedule[rows] != SYNTHESISED)]
+    if not len(rows):
+        return
+    layouts = table.select(rows).replace(half_blocks=np.ones(len(rows), dtype=np.int64))
+    costs = CostTable.from_layouts(request.model, request.workload, request.cluster, layouts)
+    bound_s, fits = time_bounds(costs), memory_bounds(costs) <= budget_bytes(costs)
+    promising = np.flatnonzero(fits & (bound_s < best_s * (1 - REL_GAP)))
+    num_fitting = 0
+    for row in promising[np.argsort(bound_s[promising], kind="stable")][:MAX_CUT_TRIES]:
+        if request.deadline.is_over or num_fitting == MAX_CUT or bound_s[row] >= best_s * (1 - REL_GAP):
+            break
+        candidate = expand_fitting(costs.select(np.array([row])).compacted(), 0, bound_s=float(bound_s[row]))
+        num_fitting += candidate is not None
+        if candidate is not None and candidate.step_time_s < best_s * (1 - REL_GAP):
+            result.feasible.append(replace(candidate, idx=int(rows[row]), half_blocks=True))
+            best_s = candidate.step_time_s
+    result.feasible.sort(key=lambda c: (c.step_time_s, c.idx))
+    result.bound_s = min([result.bound_s, *(c.step_time_s for c in result.feasible[:1])])
 
 
 def with_headroom(request: PlanRequest, result: SearchResult, row: int, fastest: Candidate) -> Iterator[Candidate]:

@@ -70,6 +70,7 @@ class Candidate:
         part_of_stage: of a mixed cluster the device pool of each stage; empty: every rank is costed as the weakest.
         order: of the synthesised schedule.
         gradients: their dtype where it is not the table's.
+        half_blocks: its layers are half blocks where those of the table are not.
     """
 
     idx: int
@@ -82,6 +83,7 @@ class Candidate:
     order: Order = ()
     any_order_s: float = 0.0
     gradients: Gradients | None = None
+    half_blocks: bool = False
 
     @property
     def step_time_s(self) -> float:
@@ -95,6 +97,8 @@ class Candidate:
             layout = layout.replace(gradients=self.gradients)
         if self.order:
             layout = layout.replace(schedule=GIVEN.name)
+        if self.half_blocks:
+            layout = layout.replace(half_blocks=True)
         return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
 
 

@@ -48,7 +48,7 @@ def costed_stages(plan: TrainingPlan, cluster: ClusterSpec | None = None) -> Cos
     if layout.recompute == "mixed":
         options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
         costs = RecomputeCosts(costs).assigned(0, options)
-    boundaries = (*(stage.first_layer_idx for stage in plan.stages), plan.model.num_layers)
+    boundaries = (*(stage.first_layer_idx for stage in plan.stages), plan.staged_model.num_layers)
     if not is_on_pools:
         return CostedStages(costs, boundaries, None)
     pool_of_label = {part_label(parts, g): g for g in range(len(parts))}

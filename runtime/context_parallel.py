@@ -73,6 +73,8 @@ def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPla
         stage.model.embed_positions.positions = positions
     for block in stage.model.layers.values():
         assert isinstance(block, DecoderBlock)
+        if block.self_attn is None:
+            continue
         if block.self_attn.rotary is not None:
             block.self_attn.rotary.positions = positions
         block.self_attn.context = ContextRanks(mesh.exchange, mesh.ring)

@@ -69,7 +69,8 @@ def parallelize(
     stages = [plan.stages[idx] for idx in mesh.stage_idxs]
     with torch.device("meta"):
         module = Decoder(plan.model, attention=plan.workload.attention) if model is None else model
-    module.keep({idx for stage in stages for idx in stage.layer_idxs})
+    half_blocks = plan.layout.half_blocks
+    module.keep({idx for stage in stages for idx in stage.layer_idxs}, half_blocks=half_blocks)
     if model is not None:
         module.to(device, torch.float32)
     offload = HostOffload(plan, device) if plan.offload is not None else None
@@ -79,7 +80,7 @@ def parallelize(
         apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
         apply_adapters(part, plan)
-        apply_recompute(part, stage.recompute_of)
+        apply_recompute(part, stage.recompute_of, half_blocks=half_blocks)
         if compile_blocks:
             apply_compile(part)
         if offload is not None:

@@ -1,4 +1,4 @@
-"""Activation recomputation, one checkpoint for each block.
+"""Activation recomputation, one checkpoint for each block, or for each half of it where stages end inside blocks.
 
 full keeps only a block's input. selective also keeps what is expensive to compute again: the outputs of matrix products and of
 attention (not of the last product, which no backward pass reads).
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ..schema.layout import Recompute
 from ..schema.model import ModelSpec
 from .context_parallel import RING_ATTENTION
-from .models.decoder import ADAPTER_UP, Decoder, DecoderBlock, init_weights
+from .models.decoder import ADAPTER_UP, Decoder, DecoderBlock, init_weights, parts_of_block
 from .models.experts import Experts, MixtureOfExperts
 from .models.layers import ReplicatedLinear
 
@@ -34,14 +34,20 @@ ATTENTION = frozenset(
 )
 
 
-def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute]) -> None:
+def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute], *, half_blocks: bool = False) -> None:
     """Checkpoint the blocks of a stage, in place, each as ``recompute_of`` says of its index in ``ModelSpec.iter_layers``.
 
-    The block's ``forward`` is replaced on the instance: parameter names stay, and hooks of `fully_shard` run outside, so that
-    a recomputation does not gather parameters once more.
+    With half blocks each part of a block that the stage has, by its own index. The method is replaced on the instance: parameter
+    names stay, and hooks of `fully_shard` run outside, so that a recomputation does not gather parameters once more.
     """
     for name, block in stage.model.layers.items():
-        checkpoint_block(block, recompute_of(int(name) + 1))  # the embedding is layer 0
+        attention, mlp = parts_of_block(int(name), half_blocks=half_blocks)
+        if not half_blocks:
+            checkpoint_block(block, recompute_of(attention))
+            continue
+        for idx, part, method in ((attention, block.self_attn, "attend"), (mlp, block.mlp, "feed")):
+            if part is not None:
+                _checkpoint(block, method, recompute_of(idx), _count_products_within(part))
 
 
 def build_standalone(
@@ -72,21 +78,25 @@ def build_standalone(
 
 def checkpoint_block(block: nn.Module, recompute: Recompute) -> None:
     """Checkpoint one block, in place."""
+    # Whatever products of others are for, all are kept.
+    num_products = _count_products_within(block, block.mlp) if isinstance(block, DecoderBlock) else -1
+    _checkpoint(block, "forward", recompute, num_products)
+
+
+def _checkpoint(block: nn.Module, method: str, recompute: Recompute, num_products: int) -> None:
     if recompute == "none":
         return
     # Ours draw no random numbers; others may drop out.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not isinstance(block, DecoderBlock)}
     if recompute == "selective":
-        options["context_fn"] = functools.partial(_selective_contexts, _count_products(block))
-    block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+        options["context_fn"] = functools.partial(_selective_contexts, num_products)
+    setattr(block, method, functools.partial(checkpoint, getattr(block, method), **options))
 
 
-def _count_products(block: nn.Module) -> int:
-    """Count the products of a block whose last one need not be kept; -1 where all must be."""
-    if not isinstance(block, DecoderBlock):
-        return -1  # whatever its products are for
-    modules = list(block.modules())
-    if isinstance(block.mlp, MixtureOfExperts) and block.mlp.shared_expert is None:
+def _count_products_within(part: nn.Module, mlp: nn.Module | None = None) -> int:
+    """Count the products of a block, or of a part of it, whose last one need not be kept; -1 where all must be."""
+    modules, mlp = list(part.modules()), mlp or part
+    if isinstance(mlp, MixtureOfExperts) and mlp.shared_expert is None:
         return -1  # the weights of a token's experts need the experts' outputs
     single = sum(isinstance(module, nn.Linear | ReplicatedLinear) for module in modules)
     single += 2 * sum(hasattr(module, ADAPTER_UP) for module in modules)

@@ -54,16 +54,18 @@ def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan
 
 
 def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None:
+    if isinstance(block.mlp, FeedForward):
+        _split_feed_forward(block, "mlp", tp, hidden)
+    for norm in filter(None, (block.input_layernorm, block.post_attention_layernorm)):
+        _replicate_norm(norm, tp, hidden)
+    if block.self_attn is None:
+        return
     to_region = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
     plan: dict[str, ParallelStyle] = {"self_attn.o_proj": RowwiseParallel(output_layouts=hidden)}
     is_latent = isinstance(block.self_attn, LatentSelfAttention)
     by_heads = ("q_proj", "q_b_proj", "kv_b_proj") if is_latent else ("q_proj", "k_proj", "v_proj")
     plan |= {f"self_attn.{name}": ColwiseParallel() for name in by_heads if hasattr(block.self_attn, name)}
     _apply(block, tp, plan if is_latent else {"self_attn": to_region, **plan})
-    if isinstance(block.mlp, FeedForward):
-        _split_feed_forward(block, "mlp", tp, hidden)
-    for norm in (block.input_layernorm, block.post_attention_layernorm):
-        _replicate_norm(norm, tp, hidden)
     if isinstance(block.self_attn, LatentSelfAttention):
         # Compressed vectors are on every rank, unsharded and with full gradients; the heads are split.
         block.self_attn.tp, block.self_attn.hidden = tp, hidden

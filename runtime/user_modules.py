@@ -112,6 +112,11 @@ def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
             f"the plan trains adapters beside its own model; {name} is another",
             help="use parallelize(None, plan, weights=...), or put adapters into the module yourself and plan without",
         )
+    if layout.half_blocks:
+        raise RuntimeMismatchError(
+            f"half_blocks: where attention ends in a block of {name} is its own code",
+            help="use parallelize(None, plan, weights=...) for the plan's own model, or plan with --fix half_blocks=false",
+        )
     if plan.offload is not None:
         raise RuntimeMismatchError(
             f"the plan offloads to the host, which takes the plan's own model; {name} is another",

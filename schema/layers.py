@@ -124,8 +124,28 @@ class LatentAttention(Mixer):
         return query + down + self.kv_lora_rank + up + out + biases
 
 
+class NoMixer(Mixer):
+    """Nothing: what stands in attention's place in the half of a block that is its feed-forward part (`Block.halves`)."""
+
+    is_attention: ClassVar[bool] = False
+
+    kind: Literal["nothing"] = "nothing"
+    window: None = None
+
+    @property
+    def num_heads(self) -> int:
+        """None, which tensor parallelism always divides."""
+        return 0
+
+    num_kv_heads = q_dim = head_dim = num_heads
+
+    def num_params(self, hidden_dim: int) -> int:
+        """Return none."""
+        return 0
+
+
 Attention = Annotated[
-    SoftmaxAttention | LatentAttention | LinearAttention | SelectiveScan | ShortConvolution | GatedRecurrence,
+    SoftmaxAttention | LatentAttention | LinearAttention | SelectiveScan | ShortConvolution | GatedRecurrence | NoMixer,
     Field(discriminator="kind"),
 ]
 
@@ -300,10 +320,23 @@ class Block(LayerKind):
         return self
 
     @property
+    def num_parts(self) -> int:
+        """Two, or one where it has no feed-forward part (Mamba) or nothing else."""
+        lacks_mlp = isinstance(self.mlp, DenseMLP) and not self.mlp.ffn_dim and self.traced is None
+        return 1 if lacks_mlp or isinstance(self.attention, NoMixer) else 2
+
+    @property
     def num_reductions(self) -> int:
         """Outputs that tensor parallelism reduces in a pass: of parts that read one norm the sum, or of the only part."""
-        is_joint = self.parallel_residual and self.num_norms == 1
-        return 1 if is_joint or (isinstance(self.mlp, DenseMLP) and not self.mlp.ffn_dim) else 2
+        return 1 if self.parallel_residual and self.num_norms == 1 else self.num_parts
+
+    @property
+    def halves(self) -> tuple[Block, ...]:
+        """Attention and feed-forward part as blocks, each with its norm and residual; none where they share a norm or an input."""
+        if self.num_parts == 1 or self.num_norms != 2 or self.parallel_residual or self.traced:
+            return ()
+        nothing = DenseMLP(ffn_dim=0, gated=False)
+        return self.replace(mlp=nothing, num_norms=1), self.replace(attention=NoMixer(), num_norms=1)
 
     def num_params(self, hidden_dim: int) -> int:
         """Return the parameters."""

@@ -233,6 +233,8 @@ class Layout(Frozen, Degrees):
             host replays one graph a step.
         ep_overlap: tokens travel to experts and back while another micro-batch computes: the forward pass of one along with the
             backward pass of the other, layer by layer.
+        half_blocks: attention and feed-forward part of each block are layers of their own: a stage may end between them, and each
+            recomputes by itself.
         schedule: order of the passes (schema/schedules.py); 1f1b and zb-h1 with chunks are their interleaved forms; synthesised is
             the order that the plan brings along.
     """
@@ -246,6 +248,7 @@ class Layout(Frozen, Degrees):
     ep: Annotated[Count, LayoutField(("expert_layer", "operators", "data"), is_degree=True)] = 1
     etp: Annotated[Count, LayoutField(("expert_layer", "operators", "data"), is_degree=True)] = 1
     num_model_chunks: Annotated[Count, LayoutField()] = 1
+    half_blocks: Annotated[bool, LayoutField()] = False
     micro_batch_size: Annotated[
         Count,
         LayoutField(("layer", "operators"), position=2, text=lambda self: f"micro_batch={self.micro_batch_size}"),

@@ -62,6 +62,7 @@ class ProblemFacts:
     not_sharded: str = ""
     is_fp32: bool = False
     takes_uneven_shares: bool = True
+    has_halves: bool = False
 
     def num_microbatches(self, t: Rows) -> Numbers:
         """Return the micro-batches of one step on the data-parallel rank that has most."""
@@ -98,6 +99,7 @@ def problem_facts(
         **(_UNKNOWN if model.code is None and model.traced_len else {} if model.code is None else model.code.facts),
         is_fp32=workload.is_full_precision,
         takes_uneven_shares=workload.engine_facts.takes_uneven_shares,
+        has_halves=workload.engine_facts.cuts_blocks and model.in_halves is not None,
     )
 
 
@@ -238,6 +240,10 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "the one before and divide all; gradients have a level of their own under zero_stage 3, optimizer states under 2 and 3"),
     Rule("layers_per_stage", "pp num_model_chunks", lambda t, p: t.pp * t.num_model_chunks <= p.num_blocks,
         lambda t, p: f"{t.pp * t.num_model_chunks} pipeline stages for {p.num_blocks} blocks: each stage needs one"),
+    Rule("blocks_in_halves", "half_blocks pp num_model_chunks offload offload_activations",
+        lambda t, p: np.equal(t.half_blocks, 0) | (p.has_halves & (t.pp > 1) & (t.num_model_chunks == 1) & ~t.offloads),
+        "half_blocks with pp {t.pp}, num_model_chunks {t.num_model_chunks}: our runtime ends stages inside blocks, one a rank, if "
+        "nothing is offloaded and the parts of a block share neither norm nor input"),
     Rule("interleaved_microbatches", "num_model_chunks pp dp micro_batch_size schedule",
         lambda t, p: (t.num_model_chunks == 1) | ((t.pp > 1) & ((p.num_microbatches(t) % t.pp == 0) |
             t.schedule_fact("any_num_microbatches"))),

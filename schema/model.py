@@ -106,6 +106,29 @@ class ModelSpec(Frozen):
         return tuple((run.layer, run.count) for run in self.layers if isinstance(run.layer, Block))
 
     @property
+    def in_halves(self) -> Self | None:
+        """The model with a layer for each part of its blocks (`Block.halves`); None where a block cannot be cut."""
+        if not all(block.halves for block, _ in self.block_runs):
+            return None
+        runs: list[LayerRun] = []
+        for run in self.layers:
+            parts = run.layer.halves if isinstance(run.layer, Block) else ()
+            runs += [LayerRun(layer=part) for part in parts * run.count] or [run]
+        return self.replace(layers=tuple(runs))
+
+    def staged(self, *, half_blocks: bool) -> Self:
+        """Return the model whose layers stages are made of: itself, or with half blocks its halves.
+
+        Raises:
+            ConfigError: its blocks cannot be cut.
+        """
+        if not half_blocks or all(block.num_parts == 1 for block, _ in self.block_runs):
+            return self
+        if (halved := self.in_halves) is None:
+            raise ConfigError(f"half_blocks: the parts of a block of {self.name} share a norm or an input")
+        return halved
+
+    @property
     def is_moe(self) -> bool:
         """True if any block routes tokens to experts."""
         return any(run.layer.experts for run in self.layers)

@@ -11,6 +11,7 @@ from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, Posit
 from .errors import ConfigError
 from .layout import SWITCHES, Layout, Recompute
 from .layout_rules import broken_rules, problem_facts, why_not_runnable, why_not_trainable
+from .model import ModelSpec
 from .offers import CostSummary, ParetoPoint
 from .offload import LayerOffload, OffloadSchedule, why_not_offloadable
 from .plan import Estimate, Plan, PlanProvenance
@@ -133,7 +134,7 @@ class TrainingEstimate(Estimate):
 
 
 class Stage(Frozen):
-    """Layers ``first_layer_idx .. first_layer_idx + num_layers - 1`` of ``ModelSpec.iter_layers()``.
+    """Layers ``first_layer_idx .. first_layer_idx + num_layers - 1`` of ``TrainingPlan.staged_model.iter_layers()``.
 
     Attributes:
         recompute: of every block, unless ``layer_recompute`` has one for each layer (what has no block ignores it).
@@ -318,8 +319,9 @@ class TrainingPlan(Plan):
         if len(self.stages) != layout.pp * layout.num_model_chunks:
             raise ValueError(f"{len(self.stages)} stages for pp {layout.pp} x {layout.num_model_chunks} chunks")
         ends = [0, *(stage.first_layer_idx + stage.num_layers for stage in self.stages)]
-        if ends[:-1] != [stage.first_layer_idx for stage in self.stages] or ends[-1] != self.model.num_layers:
-            raise ValueError(f"the stages must cover layers 0..{self.model.num_layers - 1} once and in order")
+        num_layers = self.staged_model.num_layers
+        if ends[:-1] != [stage.first_layer_idx for stage in self.stages] or ends[-1] != num_layers:
+            raise ValueError(f"the stages must cover layers 0..{num_layers - 1} once and in order")
         if layout.world_size != self.cluster.num_devices:
             raise ValueError(
                 f"the layout has {layout.world_size} ranks, the cluster {self.cluster.num_devices} devices"
@@ -358,7 +360,7 @@ class TrainingPlan(Plan):
         if (self.layout.offload == "scheduled") != (self.offload is not None):
             have = "no offload schedule" if self.offload is None else "an offload schedule"
             raise ValueError(f"{have} with offload {self.layout.offload}: offload=scheduled and a schedule go together")
-        layers = list(self.model.iter_layers())
+        layers = list(self.staged_model.iter_layers())
         for stage in self.stages:
             for idx in stage.layer_idxs:
                 if stage.offload_of(idx) == "none":
@@ -386,6 +388,11 @@ class TrainingPlan(Plan):
                     f"expert_slots[{idx}]: {len(slots.experts)} slots with {len(set(slots.experts))} experts do not hold "
                     f"{moe.num_experts} experts on {self.layout.ep} ranks"
                 )
+
+    @property
+    def staged_model(self) -> ModelSpec:
+        """The model whose layers the stages hold: that of the plan, or with half blocks its halves."""
+        return self.model.staged(half_blocks=self.layout.half_blocks)
 
     @property
     def rank_of_stage(self) -> tuple[int, ...]:

@@ -241,14 +241,28 @@ def _add_stages(table: Table, plan: TrainingPlan) -> None:
             f"  stage {s}" + (f" on rank {rank}" if chunks > 1 else ""),
             format_seconds((costs.forward_s + costs.backward_s) / chunks),
             format_bytes(costs.memory_bytes.total),
-            _stage_layers(stage, plan.model) + (f" on {costs.device}" if costs.device else ""),
+            _stage_layers(stage, plan) + (f" on {costs.device}" if costs.device else ""),
         )
 
 
-def _stage_layers(stage: Stage, model: ModelSpec) -> str:
-    layers = list(model.iter_layers())
+def _stage_layers(stage: Stage, plan: TrainingPlan) -> str:
+    layers, half_blocks = list(plan.staged_model.iter_layers()), plan.layout.half_blocks
     idxs = [idx for idx in stage.layer_idxs if layers[idx].kind == "block"]
-    names = [f"{counted(len(idxs), 'block')} ({_ranges(tuple(idx - 1 for idx in idxs))})"] if idxs else []
+    per_block = 2 if half_blocks else 1
+    blocks = tuple(dict.fromkeys((idx - 1) // per_block for idx in idxs))
+    names = []
+    if idxs:
+        size = len(idxs) / per_block
+        number = counted(len(blocks), "block") if size == len(blocks) else f"{size:g} blocks"
+        lacks = [
+            text
+            for text, is_cut in (
+                (f"{blocks[0]} without attention", half_blocks and idxs[0] % 2 == 0),
+                (f"{blocks[-1]} without feed-forward part", half_blocks and idxs[-1] % 2 == 1),
+            )
+            if is_cut
+        ]
+        names = [f"{number} ({'; '.join((_ranges(blocks), *lacks))})"]
     if stage.first_layer_idx == 0:
         names.insert(0, "embedding")
     names += [layers[idx].kind for idx in stage.layer_idxs if layers[idx].kind in ("head", "mtp")]

@@ -124,7 +124,8 @@ class LayerCost:
 def with_data_parallel(cost: LayerCost, layer: Layer, inputs: CostInputs) -> LayerCost:
     """Return the cost with its collectives over data; layouts that share them are evaluated once."""
     rows, case_idx = inputs.layouts.across_data
-    num_tensors = sum(isinstance(op, Gemm) for op in _operators(layer, inputs)) + 2 * (layer.inner_block is not None)
+    norms = 0 if layer.inner_block is None else layer.inner_block.num_parts
+    num_tensors = norms + sum(isinstance(op, Gemm) for op in _operators(layer, inputs))
     params = (cost.num_trained[rows], cost.expert_params[rows], cost.frozen_bytes[rows], num_tensors)
     seconds = data_parallel_s(*params, inputs.select(rows))
     return replace(cost, **{name: values[case_idx] for name, values in seconds._asdict().items()})
@@ -164,7 +165,7 @@ def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
     """Return the operators of a layer, their seconds, its communication and its passes."""
     operators = _operators(layer, inputs)
     isolated = operator_times(operators, inputs)
-    if inputs.cluster.profile is not None and (ratios := layer_ratios(layer, inputs, partial(_isolated_s, operators))):
+    if inputs.cluster.profile is not None and (ratios := layer_ratios(layer, inputs, _isolated_s)):
         # Where the host's dispatch adds to the device's time the measured one includes it.
         adds = inputs.cluster.weakest_device.backend.is_host
         isolated = [time.scaled(*ratios, with_dispatches=adds) for time in isolated]
@@ -265,9 +266,9 @@ def operator_times(operators: tuple[Operator, ...], inputs: CostInputs) -> list[
     return times
 
 
-def _isolated_s(operators: tuple[Operator, ...], inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
-    """Return forward and backward seconds of operators on one rank with their dispatch, no communication and no sharding."""
-    host, times = host_costs(inputs.scenario), operator_times(operators, inputs)
+def _isolated_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
+    """Return forward and backward seconds of a layer on one rank with its dispatch, no communication and no sharding."""
+    host, times = host_costs(inputs.scenario), operator_times(_operators(layer, inputs), inputs)
     seconds = []
     for which in ("forward", "backward"):
         device = _total(times, f"{which}_s", inputs.layouts)
@@ -341,12 +342,13 @@ def passes_s(
     forward, backward = forward + written_s, backward + written_s
     recompute = recompute + written_s * layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
     # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces.
-    per_pass = (2 if has_block else 0.5) * np.where(layouts.sequence_parallel == 1, 2, 1)
-    collectives = np.where(layouts.tp > 1, per_pass, 0.0)
+    per_pass = 0.5 if layer.inner_block is None else layer.inner_block.num_reductions
+    collectives = np.where(layouts.tp > 1, per_pass * np.where(layouts.sequence_parallel == 1, 2, 1), 0.0)
     repeats = layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
     each_s = host.collective_s + layouts.tp * _between_nodes_s(host, inputs)
     is_wrapped = has_copies(layouts, workload) | (layouts.cp > 1)
-    host_s = collectives * each_s + np.where(is_wrapped, host.fsdp_unit_s / 2, 0.0)
+    unit_s = host.fsdp_unit_s / np.where((layouts.half_blocks == 1) & has_block, 4, 2)  # one for both halves
+    host_s = collectives * each_s + np.where(is_wrapped, unit_s, 0.0)
     if layer.experts is not None and not host.adds:
         host_s = host_s + host.routing_s / 2
     host_forward = host_s + host.operator_s * sum(time.forward_dispatches for time in times)

@@ -28,6 +28,7 @@ from ...schema.layers import (
     LatentAttention,
     MoE,
     MTPHead,
+    NoMixer,
     SoftmaxAttention,
 )
 from ...schema.layout import Recompute
@@ -232,7 +233,7 @@ def saved_by(part: Layer | Attention, hidden_dim: int, recompute: Recompute, rul
 
 
 @saved_by.register
-def _(layer: Embedding, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
+def _(part: Embedding | NoMixer, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     return SavedElements()
 
 
@@ -273,7 +274,9 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
         rows = mlp.top_k * (1 if is_selective else 2) * hidden_dim
         saved += SavedElements(unsharded=2 * mlp.num_experts, routed=rows)
     if is_selective:
-        return saved + SavedElements(tokens=hidden_dim)  # the block's input; the norms run again
+        # The block's input; the norms run again. Where attention is all, nothing reads what its last product put out.
+        last = SavedElements(unsharded=hidden_dim * (layer.num_parts == 1 and isinstance(attention, SoftmaxAttention)))
+        return saved - last + SavedElements(tokens=hidden_dim)
     if rules.stores_scores and attention.is_attention:  # after the mask, and after the softmax
         saved += SavedElements(tp=2 * attention.num_heads * workload.seq_len)
     for _ in range(layer.num_norms):

@@ -31,6 +31,7 @@ from ...schema.layers import (
     LatentAttention,
     MoE,
     MTPHead,
+    NoMixer,
     SoftmaxAttention,
 )
 from ...schema.layout_table import LayoutTable
@@ -288,6 +289,7 @@ def _(layer: Block, rules: OperatorRules) -> tuple[Operator, ...]:
     attention = operators_of(layer.attention, rules)
     if rules.softmax is not None:
         attention = tuple(part for op in attention for part in _unfused(op, rules.seq_len, rules.softmax))
+    additions = KernelTraffic(*(value * layer.num_parts / 2 for value in additions))  # type: ignore[arg-type]
     residuals = _elementwise("residual_adds", hidden_dim, additions, "tokens")
     return (*norms, *attention, *operators_of(layer.mlp, rules), residuals)
 
@@ -391,8 +393,8 @@ def _unfused(op: Operator, seq_len: int, softmax: KernelTraffic) -> tuple[Operat
 
 
 @operators_of.register
-def _(mlp: DenseMLP, rules: OperatorRules) -> tuple[Operator, ...]:
-    return _dense(mlp, rules, "mlp_") if mlp.ffn_dim else ()
+def _(part: DenseMLP | NoMixer, rules: OperatorRules) -> tuple[Operator, ...]:
+    return _dense(part, rules, "mlp_") if isinstance(part, DenseMLP) and part.ffn_dim else ()
 
 
 @operators_of.register

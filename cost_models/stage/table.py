@@ -81,6 +81,8 @@ class CostTable:
     ) -> CostTable:
         """Evaluate every kind of layer once for all layouts; ``checkpoint`` is called before each and may raise.
 
+        Where the layouts have half blocks, all of them have, and these are the layers.
+
         Raises:
             ConfigError: the devices have no unit for the precision; of a pool's, others may have.
         """
@@ -89,6 +91,8 @@ class CostTable:
             raise ConfigError(
                 f"{cluster.weakest_device.name} has no tf32 rate", help="use --precision fp16-mixed or fp32"
             )
+        assert layouts.half_blocks.min(initial=1) == layouts.half_blocks.max(initial=0) or not len(layouts)
+        model = model.staged(half_blocks=bool(layouts.half_blocks.any()))
         scenario = Scenario.build(workload, cluster, coefficients)
         kinds = tuple(dict.fromkeys(run.layer for run in model.layers))
         kind_of_layer = np.array([kinds.index(layer) for layer in model.iter_layers()], dtype=np.int64)
@@ -245,12 +249,20 @@ class CostTable:
     @cached_property
     def block_params(self) -> FloatArray:
         """Parameters of the largest block per tensor-parallel rank [N]."""
-        return np.asarray(np.max(self.of_blocks("num_params"), axis=0)[self.case_idx])
+        return self._of_largest_block("num_params")
 
     @cached_property
     def block_trained(self) -> FloatArray:
         """Trained parameters of the block with the most of them, per tensor-parallel rank [N]."""
-        return np.asarray(np.max(self.of_blocks("num_trained"), axis=0)[self.case_idx])
+        return self._of_largest_block("num_trained")
+
+    def _of_largest_block(self, name: str) -> FloatArray:
+        values = np.array([getattr(cost, name) for cost in self.by_case])
+        blocks = self.kind_of_layer[self.is_block]
+        if not self.layouts.half_blocks.any():
+            return np.asarray(np.max(values[np.unique(blocks)], axis=0)[self.case_idx])
+        halves = np.unique(blocks.reshape(-1, 2), axis=0)  # a unit of shards holds both
+        return np.asarray(np.max(values[halves].sum(axis=1), axis=0)[self.case_idx])
 
     @cached_property
     def root_params(self) -> FloatArray:

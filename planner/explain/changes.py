@@ -63,7 +63,7 @@ def variant_plan(request: PlanRequest, variant: Variant) -> TrainingPlan:
     model, cluster, layout = request.model, request.cluster, variant.layout
     chosen = expand_layout(replace(request, task=variant.workload), layout)
     recomputes = [RECOMPUTES[option] for option in chosen.options]
-    is_block = [layer.is_block for layer in model.iter_layers()]
+    is_block = [layer.is_block for layer in model.staged(half_blocks=layout.half_blocks).iter_layers()]
     spans = itertools.pairwise(chosen.boundaries)
     stages = tuple(stage_of_layers(first, recomputes[first:end], is_block[first:end]) for first, end in spans)
     if layout.recompute == "mixed" and len(set(chosen.options)) == 1:

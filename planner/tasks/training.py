@@ -30,7 +30,7 @@ from ...schema.layout_rules import why_not_runnable, why_not_trainable
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.schedules import OVER_A_V
 from ...schema.units import format_bytes, format_percent
-from ..choice import Choice, choose, lacks_headroom
+from ..choice import Choice, add_half_blocks, choose, lacks_headroom
 from ..expand import Candidate, expand_fitting, expand_with_fp32_gradients
 from ..request import Deadline, PlanRequest
 from ..search import REL_GAP, SearchResult, search
@@ -88,6 +88,8 @@ def search_layouts(
     )
     if "schedule" not in request.fixed:
         add_synthesised_orders(result, request.deadline, worse_than_s=worse_than_s)
+    if "half_blocks" not in request.fixed:
+        add_half_blocks(request, result, worse_than_s=worse_than_s)
     return result
 
 
@@ -146,7 +148,7 @@ def plan_candidate(request: PlanRequest, layout: Layout, chosen: Candidate, cert
     return build_plan(
         request,
         layout,
-        _stages(request.model, chosen),
+        _stages(request.model.staged(half_blocks=layout.half_blocks), chosen),
         chosen.estimate,
         certificate,
         nodes=chosen.nodes,
@@ -275,6 +277,10 @@ def _notes(request: PlanRequest, choice: Choice) -> list[str]:
         notes.append(_note_on_choice(request, choice))
     if chosen.order:
         notes.append("the order of passes was made for these stages and this memory (pipeline_order); it has no name")
+    if chosen.half_blocks:
+        notes.append(
+            "stages end inside blocks; the search's bound is about cuts between blocks (--fix half_blocks=true: any)"
+        )
     if cluster.is_mixed:
         notes.append(_note_on_pools(cluster, chosen))
     if cluster.profile is not None and cluster.profile.foreign_load_fraction > 0.2:

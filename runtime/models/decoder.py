@@ -33,24 +33,45 @@ STD = 0.02
 
 
 class DecoderBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and a residual."""
+    """Attention and feed-forward, each behind a norm and a residual; a pipeline stage that ends inside lacks one of them."""
 
     def __init__(self, model: ModelSpec, spec: Block, rotary: Rotary | None, kind: AttentionKind) -> None:
         super().__init__()
-        self.input_layernorm = build_norm(spec.norm, model.hidden_dim, model.norm_eps)
-        self.self_attn: SelfAttention | LatentSelfAttention
+        self.input_layernorm: RMSNorm | LayerNorm | None = build_norm(spec.norm, model.hidden_dim, model.norm_eps)
+        self.self_attn: SelfAttention | LatentSelfAttention | None
         if isinstance(spec.attention, SoftmaxAttention):
             self.self_attn = SelfAttention(model.hidden_dim, spec.attention, rotary, model.norm_eps, kind)
         else:
             assert rotary is not None
             self.self_attn = LatentSelfAttention(model.hidden_dim, spec.attention, rotary, kind)
+        self.post_attention_layernorm: RMSNorm | LayerNorm | None
         self.post_attention_layernorm = build_norm(spec.norm, model.hidden_dim, model.norm_eps)
         mlp, dim = spec.mlp, model.hidden_dim
+        self.mlp: MixtureOfExperts | FeedForward | None
         self.mlp = MixtureOfExperts(dim, mlp) if isinstance(mlp, MoE) else FeedForward(dim, mlp)
+
+    def keep(self, *, attention: bool, mlp: bool) -> None:
+        """Drop the parts that are on another stage."""
+        if not attention:
+            self.input_layernorm = self.self_attn = None
+        if not mlp:
+            self.post_attention_layernorm = self.mlp = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [B, S, D] to [B, S, D]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden))
+        return self.feed(self.attend(hidden))
+
+    def attend(self, hidden: Tensor) -> Tensor:
+        """Add attention, if it is here."""
+        if self.input_layernorm is None or self.self_attn is None:
+            return hidden
+        result: Tensor = hidden + self.self_attn(self.input_layernorm(hidden))
+        return result
+
+    def feed(self, hidden: Tensor) -> Tensor:
+        """Add the feed-forward part, if it is here."""
+        if self.post_attention_layernorm is None or self.mlp is None:
+            return hidden
         result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return result
 
@@ -118,14 +139,21 @@ class Decoder(nn.Module):
             part.lm_head.weight = nn.Parameter(part.lm_head.weight.detach().clone())
         return part
 
-    def keep(self, layer_idxs: Collection[int]) -> None:
-        """Drop all layers but these, counted as in ``ModelSpec.iter_layers``: 0 is the embedding, the last one the head."""
+    def keep(self, layer_idxs: Collection[int], *, half_blocks: bool = False) -> None:
+        """Drop all layers but these, counted as in ``ModelSpec.iter_layers``: 0 is the embedding, the last one the head.
+
+        With half blocks both parts of a block count (``ModelSpec.in_halves``).
+        """
         if 0 not in layer_idxs:
             self.model.embed_tokens = self.model.embed_positions = None
-        for name in list(self.model.layers):
-            if int(name) + 1 not in layer_idxs:
+        for name, block in list(self.model.layers.items()):
+            attention, mlp = (idx in layer_idxs for idx in parts_of_block(int(name), half_blocks=half_blocks))
+            if attention or mlp:
+                assert isinstance(block, DecoderBlock)
+                block.keep(attention=attention, mlp=mlp)
+            else:
                 del self.model.layers[name]
-        if self.spec.num_layers - 1 not in layer_idxs:
+        if parts_of_block(self.spec.num_blocks, half_blocks=half_blocks)[0] not in layer_idxs:
             self.model.norm = None
             self.lm_head = None
 
@@ -145,6 +173,11 @@ class Decoder(nn.Module):
             return hidden
         logits: Tensor = self.lm_head(hidden)
         return logits if targets is None else cross_entropy(logits, targets, self.vocab_shard)
+
+
+def parts_of_block(block_idx: int, *, half_blocks: bool) -> tuple[int, int]:
+    """Return the indices of a block's attention and feed-forward part among the layers that stages are made of."""
+    return (2 * block_idx + 1, 2 * block_idx + 2) if half_blocks else (block_idx + 1, block_idx + 1)
 
 
 @torch.no_grad()

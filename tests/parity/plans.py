@@ -124,9 +124,10 @@ def make_plan(
     pipeline_order: tuple[str, ...] = (),
     expert_slots: tuple[LayerSlots, ...] = (),
 ) -> TrainingPlan:
-    """A valid plan; unless given, blocks are spread evenly with the remainder on the last stages, ranks as devices."""
+    """A valid plan; unless given, blocks (or halves) are spread evenly with the rest on the last stages, ranks as devices."""
     num_stages = layout.pp * layout.num_model_chunks
-    counts = blocks_per_stage or tuple((model.num_blocks + i) // num_stages for i in range(num_stages))
+    num_blocks = model.num_blocks * (1 + layout.half_blocks)
+    counts = blocks_per_stage or tuple((num_blocks + i) // num_stages for i in range(num_stages))
     return TrainingPlan(
         model=model,
         cluster=cpu_cluster(layout.world_size),

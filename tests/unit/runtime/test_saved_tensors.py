@@ -95,6 +95,21 @@ def test_block_keeps_what_the_memory_model_says(recompute: Recompute, dtype: tor
     assert abs(kept - expected_bytes(recompute, dtype, device)) <= slack
 
 
+@pytest.mark.parametrize("attention", ["none", "selective", "full"])
+@pytest.mark.parametrize("mlp", ["none", "selective", "full"])
+def test_half_blocks_keep_what_the_memory_model_says(attention: Recompute, mlp: Recompute) -> None:
+    decoder, options = Decoder(SPEC), {1: attention, 2: mlp}
+    apply_recompute(decoder, options.__getitem__, half_blocks=True)
+    how = SavedTensorRules(Workload(seq_len=S, global_batch_size=B, precision="fp32"), unfused_norm=True)
+    halves = SPEC.block_runs[0][0].halves
+    first, second = (
+        saved_elements(half, D, option, how) for half, option in zip(halves, options.values(), strict=True)
+    )
+    saved = first + second
+    expected = 4 * B * S * (saved.unsharded + saved.tp + saved.tokens + saved.tp_fp32 + saved.fp32)
+    assert kept_bytes(decoder, torch.float32, "cpu") == expected
+
+
 ROUTED = MoE(num_experts=8, top_k=2, ffn_dim=48)
 ROUTING_BYTES = 64
 """Of one token: positions of its rows and its experts (int64), their weights; not in the model, because they do not grow with D."""
@@ -124,6 +139,16 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 5)])
+def test_last_product_of_neither_half_is_recomputed(recompute: Recompute, again: int) -> None:
+    decoder = Decoder(SPEC)
+    apply_recompute(decoder, lambda _: recompute, half_blocks=True)
+    output = decoder.model.layers["0"](torch.randn(B, S, D, requires_grad=True))
+    with Products() as products:
+        output.sum().backward()
+    assert products.count == 14 + again
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 6)])
