@@ -43,6 +43,7 @@ from ...schema.layers import Embedding, Head, MoE
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.recurrences import Recurrence
 from ...schema.units import Array, FloatArray, IntArray
+from ..coefficients import Scenario
 from ..hardware.collectives import Hops, Op, collective_s, exposed_s, p2p_s, slowdown_law
 from ..hardware.compute import OperatorTime
 from ..hardware.machine import device_rates
@@ -378,6 +379,27 @@ def expert_parallel_s(
     return (both[0] - hidden / 2, both[1] - hidden / 2), hidden
 
 
+def exchange_buffer_bytes(boundary_bytes: Array, experts: tuple[Array, Array], scenario: Scenario) -> Array:
+    """Return a rank's buffers of a dispatcher that sends tokens once a node, given its hidden states, ep and expert_tp.
+
+    One has room for the tokens of all ep ranks, as if the experts of one got every one of them. Between nodes there are three more
+    of the others' tokens, and one of the rank's own.
+    Source: max_num_of_tokens and use_shared_buffer of HybridEP, rdma_inter_node_group_token, rdma_intra_node_red_token and
+    attn_input_token of its connections between nodes (DeepEP, branch hybrid-ep, csrc/hybrid_ep/buffer).
+    """
+    ep, expert_tp = experts
+    if not scenario.workload.sends_tokens_once_per_node:
+        return 0.0 * boundary_bytes
+    domains = ep // _within_domain(ep, expert_tp, scenario.cluster)
+    num_tokens = ep + np.where(domains > 1, 3 * (domains - 1) + 1, 0)
+    return np.where(ep > 1, num_tokens * boundary_bytes, 0.0)
+
+
+def _within_domain(ep: Array, expert_tp: Array, cluster: ClusterSpec) -> IntArray:
+    """Return the ranks of an expert-parallel group that the fastest links join [N]."""
+    return np.asarray(np.gcd(np.maximum(cluster.scaleup_domain // expert_tp, 1), ep))
+
+
 def _exchange_s(token_bytes: FloatArray, moe: MoE, inputs: CostInputs) -> FloatArray:
     """Return the seconds of an all-to-all over ep of ``token_bytes`` [N] bytes, top_k copies of them.
 
@@ -390,7 +412,7 @@ def _exchange_s(token_bytes: FloatArray, moe: MoE, inputs: CostInputs) -> FloatA
     plain = collective_s("all_to_all", top_k * token_bytes, layouts.ep, layouts.expert_tp, cluster)
     if not inputs.workload.sends_tokens_once_per_node or len(cluster.levels) == 1:
         return plain
-    within = np.gcd(np.maximum(cluster.scaleup_domain // layouts.expert_tp, 1), layouts.ep)
+    within = _within_domain(layouts.ep, layouts.expert_tp, cluster)
     domains = layouts.ep // within
     reached = np.minimum(domains, moe.top_groups * np.maximum(domains // moe.num_groups, 1))
     between_bytes = expected_distinct(reached if moe.num_groups > 1 else domains, top_k) * token_bytes

@@ -40,6 +40,7 @@ def step_shape(
         cuda_graphs=layouts.cuda_graphs[idx],
         reduces_in_compute_dtype=layouts.reduces_in_compute_dtype[idx],
         tp=layouts.tp[idx],
+        experts=(layouts.ep[idx], layouts.expert_tp[idx]),
         num_microbatches=layouts.num_microbatches[idx],
         in_flight=in_flight,
         num_neighbours=num_neighbours,

@@ -47,7 +47,7 @@ from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array
 from ..coefficients import Scenario
 from ..layer.data import buffered_gradients, has_copies, summed_gradients
-from ..layer.parallel import sharded_params, userbuffers_bytes
+from ..layer.parallel import exchange_buffer_bytes, sharded_params, userbuffers_bytes
 
 _EAGER_LOGIT_BYTES = 14.0
 """Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
@@ -71,7 +71,7 @@ class StepShape:
         gradient_shards, optimizer_shards: both for gradients and for optimizer states, multiples of the former.
         is_replicated: ranks hold replicas of one stage and nothing more.
         tp_overlap, cuda_graphs, reduces_in_compute_dtype: as of a LayoutTable.
-        tp: ranks that share a stage's matrices.
+        tp, experts: ranks that share a stage's matrices; its experts, and one of them (ep, expert_tp).
         in_flight: micro-batches whose activations are stored.
         num_neighbours: stages that activations or gradients are received from.
     """
@@ -87,6 +87,7 @@ class StepShape:
     cuda_graphs: Array
     reduces_in_compute_dtype: Array
     tp: Array
+    experts: tuple[Array, Array]
     num_microbatches: Array
     in_flight: Array
     num_neighbours: Array
@@ -317,12 +318,13 @@ def _reduction(params: Array, stage: StageContents, step: StepShape, scenario: S
 
 
 def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:
-    workload = scenario.workload
-    facts, b = workload.engine_facts.memory, workload.compute_bytes
+    workload, b = scenario.workload, scenario.workload.compute_bytes
+    facts = workload.engine_facts.memory
     assert facts is not None, "all engines but our own runtime have them"
     reads_masters = workload.is_full_precision or workload.precision == "bf16"
     activations = step.in_flight * stage.activation_bytes
-    chunks = userbuffers_bytes(stage.boundary_bytes, step, workload)
+    buffers = userbuffers_bytes(stage.boundary_bytes, step, workload)
+    buffers = buffers + exchange_buffer_bytes(stage.boundary_bytes, step.experts, scenario)
     in_pool = np.where(step.cuda_graphs, 1.0, 0.0)  # what graphs use in their passes is nobody else's
     before, final = buffered_gradients(stage, step, workload, keeps_fp32=facts.keeps_fp32_gradients)
     receive = step.num_neighbours * np.minimum(step.in_flight, 2) * stage.boundary_bytes
@@ -334,8 +336,7 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
         logits = loss_bytes(stage.logits, workload, stage.boundary_bytes)
     # Reduced as soon as they are there, or made in advance; otherwise products add to a buffer.
     gradients_leave = (np.asarray(step.zero_stage) >= 2) | (workload.loss == "fused")
-    has_gradient = (stage.logits > 0) & (workload.adapters is None)
-    of_head = np.where(has_gradient & gradients_leave, b * stage.root_params, 0.0)
+    of_head = np.where(gradients_leave & (stage.logits > 0) & (workload.adapters is None), b * stage.root_params, 0.0)
     loss = {
         "gradients": before,
         "activations": activations,
@@ -362,7 +363,7 @@ def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> 
         "parameters": np.where(step.offload == 2, 0.0, trained + stage.frozen(step, workload)),
         "optimizer": _states(sharded, step, workload),
         "unsharded": copies,
-        **_fullest([loss, backward, update], also_temporary=_workspace_bytes(scenario) + chunks),
+        **_fullest([loss, backward, update], also_temporary=_workspace_bytes(scenario) + buffers),
     }
 
 

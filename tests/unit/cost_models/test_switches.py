@@ -109,6 +109,23 @@ def test_graphs_gain_nothing_of_the_routing_where_the_host_reads_the_splits_of_a
     assert each_s == pytest.approx(host["routing_s"] - host["graphed_routing_s"], rel=0.1)
 
 
+@pytest.mark.parametrize(("nodes", "ep", "shares"), [(1, 8, 8), (1, 4, 4), (2, 16, 16 + 3 + 1), (4, 32, 32 + 9 + 1)])
+def test_a_dispatcher_has_room_for_the_tokens_of_all_ranks_of_its_experts(nodes: int, ep: int, shares: int) -> None:
+    """As if one rank got all of them; between nodes once more the rank's own and three times those of the other nodes."""
+    spec, layout = ModelSpec.named("deepseek-v2-lite"), Layout(dp_shard=8 * nodes, ep=ep, zero_stage=1)
+    with_buffers, without = (
+        estimate(
+            spec,
+            ClusterSpec.parse(f"{nodes}x8xH100-SXM-80GB"),
+            Workload(seq_len=1024, global_batch_size=8 * nodes, engine="megatron", token_dispatch=dispatch),
+            layout,
+        ).memory_bytes
+        for dispatch in ("engine", "copies")
+    )
+    assert with_buffers.temporary - without.temporary == shares * 1024 * spec.hidden_dim * 2
+    assert with_buffers.replace(temporary=without.temporary) == without
+
+
 OVERLAPPED = Layout(dp_shard=8, ep=8, zero_stage=1, ep_overlap=True)
 
 
