@@ -117,6 +117,13 @@ def expand_with_fp32_gradients(costs: CostTable, row: int) -> Candidate | None:
     return None if candidate is None else replace(candidate, idx=row, gradients="fp32")
 
 
+def expand_with_new_order(costs: CostTable, row: int, *, bound_s: float) -> Candidate | None:
+    """`expand_fitting` one layout of a large space with an order of passes made for it; ``bound_s``: under any order."""
+    only = with_schedule(costs.select(np.array([row])).compacted(), SYNTHESISED)
+    candidate = expand_fitting(only, 0, bound_s=bound_s)
+    return candidate and replace(candidate, idx=row, any_order_s=bound_s)
+
+
 def expand_row(costs: CostTable, row: int) -> Candidate:
     """`expand` one layout of a large space, without costing the others."""
     return replace(expand(costs.select(np.array([row])).compacted(), 0), idx=row)

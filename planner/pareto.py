@@ -49,8 +49,8 @@ from ..schema.units import FloatArray, IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .expand import Candidate, expand_fitting
 from .request import Deadline, PlanRequest, RequestOptions
-from .search import BLOCK, REL_GAP, WINDOW
-from .space import bounding_costs, build_space
+from .search import REL_GAP, WINDOW
+from .space import BLOCK, bounding_costs, build_space
 from .tasks.offload import require_schedulable, search_offload
 from .tasks.training import WORTH_MOVING, synthesise_orders
 

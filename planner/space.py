@@ -33,13 +33,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.stage.bounds import quick_time_bounds
+from ..cost_models.stage import bounds, memory
 from ..cost_models.stage.table import CostTable
 from ..schema import ConfigError
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, Rule
 from ..schema.layout_table import MIXED, LayoutTable, distinct_rows
 from ..schema.schedules import GIVEN
-from ..schema.units import IntArray
+from ..schema.units import BoolArray, FloatArray, IntArray
 from .enumeration import Columns, Enumeration, select
 from .rank_map import best_case
 from .request import PlanRequest
@@ -49,6 +49,12 @@ MIN_GROWTH = 1 << 14
 
 GROWTH_FRACTION = 0.5
 """The same as a part of those that are in: what is copied then stays proportional to what is in."""
+
+NARROW_FROM, MANY_EXPERTS = 256, 32
+"""Devices from which on the space of a mixture of experts takes longer to make than an early answer may; experts that fill ep."""
+
+BLOCK = 1 << 13
+"""Layouts bounded together: arrays of this size stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +161,26 @@ class Space:
         return len(self.batch) if self.groups is None else int(self.groups.count.sum()) - len(self.without)
 
 
-def build_space(request: PlanRequest) -> Space:
+def build_narrow_space(request: PlanRequest) -> Space | None:
+    """Return a part of a large space that is made at once and has good layouts; None of a small one.
+
+    Without larger micro-batches, the split of many experts over tp, and costs of layers to know which switches gain.
+    """
+    num_experts = max((layer.experts.num_experts for layer in request.model.iter_layers() if layer.experts), default=0)
+    if request.cluster.num_devices < NARROW_FROM or not num_experts:
+        return None
+    fixed = {"micro_batch_size": 1} | ({"etp": 1} if num_experts >= MANY_EXPERTS else {}) | dict(request.fixed)
+    try:
+        return build_space(replace(request, fixed=fixed), costed=False)
+    except ConfigError:  # none of the layouts is within it
+        return None
+
+
+def build_space(request: PlanRequest, *, costed: bool = True) -> Space:
     """Enumerate, then select what satisfies the fixed fields and every rule of schema/layout_rules.py for the workload's engine.
 
-    Rules are asked as soon as the fields that they look at are chosen, and count combinations of what is chosen by then.
+    Rules are asked as soon as the fields that they look at are chosen, and count combinations of what is chosen by then. Switches
+    that no layer gains by are left out where that is ``costed``.
 
     Raises:
         ConfigError: nothing is left; the message names the rules that excluded the most.
@@ -171,7 +193,7 @@ def build_space(request: PlanRequest) -> Space:
     choices = Enumeration(request)
     rules = ENGINE_RULES + (request.workload.engine_facts.rules or ()) + (VERSION_RULES if request.runnable else ())
     sieve = _Sieve(choices, rules)
-    groups = _grouped(choices, sieve)
+    groups = _grouped(choices, sieve, costed=costed)
     if groups is None:
         raise _nothing_left(request, _reasons(choices, sieve.rules))
     return Space(None, sieve.excluded, groups)
@@ -198,9 +220,9 @@ class _Sieve:
         return select(c, remaining)
 
 
-def _grouped(choices: Enumeration, sieve: _Sieve) -> DegreeGroups | None:
+def _grouped(choices: Enumeration, sieve: _Sieve, *, costed: bool) -> DegreeGroups | None:
     """Return the layouts that remain, by their degrees; None if there are none."""
-    degrees = choices.degrees(sieve)
+    degrees = choices.degrees(sieve, costed=costed)
     if not len(degrees["tp"]):
         return None
     rows, case_idx = distinct_rows([degrees[name] for name in _KEY])
@@ -275,7 +297,7 @@ class Pool:
             self.positions: IntArray = space.positions
             return
         self._of_groups = self.costs, self.bounding
-        bound_s = quick_time_bounds(self.bounding)
+        bound_s = bounds.quick_time_bounds(self.bounding)
         self._order = np.argsort(bound_s, kind="stable")
         self._waiting_s = bound_s[self._order]
         self._next = 0
@@ -319,3 +341,110 @@ def _append(costs: CostTable, of_groups: CostTable, batch: LayoutTable, of_group
         case_idx = case_idx + (batch.recompute - MIXED) * of_groups.cases_by_option
     joined = LayoutTable.concatenate([costs.layouts, batch])
     return costs.with_layouts(joined, np.concatenate([costs.case_idx, case_idx]))
+
+
+class Frontier:
+    """Layouts that may fit, by increasing bound on their time.
+
+    Attributes:
+        rows: of the pool, those that are bounded.
+        quick_s, budget_bytes: of each layout [N] its quick bound, and what its bound on memory must be within.
+        bound_bytes: of each layout [N], infinite where not evaluated.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        """Order the pool by its quick bounds."""
+        self._pool = pool
+        self.quick_s, self._bound_s, self.bound_bytes, self.budget_bytes = np.zeros((4, 0))
+        self.rows = self._order = np.zeros(0, dtype=np.int64)
+        self._next = 0
+        self._order_new()
+
+    def _order_new(self) -> None:
+        """Put what came into the pool since the last time among what waits."""
+        old, new = len(self.quick_s), len(self._pool)
+        costs = self._pool.bounding if old == 0 else self._pool.bounding.select(np.arange(old, new))
+        self.quick_s = np.concatenate([self.quick_s, bounds.quick_time_bounds(costs)])
+        self.bound_bytes = np.concatenate([self.bound_bytes, np.full(new - old, np.inf)])
+        self.budget_bytes = np.concatenate([self.budget_bytes, bounds.budget_bytes(costs)])
+        waiting = np.concatenate([self._order[self._next :], np.arange(old, new)])
+        self._order, self._next = waiting[np.argsort(self.quick_s[waiting], kind="stable")], 0
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds that no layout that waits can beat; infinite without any."""
+        return min(self._first_s, self._pool.bound_s, self._next_in_pool_s)
+
+    @property
+    def is_ready(self) -> bool:
+        """The first row is known: its full bound is no larger than any quick bound that waits."""
+        return np.isfinite(self._first_s) and self._first_s == self.bound_s
+
+    @property
+    def _first_s(self) -> float:
+        return float(self._bound_s[0]) if len(self.rows) else float("inf")
+
+    @property
+    def _next_in_pool_s(self) -> float:
+        return float(self.quick_s[self._order[self._next]]) if self._next < len(self._order) else float("inf")
+
+    def pop(self) -> int:
+        """Take the first one off."""
+        row = int(self.rows[0])
+        self.rows, self._bound_s = self.rows[1:], self._bound_s[1:]
+        return row
+
+    def raise_first(self, bound_s: float) -> bool:
+        """Give the first layout a better bound, if it is larger than the one it had: it waits for its turn under that one."""
+        if bound_s <= self._first_s:
+            return False
+        row = self.pop()
+        idx = int(np.searchsorted(self._bound_s, bound_s, side="right"))
+        self.rows, self._bound_s = np.insert(self.rows, idx, row), np.insert(self._bound_s, idx, bound_s)
+        return True
+
+    def nearest_misses(self, incumbent_s: float, count: int) -> list[int]:
+        """Return, of the layouts that would be faster and that memory excluded by its bound, those that lack the least."""
+        is_excluded = np.isfinite(self.bound_bytes) & ~self._may_fit(slice(None))
+        faster = np.flatnonzero(is_excluded & (self.quick_s < incumbent_s))
+        nearest = faster[np.argsort(self.bound_bytes[faster], kind="stable")][: 32 * count]
+        is_faster = bounds.time_bounds(self._pool.bounding.select(nearest).compacted()) < incumbent_s
+        return [int(row) for row in nearest[is_faster][:count]]
+
+    def bound_block(self) -> None:
+        """Bound the next layouts in the order of the quick bounds, after taking in the groups that come before them."""
+        while self._pool.bound_s <= self._next_in_pool_s and np.isfinite(self._pool.bound_s):
+            self._pool.grow()
+            self._order_new()
+        rows = self._order[self._next : self._next + BLOCK]
+        self._next += len(rows)
+        fits, fitting_s = self.bounds(rows)
+        if not fits.any():
+            return
+        bound_s = np.concatenate([self._bound_s, fitting_s[fits]])
+        rows = np.concatenate([self.rows, rows[fits]])
+        order = np.lexsort((rows, bound_s))
+        self.rows, self._bound_s = rows[order], bound_s[order]
+
+    def bounds(self, rows: IntArray) -> tuple[BoolArray, FloatArray]:
+        """Return which rows may fit by their bound on memory, and the bounds on their time [N], infinite for the others."""
+        costs = self._pool.bounding.select(rows).compacted()
+        self.bound_bytes[rows] = bounds.memory_bounds(costs)
+        fits, bound_s = self._may_fit(rows), np.full(len(rows), np.inf)
+        if fits.any():
+            bound_s[fits] = bounds.time_bounds(costs.select(np.flatnonzero(fits)))
+        return fits, bound_s
+
+    def quick_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:
+        """Return rows whose quick bounds are within a limit, and these; the pool takes in more layouts so many times at most."""
+        for _ in range(max_growths):
+            if self._pool.bound_s > limit_s:
+                break
+            self._pool.grow()
+            self._order_new()
+        rows = np.flatnonzero(self.quick_s <= limit_s)
+        return rows, self.quick_s[rows]
+
+    def _may_fit(self, rows: IntArray | slice) -> BoolArray:
+        required = memory.lower_bound_required_bytes(self.bound_bytes[rows], self._pool.bounding.scenario)
+        return np.asarray(required <= self.budget_bytes[rows])

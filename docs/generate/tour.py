@@ -69,7 +69,7 @@ STOPS = (
     ),
     Stop(
         "planner/space.py",
-        ("DegreeGroups", "Space", "build_space", "_Sieve", "_grouped", "Pool"),
+        ("DegreeGroups", "Space", "build_space", "_Sieve", "_grouped", "Pool", "Frontier"),
         "{num_layouts:,} layouts pass the rules, in {num_groups} groups that share their degrees. Row {row} "
         "of the pool is followed "
         "from here: `{row_layout}`.",
@@ -124,7 +124,7 @@ STOPS = (
     ),
     Stop(
         "planner/search.py",
-        ("Frontier", "Scouts", "LayoutProblem", "search"),
+        ("Scouts", "LayoutProblem", "search"),
         "The layouts as a problem of that loop: {evaluated} of {num_layouts:,} are expanded, {pruned:,} "
         "excluded by their bounds.",
     ),

@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ...cost_models.coefficients import Scenario
 from ...cost_models.hardware.machine import is_measured
 from ...cost_models.measured import measured_terms
@@ -21,6 +19,7 @@ from ...schema import (
     Layout,
     ModelSpec,
     OffloadSchedule,
+    SolverLimitError,
     Stage,
     TrainingEstimate,
     TrainingPlan,
@@ -31,11 +30,11 @@ from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.schedules import OVER_A_V
 from ...schema.units import format_bytes, format_percent
 from ..choice import Choice, add_half_blocks, choose, lacks_headroom
-from ..expand import Candidate, expand_fitting, expand_with_fp32_gradients
+from ..expand import Candidate, expand_with_fp32_gradients, expand_with_new_order
 from ..request import Deadline, PlanRequest
-from ..search import REL_GAP, SearchResult, search
+from ..search import REL_GAP, SearchResult, early_answer, search
 from ..space import Space, build_space
-from ..stage_choice import LEANEST, SYNTHESISED, synthesise, with_schedule
+from ..stage_choice import LEANEST, synthesise
 
 WORTH_MOVING = 0.01
 """The share of a step that an offload schedule saves at least, where the model fits without: much less than what predictions of two
@@ -77,15 +76,23 @@ def search_layouts(
 
     Raises:
         ConfigError: there are no layouts; the message names the rules.
-        SolverLimitError: the deadline came before every layout had a bound.
+        SolverLimitError: the deadline came before every layout had a bound, and before an early answer.
     """
-    result = search(
-        request,
-        space or build_space(request),
-        runner_ups=runner_ups,
-        worse_than_s=worse_than_s,
-        max_expanded=max_expanded,
-    )
+    early = early_answer(request) if space is None and math.isinf(worse_than_s) else None
+    try:
+        result = search(
+            request,
+            space or build_space(request),
+            runner_ups=runner_ups,
+            worse_than_s=worse_than_s,
+            max_expanded=max_expanded,
+            makes_order="schedule" not in request.fixed,
+            known=early,
+        )
+    except SolverLimitError:
+        if early is None or not early.feasible:
+            raise
+        return early
     if "schedule" not in request.fixed:
         add_synthesised_orders(result, request.deadline, worse_than_s=worse_than_s)
     if "half_blocks" not in request.fixed:
@@ -362,19 +369,22 @@ def add_synthesised_orders(result: SearchResult, deadline: Deadline, *, worse_th
     best_s = result.feasible[0].estimate.step_time_s if result.feasible else worse_than_s
     if result.stopped_early or math.isinf(best_s):
         return
-    ordered: list[Candidate] = []
-    num_fitting = 0
+    layouts, ordered = result.costs.layouts, [c for c in result.feasible if c.order]
+    known, num_fitting = [_all_but_schedule(layouts, c.idx) for c in ordered], len(ordered)
+    longer, ordered = max((c.step_time_s / c.any_order_s for c in ordered), default=1.0), []
     for any_order_s, row in _rows_over_a_v(result, best_s)[:MAX_TRIES]:
         if deadline.is_over or num_fitting == MAX_ORDERED:
             break
-        if any_order_s >= best_s * (1 - REL_GAP):
+        # A second one is not made where it would have to come closer to its bound than the first one did.
+        if any_order_s * longer >= best_s * (1 - REL_GAP) or _all_but_schedule(layouts, row) in known:
             continue
-        only = with_schedule(result.costs.select(np.array([row])).compacted(), SYNTHESISED)
-        candidate = expand_fitting(only, 0, bound_s=any_order_s)
-        num_fitting += candidate is not None
-        if candidate is not None and candidate.estimate.step_time_s < best_s * (1 - REL_GAP):
-            ordered.append(replace(candidate, idx=row, any_order_s=any_order_s))
-            best_s = candidate.estimate.step_time_s
+        candidate = expand_with_new_order(result.costs, row, bound_s=any_order_s)
+        if candidate is None:
+            continue
+        num_fitting, longer = num_fitting + 1, candidate.step_time_s / any_order_s
+        if candidate.step_time_s < best_s * (1 - REL_GAP):
+            ordered.append(candidate)
+            best_s = candidate.step_time_s
     result.feasible = sorted([*result.feasible, *ordered], key=lambda c: (c.estimate.step_time_s, c.idx))
     result.bound_s = min([result.bound_s, *(c.estimate.step_time_s for c in result.feasible[:1])])
 

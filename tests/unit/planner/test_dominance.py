@@ -117,7 +117,7 @@ def test_search_over_both_equals_enumeration_and_is_no_worse_than_with_sequence_
     spec, machine = shortened("llama-3.2-1b", 3), ClusterSpec.parse("4xA100-PCIE-40GB")
     workload, fixed = Workload(seq_len=1024, global_batch_size=8, engine=engine), {"micro_batch_size": 2}
     monkeypatch.setattr(search, "REL_GAP", 0.0)
-    monkeypatch.setattr(search, "BLOCK", 16)
+    monkeypatch.setattr("meshwright.planner.space.BLOCK", 16)
     found = search.search(
         PlanRequest(spec, machine, workload), build_space(PlanRequest(spec, machine, workload, fixed))
     )

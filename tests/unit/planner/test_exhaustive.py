@@ -20,7 +20,7 @@ ROUNDING = 1e-9
 )
 def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
-    monkeypatch.setattr(search, "BLOCK", 3)  # many blocks, even of a few layouts
+    monkeypatch.setattr("meshwright.planner.space.BLOCK", 3)  # many blocks, even of a few layouts
     solved = 0
     for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
         spec, workload, cluster, space = random_instance(seed)

@@ -71,7 +71,7 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
-    monkeypatch.setattr(search, "BLOCK", 3)
+    monkeypatch.setattr("meshwright.planner.space.BLOCK", 3)
     solved = on_parts = 0
     for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
         spec, workload, cluster, space = random_instance(seed)

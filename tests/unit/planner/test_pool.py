@@ -29,7 +29,7 @@ CLUSTER = ClusterSpec.parse("2x4xA100-SXM-40GB/ib200")
 def in_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.planner.space.MIN_GROWTH", 20)
     monkeypatch.setattr("meshwright.planner.space.GROWTH_FRACTION", 0.1)
-    monkeypatch.setattr(search, "BLOCK", 64)
+    monkeypatch.setattr("meshwright.planner.space.BLOCK", 64)
     monkeypatch.setattr(search, "NUM_SCOUTED", 1)
 
 

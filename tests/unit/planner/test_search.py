@@ -13,7 +13,8 @@ from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import expand, plan, search
 from meshwright.planner.request import Deadline, PlanRequest
-from meshwright.planner.space import Pool, build_space
+from meshwright.planner.space import Frontier, Pool, build_space
+from meshwright.planner.tasks import training
 from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
 from meshwright.schema.layers import Block
 from small_spaces import random_instance, shortened
@@ -96,6 +97,25 @@ def test_the_first_layouts_that_are_expanded_are_within_5_percent_of_the_best(
     assert min(early) <= 1.05 * best_s
 
 
+def test_a_large_space_that_is_not_even_enumerated_in_time_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, cluster = shortened("mixtral-8x7b", 4), ClusterSpec.parse("32x8xH100-SXM-80GB/ib400")
+    workload = Workload(seq_len=4096, global_batch_size=512, engine="megatron")
+    whole = plan(spec, cluster, workload)
+
+    def out_of_time(request: PlanRequest) -> None:
+        raise SolverLimitError("the time limit came while enumerating")
+
+    monkeypatch.setattr(training, "build_space", out_of_time)
+    early = plan(spec, cluster, workload)
+    assert early.search is not None
+    assert whole.search is not None
+    assert (early.search.status, early.search.bound_s) == ("stopped", 0.0)
+    assert early.estimate.fits
+    assert early.search.objective_s <= 1.1 * whole.search.objective_s
+    with pytest.raises(SolverLimitError):  # of a small space there is no part that is much smaller
+        plan(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload)
+
+
 def test_scouts_change_neither_the_answer_nor_what_is_expanded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     for seed in range(0, 48, 3):
@@ -144,9 +164,9 @@ def test_layouts_come_in_the_order_of_their_bounds(monkeypatch: pytest.MonkeyPat
     spec, workload, cluster, _ = random_instance(3)
     monkeypatch.setattr("meshwright.planner.space.MIN_GROWTH", 7)
     monkeypatch.setattr("meshwright.planner.space.GROWTH_FRACTION", 0.1)
-    monkeypatch.setattr(search, "BLOCK", 5)
+    monkeypatch.setattr("meshwright.planner.space.BLOCK", 5)
     layouts = Pool(PlanRequest(spec, cluster, workload), build_space(PlanRequest(spec, cluster, workload)))
-    waiting, order = search.Frontier(layouts), []
+    waiting, order = Frontier(layouts), []
     while np.isfinite(bound := waiting.bound_s):
         if waiting.is_ready:
             order.append((bound, waiting.pop()))
