@@ -29,6 +29,7 @@ from ..cost_models.stage.contents import (
     rank_memory_terms,
     stage_memory_terms,
 )
+from ..cost_models.stage.replicas import estimate_on_replicas, has_unlike_replicas, micro_batches, replicas_of_pools
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable, is_aligned
 from ..schema import Layout, TrainingEstimate
@@ -67,7 +68,8 @@ class Candidate:
         idx: in the table that it was expanded from.
         boundaries: of its stages; ``options``: an index into RECOMPUTES for each layer.
         nodes: they hold the ranks in this order; empty: as the cluster lists them.
-        part_of_stage: of a mixed cluster the device pool of each stage; empty: every rank is costed as the weakest.
+        part_of_stage: of a mixed cluster the device pool of each stage; empty: every rank counts as the weakest, or has its share.
+        shares: sequences of each data-parallel rank, where these are of unlike speed; empty: even ones.
         order: of the synthesised schedule.
         gradients: their dtype where it is not the table's.
         half_blocks: its layers are half blocks where those of the table are not.
@@ -80,6 +82,7 @@ class Candidate:
     options: tuple[int, ...]
     nodes: tuple[int, ...] = ()
     part_of_stage: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
     order: Order = ()
     any_order_s: float = 0.0
     gradients: Gradients | None = None
@@ -151,6 +154,8 @@ def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candi
     if costs.device_pools and is_aligned(costs.select(np.array([idx])))[0]:
         return _expand_on_pools(costs, idx, bound_s)
     candidate = _expand_as_listed(costs, idx, bound_s=bound_s)
+    if candidate is not None and costs.device_pools and has_unlike_replicas(costs)[idx]:
+        return _with_unlike_shares(costs, replace(candidate, bound_s=bound_s))
     if candidate is None or costs.cluster.bandwidth_matrix is None:
         return candidate
     return _with_rank_map(costs, replace(candidate, bound_s=bound_s))
@@ -164,6 +169,19 @@ def _expand_on_pools(costs: CostTable, idx: int, bound_s: float) -> Candidate | 
         bound_s = max(bound_s, placed.bound_s)
     nodes, options = nodes_in_order(costs, placed.pool_of_stage), _uniform_options(costs, idx)
     return Candidate(idx, placed.boundaries, placed.estimate, bound_s, options, nodes, placed.pool_of_stage)
+
+
+def _with_unlike_shares(costs: CostTable, candidate: Candidate) -> Candidate:
+    """Return the candidate with as many micro-batches on each device pool as it is fast, where that is faster than even ones."""
+    idx = candidate.idx
+    taken, ends = micro_batches(costs, idx), np.cumsum(replicas_of_pools(costs)[:, idx])
+    counts = [max(of_pool) for of_pool in np.split(np.array(taken), ends[:-1])]
+    estimate = estimate_on_replicas(costs, idx, candidate.boundaries, counts)
+    if estimate.step_time_s >= candidate.step_time_s:
+        return candidate
+    shares = tuple(int(costs.layouts.micro_batch_size[idx]) * count for count in taken)
+    nodes = tuple(node for part in costs.cluster.parts for node in part.nodes)
+    return replace(candidate, estimate=estimate, shares=shares, nodes=nodes)
 
 
 def _with_rank_map(costs: CostTable, candidate: Candidate) -> Candidate:

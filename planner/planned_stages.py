@@ -9,6 +9,7 @@ import numpy as np
 
 from ..cost_models.pipeline.orders import planned_order
 from ..cost_models.stage.contents import RecomputeCosts
+from ..cost_models.stage.replicas import busiest_replicas, estimate_on_replicas, has_unlike_replicas
 from ..cost_models.stage.step import estimate_step
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, TrainingEstimate, TrainingPlan
@@ -35,9 +36,19 @@ class CostedStages(NamedTuple):
 def costed_stages(plan: TrainingPlan, cluster: ClusterSpec | None = None) -> CostedStages:
     """Cost the layers of a plan again; where it has an offload schedule, as if everything stayed on the devices.
 
+    Where data-parallel ranks of unlike speed have shares of their own, the costs are those of the ranks that are busy longest.
+
     Args:
         cluster: as many devices in nodes of the same kinds; None: the plan's.
     """
+    stages = _stages_of(plan, cluster)
+    counts = _micro_batches_of_pools(plan, stages)
+    if not counts:
+        return stages
+    return stages._replace(costs=busiest_replicas(stages.costs, 0, counts))
+
+
+def _stages_of(plan: TrainingPlan, cluster: ClusterSpec | None) -> CostedStages:
     cluster = cluster or plan.cluster
     parts = cluster.parts
     is_on_pools = bool(parts) and all(stage.device for stage in plan.estimate.stages)
@@ -59,5 +70,18 @@ def costed_stages(plan: TrainingPlan, cluster: ClusterSpec | None = None) -> Cos
 
 def reestimate(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingEstimate:
     """Return the estimate of a plan's stages, recompute and order of passes on a cluster: nothing is cut or ordered anew."""
-    stages = costed_stages(plan, cluster)
+    stages = _stages_of(plan, cluster)
+    if counts := _micro_batches_of_pools(plan, stages):
+        return estimate_on_replicas(stages.costs, 0, stages.boundaries, counts)
     return estimate_step(replace(stages.costs, order=planned_order(plan)), 0, stages.boundaries, stages.pool_of_stage)
+
+
+def _micro_batches_of_pools(plan: TrainingPlan, stages: CostedStages) -> tuple[int, ...]:
+    """Return the most micro-batches of a data-parallel rank on each device pool; none where all ranks count as the weakest."""
+    parts, layout = stages.costs.cluster.parts, plan.layout
+    if not (plan.shares and parts and has_unlike_replicas(stages.costs)[0]):
+        return ()
+    node_of_device = np.repeat(np.arange(plan.cluster.num_nodes), plan.cluster.node_sizes)
+    node_of_rank = node_of_device[list(plan.rank_map)[:: layout.tp * layout.cp]]
+    counts = -(-np.array(plan.shares) // layout.micro_batch_size)
+    return tuple(int(counts[np.isin(node_of_rank, part.nodes)].max(initial=1)) for part in parts)

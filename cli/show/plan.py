@@ -81,7 +81,7 @@ def task_table(plan: Plan) -> Table:
 
 def plan_table(plan: TrainingPlan) -> Table:
     """Show everything a reader needs to judge a plan."""
-    table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate)
+    table = estimate_table(plan.model, plan.cluster, plan.workload, plan.layout, plan.estimate, shares=plan.shares)
     _add_stages(table, plan)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
@@ -110,12 +110,18 @@ def _effort(search: Certificate) -> str:
 
 
 def estimate_table(
-    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, estimate: TrainingEstimate
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: Workload,
+    layout: Layout,
+    estimate: TrainingEstimate,
+    *,
+    shares: Sequence[int] = (),
 ) -> Table:
-    """Show step time and memory, the layout, what the step consists of, and memory against the budget."""
+    """Show step time and memory, the layout with unlike ``shares``, what the step consists of, and memory against the budget."""
     table = figures_table(model_title(model, cluster))
     add_headline(table, estimate)
-    _add_layout(table, workload, layout)
+    _add_layout(table, workload, layout, shares)
     _add_time(table, estimate)
     if has_power_limits(cluster):
         energy_j, step_tokens = step_energy_j(estimate, cluster), estimate.tokens_per_s * estimate.step_time_s
@@ -137,18 +143,16 @@ def add_headline(table: Table, estimate: TrainingEstimate) -> None:
     table.add_row("[bold]memory per device", f"[bold]{format_bytes(estimate.peak_allocated_bytes)}", "", budget)
 
 
-def _add_layout(table: Table, workload: Workload, layout: Layout) -> None:
+def _add_layout(table: Table, workload: Workload, layout: Layout, shares: Sequence[int]) -> None:
     table.add_section()
     microbatches = layout.num_microbatches(workload.global_batch_size)
     table.add_row("[bold]layout", "", "", f"[bold]{escape(str(layout))}")
     ranks = f"each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "the one data-parallel rank"
-    table.add_row(
-        "[bold]batch",
-        "",
-        "",
-        f"{counted(workload.global_batch_size, 'sequence')} of {counted(workload.seq_len, 'token')} in {workload.precision}: "
-        f"{counted(microbatches, 'micro-batch', 'micro-batches')} of {counted(layout.micro_batch_size, 'sequence')} on {ranks}",
-    )
+    dealt = f"{counted(microbatches, 'micro-batch', 'micro-batches')} of {counted(layout.micro_batch_size, 'sequence')} on {ranks}"
+    if shares:
+        dealt = f"{min(shares)} to {max(shares)} on {ranks}, in micro-batches of {layout.micro_batch_size}"
+    sequences = f"{counted(workload.global_batch_size, 'sequence')} of {counted(workload.seq_len, 'token')}"
+    table.add_row("[bold]batch", "", "", f"{sequences} in {workload.precision}: {dealt}")
 
 
 def _add_time(table: Table, estimate: TrainingEstimate) -> None:

@@ -56,6 +56,7 @@ from . import memory
 from .contents import RecomputeCosts, more_in_flight, step_shape, with_vocabulary
 from .memory import StageContents, StepShape
 from .pool_bounds import fullest_stage_on_pools, pipeline_bound
+from .replicas import saved_s
 from .table import CostTable, is_aligned, stages_of_pools
 
 LARGEST_RATIO = 4.0
@@ -75,7 +76,7 @@ def quick_time_bounds(costs: CostTable) -> FloatArray:
     aligned = is_aligned(costs)
     if aligned.any():
         bound[aligned] = pipeline_bound(costs.select(np.flatnonzero(aligned)), transfers=False)
-    return np.asarray(bound)
+    return np.asarray(bound - saved_s(costs) if costs.device_pools else bound)
 
 
 def time_bounds(costs: CostTable) -> FloatArray:
@@ -90,7 +91,7 @@ def time_bounds(costs: CostTable) -> FloatArray:
             + np.max([pool.dp_edges_s for pool in pools], axis=0)
             + fullest_stage_on_pools(subset, [_updates(pool) for pool in pools])
         )
-    return bound
+    return bound - saved_s(costs) if costs.device_pools else bound
 
 
 def uniform_time_bounds(costs: CostTable) -> FloatArray:

@@ -24,6 +24,7 @@ from ...schema import (
     TrainingEstimate,
     TrainingPlan,
 )
+from ...schema.device_groups import part_label
 from ...schema.layout import Recompute
 from ...schema.layout_rules import why_not_runnable, why_not_trainable
 from ...schema.layout_table import RECOMPUTES, LayoutTable
@@ -108,6 +109,7 @@ def build_plan(
     certificate: Certificate,
     *,
     nodes: Sequence[int] = (),
+    shares: tuple[int, ...] = (),
     order: Order = (),
     alternatives: tuple[Alternative, ...] = (),
     offload: OffloadSchedule | None = None,
@@ -122,6 +124,7 @@ def build_plan(
         stages=stages,
         pipeline_order=tuple(to_torch_csv(order).splitlines()),
         rank_map=device_of_rank(request.cluster, nodes),
+        shares=shares,
         estimate=estimate,
         search=certificate,
         alternatives=alternatives,
@@ -159,6 +162,7 @@ def plan_candidate(request: PlanRequest, layout: Layout, chosen: Candidate, cert
         chosen.estimate,
         certificate,
         nodes=chosen.nodes,
+        shares=chosen.shares,
         order=chosen.order,
     )
 
@@ -346,6 +350,16 @@ def notes_on_runtime(request: PlanRequest) -> list[str]:
 
 def _note_on_pools(cluster: ClusterSpec, chosen: Candidate) -> str:
     """Say which stages lie on which nodes of a mixed cluster."""
+    if chosen.shares:
+        devices_per_rank = cluster.num_devices // len(chosen.shares)
+        ranks = [part.cluster.num_devices // devices_per_rank for part in cluster.parts]
+        first = list(itertools.accumulate(ranks, initial=0))
+        of_pools = [chosen.shares[first[g] : first[g] + count] for g, count in enumerate(ranks)]
+        dealt = (
+            f"{' to '.join(str(share) for share in sorted({min(shares), max(shares)}))} on {part_label(cluster.parts, g)}"
+            for g, shares in enumerate(of_pools)
+        )
+        return f"mixed cluster: data-parallel ranks take sequences as they are fast: {', '.join(dealt)}"
     if not chosen.part_of_stage and len({group.device for group in cluster.groups}) == 1:
         return (
             "the stages do not each lie in one zone or network; what joins all devices counts as the link between nodes"
