@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost_models.stage.bounds import budget_bytes, memory_bounds, time_bounds
+from ..cost_models.stage.bounds import ROUGH_ERROR, budget_bytes, estimates_s, memory_bounds, time_bounds
 from ..cost_models.stage.interval import margin, probability_above, ratio_coefficients, ratio_sd
 from ..cost_models.stage.table import CostTable
 from ..schema import Layout
@@ -180,12 +180,18 @@ def add_plainer(request: PlanRequest, result: SearchResult, *, slowest_s: float)
     full = [candidate for candidate in near if lacks_headroom(request, candidate)]
     added = [c for candidate in full for c in with_headroom(request, result, candidate.idx, fastest)]
     best = min(_rank(request, c.layout(layouts), lacks=lacks_headroom(request, c)) for c in (*near, *added))
-    for row in _plainer_rows(request, result, fastest, slowest_s):
-        if request.deadline.is_over or _rank(request, result.costs.layouts.layout(row), lacks=False) > best:
+    longer = dict[tuple[int, ...], float]()  # than estimated, of layouts of a kind at least
+    for row, estimate_s, tie_s in _plainer_rows(request, result, fastest, slowest_s):
+        layouts = result.costs.layouts
+        if request.deadline.is_over or _rank(request, layouts.layout(row), lacks=False) > best:
             break
+        kind = tuple(int(column[row]) for column in (layouts.schedule, layouts.num_model_chunks, layouts.recompute))
+        if estimate_s * longer.get(kind, 1.0) > tie_s:
+            continue
         result.evaluated += 1
         for candidate in with_headroom(request, result, row, fastest):
             added.append(candidate)
+            longer[kind] = min(candidate.step_time_s / estimate_s, longer.get(kind, math.inf))
             if _is_near(request, result, candidate):
                 lacks = lacks_headroom(request, candidate)
                 best = min(best, _rank(request, candidate.layout(result.costs.layouts), lacks=lacks))
@@ -214,6 +220,8 @@ def add_half_blocks(request: PlanRequest, result: SearchResult, *, worse_than_s:
     costs = CostTable.from_layouts(request.model, request.workload, request.cluster, layouts)
     bound_s, fits = time_bounds(costs), memory_bounds(costs) <= budget_bytes(costs)
     promising = np.flatnonzero(fits & (bound_s < best_s * (1 - REL_GAP)))
+    estimate_s = estimates_s(costs.select(promising).compacted(), bound_s[promising])
+    promising = promising[estimate_s < (1 + ROUGH_ERROR) * best_s]
     num_fitting = 0
     for row in promising[np.argsort(bound_s[promising], kind="stable")][:MAX_CUT_TRIES]:
         if request.deadline.is_over or num_fitting == MAX_CUT or bound_s[row] >= best_s * (1 - REL_GAP):
@@ -251,8 +259,12 @@ def _is_near(request: PlanRequest, result: SearchResult, candidate: Candidate) -
     )
 
 
-def _plainer_rows(request: PlanRequest, result: SearchResult, fastest: Candidate, slowest_s: float) -> list[int]:
-    """Return rows that were not expanded and whose bounds are within their near ties: fewest axes, then lowest bounds first."""
+def _plainer_rows(
+    request: PlanRequest, result: SearchResult, fastest: Candidate, slowest_s: float
+) -> list[tuple[int, float, float]]:
+    """Return rows that were not expanded and are estimated within their near ties, with estimate and tie: fewest axes, then lowest
+    bounds first.
+    """
     problem = result.problem
     rows, quick_s = problem.rows_within(fastest.step_time_s * (1 + MAX_PRICE), max_growths=MAX_GROWTHS)
     layouts = result.costs.layouts
@@ -262,9 +274,12 @@ def _plainer_rows(request: PlanRequest, result: SearchResult, fastest: Candidate
     ranks = complexity(with_fastest)[:-1]
     may_tie = np.flatnonzero(quick_s <= tie_s)
     order = may_tie[np.lexsort((quick_s[may_tie], *ranks[may_tie, :NUM_COARSE].T[::-1]))][:MAX_BOUNDED]
-    fits, bound_s = problem.frontier.bounds(rows[order])
-    order = order[fits & (bound_s <= tie_s[order])][:MAX_TRIES]
-    return [int(row) for row in rows[order]]
+    estimate_s = estimates_s(
+        problem.pool.bounding.select(rows[order]).compacted(), problem.frontier.bounds(rows[order])[1]
+    )
+    limit_s = (1 + ROUGH_ERROR) * tie_s[order]
+    may_tie = np.flatnonzero(estimate_s <= limit_s)[:MAX_TRIES]
+    return [(int(rows[order[i]]), float(estimate_s[i]), float(limit_s[i])) for i in may_tie]
 
 
 def _margin(sd: FloatArray, probability: float) -> FloatArray:

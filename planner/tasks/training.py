@@ -7,10 +7,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ...cost_models.coefficients import Scenario
 from ...cost_models.hardware.machine import is_measured
 from ...cost_models.measured import measured_terms
 from ...cost_models.pipeline.orders import Order, to_torch_csv
+from ...cost_models.stage.bounds import estimates_s
 from ...cost_models.stage.table import CostTable
 from ...schema import (
     Alternative,
@@ -33,7 +36,7 @@ from ...schema.units import format_bytes, format_percent
 from ..choice import Choice, add_half_blocks, choose, lacks_headroom
 from ..expand import Candidate, expand_with_fp32_gradients, expand_with_new_order
 from ..request import Deadline, PlanRequest
-from ..search import REL_GAP, SearchResult, early_answer, search
+from ..search import MAX_SHORTENED, REL_GAP, SearchResult, early_answer, search
 from ..space import Space, build_space
 from ..stage_choice import LEANEST, synthesise
 
@@ -406,18 +409,25 @@ def add_synthesised_orders(result: SearchResult, deadline: Deadline, *, worse_th
 def _rows_over_a_v(result: SearchResult, below_s: float) -> list[tuple[float, int]]:
     """Return layouts over a V and their bounds under any order, if below ``below_s``; of those that differ in the schedule one.
 
-    First the fastest under named schedules, then by their bounds. Where not even the named order that holds least has stages that
-    fit, none is tried.
+    First the fastest under named schedules, then by their bounds. None is tried where not even the named order that holds least has
+    stages that fit, or where those named orders that seem to fit are estimated to take too long to be shortened so far.
     """
-    batch = result.costs.layouts
+    batch, pool = result.costs.layouts, result.problem.pool
     too_large = {_all_but_schedule(batch, row) for row in result.problem.rejected if batch.schedule[row] == LEANEST}
     lowest: dict[tuple[float, ...], tuple[float, int]] = {}
-    for row, any_order_s in result.problem.any_order_s.items():
-        if int(batch.schedule[row]) in _OVER_A_V and any_order_s < below_s:
+    promising = set[tuple[float, ...]]()
+    met = [
+        (row, bound_s) for row, bound_s in result.problem.any_order_s.items() if int(batch.schedule[row]) in _OVER_A_V
+    ]
+    rows, bounds_s = np.array([row for row, _ in met], dtype=np.int64), np.array([bound_s for _, bound_s in met])
+    estimated_s = estimates_s(pool.bounding.select(rows).compacted(), bounds_s) if met else bounds_s
+    for (row, any_order_s), estimate_s in zip(met, estimated_s.tolist(), strict=True):
+        if any_order_s < below_s:
             key = _all_but_schedule(batch, row)
             lowest[key] = min(lowest.get(key, (any_order_s, row)), (any_order_s, row))
+            promising |= {key} if estimate_s <= MAX_SHORTENED * below_s else set()
     fastest = [_all_but_schedule(batch, c.idx) for c in result.feasible if int(batch.schedule[c.idx]) in _OVER_A_V]
-    by_bound = sorted((key for key in lowest if key not in too_large), key=lambda key: lowest[key])
+    by_bound = sorted(promising - too_large, key=lambda key: lowest[key])
     known = [key for key in dict.fromkeys(fastest) if key in lowest][:FASTEST_FIRST]
     return [lowest[key] for key in dict.fromkeys([*known, *by_bound])]
 
