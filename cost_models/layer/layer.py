@@ -39,11 +39,9 @@ from .operators import (
 from .parallel import (
     AddedTime,
     context_parallel,
-    expert_parallel_s,
     expert_params,
-    overlapped_s,
+    exposed_communication,
     state_passing_s,
-    tensor_parallel_s,
     token_share,
 )
 
@@ -170,10 +168,7 @@ def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
         adds = inputs.cluster.weakest_device.backend.is_host
         isolated = [time.scaled(*ratios, with_dispatches=adds) for time in isolated]
     times, cp_s = _with_context(layer, operators, isolated, inputs)
-    tp_s = tensor_parallel_s(layer, inputs)
-    overlapped = overlapped_s(operators, times, inputs)
-    tp_s = (np.maximum(tp_s[0] - overlapped[0], 0.0), np.maximum(tp_s[1] - overlapped[1], 0.0))
-    ep_s, hidden_s = expert_parallel_s(layer, operators, times, inputs)
+    tp_s, ep_s, hidden_s = exposed_communication(layer, operators, times, inputs)
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     return LayerPasses(operators, times, tp_s, cp_s, ep_s, hidden_s, *passes_s(layer, operators, times, comm_s, inputs))
 

@@ -136,6 +136,30 @@ def overlapped_s(
     return np.where(chunked, forward, 0.0), reduced + np.where(chunked, backward, 0.0)
 
 
+_ONE_QUEUE = frozenset({"volta", "turing", "ampere", "ada", "hopper"})
+"""Architectures on which the order of kernels of several streams is certain with one queue only (CUDA_DEVICE_MAX_CONNECTIONS=1)."""
+
+
+def exposed_communication(
+    layer: Layer, operators: tuple[Operator, ...], times: list[OperatorTime], inputs: CostInputs
+) -> tuple[tuple[FloatArray, FloatArray], tuple[FloatArray, FloatArray], FloatArray]:
+    """Return the exposed seconds over tp and of tokens with experts, forward and backward [N], and those hidden of the latter.
+
+    Before Blackwell communication over tp runs with products where a device has one queue, or else starts when they end; an
+    exchange beside another micro-batch needs several. Of the two the one counts that hides more.
+    Source: Megatron-LM, arguments.py, on --overlap-moe-expert-parallel-comm with tensor parallelism.
+    """
+    over_tp, overlapped = tensor_parallel_s(layer, inputs), overlapped_s(operators, times, inputs)
+    with_products = [np.minimum(*pair) for pair in zip(over_tp, overlapped, strict=True)]
+    exchanged, hidden = expert_parallel_s(layer, operators, times, inputs)
+    if inputs.cluster.weakest_device.architecture in _ONE_QUEUE and inputs.layouts.ep_overlap.any():
+        prefers_tp = with_products[0] + with_products[1] >= hidden
+        exchanged = (exchanged[0] + prefers_tp * hidden / 2, exchanged[1] + prefers_tp * hidden / 2)
+        with_products = [np.where((hidden > 0) & ~prefers_tp, 0.0, seconds) for seconds in with_products]
+        hidden = np.where(prefers_tp, 0.0, hidden)
+    return (over_tp[0] - with_products[0], over_tp[1] - with_products[1]), exchanged, hidden
+
+
 def userbuffers_bytes(boundary_bytes: Array, layouts: Any, workload: Workload) -> Array:
     """Return the buffers for products in chunks, given the hidden states of a rank; of a StepShape or a LayoutTable.
 

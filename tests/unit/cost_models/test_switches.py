@@ -172,3 +172,24 @@ def test_gradients_in_16_bits_halve_what_is_reduced_and_held() -> None:
     assert half.memory_bytes.gradients == whole.memory_bytes.gradients // 2
     table = LayoutTable.from_layouts([layout, layout.replace(gradients="compute")], 64)
     assert list(table.reduces_in_compute_dtype) == [False, True]
+
+
+@pytest.mark.parametrize(("device", "both"), [("H100-SXM-80GB", False), ("B200-180GB", True)])
+def test_before_blackwell_either_exchange_or_tensor_parallel_communication_is_hidden(device: str, both: bool) -> None:
+    """Several queues hide the one, a single queue the other (CUDA_DEVICE_MAX_CONNECTIONS)."""
+    workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
+    layout = Layout(dp_shard=4, tp=2, ep=8, zero_stage=1, ep_overlap=True)
+    exposed = {
+        switches: estimate(
+            ModelSpec.named("qwen3-30b-a3b"),
+            ClusterSpec.parse(f"8x{device}"),
+            workload,
+            layout.replace(ep_overlap=switches[0], tp_overlap=switches[1]),
+        ).breakdown_s
+        for switches in ((True, True), (True, False), (False, True), (False, False))
+    }
+    hides_tp = exposed[True, True].tp < exposed[True, False].tp
+    assert exposed[True, True].ep < exposed[False, True].ep
+    assert exposed[False, True].tp < exposed[False, False].tp
+    assert hides_tp is both
+    assert (exposed[True, False].tp > exposed[False, False].tp) is not both  # reductions beside gradients of weights
