@@ -86,6 +86,27 @@ def balance_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def skew_rows() -> list[dict[str, Any]]:
+    """Few slots and strong skew: layers one by one, each with its own call, and the worst of them."""
+    rows = []
+    for experts, gpus, per_gpu in ((64, 32, 3), (128, 64, 3), (256, 128, 3), (64, 64, 2), (256, 192, 2)):
+        for sigma in (1.3, 1.6, 2.0):
+            load, num_slots = synthetic_loads(8, experts, sigma=sigma, seed=8)[0], gpus * per_gpu
+            answers = [timed(lambda: place_experts(one[None], num_gpus=gpus, num_slots=num_slots)) for one in load]  # noqa: B023
+            balance = np.array([placement.balance[0] for placement, _, _ in answers])
+            bound = np.array([placement.lower_bound[0] for placement, _, _ in answers])
+            eplb = eplb_placement(load, num_slots=num_slots, num_gpus=gpus)
+            instance = make_instance(load, num_gpus=gpus, num_slots=num_slots)
+            eplb_balance = utilisation(instance, eplb, uniform_shares(eplb, experts)).max(axis=(0, 2))
+            values = {"ratio": float((balance / bound).mean()), "worst": float((balance / bound).max())}
+            values |= {"bound": float(bound.mean()), "eplb_ratio": float((eplb_balance / bound).mean())}
+            wall, cpu = (max(answer[idx] for answer in answers) for idx in (1, 2))
+            name = f"1 x {experts}, sigma {sigma}, {per_gpu} slots a GPU, G={gpus}, 8 layers one by one"
+            goal = "worst <= 1.05 x bound, 0.2 s" if per_gpu == 3 else "none: two slots"
+            rows.append(row(name, goal, wall, cpu, **values))
+    return rows
+
+
 def mixture_rows(data: Path) -> list[dict[str, Any]]:
     """Real OLMoE loads of six domains, the worst domain of each layer, averaged over the layers; and a domain left out."""
     stats = np.load(data / "olmoe" / "olmoe_routing_stats.npz")
@@ -234,7 +255,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
-    rows = balance_rows() + (mixture_rows(given.data) if given.data.exists() else []) + other_rows() + trace_rows()
+    rows = (
+        balance_rows()
+        + skew_rows()
+        + (mixture_rows(given.data) if given.data.exists() else [])
+        + other_rows()
+        + trace_rows()
+    )
     print(markdown(rows))
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")

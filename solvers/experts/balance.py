@@ -2,8 +2,8 @@
 
 `balance_gpus` takes the best of several starts for each layer:
     replicas by the greedy rule, packed largest first, exchanged (packing.py); with few layers or workloads also by their mean;
-    where a gap to EPLB's result or to the bound remains, restarts with other numbers of replicas and another order;
-    with `BalanceSearch.restarts` the layers with the largest gaps restart until the time is over.
+    where a gap to EPLB's result or to the bound remains, other numbers of replicas that vary while slots are packed (replicas.py);
+    with `BalanceSearch.restarts` those of the layers with the largest gaps again until the time is over.
 
 `eplb_placement` is the placement of DeepSeek's EPLB from its published description: a start, and what ours is compared with. Three
 steps: groups of experts onto nodes, as many groups on each, the heaviest first onto the node with the lowest load; within a node
@@ -25,19 +25,18 @@ import numpy as np
 
 from ...schema.errors import ConfigError
 from ...schema.units import FloatArray, IntArray
+from ..tolerances import SUMMED
 from .bounds import lower_bound
-from .instance import BestSlots, ExpertInstance, replica_counts, select_layers, uniform_objective
+from .instance import BestSlots, ExpertInstance, select_layers, uniform_objective
 from .packing import (
     Effort,
-    counts_up_to_level,
+    exchange_slots,
     greedy_counts,
-    grid_from_slots,
-    improve_grid,
     largest_first,
     list_replicas,
-    move_replicas_at_random,
     slots_from_grid,
 )
+from .replicas import vary_replicas
 
 
 def eplb_placement(
@@ -81,35 +80,23 @@ def pack_evenly(weight: FloatArray, num_packs: int) -> IntArray:
     return packs
 
 
-_NOISE = 0.15
-"""Standard deviation of the logarithm of the factors that disturb the order of replicas; twice that for their loads."""
-
-_RESTART_EFFORT = Effort(rounds=24, last=30, done_ratio=1.00001)
-"""Of one restart: short, since many are tried, and to the end, since one that ends at the bound is the last."""
-
-_MAX_MOVED = 3
-"""Replicas that a restart moves at most, so that it stays near the best counts so far."""
-
-_LEVELS = (0.4, 1.0)
-"""Of the mean: shares up to a level between these are small enough to fill GPUs without a gap."""
-
 _SEARCH_EFFORT = Effort(rounds=60, last=200, done_ratio=1.00001)
 """Of layers that are worse than EPLB's placement, of which there are few."""
 
 _SCENARIO_EFFORT, _FEW_LAYERS_EFFORT = Effort(rounds=24, last=16), Effort(rounds=60, last=200)
 """With several workloads, for which each exchange costs a multiple; and where layers are so few that it does not matter."""
 
-_BATCH = 64
-"""Layers x workloads that restart together at most."""
+_EPLB_TURNS = 8
+"""Walks at most for layers that are still worse than EPLB's placement."""
 
-_EPLB_TURNS = 40
-"""Restarts at most for layers that are still worse than EPLB's placement."""
-
-_FAR = 1.01
-"""Of the bound: layers beyond it get a restart in any case."""
+_FAR, _NEAR = 1.01, 1.003
+"""Of the bound: beyond the first the numbers of a layer's replicas vary in any case, until they reach the second."""
 
 _FEW_LAYERS = 8
-"""Up to so many a second start and a restart cost little even with several workloads."""
+"""Up to so many a second start and walks cost little even with several workloads."""
+
+_TOGETHER = 8
+"""Layers with the largest gaps that walk together until the time is over."""
 
 
 @dataclass(frozen=True)
@@ -133,85 +120,40 @@ def balance_gpus(instance: ExpertInstance, search: BalanceSearch) -> IntArray:
     if several and (search.restarts or few):
         best.offer(start(instance.weight.mean(axis=2)))
     rng = np.random.default_rng(search.seed)
-    _match_eplb(best, rng)
+    eplb_objective = _offer_eplb(best)
     bound = lower_bound(instance, weighted=False, reached=best.objective)
     if not several or few:
-        _restart(best, np.flatnonzero(best.objective > bound * _FAR), rng)
+        vary_replicas(best, bound * _NEAR, np.flatnonzero(best.objective > bound * _FAR), rng)
+    target = eplb_objective * (1 + SUMMED)
+    for _ in range(_EPLB_TURNS):
+        vary_replicas(best, target, np.flatnonzero(best.objective > target), rng)
     while search.restarts and time.perf_counter() - clock < search.time_limit_s:
         gap = best.objective / bound
-        worst = np.argsort(-gap)[: max(1, _BATCH // (4 * len(instance.load)))]
+        worst = np.argsort(-gap)[: max(1, _TOGETHER // len(instance.load))]
         worst = worst[gap[worst] > _SEARCH_EFFORT.done_ratio]
         if not len(worst):
             break
-        _restart(best, worst, rng)
+        vary_replicas(best, bound * _SEARCH_EFFORT.done_ratio, worst, rng)
     return best.placed
 
 
-def _pack_and_exchange(
-    instance: ExpertInstance, counts: IntArray, effort: Effort, noise: FloatArray | None = None
-) -> IntArray:
+def _pack_and_exchange(instance: ExpertInstance, counts: IntArray, effort: Effort) -> IntArray:
     """Return x [L, S] of r [L, E]: packed largest first, and exchanged."""
-    return exchange_slots(instance, slots_from_grid(largest_first(instance, counts, order_noise=noise)), effort)
+    return exchange_slots(instance, slots_from_grid(largest_first(instance, counts)), effort)
 
 
-def exchange_slots(instance: ExpertInstance, placed: IntArray, effort: Effort) -> IntArray:
-    """Return x [L, S] after exchanges; the numbers of replicas stay."""
-    size = instance.weight / replica_counts(placed, instance.num_experts)[:, :, None]
-    bound = np.maximum(1.0, size.max(axis=(1, 2)) / instance.gpu_speed.max())
-    return slots_from_grid(improve_grid(instance, grid_from_slots(placed, instance.slots_per_gpu), size, bound, effort))
-
-
-def _match_eplb(best: BestSlots, rng: np.random.Generator) -> None:
-    """Bring every layer to EPLB's result at least: by its slots if they keep replicas apart (C2), and by restarts."""
+def _offer_eplb(best: BestSlots) -> FloatArray:
+    """Offer EPLB's slots, exchanged, to layers that are worse and where they keep replicas apart (C2); return its (O) [L]."""
     instance = best.instance
     if np.any(instance.slots_per_gpu != instance.slots_per_gpu[0]):
-        return
+        return np.full(instance.num_layers, np.inf)
     start = eplb_placement(instance.weight.mean(axis=2), num_slots=instance.num_slots, num_gpus=instance.num_gpus)
-    eplb_objective = uniform_objective(instance, start)
-    for turn in range(_EPLB_TURNS):
-        layers = np.flatnonzero(best.objective > eplb_objective)
-        if not len(layers):
-            return
-        if turn:
-            _restart(best, layers, rng)
-            continue
-        on_gpus = np.sort(start[layers] + instance.gpu_of_slot * instance.num_experts, axis=1)
-        apart = np.all(np.diff(on_gpus, axis=1) > 0, axis=1)
-        slots = np.where(apart[:, None], start[layers], best.placed[layers])
-        best.offer(exchange_slots(select_layers(instance, layers), slots, _SEARCH_EFFORT), layers)
-
-
-def _restart(best: BestSlots, layers: IntArray, rng: np.random.Generator) -> None:
-    """Pack layers anew, several times each, and keep what is better."""
-    if not len(layers):
-        return
-    copies = max(1, _BATCH // (len(layers) * len(best.instance.load)))
-    copied = layers.repeat(copies)
-    part = select_layers(best.instance, copied)
-    counts = _perturb_counts(part, best.placed[copied], rng)
-    deviation = rng.choice([0.0, _NOISE], (len(copied), 1))  # half of the layers keep the order of their replicas
-    noise = np.exp(deviation * rng.standard_normal(counts.shape))
-    restarted = _pack_and_exchange(part, counts, _RESTART_EFFORT, noise)
-    reached = uniform_objective(part, restarted).reshape(-1, copies)
-    best.offer(restarted[np.arange(len(layers)) * copies + np.argmin(reached, axis=1)], layers)
-
-
-def _perturb_counts(instance: ExpertInstance, placed: IntArray, rng: np.random.Generator) -> IntArray:
-    """Return r [L, E], by chance one of three: a few replicas moved; the greedy rule on disturbed loads; few below a level."""
-    weight, num_layers, limit, num_slots = (
-        instance.weight.max(axis=2),
-        instance.num_layers,
-        instance.num_gpus,
-        instance.num_slots,
-    )
-    moves = rng.integers(0, _MAX_MOVED + 1, num_layers)
-    counts = move_replicas_at_random(replica_counts(placed, instance.num_experts), moves, limit, rng)
-    kind = rng.integers(0, 3, num_layers)
-    disturbed = weight * np.exp(2 * _NOISE * rng.standard_normal(weight.shape))
-    counts[kind == 1] = greedy_counts(disturbed[kind == 1], num_slots, limit)
-    level = rng.uniform(*_LEVELS, num_layers) * np.maximum(instance.gpu_speed.max(), 1.0)
-    counts[kind == 2] = counts_up_to_level(weight[kind == 2], level[kind == 2], num_slots, limit)
-    return counts
+    reached = uniform_objective(instance, start)
+    on_gpus = np.sort(start + instance.gpu_of_slot * instance.num_experts, axis=1)
+    layers = np.flatnonzero((best.objective > reached) & np.all(np.diff(on_gpus, axis=1) > 0, axis=1))
+    if len(layers):
+        best.offer(exchange_slots(select_layers(instance, layers), start[layers], _SEARCH_EFFORT), layers)
+    return reached
 
 
 def place_groups(instance: ExpertInstance, num_groups: int, search: BalanceSearch) -> IntArray:

@@ -4,9 +4,10 @@
     mean      1: utilisations are over their mean
     share     min over r of max_e LOAD[e] / r[e] / max SPEED: a replica of one expert takes that much, however it is split; with
               several workloads LOAD is the largest of them, as one r serves all
-    partners  a GPU with K slots that holds the largest share holds K - 1 other experts too (C2). With X slots beyond one for each
-              expert these take at least (sum of the roots of the K - 1 smallest loads)^2 / (K - 1 + X), by Cauchy and Schwarz.
-              Uniform split only
+    partners  a GPU with K slots that holds the largest share holds K - 1 other experts too (C2). Of the slots beyond one for each
+              expert these have X more than the least r of the other bound gives them, and then take at least (sum of the roots of
+              the K - 1 smallest shares)^2 / (K - 1 + X), by Cauchy and Schwarz: a share s / (1 + x / r) is at least s / (1 + x).
+              The largest share without these X slots plus that, the least over X. Uniform split only
     Hall      two slots on every GPU: a share above T / 2 needs a partner that is at most T less it, each another one. If for some a
               in (T/2, T] every r has more shares of a or more than shares of T - a or less, no placement reaches T (Hall's
               condition). Over r that is a knapsack, relaxed by Lagrange. Uniform split only
@@ -89,14 +90,26 @@ def lower_bound(instance: ExpertInstance, *, weighted: bool, reached: FloatArray
 
 def _partner_bound(instance: ExpertInstance) -> FloatArray:
     """Return the largest share plus the least that the other slots of its GPU can hold [L], the largest over workloads."""
-    others, extra = int(instance.slots_per_gpu.min()) - 1, instance.num_slots - instance.num_experts
-    bounds = []
-    for weight in np.moveaxis(instance.weight, 2, 0):
-        counts = greedy_counts(weight, instance.num_slots, instance.num_gpus)
-        smallest = np.sort(weight, axis=1)[:, :others]
-        partners = smallest.sum(axis=1) if extra == 0 else np.sqrt(smallest).sum(axis=1) ** 2 / max(others + extra, 1)
-        bounds.append((weight / counts).max(axis=1) + partners)
+    others = int(instance.slots_per_gpu.min()) - 1
+    bounds = [_share_with_partners(weight, others, instance) for weight in np.moveaxis(instance.weight, 2, 0)]
     return np.asarray(np.max(bounds, axis=0) / instance.gpu_speed.max())
+
+
+def _share_with_partners(weight: FloatArray, others: int, instance: ExpertInstance) -> FloatArray:
+    """Return the least over X of the largest share that all slots but X allow, and its partners with these X [L]."""
+    best, open_layers = np.full(len(weight), np.inf), np.arange(len(weight))
+    for spent in range(instance.num_slots - instance.num_experts + 1):
+        load = weight[open_layers]
+        share = load / greedy_counts(load, instance.num_slots - spent, instance.num_gpus)
+        largest = share.max(axis=1)
+        smallest = np.sort(share, axis=1)[:, :others]
+        partners = np.sqrt(smallest).sum(axis=1) ** 2 / max(others + spent, 1)
+        best[open_layers] = np.minimum(best[open_layers], largest + partners)
+        # With more of them the largest share grows; below the mean the bound says nothing.
+        open_layers = open_layers[(largest < best[open_layers]) & (best[open_layers] > 1)]
+        if not len(open_layers):
+            break
+    return best
 
 
 def _hall_bound(weight: FloatArray, num_gpus: int, low: FloatArray) -> FloatArray:

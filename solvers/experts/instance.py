@@ -28,7 +28,7 @@ Read it in six steps, the first three of which are EPLB's (balance.py), each a p
     1. how many replicas each expert gets              packing.greedy_counts        loads -> r [L, E]
     2. which GPU each replica goes to                  packing.largest_first        r -> grid of slots [L, G, K]
     3. exchanges between pairs of GPUs                 packing.improve_grid         grid -> grid, the fullest GPU lower
-    4. other starts where a gap to the bound remains   balance.balance_gpus         instance -> x [L, S]
+    4. where a gap to the bound remains, other r       replicas.vary_replicas       x -> x, r changed while packing
     5. shares of the replicas, weighted split          shares.split_loads           x -> y [L, S]
     6. from one placement to the next                  moves.rebalance_within_budget, moves.plan_transfers
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import SUMMED
-from .instance import ExpertInstance
+from .instance import ExpertInstance, replica_counts
 
 NO_EXPERT = -1
 """In a grid: no slot."""
@@ -83,20 +83,6 @@ def counts_up_to_level(weight: FloatArray, level: FloatArray, num_slots: int, li
             expert = int(np.argmax(np.where(counts[layer] < limit, share, -np.inf)))
             counts[layer, expert] += 1
             share[expert] = weight[layer, expert] / counts[layer, expert]
-    return counts
-
-
-def move_replicas_at_random(counts: IntArray, moves: IntArray, limit: int, rng: np.random.Generator) -> IntArray:
-    """Return r [L, E] after ``moves`` [L] of a replica from one expert to another, at random."""
-    counts = counts.copy()
-    rows = np.arange(len(counts))
-    for turn in range(int(moves.max(initial=0))):
-        gives = rng.random(counts.shape) * (counts > 1)
-        takes = rng.random(counts.shape) * (counts < limit)
-        giver, taker = np.argmax(gives, axis=1), np.argmax(takes, axis=1)
-        possible = (gives[rows, giver] > 0) & (takes[rows, taker] > 0) & (giver != taker) & (turn < moves)
-        counts[rows[possible], giver[possible]] -= 1
-        counts[rows[possible], taker[possible]] += 1
     return counts
 
 
@@ -226,7 +212,6 @@ def improve_grid(
     state = SlotGrid(instance, grid.copy(), size)
     if instance.num_gpus == 1:
         return state.expert
-    split = state.even and grid.shape[2] <= _SPLIT_SLOTS
     bound = bound.copy()
     for turn in range(effort.rounds + effort.last):
         active = state.fullest() > bound * effort.done_ratio
@@ -234,11 +219,24 @@ def improve_grid(
             break
         subset = state.take(active)
         if turn < effort.rounds:
-            (_split_pairs if split else _swap_pairs)(subset, *_pair_gpus(subset, turn))
+            exchange_pairs(subset, turn)
         else:
             bound[np.flatnonzero(active)[~relieve_fullest(subset)]] = np.inf
         state.put(active, subset)
     return state.expert
+
+
+def exchange_slots(instance: ExpertInstance, placed: IntArray, effort: Effort) -> IntArray:
+    """Return x [L, S] after exchanges; the numbers of replicas stay."""
+    size = instance.weight / replica_counts(placed, instance.num_experts)[:, :, None]
+    bound = np.maximum(1.0, size.max(axis=(1, 2)) / instance.gpu_speed.max())
+    return slots_from_grid(improve_grid(instance, grid_from_slots(placed, instance.slots_per_gpu), size, bound, effort))
+
+
+def exchange_pairs(state: SlotGrid, turn: int) -> None:
+    """Pair the GPUs, shifted by ``turn``, and make the best exchange of each pair."""
+    split = state.even and state.expert.shape[2] <= _SPLIT_SLOTS
+    (_split_pairs if split else _swap_pairs)(state, *_pair_gpus(state, turn))
 
 
 def _pair_gpus(state: SlotGrid, turn: int) -> tuple[IntArray, IntArray]:
