@@ -27,7 +27,6 @@ from ..schema.errors import (
     NodesNotMetError,
     RuntimeMismatchError,
 )
-from ..schema.units import counted
 from .options import Mode, OptionModel, ProfileOptions, command, option
 
 if TYPE_CHECKING:
@@ -151,7 +150,13 @@ def apply(
                 if loaded.model.code is None
                 else "add the script that builds the model and calls parallelize: meshwright apply PLAN SCRIPT",
             )
-        meeting = job.rendezvous()
+        meeting = _meeting_of_used(loaded, job.rendezvous())
+        if meeting is None:
+            typer.echo(
+                f"node {job.node_rank} stays idle: the plan uses {loaded.cluster.num_nodes} of {job.nnodes} nodes",
+                err=True,
+            )
+            return
         work = Job(
             plan=str(path.resolve()), timeout_s=job.collective_timeout_s, hang_timeout_s=job.hang_timeout_s,
             grace_s=job.grace_s, script=tuple(script or ()),
@@ -168,6 +173,23 @@ def apply(
         typer.echo(
             f"wrote {training.trace}; open it in ui.perfetto.dev, next to that of `meshwright report --trace`", err=True
         )
+
+
+def _meeting_of_used(plan: TrainingPlan, rendezvous: Rendezvous) -> Rendezvous | None:
+    """Return where the nodes that a plan uses meet, of all that it was asked for; None on a node that it leaves idle.
+
+    Raises:
+        RuntimeMismatchError: a node does not know which one it is.
+    """
+    used = plan.cluster.num_nodes
+    if plan.requested is None or rendezvous.nnodes != plan.requested.num_nodes or rendezvous.nnodes == used:
+        return rendezvous
+    if rendezvous.node_rank is None:
+        raise RuntimeMismatchError(
+            f"the plan uses {used} of {rendezvous.nnodes} nodes, so each must know which one it is",
+            help=f"add --node-rank, or run on {used} nodes only",
+        )
+    return replace(rendezvous, nnodes=used) if rendezvous.node_rank < used else None
 
 
 def _prepared(options: TrainOptions, plan: TrainingPlan, *, is_only_node: bool) -> TrainOptions:
@@ -300,7 +322,7 @@ def remaining_cluster(cluster: ClusterSpec, *, nnodes: int, devices_here: int) -
     Raises:
         ConfigError: its nodes are not all alike.
     """
-    from ..schema.offers import with_nodes
+    from ..schema.offers import with_devices_per_node, with_nodes
 
     lacks_devices = any(devices_here < group.devices_per_node for group in cluster.groups)
     if nnodes == cluster.num_nodes and not lacks_devices:
@@ -308,19 +330,7 @@ def remaining_cluster(cluster: ClusterSpec, *, nnodes: int, devices_here: int) -
     if len(cluster.groups) > 1:
         raise ConfigError(f"the nodes of {cluster.name} differ: it is not known which remain", help="plan again")
     resized = with_nodes(cluster, nnodes) if nnodes != cluster.num_nodes else cluster
-    if not lacks_devices:
-        return resized
-    group = resized.groups[0]
-    sizes: dict[int, Any] = {}
-    for level in resized.levels:  # links within a node join all of its devices
-        spans_nodes = level.domain_size > group.devices_per_node
-        size = level.domain_size * devices_here // group.devices_per_node if spans_nodes else devices_here
-        sizes.setdefault(size, level.replace(domain_size=size))
-    return resized.replace(
-        name=f"{resized.name}, {counted(devices_here, 'device')} in each node",
-        groups=(group.replace(devices_per_node=devices_here, levels=()),),
-        levels=tuple(sizes.values()),
-    )
+    return with_devices_per_node(resized, devices_here) if lacks_devices else resized
 
 
 @command()

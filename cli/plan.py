@@ -65,14 +65,7 @@ class ClusterOptions(ProfileOptions):
         Raises:
             ConfigError: it is no percentage from 0 to 90.
         """
-        number, sign, rest = self.headroom.partition("%")
-        try:
-            percent = float(number)
-        except ValueError:
-            percent = math.nan
-        if not 0 <= percent <= 90 or not sign or rest.strip():
-            raise ConfigError(f"--headroom {self.headroom}: not a percentage from 0% to 90%", help="e.g. --headroom 5%")
-        return percent / 100
+        return _fraction("--headroom", self.headroom, 90)
 
     def read(self) -> ClusterSpec:
         """Return the cluster that was named, with the headroom that was asked for; raises like `_named`."""
@@ -99,6 +92,22 @@ class ClusterOptions(ProfileOptions):
         from ..profilers.profiled_cluster import with_measured_devices
 
         return with_measured_devices(named, measured)
+
+
+def _fraction(name: str, text: str, limit: int) -> float:
+    """Read a percentage as a part of one.
+
+    Raises:
+        ConfigError: it is no percentage from 0 to ``limit``.
+    """
+    number, sign, rest = text.partition("%")
+    try:
+        percent = float(number)
+    except ValueError:
+        percent = math.nan
+    if not 0 <= percent <= limit or not sign or rest.strip():
+        raise ConfigError(f"{name} {text}: not a percentage from 0% to {limit}%", help=f"e.g. {name} 5%")
+    return percent / 100
 
 
 class TrainingOptions(OptionModel):
@@ -246,6 +255,11 @@ class SearchOptions(OptionModel):
     prefer: Literal["plain", "fastest"] = option(
         "plain", "of layouts that may be as fast as the fastest one the simplest, or always the fastest by prediction."
     )
+    batch_tolerance: str = option(
+        "0%",
+        "round the global batch by up to so much, up or down, where a sequence then takes less time.",
+        metavar="PERCENT",
+    )
     time_limit_s: float = option(60.0, "stop the search then, with the best so far.", ge=0.1, metavar="S")
     pareto: bool = option(
         False, "also find every layout (for cost: every size) that no other beats in both time and memory (money)."
@@ -317,7 +331,7 @@ COST = Mode(
     name="--objective cost",
     when=lambda values: values["objective"] == "cost",
     takes=(*_TRAINING, CostOptions),
-    without=frozenset({"expert_load"}),
+    without=frozenset({"expert_load", "batch_tolerance"}),
     why="is not for one cluster",
 )
 ENERGY = replace(COST, name="--objective energy", when=lambda values: values["objective"] == "energy")
@@ -414,9 +428,12 @@ def _plan_training(
                 min_tokens_per_s=cost.min_tokens_per_s, tokens=cost.tokens,
                 deadline_s=None if cost.deadline_h is None else 3600 * cost.deadline_h, **request,
             )  # fmt: skip
-        answer = fastest(spec, machine, workload, top=output.top, expert_load=loads, **request)
+        tolerance = _fraction("--batch-tolerance", search.batch_tolerance, 90)
+        answer = fastest(
+            spec, machine, workload, top=output.top, expert_load=loads, batch_tolerance=tolerance, **request
+        )
         if search.pareto:
-            answer = answer.replace(pareto=pareto_front(spec, machine, answer.workload, **request))
+            answer = answer.replace(pareto=pareto_front(spec, answer.cluster, answer.workload, **request))
     return answer
 
 

@@ -99,6 +99,7 @@ def cheapest(
     floor = max(min_tokens_per_s, tokens / deadline_s if tokens and deadline_s else 0.0)
     slowest_s = workload.tokens_per_step / floor * (1 + FLOOR_ROUNDING) if floor > 0 else math.inf
     request = PlanRequest.create(model, offers[0].with_size(offers[0].sizes[0]), workload, **options)
+    request.require_one_batch("the cheapest of several sizes")
     if request.offload is not None:
         require_schedulable(request)
     sizes = enumerate_sizes(offers, request, slowest_s, OBJECTIVES[objective])

@@ -100,6 +100,7 @@ def pareto(
         SolverLimitError: time was over before every layout had its bounds.
     """
     request = PlanRequest.create(model, cluster, workload, **options)
+    request.require_one_batch("a front of time and memory")
     if request.offload is not None:
         require_schedulable(request)
     layouts = _CappedLayouts(request)

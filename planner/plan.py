@@ -99,6 +99,38 @@ def plan_request(request: PlanRequest, *, top: int = 4) -> Plan:
 
 
 def plan_training(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
+    """Return the plan of what was asked, or of fewer devices or another batch where that is faster (planner/variants.py)."""
+    answer: TrainingPlan | ConfigError | InfeasibleError
+    try:
+        answer = plan_as_requested(request, top=top)
+    except (ConfigError, InfeasibleError) as error:
+        answer = error
+    if _is_settled(request, answer):
+        if isinstance(answer, TrainingPlan):
+            return answer
+        raise answer
+    from .variants import best_variant
+
+    return best_variant(request, answer, lambda variant: plan_as_requested(variant, top=top))
+
+
+FULL_NODE = 8
+"""Devices that the axes of a model can share where their number is a multiple of it."""
+
+
+def _is_settled(request: PlanRequest, answer: TrainingPlan | ConfigError | InfeasibleError) -> bool:
+    """Return whether fewer devices or another batch are not worth looking at: the devices and the batch divide well."""
+    devices, cluster = request.cluster.num_devices, request.cluster
+    if request.batch_tolerance or len(cluster.groups) > 1:
+        return not request.batch_tolerance
+    is_power_of_two = devices & (devices - 1) == 0
+    if not isinstance(answer, TrainingPlan):
+        return is_power_of_two
+    takes_uneven = request.workload.engine_facts.takes_uneven_shares
+    return (is_power_of_two or (takes_uneven and devices % FULL_NODE == 0)) and answer.is_even
+
+
+def plan_as_requested(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
     """Return the layout that is taken of those that fit: without offload, or with it where that is faster or nothing else fits."""
     if request.cluster.is_mixed and request.offload is None:
         from .device_groups import notes_on_left_out, search_device_pools

@@ -145,6 +145,7 @@ class RequestOptions(TypedDict, total=False):
     time_limit_s: float
     on_progress: OnProgress | None
     latency_limit_s: float | None
+    batch_tolerance: float
     prefer: Preference
 
 
@@ -213,6 +214,8 @@ class PlanRequest:
         deadline: of everything that is done for this request.
         on_progress: called after every expansion.
         latency_limit_s: of generation: from the prompts to the last token of a block.
+        batch_tolerance: of training: part of the global batch by which it may be rounded up or down, where a sequence then takes
+            less time (planner/variants.py).
         prefer: plain: of layouts that may be as fast the simplest (planner/choice.py); fastest: by prediction.
     """
 
@@ -225,6 +228,7 @@ class PlanRequest:
     deadline: Deadline = field(default_factory=Deadline, compare=False)
     on_progress: OnProgress | None = field(default=None, compare=False)
     latency_limit_s: float | None = None
+    batch_tolerance: float = 0.0
     prefer: Preference = "plain"
 
     @property
@@ -247,6 +251,7 @@ class PlanRequest:
         time_limit_s: float = 60.0,
         on_progress: OnProgress | None = None,
         latency_limit_s: float | None = None,
+        batch_tolerance: float = 0.0,
         prefer: Preference = "plain",
     ) -> PlanRequest:
         """Check what a user asks for and fill in what was left open.
@@ -262,6 +267,11 @@ class PlanRequest:
         """
         fields = check_fields(fixed or {}, task.fixable)
         deadline = deadline or Deadline(time_limit_s)
+        if not 0 <= batch_tolerance < 1 or (batch_tolerance and not isinstance(task, Workload)):
+            raise ConfigError(
+                f"batch_tolerance {batch_tolerance:g}: a part of the global batch of training, from 0 to below 1",
+                help="e.g. --batch-tolerance 5%",
+            )
         if not isinstance(task, Workload):
             if runnable:
                 raise ConfigError("`meshwright apply` runs training only", help="leave out runnable (--space runnable)")
@@ -291,7 +301,19 @@ class PlanRequest:
             runnable = is_trained_by_apply(model, task)
         elif runnable:
             require_our_engine(task.engine)
-        return cls(model, cluster, task, fields, runnable, offload, deadline, on_progress, prefer=prefer)
+        return cls(
+            model, cluster, task, fields, runnable, offload, deadline, on_progress,
+            batch_tolerance=batch_tolerance, prefer=prefer,
+        )  # fmt: skip
+
+    def require_one_batch(self, what: str) -> None:
+        """Refuse a tolerance for what compares layouts of one batch.
+
+        Raises:
+            ConfigError: there is a tolerance.
+        """
+        if self.batch_tolerance:
+            raise ConfigError(f"{what} is of one global batch", help="leave out batch_tolerance (--batch-tolerance)")
 
     def provenance(self) -> PlanProvenance:
         """Return where a plan that answers this request comes from."""

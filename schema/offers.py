@@ -168,6 +168,21 @@ def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
     )
 
 
+def with_devices_per_node(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
+    """Return a cluster of one group with so many devices in each node, no more than it has."""
+    group = cluster.groups[0]
+    sizes: dict[int, LinkLevel] = {}
+    for level in cluster.levels:  # links within a node join all of its devices
+        spans_nodes = level.domain_size > group.devices_per_node
+        size = level.domain_size * num_devices // group.devices_per_node if spans_nodes else num_devices
+        sizes.setdefault(size, level.replace(domain_size=size))
+    return cluster.replace(
+        name=f"{cluster.name}, {counted(num_devices, 'device')} in each node",
+        groups=(group.replace(devices_per_node=num_devices, levels=()),),
+        levels=tuple(sizes.values()),
+    )
+
+
 def offers_from_file(path: str) -> tuple[Offer, ...]:
     """Read the offers of a TOML file: [[offers]] tables, each of a device or of a cluster (docs/cluster.md).
 

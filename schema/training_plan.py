@@ -230,6 +230,22 @@ class LeftOut(Frozen):
     reason: str
 
 
+class Requested(Frozen):
+    """What was asked for, where a plan is for fewer devices or another batch because that takes less time for a sequence.
+
+    Attributes:
+        cluster, num_devices, num_nodes, global_batch_size: of the request; the plan's cluster is its first nodes, or the first
+            devices of its only node.
+        step_time_s: of the plan for exactly that; None where there is none.
+    """
+
+    cluster: str
+    num_devices: PositiveInt
+    num_nodes: PositiveInt
+    global_batch_size: PositiveInt
+    step_time_s: PositiveFloat | None = None
+
+
 class TrainingPlan(Plan):
     """A layout for a model on a cluster, complete enough to run.
 
@@ -244,6 +260,7 @@ class TrainingPlan(Plan):
             ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
         offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
         left_out: devices of the cluster that was asked for; ``cluster`` is what remains of it.
+        requested: what was asked for, where the plan leaves devices idle or has another batch; None: exactly this.
         cost: money, where the plan is the cheapest of several sizes (planner/cheapest.py).
         pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
     """
@@ -263,6 +280,7 @@ class TrainingPlan(Plan):
     pipeline_order: tuple[str, ...] = ()
     offload: OffloadSchedule | None = None
     left_out: tuple[LeftOut, ...] = ()
+    requested: Requested | None = None
     cost: CostSummary | None = None
     pareto: tuple[ParetoPoint, ...] = ()
     provenance: PlanProvenance
@@ -416,6 +434,18 @@ class TrainingPlan(Plan):
     def batch_shares(self) -> tuple[int, ...]:
         """Sequences of each data-parallel rank in a step."""
         return self.shares or even_shares(self.layout, self.workload.global_batch_size)
+
+    @property
+    def is_even(self) -> bool:
+        """Every data-parallel rank takes as many micro-batches of one size."""
+        return (
+            self.workload.global_batch_size % (self.layout.dp * self.layout.micro_batch_size) == 0 and not self.shares
+        )
+
+    @property
+    def num_idle_devices(self) -> int:
+        """Devices of what was asked for that the plan does not use."""
+        return 0 if self.requested is None else self.requested.num_devices - self.cluster.num_devices
 
     @property
     def num_microbatches(self) -> int:

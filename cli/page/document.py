@@ -146,7 +146,7 @@ def _facts(plan: TrainingPlan) -> Iterator[dict[str, str]]:
     yield fact(
         "memory", format_bytes(need), f"{100 * need / costs.budget_bytes:.0f} % of {format_bytes(costs.budget_bytes)}"
     )
-    batches = f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} on each rank"
+    batches = f"{'' if plan.is_even else 'up to '}{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} on each rank"
     yield fact("batch", f"{work.global_batch_size:,} \N{MULTIPLICATION SIGN} {work.seq_len:,}", batches, "micro-batch")
     yield fact("model", format_count(plan.model.num_params), f"{plan.model.num_blocks} blocks")
     if plan.offload is not None:

@@ -148,7 +148,9 @@ def _add_layout(table: Table, workload: Workload, layout: Layout, shares: Sequen
     microbatches = layout.num_microbatches(workload.global_batch_size)
     table.add_row("[bold]layout", "", "", f"[bold]{escape(str(layout))}")
     ranks = f"each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "the one data-parallel rank"
-    dealt = f"{counted(microbatches, 'micro-batch', 'micro-batches')} of {counted(layout.micro_batch_size, 'sequence')} on {ranks}"
+    up_to = "up to " if workload.global_batch_size % (layout.dp * layout.micro_batch_size) else ""
+    passes = counted(microbatches, "micro-batch", "micro-batches")
+    dealt = f"{up_to}{passes} of {counted(layout.micro_batch_size, 'sequence')} on {ranks}"
     if shares:
         dealt = f"{min(shares)} to {max(shares)} on {ranks}, in micro-batches of {layout.micro_batch_size}"
     sequences = f"{counted(workload.global_batch_size, 'sequence')} of {counted(workload.seq_len, 'token')}"
