@@ -7,23 +7,35 @@
    its fullest rank, every placement of one or two chunks a rank allowed; makespans, and spans where span is their goal. The
    time limit is for 1000 actions and grows with their number.
 3. Proved optima of an earlier CP-SAT study on one stage a rank: reached, and proved here by which bound.
+4. With `--authors CHECKOUT` of sail-sg/zero-bubble-pipeline-parallelism: its V-half and V-min against what a plan has time for
+   (`quick_order`) and the best of all starts (`best_greedy`), on random pipelines of equal and unequal stages, at the memory of
+   its fullest rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import io
+import itertools
 import json
+import random
+import statistics
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 from meshwright.cost_models.pipeline import orders
-from meshwright.cost_models.pipeline.orders import Pipeline
+from meshwright.cost_models.pipeline.orders import Action, Pipeline
 from meshwright.cost_models.pipeline.simulation import simulate
 from meshwright.schema.schedules import placement
-from meshwright.solvers.pipeline.greedy import WAVE_RULES, wave_order
+from meshwright.solvers.pipeline.greedy import quick_order
 from meshwright.solvers.pipeline.improve import solve, synthesise
-from meshwright.solvers.pipeline.schedule import Length, PipelineInstance, lower_bound_s
+from meshwright.solvers.pipeline.schedule import Length, PipelineInstance, best_greedy, check, lower_bound_s
+from meshwright.solvers.pipeline.waves import WAVE_RULES, wave_order
 
 PLACEMENTS = ((1, "loop"), (2, "loop"), (2, "wave"), (2, "wave_from_last"))
 
@@ -161,13 +173,87 @@ def optima(data: Path, time_limit_s: float) -> list[dict[str, Any]]:
     return rows
 
 
+def random_pipeline(seed: int) -> tuple[str, Pipeline]:
+    """Return a pipeline over a V: equal passes, unequal ones, unequal stages, or heavy ends; with and without transfers."""
+    rng = random.Random(seed)
+    ranks = rng.choice([4, 6, 8, 8, 10, 12, 16])
+    micro_batches = rng.choice([ranks, ranks + 3, 2 * ranks, 2 * ranks + 1, 3 * ranks, 4 * ranks])
+    kind = rng.choice(["equal", "passes", "transfers", "stages", "stages", "ends"])
+    times = (10.0, 10.0, 10.0) if kind == "equal" else (rng.uniform(8, 12), rng.uniform(8, 14), rng.uniform(4, 12))
+    transfer = 0.0 if kind in ("equal", "passes") else rng.choice([0.0, 0.2, 0.5, 1.0])
+    scale = [rng.uniform(0.85, 1.15) if kind == "stages" else 1.0 for _ in range(2 * ranks)]
+    if kind == "ends":
+        scale[0], scale[-1] = 1.15, rng.choice([1.2, 1.4])
+    forward, backward, weight = (tuple(round(seconds * each, 2) for each in scale) for seconds in times)
+    halves = (0.5,) * (2 * ranks)
+    return f"{kind} {ranks}x{micro_batches}", Pipeline(
+        num_microbatches=micro_batches, rank_of_stage=placement(ranks, 2, "wave"), forward_s=forward, backward_s=backward,
+        weight_s=weight, transfer_s=(transfer,) * (2 * ranks - 1), held_bytes=(1.0,) * (2 * ranks),
+        backward_freed_bytes=halves, weight_freed_bytes=halves,
+    )  # fmt: skip
+
+
+def authors_order(checkout: Path, kind: str, ranks: int, micro_batches: int) -> orders.Order:
+    """Return V-half or V-min as the authors' own module makes it; its package is not imported, which needs Megatron."""
+    package = "megatron.core.pipeline_parallel.zerobubble.scheduler"
+    for name in ("graph", "zbv_greedy"):
+        if f"{package}.{name}" not in sys.modules:
+            path = checkout.joinpath(*package.split("."), f"{name}.py")
+            for parent in itertools.accumulate(package.split("."), "{}.{}".format):
+                sys.modules.setdefault(parent, types.ModuleType(parent))
+            spec = importlib.util.spec_from_file_location(f"{package}.{name}", path)
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[f"{package}.{name}"] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    graph = sys.modules[f"{package}.zbv_greedy"].PipelineGraph(ranks, micro_batches, kind, 1, 1, 1, 0)
+    with contextlib.redirect_stdout(io.StringIO()):
+        rows = graph.create_schedule(types.SimpleNamespace(max_chunks=2, n_stages=ranks))
+    return tuple(tuple(Action(node.layer_group_idx, node.type.value, node.microbatch) for node in row) for row in rows)
+
+
+def against_authors(checkout: Path, num_draws: int) -> list[dict[str, Any]]:
+    """Both of their orders on random pipelines."""
+    rows = []
+    for seed in range(num_draws):
+        name, pipeline = random_pipeline(seed)
+        for kind in ("half", "min"):
+            theirs = simulate(pipeline, authors_order(checkout, kind, pipeline.num_ranks, pipeline.num_microbatches))
+            caps = (float(max(theirs.peak_bytes)),) * pipeline.num_ranks
+            start, cpu = time.perf_counter(), time.process_time()
+            quick = quick_order(pipeline, caps)
+            quick_cpu_s = time.process_time() - cpu
+            instance = PipelineInstance(pipeline, caps)
+            greedy = best_greedy(instance)
+            assert quick is not None and greedy is not None
+            rows.append({
+                "draw": seed, "pipeline": name, "schedule": f"v-{kind}", "memory": caps[0],
+                "theirs": round(theirs.makespan_s, 2), "quick": round(check(instance, quick) / theirs.makespan_s, 4),
+                "quick_cpu_s": round(quick_cpu_s, 3), "best": round(check(instance, greedy[1]) / theirs.makespan_s, 4),
+                "how": greedy[0], "bound": round(lower_bound_s(instance) / theirs.makespan_s, 4),
+            })  # fmt: skip
+            print(rows[-1], f"{time.perf_counter() - start:.1f} s", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("../shared/data/schedules"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--time-limit-s", type=float, default=5.0)
     parser.add_argument("--only", help="cases whose name contains this")
+    parser.add_argument("--authors", type=Path, metavar="CHECKOUT", help="only part 4; the other parts of --json stay")
+    parser.add_argument("--draws", type=int, default=60)
     arguments = parser.parse_args()
+    if arguments.authors:
+        rows = against_authors(arguments.authors, arguments.draws)
+        for column in ("quick", "best"):
+            ratios = [row[column] for row in rows]
+            print(f"{column}: {sum(r > 1 for r in ratios)} of {len(ratios)} longer, median {statistics.median(ratios):.4f}, "
+                  f"least {min(ratios):.4f}, most {max(ratios):.4f}")  # fmt: skip
+        if arguments.json:
+            before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+            arguments.json.write_text(json.dumps(before | {"authors": rows}, indent=1) + "\n")
+        return
     result: dict[str, Any] = {"time_limit_s": arguments.time_limit_s}
     if not arguments.only:
         result["bubble_rates"] = bubble_rates(arguments.data)

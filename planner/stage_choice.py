@@ -52,6 +52,9 @@ LEANEST = SMALLEST_OVER_A_V.idx
 
 NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective", "full"))
 
+MIN_IDLE_FRACTION = 0.025
+"""Idle part of a pipeline from which more orders are tried: they gain a half of it at most, less than predictions tell apart."""
+
 Fits = NDArray[np.bool_]
 """[O, S, L+1, L+1]: whether a stage may hold layers i..j-1 with one option for all."""
 
@@ -360,7 +363,7 @@ def with_schedule(costs: CostTable, schedule: int) -> CostTable:
 def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> tuple[Order, TrainingEstimate] | None:
     """Return the best order of passes found for the stages of a layout, whatever its schedule; None where none is within memory."""
     row = with_schedule(costs.select(np.array([idx])), SYNTHESISED)
-    order = quick_order(*order_instance(row, boundaries))
+    order = quick_order(*order_instance(row, boundaries), min_idle_fraction=MIN_IDLE_FRACTION)
     if order is None:
         return None
     estimate = estimate_step(replace(row, order=order), 0, boundaries)

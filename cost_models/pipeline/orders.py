@@ -15,7 +15,7 @@ import io
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -267,48 +267,60 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Order:
 
 def v_half(num_ranks: int, num_microbatches: int) -> Order:
     """Run V-half: two chunks a rank in a V, about half of 1F1B's memory; down steps take twice the time of up steps."""
-    return _periodic_v(num_ranks, num_microbatches, down=2, up=1)
+    return _periodic_v(num_ranks, num_microbatches, down=2)
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Order:
     """Run V-min: two chunks a rank in a V, about a third of 1F1B's memory."""
-    return _periodic_v(num_ranks, num_microbatches, down=1, up=1)
+    return _periodic_v(num_ranks, num_microbatches, down=1)
 
 
-def _periodic_v(num_ranks: int, num_microbatches: int, *, down: int, up: int) -> Order:
-    """Repeat one micro-batch's block of F, B, W every six slots (its six passes on each rank).
+PERIOD = 6
+"""Slots after which a block over a V repeats: its six passes on each rank."""
 
-    Neighbours run it `down` slots apart towards rank R-1 and `up` towards rank 0; the waits at the three turns are the least
-    with which no rank has two passes in one slot. What a rank holds is proportional to the slots between F and B.
+
+def _periodic_v(num_ranks: int, num_microbatches: int, *, down: int) -> Order:
+    """Repeat one micro-batch's block of F, B, W every six slots; each W takes a free slot soon after its B."""
+    slots = next(block_slots((down,) * (num_ranks - 1)))
+    return tuple(_block_row(r, 2 * num_ranks - 1 - r, slots[r], num_microbatches) for r in range(num_ranks))
+
+
+Block = list[tuple[int, int, int, int]]
+"""One micro-batch over a V: slots of F down, F up, B up and B down on each rank."""
+
+
+def block_slots(down: Sequence[int]) -> Iterator[Block]:
+    """Yield blocks that repeat every six slots.
+
+    Neighbours run it ``down`` slots [R-1] apart towards rank R-1 and one towards rank 0; the waits at the three turns are such that
+    no rank has two passes in one slot of a period, those with the shortest waits first. What a rank holds is proportional to the
+    slots between F and B.
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv:2405.15362, section 3.
     """
-    period, descent, ascent = 6, down * (num_ranks - 1), up * (num_ranks - 1)
-    for waits in sorted(itertools.product(range(1, period + 1), repeat=3), key=lambda waits: (sum(waits), waits)):
-        ways = (descent + waits[0], ascent + waits[1], descent + waits[2])
-        up_again, back, down_again = itertools.accumulate(ways)
-        slots = [
-            (down * r, up_again + up * (num_ranks - 1 - r), back + down * r, down_again + up * (num_ranks - 1 - r))
-            for r in range(num_ranks)
-        ]
-        if all(len({slot % period for slot in of_rank}) == len(of_rank) for of_rank in slots):
-            break
-    return tuple(_block_row(r, 2 * num_ranks - 1 - r, slots[r], num_microbatches, period) for r in range(num_ranks))
+    reached, ranks = np.concatenate([[0], np.cumsum(down, dtype=np.int64)]), np.arange(len(down) + 1)
+    turns = sorted(itertools.product(range(1, PERIOD + 1), repeat=3), key=lambda waits: (sum(waits), waits))
+    ways = np.array(turns) + np.array([reached[-1], len(down), reached[-1]])
+    up, back, down_again = np.cumsum(ways, axis=1).T[:, :, None]
+    shape = (len(turns), len(ranks))
+    columns = (reached, up + ranks[::-1], back + reached, down_again + ranks[::-1])
+    slots = np.stack([np.broadcast_to(column, shape) for column in columns], axis=2)
+    clashes = np.any(np.diff(np.sort(slots % PERIOD, axis=2), axis=2) == 0, axis=(1, 2))
+    for of_ranks in slots[~clashes].tolist():
+        yield [(first, second, third, fourth) for first, second, third, fourth in of_ranks]
 
 
-def _block_row(
-    lower: int, upper: int, slots: tuple[int, ...], num_microbatches: int, period: int
-) -> tuple[Action, ...]:
+def _block_row(lower: int, upper: int, slots: tuple[int, ...], num_microbatches: int) -> tuple[Action, ...]:
     """Return the actions of one rank by slot; each W takes a free slot soon after its B."""
-    first, second = sorted(set(range(period)) - {slot % period for slot in slots})
+    first, second = sorted(set(range(PERIOD)) - {slot % PERIOD for slot in slots})
 
     def after(slot: int, residue: int) -> int:
-        return slot + 1 + (residue - slot - 1) % period
+        return slot + 1 + (residue - slot - 1) % PERIOD
 
     free = ((after(slots[2], a), after(slots[3], b)) for a, b in ((first, second), (second, first)))
     stages = (lower, upper, upper, lower, upper, lower)
     kinds: tuple[Kind, ...] = ("F", "F", "B", "B", "W", "W")
     timed = [
-        (slot + period * i, Action(stage, kind, i))
+        (slot + PERIOD * i, Action(stage, kind, i))
         for slot, stage, kind in zip((*slots, *min(free, key=sum)), stages, kinds, strict=True)
         for i in range(num_microbatches)
     ]

@@ -19,9 +19,9 @@ Constraints
 
 Every rank starts as soon as its first input can arrive, as it does in a run.
 
-Method: every named order that fits the cap and every greedy variant is simulated; the best is the incumbent. CP-SAT improves it
-from that hint, in windows of time (solvers/pipeline/improve.py: `solve`), and tries to prove it where all actions fit into one
-window. Cold, CP-SAT finds nothing at 8 stages and 24 micro-batches.
+Method: every named order that fits the cap, repeated blocks (blocks.py) and every greedy variant are simulated; the best is the
+incumbent. CP-SAT improves it from that hint, in windows of time (solvers/pipeline/improve.py: `solve`), and tries to prove it where
+all actions fit into one window. Cold, CP-SAT finds nothing at 8 stages and 24 micro-batches.
 
 Bound, with head(r) = ticks until rank r's first input can arrive (zero for the span) and work(r) its busy ticks:
     length >= head(r) + work(r) + idle(r),   idle(r) >= way(r) - F(r),
@@ -47,12 +47,16 @@ from ...cost_models.pipeline.simulation import Timeline, peak_bytes, simulate
 from ...schema.errors import ConfigError, InfeasibleError
 from ...schema.schedules import SCHEDULES, placement
 from ..tolerances import ROUNDING, SUMMED
-from .greedy import EVENT_RULES, WAVE_RULES, greedy_order, refill_weight_passes, wave_order
+from .greedy import EVENT_RULES, block_orders, greedy_order, refill_weight_passes
+from .waves import WAVE_RULES, wave_order
 
 Length = Literal["makespan", "span"]
 
 _TICKS_PER_SHORTEST = 1000
 """Rounding a duration to ticks then changes it by at most 0.05 %."""
+
+MAX_BLOCKS = 6
+"""Blocks over a V that an order may start from."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ def best_greedy(instance: PipelineInstance, *, until: float = math.inf) -> tuple
 
 
 def _candidates(instance: PipelineInstance) -> Iterator[tuple[str, Order]]:
-    """Yield named orders, their weight passes refilled, then the greedy ones; without those not defined for these numbers."""
+    """Yield named orders, also with weight passes refilled, blocks and greedy ones; without those not defined for these numbers."""
     costs, caps = instance.ticked, instance.cap_bytes
     for name, make in named_orders(instance.pipeline).items():
         with contextlib.suppress(ConfigError):  # not defined for this number of micro-batches
@@ -165,6 +169,8 @@ def _candidates(instance: PipelineInstance) -> Iterator[tuple[str, Order]]:
                 for fit in (0.0, 0.5, 1.0):
                     yield f"{name}, W refilled", refill_weight_passes(costs, caps, order, fit)
     with contextlib.suppress(InfeasibleError):
+        for _, order in block_orders(costs, caps, max_blocks=MAX_BLOCKS):
+            yield "blocks", order
         if costs.rank_of_stage == placement(costs.num_ranks, 1, "loop"):
             for wave in WAVE_RULES:
                 yield "waves", wave_order(costs, caps, wave)

@@ -10,7 +10,8 @@ from meshwright.cost_models.pipeline import orders
 from meshwright.cost_models.pipeline.orders import Action, Order
 from meshwright.cost_models.pipeline.simulation import peak_bytes, simulate
 from meshwright.schema.errors import ConfigError, InfeasibleError
-from meshwright.solvers.pipeline.greedy import EVENT_RULES, WAVE_RULES, greedy_order, refill_weight_passes, wave_order
+from meshwright.solvers.pipeline.greedy import EVENT_RULES, greedy_order, refill_weight_passes
+from meshwright.solvers.pipeline.waves import WAVE_RULES, wave_order
 from pipelines import equal, pipeline, published_cases, published_pipeline, random_pipeline
 
 NAMED = {"1F1B": orders.one_f_one_b, "ZB-H1": orders.zb_h1, "ZB-H2": orders.zb_h2}
