@@ -65,6 +65,13 @@ class PoolChoice:
         rate = sum(g.num_devices * peak_flops_per_s(g.device, workload.precision) for g in cluster.groups)
         return step_flops_per_token(self.request.model, workload) * workload.tokens_per_step / rate
 
+    @property
+    def why_none(self) -> str:
+        """Say why no layout was found."""
+        if self.error is None:
+            return "no layout with them was found that fits"
+        return f"there is no layout with them: {(*self.error.details, self.error.message)[0]}"
+
     def open(self) -> LayoutProblem | None:
         """Enumerate its layouts; None where the rules leave none."""
         if self.problem is None and self.error is None:
@@ -165,8 +172,9 @@ def _left_out(
     answers = []
     for g in (g for g in range(len(parts)) if g not in best.pools):
         wider = with_parts_only(request.cluster, sorted({*best.pools, g}))
-        with_it = _best_known(by_cost.get(cost_key(wider)) or PoolChoice((), replace(request, cluster=wider)))
-        reason = "no layout on them was found that fits" if with_it is None else why_slower(with_it, chosen)
+        choice = by_cost.get(cost_key(wider)) or PoolChoice((), replace(request, cluster=wider))
+        with_it = _best_known(choice)
+        reason = choice.why_none if with_it is None else why_slower(with_it, chosen)
         answers.append(
             LeftOut(
                 devices=part_label(parts, g),

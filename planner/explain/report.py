@@ -16,6 +16,7 @@ from ...schema.layout import SWITCHES, check_fields, format_assignments
 from ...schema.layout_rules import ENGINE_RULES, require_valid
 from ...schema.units import GB, format_bytes
 from ...solvers.branch_and_bound import OnProgress
+from ..device_groups import notes_on_left_out
 from ..plan import estimate_with_schedule
 from ..planned_stages import reestimate
 from ..request import Deadline, PlanRequest
@@ -310,6 +311,7 @@ def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
         notes += _value_of_switches(plan, again_s)
     if not was_searched:
         notes.append("the time limit came before the space was searched again: gains of the best layout are left out")
+    notes += notes_on_left_out(plan.left_out, plan.estimate)
     if plan.provenance.fixed:
         notes.append(f"the plan had to keep {plan.provenance.fixed}; searches keep it too")
     if plan.provenance.space is None:

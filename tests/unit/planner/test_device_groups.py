@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from meshwright.planner import device_groups, plan, search
+from meshwright.planner import device_groups, explain, plan, search
 from meshwright.planner.device_groups import pool_choices, search_device_pools
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
@@ -95,6 +95,7 @@ def test_a_zone_that_slows_the_others_down_is_left_out_and_the_plan_says_what_it
     assert (far.zone, far.num_devices) == ("far", 16)
     assert far.step_time_s is not None and far.step_time_s > found.estimate.step_time_s
     assert any("are left out: with them a step takes" in note for note in found.notes)
+    assert any("16 x A100-SXM-40GB/far are left out" in note for note in explain(found).notes)
     path = tmp_path / "plan.json"
     found.save(path)
     assert TrainingPlan.load(path) == found
