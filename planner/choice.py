@@ -28,8 +28,8 @@ from .request import PlanRequest
 from .search import REL_GAP, SearchResult
 from .stage_choice import SYNTHESISED
 
-NUM_COARSE = 3
-"""Columns of `complexity` that weigh more than headroom."""
+NUM_COARSE, AXES_AND_PASSES = 3, 2
+"""Columns of `complexity` that weigh more than headroom, and than the dtype of gradients."""
 
 MAX_PRICE = 0.05
 """What a plainer layout may take longer by prediction, whatever the error of the ratio: what many would not give up. The mean
@@ -139,9 +139,15 @@ def choose(request: PlanRequest, result: SearchResult, *, slowest_s: float = mat
 
 
 def in_fp32(request: PlanRequest, result: SearchResult, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return near ties with 16-bit gradients once more with fp32 ones, where they fit: of both dtypes the search costs one."""
-    reduced = [c for c in candidates if c.layout(result.costs.layouts).gradients == "compute"]
-    made = [expand_with_fp32_gradients(result.costs, c.idx) for c in reduced if _is_near(request, result, c)]
+    """Return near ties with 16-bit gradients once more with fp32 ones, where they fit: of both dtypes the search costs one.
+
+    Those with the fewest axes: one of them is taken.
+    """
+    near = [c for c in candidates if _is_near(request, result, c)]
+    ranks = [_rank(request, c.layout(result.costs.layouts), lacks=False)[:AXES_AND_PASSES] for c in near]
+    plainest = [c for c, rank in zip(near, ranks, strict=True) if rank == min(ranks)]
+    reduced = [c for c in plainest if c.layout(result.costs.layouts).gradients == "compute"]
+    made = [expand_with_fp32_gradients(result.costs, c.idx) for c in reduced]
     return [candidate for candidate in made if candidate is not None]
 
 

@@ -63,7 +63,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
@@ -215,24 +215,30 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
     n, pp = instance.num_blocks, instance.shape.pp
     best, choices = np.full(n + 2, np.inf), []  # the last entry stands for numbers of blocks that cannot be
     best[0] = 0.0
-    from_before = np.arange(n + 1)[:, None] - sizes
-    from_before = np.where(from_before < 0, -1, from_before)
-    longest = _longest_chains_s(_Passes.of(instance), int(sizes[0]), int(sizes[-1]))
+    from_before = np.maximum(np.arange(n + 1)[:, None] - sizes, -1)
+    passes, smallest, largest = _Passes.of(instance), int(sizes[0]), int(sizes[-1])
     edges_s = _edges_of_chunks_s(instance, sizes) if instance.shape.num_model_chunks > 1 else ()
+
+    @cache
+    def cost_s(rank: int) -> FloatArray:
+        splits = _rank_splits(instance.shape, n, smallest, largest, rank)
+        step_s = edges_s[rank] if len(edges_s) else _edges_of_blocks_s(instance, rank, splits)
+        return _rank_cost_s(instance, rank, splits, _longest_chain_s(passes, smallest, largest, rank) + step_s)
+
     for rank in range(pp):
-        splits = _rank_splits(instance.shape, n, int(sizes[0]), int(sizes[-1]), rank)
+        if not max(best.min(), cost_s(pp - 1).min()) < below_s:  # the last rank is often the slowest
+            return SplitBound(below_s, ())
+        before = _rank_splits(instance.shape, n, smallest, largest, rank).before
         reached = np.full((n + 2, len(sizes)), np.inf)
-        step_s = longest[rank] + (edges_s[rank] if len(edges_s) else _edges_of_blocks_s(instance, rank, splits))
-        reached[splits.before[:, 0]] = np.maximum(best[splits.before], _rank_cost_s(instance, rank, splits, step_s))
+        reached[before[:, 0]] = np.maximum(best[before], cost_s(rank))
         arriving = reached[from_before, np.arange(len(sizes))]
         choices.append(sizes[np.argmin(arriving, axis=1)])
         best[:-1] = arriving.min(axis=1)
     if not best[n] < below_s:
         return SplitBound(below_s, ())
-    chosen, remaining = list[int](), n
+    chosen = list[int]()
     for choice in reversed(choices):
-        chosen.insert(0, int(choice[remaining]))
-        remaining -= chosen[0]
+        chosen.insert(0, int(choice[n - sum(chosen)]))
     return SplitBound(float(best[n]), tuple(chosen))
 
 
@@ -311,16 +317,13 @@ class _Passes:
         return cls(instance.shape, tuple(array.tobytes() for array in values), instance)
 
 
-@lru_cache(maxsize=512)
-def _longest_chains_s(passes: _Passes, min_size: int, max_size: int) -> tuple[FloatArray, ...]:
-    """Return max_p chain[p,r] of each rank [B, Y]."""
-    instance, n = passes.instance, passes.instance.num_blocks
-    longest = []
-    for rank in range(passes.shape.pp):
-        splits = _rank_splits(passes.shape, n, min_size, max_size, rank)
-        row, ways_s = _chains_s(instance, rank, splits)
-        longest.append(np.max(_passes_on_rank_s(instance, rank, splits, row) + ways_s, axis=0))
-    return tuple(longest)
+@lru_cache(maxsize=8192)
+def _longest_chain_s(passes: _Passes, min_size: int, max_size: int, rank: int) -> FloatArray:
+    """Return max_p chain[p,r] of one rank [B, Y]."""
+    instance = passes.instance
+    splits = _rank_splits(passes.shape, instance.num_blocks, min_size, max_size, rank)
+    row, ways_s = _chains_s(instance, rank, splits)
+    return np.asarray(np.max(_passes_on_rank_s(instance, rank, splits, row) + ways_s, axis=0))
 
 
 def _chains_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> tuple[IntArray, FloatArray]:
@@ -337,11 +340,9 @@ def _chains_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits) -> t
 
 def _rank_cost_s(instance: SplitBoundInstance, rank: int, splits: _RankSplits, cost_s: FloatArray) -> FloatArray:
     """Return (O) of one rank [B, Y], at least the given sum of separate maxima; infinite where that cannot be."""
-    can_be = splits.can_be
+    can_be, after = splits.can_be, np.minimum(splits.before + splits.sizes, instance.num_blocks)
     if instance.fits is not None:  # (C3)
-        can_be = (
-            can_be & instance.fits[rank, splits.before, np.minimum(splits.before + splits.sizes, instance.num_blocks)]
-        )
+        can_be = can_be & instance.fits[rank, splits.before, after]
     if instance.choices and instance.shape.num_model_chunks == 1:
         row, ways_s = _chains_s(instance, rank, splits)
         cost_s = np.maximum(cost_s, np.max(_with_choices_s(instance, rank, splits, row[:, :, 0]) + ways_s, axis=0))
