@@ -58,6 +58,9 @@ class PlacementOptions(OptionModel):
     num_gpus: int = option(8, "GPUs that share the experts of a layer.", metavar="G")
     num_slots: int | None = option(None, "experts that all GPUs hold. Default: no replicas.", metavar="S")
     num_groups: int | None = option(None, "groups of experts that stay on one node each.")
+    sources: Path | None = option(
+        None, "loads [ranks, layers, experts] by source rank, in place of LOAD: GPUs go to nodes near their tokens."
+    )
     previous: Path | None = option(None, "placement to start from.")
     move_budget: float | None = option(
         None, "experts GPUs may fetch, a layer; below 1 a part of the slots.", metavar="M", needs=("previous",)
@@ -95,11 +98,11 @@ def place(
     json: JsonOption = False,
 ) -> None:
     """Place the experts of every layer; balance, bound and gap of each."""
-    from ..planner.expert_files import read_loads, read_placement, read_trace, write_placement
+    from ..planner.expert_files import read_loads, read_placement, read_sources, read_trace, write_placement
     from ..solvers.experts.placement import place_experts
 
-    if not loads and routing.trace is None:
-        raise ConfigError("nothing to place for: name a file of loads, or --trace")
+    if not loads and routing.trace is None and options.sources is None:
+        raise ConfigError("nothing to place for: name a file of loads, --sources or --trace")
     if options.plot and options.plot.suffix != ".svg":
         raise ConfigError(f"{options.plot}: the heat map is written as .svg")
     scenarios = read_loads(loads, routing.key) if loads else None
@@ -107,10 +110,12 @@ def place(
     before = None
     if options.previous is not None:
         before = read_placement(options.previous, num_gpus=options.num_gpus, num_nodes=routing.num_nodes)
-    num_experts = scenarios.shape[2] if scenarios is not None else int(trace.max()) + 1  # type: ignore[union-attr]
-    chosen = options.model_dump(exclude={"previous", "num_slots", "out", "to", "plot"})
+    sources = None if options.sources is None else read_sources(options.sources, routing.key)
+    given = scenarios if sources is None else sources
+    num_experts = given.shape[2] if given is not None else int(trace.max()) + 1  # type: ignore[union-attr]
+    chosen = options.model_dump(exclude={"previous", "sources", "num_slots", "out", "to", "plot"})
     result = place_experts(
-        None, scenarios=scenarios, trace=trace, previous=before, num_nodes=routing.num_nodes,
+        None, scenarios=scenarios, sources=sources, trace=trace, previous=before, num_nodes=routing.num_nodes,
         num_slots=options.num_slots or num_experts, **chosen,
     )  # fmt: skip
     if options.plot:

@@ -87,6 +87,14 @@ def read_loads(paths: list[Path], key: str = "") -> FloatArray:
     return validate_loads(np.stack(loads))
 
 
+def read_sources(path: Path, key: str = "") -> FloatArray:
+    """Return loads [R, L, E] by source rank."""
+    arrays = list(_arrays(path, key).values())
+    if len(arrays) != 1 or np.ndim(arrays[0]) != 3:
+        raise ConfigError(f"{path}: loads by source are one array [ranks, layers, experts]")
+    return np.asarray(arrays[0], dtype=np.float64)
+
+
 def read_trace(path: Path, key: str = "") -> IntArray:
     """Return the experts of each token [tokens, L, top_k]."""
     arrays = _arrays(path, key)

@@ -159,6 +159,9 @@ def _offer_eplb(best: BestSlots) -> FloatArray:
 def place_groups(instance: ExpertInstance, num_groups: int, search: BalanceSearch) -> IntArray:
     """Return x [L, S] under (C4)."""
     require_even(instance, num_groups)
+    gpus = instance.num_gpus // instance.num_nodes
+    if instance.num_slots // instance.num_nodes > instance.num_experts // instance.num_nodes * gpus:
+        raise ConfigError("more replicas than GPUs: the slots of a node cannot be filled with its own experts (C2)")
     nodes = _groups_as_experts(instance, num_groups)
     groups = balance_gpus(nodes, search).reshape(instance.num_layers, instance.num_nodes, -1)
     best = BestSlots(instance, _place_within_nodes(instance, groups, search))
@@ -197,7 +200,7 @@ def _groups_as_experts(instance: ExpertInstance, num_groups: int) -> ExpertInsta
 
 
 def require_even(instance: ExpertInstance, num_groups: int) -> None:
-    """Raise unless groups divide experts and nodes divide groups, GPUs are alike and the slots of a node can be filled."""
+    """Raise unless groups divide experts, nodes divide groups, and GPUs are alike."""
     if num_groups < 1 or instance.num_experts % num_groups:
         raise ConfigError(f"{instance.num_experts} experts do not divide into {num_groups} groups")
     if num_groups % instance.num_nodes:
@@ -209,6 +212,3 @@ def require_even(instance: ExpertInstance, num_groups: int) -> None:
         raise ConfigError(
             "groups on nodes need GPUs that are alike: no slots_per_gpu and no gpu_speed beside num_groups"
         )
-    gpus = instance.num_gpus // instance.num_nodes
-    if instance.num_slots // instance.num_nodes > instance.num_experts // instance.num_nodes * gpus:
-        raise ConfigError("more replicas than GPUs: the slots of a node cannot be filled with its own experts (C2)")

@@ -33,7 +33,8 @@ Read it in six steps, the first three of which are EPLB's (balance.py), each a p
     6. from one placement to the next                  moves.rebalance_within_budget, moves.plan_transfers
 
 Around them: bounds.py (what no placement can beat, and CP-SAT on small cases), traffic.py (experts near their tokens, on few
-nodes), placement.py (the public functions). Arrays of slots are x [L, S] or grids [L, G, K], K the slots of the largest GPU.
+nodes), sources.py (GPUs near those that send to them), placement.py (the public functions). Arrays of slots are x [L, S] or
+grids [L, G, K], K the slots of the largest GPU.
 
 Routing data with known structure: loads and token traces for tests, benchmarks and first trials.
 

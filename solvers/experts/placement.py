@@ -31,6 +31,7 @@ from .instance import (
 )
 from .moves import Transfer, align_slots, count_moves, plan_transfers, rebalance_within_budget
 from .shares import split_loads
+from .sources import move_near_sources, off_node_tokens, total_of_sources, validate_sources
 from .traffic import Routing, Served, place_near_tokens, serve, serve_by_shares, validate_trace
 
 Split = Literal["uniform", "weighted"]
@@ -81,7 +82,8 @@ class ExpertPlacement:
         lower_bound: what no placement is below [L]; gap: balance / lower_bound - 1 [L].
         moves: experts that GPUs must fetch, coming from the previous placement [L]; 0 without one.
         off_node_tokens: tokens that leave the node they are on, spread evenly over the nodes [L]: with a trace a token
-            counts once for each other node that it visits, without one once for each of its experts.
+            counts once for each other node that it visits, without one once for each of its experts; with loads by source
+            those of which it is known.
         solve_s: wall-clock seconds.
         home: node that is home of each expert [L, E], and node_part: part of an expert's tokens that visit another node
             anyway and are served there [L, E, N]; None unless the placement was made for a trace.
@@ -238,6 +240,7 @@ def place_experts(
     previous: ExpertPlacement | Any = None,
     move_budget: float | None = None,
     scenarios: Any = None,
+    sources: Any = None,
     trace: Any = None,
     gpu_speed: Any = None,
     slots_per_gpu: Any = None,
@@ -265,7 +268,7 @@ def place_experts(
     """
     start = time.perf_counter()
     instance = make_instance(
-        _load_of_inputs(load, scenarios, trace),
+        _load_of_inputs(load, scenarios, trace) if sources is None else total_of_sources(sources),
         num_gpus=num_gpus,
         num_slots=num_slots,
         num_nodes=num_nodes,
@@ -282,6 +285,12 @@ def place_experts(
         move_budget is None or (num_groups is None and objective == "balance"),
         "a move budget goes with the objective balance and without groups: its exchanges keep no group on its node",
     )
+    only_balance = objective == "balance" and split == "uniform" and num_groups is None and previous is None
+    _require(
+        sources is None or (only_balance and scenarios is None and trace is None),
+        "loads by source go with the objective balance and uniform shares, without groups, scenarios, trace and previous placement",
+    )
+    from_node = None if sources is None else validate_sources(sources, instance)
     before = None if previous is None else _validate_previous(previous, instance)
     searching_s = time_limit_s if effort == "search" else time_limit_s / (1 + PROVING_RATIO)
     search = BalanceSearch(restarts=effort != "fast", time_limit_s=searching_s, seed=seed)
@@ -299,7 +308,11 @@ def place_experts(
             answer = SlotAssignment(placed, proved=proved)
     if before is not None and answer.share is None:
         answer = replace(answer, placed=align_slots(before, answer.placed, instance.gpu_of_slot))
+    if from_node is not None:
+        answer = replace(answer, placed=move_near_sources(instance, answer.placed, from_node))
     placement = finish_placement(instance, answer, split, before, start)
+    if from_node is not None:
+        placement = replace(placement, off_node_tokens=off_node_tokens(instance, answer.placed, from_node))
     if trace is not None and answer.visits is None:
         tokens = _required_trace(trace, instance)
         visits = placement.evaluate_trace(tokens, seed=seed).visits_per_token * len(tokens)
@@ -331,12 +344,14 @@ def rebalance_experts(
     """Place experts behind EPLB's signature: (phy2log [L, R], log2phy [L, E, most replicas, padded with -1], logcnt [L, E]) of
     loads [L, E].
 
-    Where groups divide among nodes, the experts of a group stay on one node, as with EPLB. Torch tensors give torch tensors.
+    Where groups divide among nodes, the experts of a group stay on one node, as with EPLB, unless the GPUs of a node have more
+    slots than their experts can fill (C2), as with one GPU a node and replicas. Torch tensors give torch tensors.
     """
     num_experts = np.shape(weight)[-1] if np.ndim(weight) else 0
     _require(num_groups >= 1 and num_nodes >= 1, f"{num_groups} groups on {num_nodes} nodes: 1 or more of each")
     _require(num_experts % num_groups == 0, f"{num_experts} experts do not divide into {num_groups} groups")
-    hierarchical = num_groups % num_nodes == 0 and num_nodes > 1
+    can_fill = num_replicas <= num_experts * (num_gpus // num_nodes)
+    hierarchical = num_groups % num_nodes == 0 and num_nodes > 1 and can_fill
     placement = place_experts(
         weight,
         num_gpus=num_gpus,

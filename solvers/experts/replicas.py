@@ -250,10 +250,15 @@ class _Changes:
         falls = (share - self._more)[:, self._rows, placed] / scale
         rises = (self._fewer - share)[:, self._rows, placed] / scale
         fall, self._rise = now - self._measure(on_gpu - falls), self._measure(on_gpu + rises) - now
-        flat, shape = (placed + self._rows * counts.shape[1]).ravel(), counts.shape
-        self.gain: FloatArray = np.bincount(flat, fall.ravel(), counts.size).reshape(shape)  # of one replica more
-        self.loss: FloatArray = np.bincount(flat, self._rise.ravel(), counts.size).reshape(shape)  # of one replica less
-        self._has = experts_on_gpus(placed, self._gpu, shape[1]).swapaxes(1, 2)  # [B, E, G]
+        num_experts = counts.shape[1]
+        flat = (placed + self._rows * num_experts).ravel()
+        self.gain = np.asarray(
+            np.bincount(flat, fall.ravel(), counts.size).reshape(counts.shape), dtype=np.float64
+        )  # of one replica more
+        self.loss = np.asarray(
+            np.bincount(flat, self._rise.ravel(), counts.size).reshape(counts.shape), dtype=np.float64
+        )  # of one replica less
+        self._has = experts_on_gpus(placed, self._gpu, num_experts).swapaxes(1, 2)  # [B, E, G]
 
     def promising(self, may_give: BoolArray, may_take: BoolArray) -> tuple[IntArray, IntArray, FloatArray]:
         """Return slots and experts to give them to [B, N], and the summed changes of the measure, infinite where not allowed."""

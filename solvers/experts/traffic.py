@@ -154,10 +154,11 @@ def _place_on_gpus(
     num_layers, num_nodes = instance.num_layers, instance.num_nodes
     placed = np.zeros((num_layers, num_nodes, instance.num_slots // num_nodes), dtype=np.int64)
     share, gpus = np.zeros(placed.shape), instance.num_gpus // num_nodes
+    num_distinct = -(-instance.num_slots // num_nodes // gpus)
     by_count: dict[int, list[tuple[int, int, IntArray]]] = {}
     for n, (routing, _) in enumerate(layers):
         for node in range(num_nodes):
-            resident = np.flatnonzero((routing.home == node) | (routing.part[:, node] > 0))
+            resident = np.flatnonzero(_residents(routing, node, layers[n][1].tokens, num_distinct))
             by_count.setdefault(len(resident), []).append((n, node, resident))
     for members in by_count.values():
         local = np.array([layers[n][1].tokens[resident, node] for n, node, resident in members])
@@ -182,6 +183,18 @@ def _place_on_gpus(
         node_part=np.array([routing.part for routing, _ in layers]),
         visits=np.array([served.visits for _, served in layers]),
     )
+
+
+def _residents(routing: Routing, node: int, served: FloatArray, num_distinct: int) -> BoolArray:
+    """Return the experts [E] that a node holds: at home, with tokens that visit it, and as many of the hottest others as it takes
+    to fill a GPU with different ones (C2 of instance.py), which stand by.
+    """
+    is_resident = (routing.home == node) | (routing.part[:, node] > 0)
+    missing = num_distinct - int(is_resident.sum())
+    if missing > 0:
+        hottest = np.argsort(-np.where(is_resident, -np.inf, served.sum(axis=1)), kind="stable")
+        is_resident[hottest[:missing]] = True
+    return np.asarray(is_resident)
 
 
 def pair_counts(tokens: IntArray, num_experts: int) -> FloatArray:
