@@ -16,6 +16,7 @@ import numpy as np
 
 from ..cost_models.coefficients import Coefficients, Scenario
 from ..cost_models.stage.interval import widened
+from ..cost_models.stage.parts import compute_parts
 from ..cost_models.stage.step import estimate_step, with_memory
 from ..cost_models.stage.table import CostTable
 from ..schema import Calibration, ClusterSpec, ConfigError, Layout, ModelSpec, TrainingEstimate, Workload
@@ -222,10 +223,25 @@ def _estimate_or_reason(costs: CostTable, idx: int, inputs: RunInputs) -> Traini
         return f"estimate: {error.message.splitlines()[0]}"
 
 
+def _cuts(costs: CostTable, idx: int, inputs: RunInputs) -> tuple[int, ...]:
+    """Return where stages begin and end: as the row says, else as its engine cuts them."""
+    stated = inputs.stage_cuts
+    is_complete = bool(stated) and stated[-1] == len(costs.kind_of_layer)
+    return stated if is_complete else boundaries(costs, idx, balanced=inputs.balanced_stages)
+
+
+def step_parts_of_run(inputs: RunInputs) -> dict[str, float]:
+    """Return the seconds of each part of a run's step by name, as `planner.step_parts.step_parts` does of a plan's."""
+    layouts = LayoutTable.from_layouts([inputs.layout], inputs.workload.global_batch_size)
+    costs = CostTable.from_layouts(inputs.model, inputs.workload, inputs.cluster, layouts)
+    cuts = _cuts(costs, 0, inputs)
+    terms = estimate_step(costs, 0, cuts).breakdown_s
+    others = {name: getattr(terms, name) for name in type(terms).model_fields if name != "compute"}
+    return compute_parts(costs, 0, cuts)._asdict() | others
+
+
 def _estimate(costs: CostTable, idx: int, inputs: RunInputs) -> TrainingEstimate:
-    cuts = inputs.stage_cuts
-    if not cuts or cuts[-1] != len(costs.kind_of_layer):
-        cuts = boundaries(costs, idx, balanced=inputs.balanced_stages)
+    cuts = _cuts(costs, idx, inputs)
     estimate = estimate_step(costs, idx, cuts)
     if not inputs.stage_layouts:
         return _with_doubts(estimate, inputs, costs.scenario)

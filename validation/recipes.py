@@ -9,28 +9,52 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pydantic import Field
+
 from ..planner import plan
 from ..planner.request import Deadline, RequestOptions
+from ..planner.step_parts import step_parts
 from ..schema.base import Frozen, PositiveFloat, PositiveInt
 from ..schema.engine_facts import PLANNED_ENGINES
 from ..schema.errors import MeshwrightError
 from ..schema.layout import SWITCHES, Layout
 from ..schema.plan import Certificate
 from ..schema.training_plan import TrainingPlan
-from .predict import Prediction, RunInputs, predict
+from .predict import Prediction, RunInputs, predict, step_parts_of_run
 from .rows import RunRow, read_runs, read_table
 
 FILE = Path(__file__).parent / "data" / "recipes.csv"
 
 
+PARTS = {
+    "waiting for the host": ("dispatch",),
+    "exchange of tokens": ("ep",),
+    "products": ("products_ideal", "products_loss"),
+    "attention": ("attention_ideal", "attention_loss"),
+    "memory-bound kernels": ("memory_bound",),
+    "copies": ("parameter_copies", "host_copies"),
+    "recompute": ("recompute",),
+    "tensor and context parallelism": ("tp", "cp"),
+    "data parallelism": ("dp", "optimizer"),
+    "bubble and transfers": ("bubble", "pp"),
+    "offload": ("offload",),
+}
+"""The terms of a step that a gain is told apart by, and their parts."""
+
+
 class PlannedRecipe(Frozen):
-    """The plan for the model, batch, machine and engine of a recipe."""
+    """The plan for the model, batch, machine and engine of a recipe.
+
+    Attributes:
+        gains: seconds of the published layout less those of the plan, by term, over the plan's step; they sum to its gain.
+    """
 
     layout: Layout
     step_time_s: PositiveFloat
     tokens_per_s_per_device: PositiveFloat
     mfu: PositiveFloat
     search: Certificate | None
+    gains: dict[str, float] = Field(default_factory=dict)
 
 
 class Recipe(Frozen):
@@ -147,5 +171,13 @@ def _with_plan(recipe: Recipe, inputs: RunInputs, deadline: Deadline) -> Recipe:
         tokens_per_s_per_device=best.estimate.tokens_per_s_per_device,
         mfu=best.estimate.mfu,
         search=best.search,
+        gains=_gains(step_parts_of_run(inputs), step_parts(best)),
     )
     return recipe.replace(planned=planned)
+
+
+def _gains(published: dict[str, float], planned: dict[str, float]) -> dict[str, float]:
+    """Return what each term of `PARTS` gains; one of nothing on both sides is left out."""
+    step_s = sum(planned.values())
+    saved = {term: sum(published[name] - planned[name] for name in names) / step_s for term, names in PARTS.items()}
+    return {term: part for term, part in saved.items() if part}

@@ -66,6 +66,9 @@ def test_a_plan_stands_beside_the_run() -> None:
     published = recipe.layout
     assert published is not None and recipe.planned.layout.world_size == published.world_size == 16
     assert recipe.planned_figure == recipe.planned.tokens_per_s_per_device
+    assert recipe.predicted is not None and recipe.planned_figure is not None
+    assert sum(recipe.planned.gains.values()) == pytest.approx(recipe.planned_figure / recipe.predicted - 1, abs=1e-6)
+    assert recipe.planned.gains["waiting for the host"] > 0.1  # graphs, which the published run did not have
     stopped = Deadline()
     stopped.stop()
     (recipe,) = with_plans(pairs, time_limit_s=60, deadline=stopped)
