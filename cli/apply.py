@@ -182,14 +182,19 @@ def _meeting_of_used(plan: TrainingPlan, rendezvous: Rendezvous) -> Rendezvous |
         RuntimeMismatchError: a node does not know which one it is.
     """
     used = plan.cluster.num_nodes
-    if plan.requested is None or rendezvous.nnodes != plan.requested.num_nodes or rendezvous.nnodes == used:
+    idle = {node for pool in plan.left_out for node in pool.nodes}
+    described = used + len(idle) if idle else used if plan.requested is None else plan.requested.num_nodes
+    if rendezvous.nnodes != described or described == used:
         return rendezvous
     if rendezvous.node_rank is None:
         raise RuntimeMismatchError(
             f"the plan uses {used} of {rendezvous.nnodes} nodes, so each must know which one it is",
             help=f"add --node-rank, or run on {used} nodes only",
         )
-    return replace(rendezvous, nnodes=used) if rendezvous.node_rank < used else None
+    nodes = [node for node in range(described) if node not in idle][:used]
+    if rendezvous.node_rank not in nodes:
+        return None
+    return replace(rendezvous, nnodes=used, node_rank=nodes.index(rendezvous.node_rank))
 
 
 def _prepared(options: TrainOptions, plan: TrainingPlan, *, is_only_node: bool) -> TrainOptions:

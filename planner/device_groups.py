@@ -180,6 +180,7 @@ def _left_out(
                 devices=part_label(parts, g),
                 zone=parts[g].cluster.groups[0].zone,
                 num_devices=parts[g].cluster.num_devices,
+                nodes=parts[g].nodes,
                 step_time_s=None if with_it is None else with_it.step_time_s,
                 reason=reason,
             )

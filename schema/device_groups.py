@@ -26,7 +26,10 @@ def with_parts_in_order(cluster: ClusterSpec, parts: Sequence[ClusterPart]) -> C
 
 
 def with_parts_only(cluster: ClusterSpec, used: Sequence[int]) -> ClusterSpec:
-    """Return the cluster of some of a mixed cluster's device pools, joined by the best link that is known to join them all."""
+    """Return the cluster of some of a mixed cluster's device pools, joined by the best link that is known to join them all.
+
+    Its nodes keep their order.
+    """
     parts = cluster.parts
     if len(used) == len(parts):
         return cluster
@@ -34,14 +37,14 @@ def with_parts_only(cluster: ClusterSpec, used: Sequence[int]) -> ClusterSpec:
     if len(used) == 1:
         return parts[used[0]].cluster.replace(name=name)
     chosen = [parts[g] for g in used]
-    groups = tuple(cluster.groups[i] for part in chosen for i in part.groups)
+    groups = tuple(cluster.groups[i] for i in sorted(i for part in chosen for i in part.groups))
     zones, sizes = {group.zone for group in groups}, [part.cluster.num_devices for part in chosen]
     inner = [level for level in cluster.levels[:-1] if all(size % level.domain_size == 0 for size in sizes)]
     return cluster.replace(
         name=name,
         groups=groups,
         levels=(*inner, _joining_level(cluster, zones, sum(sizes))),
-        bandwidth_matrix=cluster.bandwidths_of([n for part in chosen for n in part.nodes]),
+        bandwidth_matrix=cluster.bandwidths_of(sorted(n for part in chosen for n in part.nodes)),
         zone_links=tuple(join for join in cluster.zone_links if zones.issuperset(join.zones)),
     )
 

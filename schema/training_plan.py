@@ -219,6 +219,7 @@ class LeftOut(Frozen):
 
     Attributes:
         devices, zone, num_devices: which ones: a device pool of the cluster.
+        nodes: where they stand in that cluster; the plan's is the others, in their order.
         step_time_s: of the best layout that was found with them; None where none fits.
         reason: what they would cost.
     """
@@ -226,6 +227,7 @@ class LeftOut(Frozen):
     devices: str
     zone: str = ""
     num_devices: PositiveInt
+    nodes: tuple[NonNegativeInt, ...] = ()
     step_time_s: PositiveFloat | None = None
     reason: str
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from meshwright.cli.apply import _meeting_of_used
 from meshwright.planner import device_groups, explain, plan, search
 from meshwright.planner.device_groups import pool_choices, search_device_pools
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
+from meshwright.runtime.job.rendezvous import Rendezvous
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.device_groups import with_parts_only
 from test_mixed import DEVICES, group_of, joined, shortened
@@ -99,6 +101,22 @@ def test_a_zone_that_slows_the_others_down_is_left_out_and_the_plan_says_what_it
     path = tmp_path / "plan.json"
     found.save(path)
     assert TrainingPlan.load(path) == found
+
+
+def test_apply_on_all_nodes_leaves_those_idle_that_the_plan_leaves_out(tmp_path: Path) -> None:
+    """The far zone stands between the others."""
+    groups = ZONES.split("[[groups]]")
+    text = "[[groups]]".join([groups[0], groups[1], groups[3].split("[[levels]]")[0], groups[2]])
+    text += "[[levels]]" + ZONES.split("[[levels]]", 1)[1]
+    cluster = zones(tmp_path, text=text)
+    found = plan(ModelSpec.named("llama-3.2-1b"), cluster, Workload(seq_len=2048, global_batch_size=96), top=0)
+    assert found.left_out[0].nodes == (4, 5, 6, 7)
+    assert [group.zone for group in found.cluster.groups] == ["one", "two"]
+    meetings = [_meeting_of_used(found, Rendezvous(nnodes=12, node_rank=n, endpoint="host:1")) for n in range(12)]
+    assert [None if job is None else job.node_rank for job in meetings] == [0, 1, 2, 3, *[None] * 4, 4, 5, 6, 7]
+    assert {job.nnodes for job in meetings if job is not None} == {8}
+    alone = Rendezvous(nnodes=8, node_rank=7, endpoint="host:1")
+    assert _meeting_of_used(found, alone) == alone
 
 
 def test_nothing_is_left_out_where_the_links_between_zones_are_fast(tmp_path: Path) -> None:
