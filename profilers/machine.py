@@ -251,6 +251,14 @@ def cpu_rank_environment() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
+            return name
+    return None
+
+
 def first_host(nodes: str) -> str:
     """Return the first of the names that a list of Slurm's stands for: ``gpu[003-007,12],login`` begins with gpu003."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...schema.base import read_json, write_atomically
+from ...schema.base import read_json
 from ...schema.errors import MeshwrightError, ProfileError
 from ...schema.profile import Machine, Profile, ProfileProvenance, ProfileSection, ProfileSectionName
 from ...schema.units import GIB, format_bytes
-from ..machine import busy_fraction, first_host, gpu_state, identify, num_cores, total_memory
+from ..machine import busy_fraction, first_host, gpu_state, identify, interface_of, num_cores, total_memory
 from ..measure.kernels import stream_bandwidth
 from ..measure.links import node_matrix
 from ..measure.timing import Bench, Points
@@ -105,8 +105,9 @@ def _join(task: ProfileTask) -> tuple[RankPlace, torch.device]:
     if on_gpu:
         torch.cuda.set_device(device)
     options: dict[str, Any] = {"timeout": timedelta(seconds=300), "device_id": device if on_gpu else None}
-    if task.folder:
-        options |= {"store": _store(Path(task.folder), rank), "rank": rank, "world_size": size}
+    if task.folder:  # one machine, whose ranks nobody else reaches
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1") or "lo")
+        options |= {"store": dist.FileStore(str(Path(task.folder) / "store"), size), "rank": rank, "world_size": size}
     dist.init_process_group(task.backend, **options)
     node_key = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", socket.gethostname()))
     nodes = [(key, len(list(same))) for key, same in groupby(Bench(device, task.sample_s).gather(node_key))]
@@ -133,18 +134,6 @@ def _take_names_from_slurm() -> None:
         hosts = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", "localhost"))
         os.environ.setdefault("MASTER_ADDR", first_host(hosts))
         os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
-
-
-def _store(folder: Path, rank: int) -> dist.Store:
-    """Return the store of the ranks of one launcher: at a free port that the first one has noted in its folder."""
-    note = folder / "port.txt"
-    if rank == 0:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        write_atomically(note, str(store.port))
-        return store
-    while not note.exists():
-        time.sleep(0.01)
-    return dist.TCPStore("localhost", int(note.read_text()), is_master=False, wait_for_workers=False)
 
 
 def require_memory(bench: Bench) -> None:

@@ -1,7 +1,7 @@
 """The meeting of a job's nodes: where it is, which node is which, and the store through which all ranks find each other.
 
 One node holds a store at the endpoint; every node counts itself in and waits until all are there. The ranks use the same store, so
-that it stays until the last node is done. A job of one node has a store of its own at a free port.
+that it stays until the last node is done. A job of one node has a store of its own, and its ranks meet, on the loopback alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-import psutil
 import torch.distributed as dist
 
-from ...profilers.machine import first_host
+from ...profilers.machine import first_host, interface_of
 from ...schema import ConfigError
 from ...schema.base import shown
 from ...schema.errors import NodesNotMetError
@@ -28,6 +27,7 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range); two jobs on a node have different numbers."""
 
 _GIVE_PLACE = "say where the nodes meet: --nnodes N --node-rank I --rdzv-endpoint HOST:PORT"
+_LOOPBACK, _GLOO_INTERFACE = "127.0.0.1", "GLOO_SOCKET_IFNAME"
 _TRY_S, _POLL_S = 2.0, 0.1
 _LEAVE_S = 300.0
 """How long the node with the store waits for nodes whose ranks are not done when its own are."""
@@ -75,8 +75,8 @@ class Meeting:
 def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
     """Wait for all nodes of a job; the store stays while inside, and where the body ends well until every node's has."""
     if rendezvous.nnodes == 1:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        yield Meeting(0, _variables("localhost", store.port))
+        store = _loopback_store()
+        yield Meeting(0, _variables(_LOOPBACK, store.port) | _socket_interface(_LOOPBACK))
         return
     assert rendezvous.endpoint is not None
     host, _, port = rendezvous.endpoint.rpartition(":")
@@ -98,16 +98,26 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
     try:
         node_rank = number - 1 if rendezvous.node_rank is None else rendezvous.node_rank
         variables, address = _variables(host, int(port)), local_address(rendezvous.endpoint)
-        interface = interface_of(address) if address and "GLOO_SOCKET_IFNAME" not in os.environ else None
-        if interface:  # by itself gloo takes that of the machine's name, which may be the loopback
-            variables["GLOO_SOCKET_IFNAME"] = interface
-        yield Meeting(node_rank, variables)
+        yield Meeting(node_rank, variables | _socket_interface(address))
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
             shared.add("done", 1)
             if is_host:
                 _wait_for(shared, "done", rendezvous.nnodes, _LEAVE_S)
     finally:
         del shared, store  # a traceback would hold them, and with them the port
+
+
+def _loopback_store() -> dist.TCPStore:
+    """Return a store at a free port that only this machine reaches; by itself torch listens on every interface."""
+    listener = socket.create_server((_LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _socket_interface(address: str | None) -> dict[str, str]:
+    """Return by which interface gloo's ranks meet: that of an address. By itself it takes that of the machine's name."""
+    interface = interface_of(address) if address and _GLOO_INTERFACE not in os.environ else None
+    return {_GLOO_INTERFACE: interface} if interface else {}
 
 
 def _variables(host: str, port: int) -> dict[str, str]:
@@ -182,14 +192,6 @@ def is_endpoint_local(endpoint: str) -> bool | None:
     if address not in addresses(endpoint.rpartition(":")[0].strip("[]")):
         return False
     return None if address in addresses(socket.gethostname()) else True
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an address."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
-            return name
-    return None
 
 
 # --- Slurm -----------------------------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
-from meshwright.profilers.machine import first_host
+from meshwright.profilers.machine import first_host, interface_of
 from meshwright.runtime.job.rendezvous import (
     Rendezvous,
-    interface_of,
     is_endpoint_local,
     local_address,
     meet,
@@ -104,3 +107,34 @@ def test_node_too_many_is_refused(endpoint_here: str) -> None:
             pass
         other.result()
     assert "--rdzv-id" in caught.value.details[0]
+
+
+RANK = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=2)
+dist.all_reduce(torch.ones(1))
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_job_of_one_node_listens_on_the_loopback_alone() -> None:
+    with meet(Rendezvous()) as meeting:
+        environment = {**os.environ, **meeting.variables}
+        command = (sys.executable, "-c", RANK)
+        ranks = [
+            subprocess.Popen([*command, str(rank)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for rank in range(2)
+        ]
+        try:
+            assert all(rank.stdout is not None and rank.stdout.readline() == b"met\n" for rank in ranks)
+            processes = [psutil.Process(), *(psutil.Process(rank.pid) for rank in ranks)]
+            listening = [
+                {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+                for process in processes
+            ]
+        finally:
+            for rank in ranks:
+                rank.communicate()
+    assert listening[0] == {"127.0.0.1"}
+    assert set().union(*listening) == {"127.0.0.1"}
