@@ -327,21 +327,19 @@ def _token_dispatch(
     row: RunRow, model: ModelSpec, layout: Layout, defaults: FrameworkDefaults
 ) -> Literal["engine", "copies"]:
     """Return how tokens travel between nodes: as the notes of a row say, else as recipes of its framework do."""
-    latent = ", latent" if isinstance(model.block_runs[-1][0].attention, LatentAttention) else ""
     noted = stated("token dispatch", row.notes)
-    return cast(
-        "Literal['engine', 'copies']",
-        defaults.noted("token_dispatch", noted, _run_of_recipe(row, model, layout) + latent),
-    )
+    run = _run_of_recipe(row, model, layout)
+    return cast("Literal['engine', 'copies']", defaults.noted("token_dispatch", noted, run))
 
 
 def _run_of_recipe(row: RunRow, model: ModelSpec, layout: Layout) -> str:
-    """Return what recipes of one framework differ by: device, experts, precision, stages of a rank, release."""
+    """Return what recipes of one framework differ by: device, experts, precision, stages of a rank, release, attention."""
     mlp = getattr(model.block_runs[-1][0], "mlp", None) if row.experts else None
     kind = "dense" if mlp is None else "biased experts" if isinstance(mlp, MoE) and mlp.expert.bias else "experts"
     stages = f"{layout.pp}x{layout.num_model_chunks}"
     release = row.software_date[2:].replace("-", ".") or "unknown"
-    return f": {row.gpu_type}, {kind}, {row.precision}, stages {stages}, release {release}"
+    latent = ", latent" if isinstance(getattr(model.block_runs[-1][0], "attention", None), LatentAttention) else ""
+    return f": {row.gpu_type}, {kind}, {row.precision}, stages {stages}, release {release}{latent}"
 
 
 def _switch(choice: str, words: str, row: RunRow, run: str, defaults: FrameworkDefaults) -> bool:

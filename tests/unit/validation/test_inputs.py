@@ -394,6 +394,12 @@ def test_layout_text_round_trips_what_is_predicted_only() -> None:
             "engine",
         ),
         ("NeMo/Megatron-Core", {"gpu_type": "GB200-186GB"}, {"cuda_graphs", "expert_graphs"}, "copies"),
+        (
+            "Megatron-Core/NeMo",
+            {"gpu_type": "B200-180GB", "notes": "25.09 NeMo Container"},
+            {"cuda_graphs", "expert_graphs"},
+            "copies",
+        ),
         ("Megatron-LM", {"gpu_type": "H100-SXM-80GB"}, set(), "copies"),
         ("Megatron-LM", {"notes": "EP overlap; DeepEP, no CUDA graphs"}, {"ep_overlap"}, "engine"),
         ("somebody's", {"gpu_type": "GB200-186GB", "notes": "26.08 NeMo Container"}, set(), "copies"),
