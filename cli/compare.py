@@ -11,7 +11,7 @@ import typer
 from ..schema.errors import ConfigError, InfeasibleError, MeshwrightError
 from .explain import SourceOptions, tell_assumptions
 from .options import JsonOption, Mode, OptionModel, command, option
-from .plan import ClusterOptions
+from .plan_options import ClusterOptions
 from .terminal import INTERRUPTED, search_progress, show, show_answer, stopping_on_interrupt
 
 if TYPE_CHECKING:

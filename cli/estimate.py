@@ -8,7 +8,7 @@ import typer
 
 from .complete import complete_layout
 from .options import JsonOption, ModelArgument, command
-from .plan import ClusterOptions, OffloadOptions, PrecisionOptions, TrainingOptions
+from .plan_options import ClusterOptions, OffloadOptions, PrecisionOptions, TrainingOptions
 from .terminal import show_answer
 
 

@@ -12,7 +12,7 @@ from ..schema import TrainingPlan
 from ..schema.errors import ConfigError
 from .complete import complete_engines, complete_layout, complete_targets
 from .options import JsonOption, OptionModel, PlanArgument, command, option
-from .plan import SearchOptions
+from .plan_options import SearchOptions
 from .terminal import INTERRUPTED, progress_bar, stopping_on_interrupt
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ...schema.engine_facts import OWN_ENGINE, Engine
 from ...schema.layout import parse_assignments
 from ...schema.task import Workload
 from ...schema.units import format_bytes, format_count, format_seconds
-from ..plan import TrainingOptions
+from ..plan_options import TrainingOptions
 
 if TYPE_CHECKING:
     from ...solvers.branch_and_bound import OnProgress

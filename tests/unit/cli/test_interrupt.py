@@ -60,7 +60,8 @@ def test_interrupted_search_gives_its_incumbent_with_an_honest_gap(tmp_path, mon
 
 def test_interrupt_before_any_answer_writes_nothing(tmp_path, monkeypatch) -> None:
     press(monkeypatch, lambda incumbent_s: incumbent_s is None)
-    result = CliRunner().invoke(app, PLAN)
+    nothing_fits = [word.replace("16xH100", "4xH100").replace("3.1-8b", "3.1-70b") for word in PLAN]
+    result = CliRunner().invoke(app, nothing_fits)
     assert result.exit_code == 130, result.output
     assert result.stdout == ""
     assert "before any layout that fits was found" in result.stderr

@@ -19,7 +19,7 @@ from meshwright.cli.page import glossary
 from meshwright.cli.page.command import OPTIONS, command_of
 from meshwright.cli.page.document import page
 from meshwright.cli.page.groups import MAX_CARDS, axis_strides, group_map
-from meshwright.cli.plan import TrainingOptions
+from meshwright.cli.plan_options import TrainingOptions
 from meshwright.planner import plan as fastest
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, TrainingPlan, Workload
 
