@@ -143,8 +143,7 @@ def _recompute_fields(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults
 
 def _recompute(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Recompute:
     if row.recompute_class not in ("none", "selective", "full"):
-        latent = ": latent" if isinstance(model.block_runs[-1][0].attention, LatentAttention) else ""
-        return cast("Recompute", defaults.assume("recompute", f": {row.sharding}{latent}"))
+        return cast("Recompute", defaults.assume("recompute", f": {row.sharding}{_recomputed_trait(row, model)}"))
     if row.recompute_class == "selective" and not keeps_scores(row, model, defaults):
         meaning = defaults.value("selective_recompute")
         if meaning == "core" and not recompute_modules(row):
@@ -152,6 +151,12 @@ def _recompute(row: RunRow, model: ModelSpec, defaults: FrameworkDefaults) -> Re
         if meaning == "blocks":
             return "full"
     return cast("Recompute", row.recompute_class)
+
+
+def _recomputed_trait(row: RunRow, model: ModelSpec) -> str:
+    """Return what recipes choose recompute by: latent attention, or biases of experts with precision and release."""
+    biased = f": biased experts, {row.precision}, release {_release(row)}" if _has_biased_experts(model) else ""
+    return ": latent" if _has_latent_attention(model) else biased
 
 
 def recompute_modules(row: RunRow) -> tuple[Module, ...]:
@@ -250,7 +255,9 @@ def workload_of(row: RunRow, model: ModelSpec, layout: Layout, defaults: Framewo
     trained = "adapters" if adapters else "all"
     of_time = f": {row.gpu_class or row.gpu_type}, {row.software_date or 'undated'}"
     is_lean = not row.optimizer and defaults.value("lean_optimizer", f": {trained}, {row.n_gpus} devices")
-    modules, facts = recompute_modules(row), ENGINES[_engine(row, layout, defaults)]
+    facts = ENGINES[_engine(row, layout, defaults)]
+    named = str(defaults.value("recompute_modules", _recomputed_trait(row, model)))
+    modules = recompute_modules(row) or tuple(cast("Module", name) for name in named.split())
     is_per_operator = defaults.value("selective_recompute") == "alternate_products" and "layer" not in row.recompute
     generation = defaults.noted("flash_generation", stated("flash generation", row.notes))
     return Workload(
@@ -332,14 +339,25 @@ def _token_dispatch(
     return cast("Literal['engine', 'copies']", defaults.noted("token_dispatch", noted, run))
 
 
+def _release(row: RunRow) -> str:
+    return row.software_date[2:].replace("-", ".") or "unknown"
+
+
+def _has_latent_attention(model: ModelSpec) -> bool:
+    return isinstance(getattr(model.block_runs[-1][0], "attention", None), LatentAttention)
+
+
+def _has_biased_experts(model: ModelSpec) -> bool:
+    mlp = getattr(model.block_runs[-1][0], "mlp", None)
+    return isinstance(mlp, MoE) and mlp.expert.bias
+
+
 def _run_of_recipe(row: RunRow, model: ModelSpec, layout: Layout) -> str:
     """Return what recipes of one framework differ by: device, experts, precision, stages of a rank, release, attention."""
-    mlp = getattr(model.block_runs[-1][0], "mlp", None) if row.experts else None
-    kind = "dense" if mlp is None else "biased experts" if isinstance(mlp, MoE) and mlp.expert.bias else "experts"
+    kind = "dense" if not row.experts else "biased experts" if _has_biased_experts(model) else "experts"
     stages = f"{layout.pp}x{layout.num_model_chunks}"
-    release = row.software_date[2:].replace("-", ".") or "unknown"
-    latent = ", latent" if isinstance(getattr(model.block_runs[-1][0], "attention", None), LatentAttention) else ""
-    return f": {row.gpu_type}, {kind}, {row.precision}, stages {stages}, release {release}{latent}"
+    latent = ", latent" if _has_latent_attention(model) else ""
+    return f": {row.gpu_type}, {kind}, {row.precision}, stages {stages}, release {_release(row)}{latent}"
 
 
 def _switch(choice: str, words: str, row: RunRow, run: str, defaults: FrameworkDefaults) -> bool:
