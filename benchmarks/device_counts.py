@@ -71,13 +71,13 @@ def measured(case: Case, stride: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sizes_without_layout(engine: str, batch: int = BATCH) -> dict[str, int]:
+def sizes_without_layout(engine: str, batch: int = BATCH, model: str = "llama-3.1-8b") -> dict[str, int]:
     """Count the sizes of 1 to 64 nodes of eight that have no layout at all."""
-    model, without = ModelSpec.named("llama-3.1-70b"), 0
+    spec, without = ModelSpec.named(model), 0
     for n in NODES:
         work = Workload(seq_len=SEQ_LEN, global_batch_size=batch, engine=engine)
         try:
-            build_space(PlanRequest.create(model, ClusterSpec.parse(f"{n}xH100-SXM-80GB"), work))
+            build_space(PlanRequest.create(spec, ClusterSpec.parse(f"{n}xH100-SXM-80GB"), work))
         except ConfigError:
             without += 1
     return {"sizes": len(NODES), "no layout": without}

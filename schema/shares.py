@@ -7,6 +7,8 @@ must run as many passes; a pass for which a rank has no sequence left repeats on
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -36,6 +38,24 @@ def dealt(total: int, num_ranks: int, unit: int = 1) -> tuple[int, ...]:
     """Return ``total`` sequences dealt to ranks as evenly as whole ``units`` allow, the first ones taking what is left over."""
     each, more = divmod(total // unit, num_ranks)
     return tuple(unit * (each + (rank < more)) for rank in range(num_ranks))
+
+
+def dealt_by_speed(total: int, seconds: Sequence[float], unit: int = 1) -> tuple[int, ...]:
+    """Return ``total`` sequences dealt so that the rank that is busy longest ends as soon as possible, a unit to each at least.
+
+    ``(O) min max_d n[d] seconds[d]``: each further unit goes to the rank that is then done first, which no other deal beats.
+
+    Args:
+        seconds: that one unit takes each rank.
+    """
+    shares = [unit] * len(seconds)
+    ends = [(2 * each, rank) for rank, each in enumerate(seconds)]
+    heapq.heapify(ends)
+    for _ in range(total // unit - len(seconds)):
+        end_s, rank = ends[0]
+        shares[rank] += unit
+        heapq.heapreplace(ends, (end_s + seconds[rank], rank))
+    return tuple(shares)
 
 
 def even_shares(layout: Layout, global_batch_size: int) -> tuple[int, ...]:

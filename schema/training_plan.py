@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -16,7 +18,7 @@ from .offers import CostSummary, ParetoPoint
 from .offload import LayerOffload, OffloadSchedule, why_not_offloadable
 from .plan import Estimate, Plan, PlanProvenance
 from .schedules import SCHEDULES, placement
-from .shares import even_shares
+from .shares import dealt_by_speed, even_shares
 from .task import Workload
 from .units import format_bytes, format_seconds
 
@@ -436,6 +438,24 @@ class TrainingPlan(Plan):
     def batch_shares(self) -> tuple[int, ...]:
         """Sequences of each data-parallel rank in a step."""
         return self.shares or even_shares(self.layout, self.workload.global_batch_size)
+
+    def dealt_by(self, seconds: Sequence[float]) -> Self:
+        """Return the plan with shares for data-parallel ranks of unlike speed: a throttled node, a shared one.
+
+        The estimate stays that of ranks that are all as fast as planned.
+
+        Args:
+            seconds: that each data-parallel rank takes for a sequence, measured or relative.
+
+        Raises:
+            ConfigError: they are not one positive number for each data-parallel rank.
+        """
+        if len(seconds) != self.layout.dp or not all(0 < each < math.inf for each in seconds):
+            raise ConfigError(
+                f"{len(seconds)} speeds for {self.layout.dp} data-parallel ranks: give positive seconds of each"
+            )
+        unit = self.layout.micro_batch_size if self.layout.pp > 1 else 1
+        return self.replace(shares=dealt_by_speed(self.workload.global_batch_size, seconds, unit))
 
     @property
     def is_even(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.schema import Layout, ModelSpec, Workload
 from meshwright.schema.engine_facts import ENGINES, PLANNED_ENGINES
 from meshwright.schema.layout_rules import ENGINE_RULES, broken_rules, problem_facts
-from meshwright.schema.shares import dealt, even_shares, passes_together
+from meshwright.schema.shares import dealt, dealt_by_speed, even_shares, passes_together
 
 
 @given(total=st.integers(1, 5000), num_ranks=st.integers(1, 300), unit=st.integers(1, 9))
@@ -18,6 +20,15 @@ def test_everything_is_dealt_once_and_as_evenly_as_units_allow(total: int, num_r
     assert max(shares) - min(shares) in (0, unit)
     assert list(shares) == sorted(shares, reverse=True)
     assert max(shares) == unit * -(-total // num_ranks)
+
+
+@given(total=st.integers(3, 9), seconds=st.lists(st.sampled_from([1.0, 1.5, 2.0, 7.0]), min_size=1, max_size=3))
+def test_no_other_deal_ends_sooner(total: int, seconds: list[float]) -> None:
+    shares = dealt_by_speed(total, seconds)
+    assert sum(shares) == total and min(shares) >= 1
+    deals = (d for d in itertools.product(range(1, total + 1), repeat=len(seconds)) if sum(d) == total)
+    ends = [max(n * each for n, each in zip(deal, seconds, strict=True)) for deal in deals]
+    assert max(n * each for n, each in zip(shares, seconds, strict=True)) == min(ends)
 
 
 @given(batch=st.integers(1, 2000), dp=st.integers(1, 64), size=st.integers(1, 16), pp=st.sampled_from([1, 2]))
