@@ -10,13 +10,15 @@ EPLB's seconds are those of our vectorised implementation of its algorithm, not 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from meshwright.runtime.models.hot_experts import choose_hot
 from meshwright.solvers.experts.balance import eplb_placement
 from meshwright.solvers.experts.instance import (
     Router,
@@ -133,6 +135,43 @@ def mixture_rows(data: Path) -> list[dict[str, Any]]:
         row("OLMoE, the domain left out of the mix, S=72 G=8", "none: what does not generalise", None, None, **values)
     )
     return rows
+
+
+def hot_rows(data: Path) -> list[dict[str, Any]]:
+    """Copies of the hottest experts on every rank in training: bytes of the rank with most, over those without copies."""
+    olmoe, mixtral = (np.load(data / name / f"{name}_routing_stats.npz") for name in ("olmoe", "mixtral"))
+    loads = {
+        "OLMoE, arxiv": (olmoe["olmoe_expert_counts_arxiv"], 2048, 1024, 8),
+        "OLMoE, c4": (olmoe["olmoe_expert_counts_c4"], 2048, 1024, 8),
+        "Mixtral 8x7B, arxiv": (mixtral["mistral_expert_counts_arxiv"], 4096, 14336, 2),
+    }
+    rows = []
+    for (name, (load, hidden_dim, ffn_dim, top_k)), tokens in itertools.product(loads.items(), (4096, 32768)):
+        problem = {"rows": 8 * tokens * top_k, "row_bytes": 2 * hidden_dim, "expert_bytes": 6 * hidden_dim * ffn_dim}
+        chosen = [choose_hot(layer.tolist(), 8, **problem) for layer in load]
+        ratios = [
+            moved(layer, hot, **problem) / moved(layer, (), **problem) for layer, hot in zip(load, chosen, strict=True)
+        ]
+        everywhere = [moved(layer, range(len(layer)), **problem) / moved(layer, (), **problem) for layer in load]
+        values = {
+            "ratio": float(np.mean(ratios)),
+            "worst": float(np.max(ratios)),
+            "all_everywhere": float(np.mean(everywhere)),
+        }
+        values |= {"hot_experts": float(np.mean([len(hot) for hot in chosen]))}
+        rows.append(
+            row(f"{name}, hot experts in training, ep=8, {tokens} tokens a rank", "bytes <= 1", None, None, **values)
+        )
+    return rows
+
+
+def moved(load: np.ndarray, hot: Iterable[int], *, rows: float, row_bytes: float, expert_bytes: float) -> float:
+    """Bytes that the rank with most of eight moves for a layer and micro-batch (runtime/models/hot_experts.py)."""
+    is_hot = np.isin(np.arange(len(load)), list(hot))
+    travels = (np.where(is_hot, 0, load) / load.sum() * rows).reshape(8, -1).sum(axis=1)
+    owned = is_hot.reshape(8, -1).sum(axis=1)
+    copies = np.maximum(7 * owned, is_hot.sum() - owned).max()
+    return float(4 * 7 / 8 * row_bytes * travels.max() + 2 * expert_bytes * copies)
 
 
 def worst_domain(load: np.ndarray, known: np.ndarray, slots: int) -> np.ndarray:
@@ -258,7 +297,7 @@ def main() -> None:
     rows = (
         balance_rows()
         + skew_rows()
-        + (mixture_rows(given.data) if given.data.exists() else [])
+        + (mixture_rows(given.data) + hot_rows(given.data) if given.data.exists() else [])
         + other_rows()
         + trace_rows()
     )

@@ -6,7 +6,8 @@
 | ep              | E / ep experts, each entire           | sent to their experts and back by all-to-all over ep            |
 | ep, etp         | E / ep experts, each cut over etp     | gathered over etp, then all-to-all over ep, outputs summed      |
 
-A plan may put experts into slots of its own choice, some into several (models/experts.py).
+A plan may put experts into slots of its own choice, some into several (models/experts.py); a run may have the hottest ones stand on
+every rank for a step (models/hot_experts.py).
 
 The other ranks of a stage hold copies, sharded and replicated like other weights, over groups of their own.
 """

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 
 from ...schema.layers import DenseMLP, MoE
+from .hot_experts import HotExperts
 from .layers import FeedForward, ReplicatedLinear, gathered, local_tensor, redistribute, silu_product
 
 _MIN_SUM = 1e-20
@@ -193,20 +194,20 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:
         super().__init__()
-        self.num_experts = spec.num_experts
+        self.num_experts, self.hidden_dim = spec.num_experts, hidden_dim
         self.gate = Router(hidden_dim, spec)
         self.experts = Experts(hidden_dim, spec.num_experts, spec.expert)
         self.shared_expert = FeedForward(hidden_dim, spec.shared) if spec.shared is not None else None
         self.shared_expert_gate = ReplicatedLinear(hidden_dim, 1) if spec.shared_gate else None
         self.ranks: ExpertRanks | None = None
-        self.slots: ExpertSlots | None = None
+        self.slots: ExpertSlots | HotExperts | None = None
 
-    def place(self, slots: ExpertSlots) -> None:
-        """Put experts into these slots of the ranks that exchange rows."""
+    def place(self, slots: ExpertSlots | HotExperts | None) -> None:
+        """Put experts into these slots of the ranks that exchange rows; None: each once and in order."""
         assert self.ranks is not None
         assert self.ranks.exchange is not None
         self.slots = slots
-        self.experts.fetch = functools.partial(slots.weights, group=self.ranks.exchange)
+        self.experts.fetch = None if slots is None else functools.partial(slots.weights, group=self.ranks.exchange)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [B, S, D] to [B, S, D]."""

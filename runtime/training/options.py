@@ -54,6 +54,8 @@ class TrainOptions(Frozen):
         count_memory: on CPUs: count the bytes of all tensors until the second step is over.
         router_bias_rate: how far a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3); 0: not
             at all.
+        hot_experts: after each step have the experts with most tokens stand on every rank of ep in the next one, as many as move
+            fewer bytes than their tokens do.
     """
 
     steps: Count = 20
@@ -80,6 +82,7 @@ class TrainOptions(Frozen):
     trace: Annotated[str | None, OptionSpec(metavar="FILE.json")] = None
     count_memory: bool = False
     router_bias_rate: NonNegativeFloat = 1e-3
+    hot_experts: bool = False
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the share of ``learning_rate`` at a step from 1: a linear warm-up, then down to a tenth, or constant."""
@@ -112,6 +115,10 @@ def prepare_options(plan: TrainingPlan, options: TrainOptions) -> TrainOptions:
         require_compilable(plan)
     if options.checkpoint_dir:
         _require_writable(options.checkpoint_dir)
+    if options.hot_experts:
+        from .expert_load import require_hot_experts
+
+        require_hot_experts(plan, compiles=options.compile_blocks)
     if options.zeroth_order or not plan.workload.has_backward:
         require_zeroth_order(plan)
     if options.save_adapters and plan.workload.adapters is None:

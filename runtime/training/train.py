@@ -27,6 +27,7 @@ from ..parallel_model import MIN_SCALE, ParallelModel
 from ..parallelize_model import parallelize
 from ..weights.save import save_weights
 from .checkpoint import CheckpointWriter, TrainingProgress, load_checkpoint
+from .expert_load import ExpertLoad
 from .memory import MemoryMeter
 from .metrics import RETAINED_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
 from .optimizer import RouterBalance, ZerothOrderSGD, build_optimizer, build_scheduler, local_square, scale_gradients
@@ -67,6 +68,7 @@ class TrainingRun:
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
         self._scheduler = build_scheduler(self.optimizer, options, done=self.steps)
         self._balance = RouterBalance(self.model, options.router_bias_rate)
+        self._expert_load = ExpertLoad(self.model) if options.hot_experts else None
         self._progress = ProgressFile()
         self._trace = StepTrace(self.model.plan, self.model.clock, options.trace) if options.trace else None
         self._traced_step = min(self.steps + WARMUP_STEPS + 1, options.steps)
@@ -142,6 +144,8 @@ class TrainingRun:
             with model.clock.part("optimizer"):
                 self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self._expert_load is not None:
+            self._expert_load.follow()
         self._balance.update()
         loss, square, votes = sums.tolist()
         step_time_s = self._now_s() - start_s
