@@ -202,7 +202,7 @@ def torchrun(plan: TrainingPlan) -> str:
 
 def recompute_by_stage(plan: TrainingPlan) -> list[list[str]]:
     """Return what each block of each stage recomputes, in the order of the model."""
-    layers = tuple(plan.model.iter_layers())
+    layers = tuple(plan.model.staged(half_blocks=plan.layout.half_blocks).iter_layers())
     return [[stage.recompute_of(idx) for idx in stage.layer_idxs if layers[idx].is_block] for stage in plan.stages]
 
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from meshwright.cost_models.stage import memory
-from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
+from meshwright.cost_models.stage.bounds import ROUGH_ERROR, estimates_s, memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.contents import chunks_may_fit, contents_between, stage_memory_terms
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
@@ -95,6 +95,28 @@ def test_the_first_layouts_that_are_expanded_are_within_5_percent_of_the_best(
     best_s = search.search(request, build_space(request)).feasible[0].step_time_s
     early = [incumbent_s for evaluated, incumbent_s in found if evaluated <= 4 and incumbent_s is not None]
     assert min(early) <= 1.05 * best_s
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_estimates_are_near_what_layouts_take_and_need(engine: str) -> None:
+    """Of layouts with several stages: they say what is tried first, and what is not worth cutting into stages."""
+    spec, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
+    request = PlanRequest(spec, cluster, Workload(seq_len=4096, global_batch_size=128, engine=engine))
+    costs = Pool(request, build_space(request)).costs
+    pp, recompute = costs.layouts.pp, costs.layouts.recompute
+    rows = np.flatnonzero((pp > 1) & (pp <= 8) & (recompute == 0))
+    costs = costs.select(rows[:: max(len(rows) // 60, 1)]).compacted()
+    bound_s = uniform_time_bounds(costs)
+    estimate_s, ratios = estimates_s(costs, bound_s), []
+    assert np.all(estimate_s >= bound_s)
+    for idx, estimated_s in enumerate(estimate_s.tolist()):
+        candidate = expand.expand_fitting(costs, idx)
+        if candidate is not None:
+            assert np.isfinite(estimated_s)  # what fits seems to fit
+            ratios.append(candidate.step_time_s / estimated_s)
+    assert len(ratios) > 20
+    assert min(ratios) > 1 - ROUGH_ERROR
+    assert np.median(ratios) < 1.05
 
 
 def test_a_large_space_that_is_not_even_enumerated_in_time_has_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
