@@ -227,7 +227,8 @@ def add_half_blocks(request: PlanRequest, result: SearchResult, *, worse_than_s:
     bound_s, fits = time_bounds(costs), memory_bounds(costs) <= budget_bytes(costs)
     promising = np.flatnonzero(fits & (bound_s < best_s * (1 - REL_GAP)))
     estimate_s = estimates_s(costs.select(promising).compacted(), bound_s[promising])
-    promising = promising[estimate_s < (1 + ROUGH_ERROR) * best_s]
+    is_feasible = np.isin(rows[promising], [c.idx for c in result.feasible])
+    promising = promising[is_feasible | (estimate_s < (1 + ROUGH_ERROR) * best_s)]
     num_fitting = 0
     for row in promising[np.argsort(bound_s[promising], kind="stable")][:MAX_CUT_TRIES]:
         if request.deadline.is_over or num_fitting == MAX_CUT or bound_s[row] >= best_s * (1 - REL_GAP):

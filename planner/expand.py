@@ -73,6 +73,7 @@ class Candidate:
         order: of the synthesised schedule.
         gradients: their dtype where it is not the table's.
         half_blocks: its layers are half blocks where those of the table are not.
+        given, tps: its layout where that is not in the table, and the tp of each stage; empty: the layout's (stage_degrees.py).
     """
 
     idx: int
@@ -87,6 +88,8 @@ class Candidate:
     any_order_s: float = 0.0
     gradients: Gradients | None = None
     half_blocks: bool = False
+    given: Layout | None = None
+    tps: tuple[int, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -95,6 +98,8 @@ class Candidate:
 
     def layout(self, table: LayoutTable) -> Layout:
         """Return the layout as it came out: mixed only where blocks recompute differently, synthesised where it has an order."""
+        if self.given is not None:
+            return self.given
         layout = table.layout(self.idx)
         if self.gradients is not None:
             layout = layout.replace(gradients=self.gradients)

@@ -56,10 +56,16 @@ def _stages_of(plan: TrainingPlan, cluster: ClusterSpec | None) -> CostedStages:
     batch = LayoutTable.from_layouts([layout], plan.workload.global_batch_size)
     placed = cluster if is_on_pools else place_as_planned(plan, cluster)
     costs = CostTable.from_layouts(plan.model, plan.workload, placed, batch)
-    if layout.recompute == "mixed":
-        options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
-        costs = RecomputeCosts(costs).assigned(0, options)
+    options = [RECOMPUTES.index(stage.recompute_of(idx)) for stage in plan.stages for idx in stage.layer_idxs]
     boundaries = (*(stage.first_layer_idx for stage in plan.stages), plan.staged_model.num_layers)
+    if plan.degrees_by_stage:
+        from .stage_degrees import costs_by_stage  # few plans have them
+
+        of_stages = [plan.layout_of_stage(idx) for idx in range(len(plan.stages))]
+        costs, pool_of_stage = costs_by_stage(plan.model, plan.workload, placed, of_stages, options)
+        return CostedStages(costs, boundaries, pool_of_stage)
+    if layout.recompute == "mixed":
+        costs = RecomputeCosts(costs).assigned(0, options)
     if not is_on_pools:
         return CostedStages(costs, boundaries, None)
     pool_of_label = {part_label(parts, g): g for g in range(len(parts))}

@@ -332,15 +332,17 @@ def choose_stages(layers: Layers) -> list[Stages]:
         for once_weight in (0.0, 1 / sum(layers.weights)):
             solution = solve(program.instance, once_weight=once_weight)
             if solution.choice is not None:
-                stages = _stages(layers, program, solution.choice, solution.objective)
+                options = options_of_layers(layers, program, solution.choice)
+                boundaries, objective_s = solution.choice.boundaries, solution.objective + layers.constant_s
+                stages = Stages(boundaries, options, objective_s, 0.0)
                 best[once_weight] = min(best.get(once_weight, stages), stages, key=lambda stages: stages.objective_s)
     # A program that was not promising has no answer below this one.
     bound_s = min(bound_s, best_s())
     return list({stages.boundaries: stages._replace(bound_s=bound_s) for stages in best.values()}.values())
 
 
-def _stages(layers: Layers, program: Program, filling: StageFilling, objective_s: float) -> Stages:
-    """Give each layer an option: of the blocks of a kind on a stage the first ones recompute the most."""
+def options_of_layers(layers: Layers, program: Program, filling: StageFilling) -> tuple[int, ...]:
+    """Return an option for each layer: of the blocks of a kind on a stage the first ones recompute the most."""
     options = np.zeros(len(layers.kinds), dtype=np.int64)
     block_kinds = np.flatnonzero(layers.costs.has_choice)
     for s, (first, last) in enumerate(zip(filling.boundaries[:-1], filling.boundaries[1:], strict=True)):
@@ -352,7 +354,7 @@ def _stages(layers: Layers, program: Program, filling: StageFilling, objective_s
         for k, kind in enumerate(block_kinds):
             counts = filling.counts[s, k][::-1]
             options[local[layers.kinds[local] == kind]] = np.repeat(np.arange(len(counts))[::-1], counts)
-    return Stages(filling.boundaries, tuple(int(option) for option in options), objective_s + layers.constant_s, 0.0)
+    return tuple(int(option) for option in options)
 
 
 def with_schedule(costs: CostTable, schedule: int) -> CostTable:

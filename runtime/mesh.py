@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..schema.errors import RuntimeMismatchError
 from ..schema.layout import Layout
 from ..schema.training_plan import TrainingPlan
+from .reshard import Reshard
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, slowest first: the order in which a plan counts its ranks."""
@@ -38,6 +39,9 @@ class ParallelMesh:
         ring: the ranks of cp among which keys and values go round; None where there is one.
         expert_mesh: the ranks of this stage by EXPERT_AXES, those of size 1 left out but expert_shard; None where experts have no
             axes of their own.
+        layouts: of every stage; ``layout`` is that of this process's.
+        pipelines: the ranks by stage and place, where stages differ in their axes; then ``device_mesh`` is this stage's.
+        reshard: what deals out the hidden states that arrive from a stage of another tp; None where they are in place.
         tied_group: the ranks of the first and of the last stage of this process's column, where both hold a tied embedding and
             are not the same.
     """
@@ -51,6 +55,9 @@ class ParallelMesh:
     ring: dist.ProcessGroup | None = None
     expert_mesh: DeviceMesh | None = None
     tied_group: dist.ProcessGroup | None = None
+    layouts: tuple[Layout, ...] = ()
+    pipelines: DeviceMesh | None = None
+    reshard: Reshard | None = None
 
     @cached_property
     def coordinates(self) -> dict[str, int]:
@@ -107,7 +114,7 @@ class ParallelMesh:
     @cached_property
     def pp(self) -> DeviceMesh | None:
         """Return the ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by position."""
-        return self.device_mesh["pp"] if self.layout.pp > 1 else None
+        return (self.pipelines or self.device_mesh)["pp"] if self.layout.pp > 1 else None
 
 
 def _with_replicas(mesh: DeviceMesh, replicas: str, shards: str) -> DeviceMesh:
@@ -121,6 +128,8 @@ def build_mesh(plan: TrainingPlan, device_type: str) -> ParallelMesh:
         RuntimeMismatchError: the plan's rank_map orders devices in a way that torch cannot.
     """
     layout = plan.layout
+    if plan.degrees_by_stage:
+        return _build_by_stage(plan, device_type)
     require_ascending(layout, plan.rank_map)
     devices = _by_axis(layout, plan.rank_map)
     # The ranks of cp count in the axis that holds their parameters.
@@ -140,7 +149,43 @@ def build_mesh(plan: TrainingPlan, device_type: str) -> ParallelMesh:
     exchange, ring = (
         _local_group(ranks.flatten(0, 1).tolist()) if ranks.shape[2] > 1 else None for ranks in (by_cp, by_cp.mT)
     )
-    return ParallelMesh(device_mesh, layout, rank, stage_idxs, len(holders), exchange, ring, expert_mesh, tied_group)
+    return ParallelMesh(
+        device_mesh, layout, rank, stage_idxs, len(holders), exchange, ring, expert_mesh, tied_group,
+        layouts=(layout,) * len(holders),
+    )  # fmt: skip
+
+
+def _build_by_stage(plan: TrainingPlan, device_type: str) -> ParallelMesh:
+    """Create the groups of a plan whose stages have a tp each: a mesh for each stage, and one of the pipelines through them."""
+    layouts = tuple(plan.layout_of_stage(idx) for idx in range(len(plan.stages)))
+    devices = torch.tensor(plan.rank_map).reshape(plan.layout.pp, -1)
+    rank = plan.rank_map.index(dist.get_rank())
+    stage_idx = rank // devices.shape[1]
+    pipelines = DeviceMesh(device_type, devices, mesh_dim_names=("pp", "place"))
+    local_mesh, reshard = None, None
+    for idx, layout in enumerate(layouts):
+        if (devices[idx].diff() < 0).any():
+            raise RuntimeMismatchError(
+                f"the devices of stage {idx} must ascend where stages differ in tp",
+                help="sort the devices of each stage",
+            )
+        degrees = {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp")}
+        mesh = _used(degrees, devices[idx], device_type, always=("dp_shard",))
+        local_mesh = mesh if idx == stage_idx else local_mesh
+        before = layouts[max(idx - 1, 0)].tp
+        if before != layout.tp:
+            group = _local_group(devices[idx].reshape(-1, max(before, layout.tp)).tolist())
+            reshard = Reshard(group, before, layout.tp) if group is not None else reshard
+    tied_group = None
+    if plan.model.tie_embeddings:
+        tied_group = _local_group(
+            [[int(first), int(last)] for first, last in zip(devices[0], devices[-1], strict=True)]
+        )
+    assert local_mesh is not None
+    return ParallelMesh(
+        local_mesh, layouts[stage_idx], rank, (stage_idx,), len(layouts), tied_group=tied_group, layouts=layouts,
+        pipelines=pipelines, reshard=reshard,
+    )  # fmt: skip
 
 
 def _used(degrees: dict[str, int], devices: torch.Tensor, device_type: str, *, always: tuple[str, ...]) -> DeviceMesh:

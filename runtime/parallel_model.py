@@ -97,6 +97,7 @@ class ParallelModel:
     Args:
         parts: the stages of a pipeline that this rank runs.
         ends: the embedding and the head of this rank, where the model ties them.
+        batch_parts: shares of the batch that this stage's micro-batches join, one of each rank of a stage with a smaller tp.
         is_sequence_unsharded: hidden states between stages are of entire sequences, also with sequence parallelism.
     """
 
@@ -113,7 +114,9 @@ class ParallelModel:
         ends: tuple[nn.Module | None, nn.Module | None] | None = None,
         loss_fn: Callable[[nn.Module, Tensor, Tensor], Tensor] = _decoder_loss,
         is_sequence_unsharded: bool = False,
+        batch_parts: int = 1,
     ) -> None:
+        self._batch_parts = batch_parts
         self.plan, self.mesh, self.module, self.device = plan, mesh, module, device
         self.offload, self._reduction, self._ends, self._loss_fn = offload, reduction, ends, loss_fn
         self.share: BatchShare = share_of_rank(plan, mesh.dp_rank)
@@ -208,6 +211,8 @@ class ParallelModel:
         tokens = tokens.to(self.device)
         if repeated := sum(shape) - len(tokens):  # passes that this rank runs for its peers only
             tokens = torch.cat([tokens, tokens[:1].expand(repeated, -1)])
+        if (parts := self._batch_parts) > 1:  # a micro-batch has those that run at the same time on other stages' ranks
+            tokens = tokens.view(parts, len(shape), -1, tokens.shape[1]).transpose(0, 1).reshape(tokens.shape)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if self._positions is not None:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]

@@ -66,6 +66,8 @@ def parallelize(
     if model is not None and not isinstance(model, Decoder):
         return parallelize_user_module(model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn)
     mesh = build_mesh(plan, device.type)
+    batch_parts = mesh.layout.tp // plan.layout.tp
+    plan = plan.model_copy(update={"layout": mesh.layout})  # from here on as this rank's stage has it
     stages = [plan.stages[idx] for idx in mesh.stage_idxs]
     with torch.device("meta"):
         module = Decoder(plan.model, attention=plan.workload.attention) if model is None else model
@@ -77,6 +79,7 @@ def parallelize(
     parts = [module] if len(stages) == 1 else [module.part(stage.layer_idxs) for stage in stages]
     for part, stage in zip(parts, stages, strict=True):
         apply_tensor_parallel(part, mesh, plan)
+        part.model.reshard = mesh.reshard
         apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
         apply_adapters(part, plan)
@@ -93,7 +96,17 @@ def parallelize(
         load_weights(module, plan.model, weights)
     init_weights(module, seed, device, adapters_only=weights is not None or model is not None)
     ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
-    return ParallelModel(plan, mesh, module, device, parts=parts, offload=offload, ends=ends, reduction=reduction)
+    return ParallelModel(
+        plan,
+        mesh,
+        module,
+        device,
+        parts=parts,
+        offload=offload,
+        ends=ends,
+        reduction=reduction,
+        batch_parts=batch_parts,
+    )
 
 
 def _default_device(plan: TrainingPlan) -> torch.device:
@@ -126,9 +139,10 @@ def _check(model: nn.Module | None, plan: TrainingPlan) -> None:
             f"the plan is for {needed} ranks, this job has {ranks}", help=f"start {needed} processes"
         )
     cluster = plan.cluster
-    require_valid(
-        plan.model, plan.workload, plan.layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
-    )
+    for layout in dict.fromkeys(plan.layout_of_stage(idx) for idx in range(len(plan.stages))):
+        require_valid(
+            plan.model, plan.workload, layout, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
+        )
 
 
 def apply_compile(stage: Decoder) -> None:

@@ -49,18 +49,21 @@ def build_schedule(
 ) -> Schedule:
     """Build the schedule that runs this rank's stages; its losses are already multiplied by the weights of the micro-batches."""
     assert mesh.pp is not None
-    layout, last = plan.layout, len(plan.stages) - 1
-    local_tokens = plan.workload.seq_len // layout.cp
-    hidden_tokens = local_tokens // (layout.tp if layout.sequence_parallel and not is_sequence_unsharded else 1)
+    last, local_tokens = len(plan.stages) - 1, plan.workload.seq_len // plan.layout.cp
+
     # Known shapes spare the trial run by which the stages would otherwise tell each other.
-    tokens = torch.empty(layout.micro_batch_size, local_tokens, dtype=torch.long, device="meta")
-    hidden_shape = (layout.micro_batch_size, hidden_tokens, plan.model.hidden_dim)
-    hidden = torch.empty(hidden_shape, dtype=compute_dtype(plan), device="meta", requires_grad=True)
+    def leaving(stage_idx: int) -> Tensor:
+        layout = mesh.layouts[stage_idx]
+        hidden_tokens = local_tokens // (layout.tp if layout.sequence_parallel and not is_sequence_unsharded else 1)
+        shape = (layout.micro_batch_size, hidden_tokens, plan.model.hidden_dim)
+        return torch.empty(shape, dtype=compute_dtype(plan), device="meta", requires_grad=True)
+
+    tokens = torch.empty(mesh.layout.micro_batch_size, local_tokens, dtype=torch.long, device="meta")
     loss = torch.empty(1, device="meta", requires_grad=True)
     stages = [
         _Stage(
-            part, idx, last + 1, clock.device, input_args=hidden if idx else tokens,
-            output_args=loss if idx == last else hidden, group=mesh.pp.get_group(),
+            part, idx, last + 1, clock.device, input_args=leaving(idx - 1) if idx else tokens,
+            output_args=loss if idx == last else leaving(idx), group=mesh.pp.get_group(),
         )
         for part, idx in zip(parts, mesh.stage_idxs, strict=True)
     ]  # fmt: skip

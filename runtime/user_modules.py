@@ -112,6 +112,11 @@ def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
             f"the plan trains adapters beside its own model; {name} is another",
             help="use parallelize(None, plan, weights=...), or put adapters into the module yourself and plan without",
         )
+    if plan.degrees_by_stage:
+        raise RuntimeMismatchError(
+            f"stages of different tp: hidden states between those of {name} are not dealt out anew",
+            help="use parallelize(None, plan, weights=...) for the plan's own model, or plan with --fix tp=N",
+        )
     if layout.half_blocks:
         raise RuntimeMismatchError(
             f"half_blocks: where attention ends in a block of {name} is its own code",

@@ -129,6 +129,7 @@ class EngineFacts:
     Attributes:
         is_own_runtime: `meshwright apply` runs its plans; profiled layers are its own.
         cuts_blocks: a stage may end between attention and feed-forward part of a block (Layout.half_blocks).
+        has_stage_degrees: stages may have a tp each (Stage.tp).
         rules: what it executes besides ENGINE_RULES; None: layouts are predicted for it and not planned.
         exchange_rules, sequence_rules: of both those that look at tp, cp and cp_ulysses only, and those that require sequence
             parallelism with some degrees.
@@ -179,6 +180,7 @@ class EngineFacts:
     name: str
     is_own_runtime: bool = False
     cuts_blocks: bool = False
+    has_stage_degrees: bool = False
     rules: tuple[Rule, ...] | None = None
     exchange_rules: tuple[Rule, ...] = EXCHANGE_RULES
     sequence_rules: tuple[Rule, ...] = (TOKENS_OF_EXPERTS,)
@@ -245,6 +247,7 @@ _RECORDS = (
         name="fsdp2",
         is_own_runtime=True,
         cuts_blocks=True,
+        has_stage_degrees=True,
         rules=FSDP2_RULES,
         exporter="torchtitan",
         uses_fully_shard=True,
@@ -390,6 +393,7 @@ _DERIVED = (
         name="torchtitan",
         is_own_runtime=False,
         cuts_blocks=False,
+        has_stage_degrees=False,
         calibrated_as="fsdp2",
         rules=TORCHTITAN_RULES,
         exchange_rules=(*EXCHANGE_RULES, NO_ULYSSES),
@@ -413,6 +417,7 @@ _DERIVED = (
         name="accelerate",
         is_own_runtime=False,
         cuts_blocks=False,
+        has_stage_degrees=False,
         calibrated_as="fsdp2",
         rules=ACCELERATE_RULES,
         exchange_rules=(*EXCHANGE_RULES, NO_ULYSSES),

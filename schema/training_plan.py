@@ -19,6 +19,7 @@ from .offload import LayerOffload, OffloadSchedule, why_not_offloadable
 from .plan import Estimate, Plan, PlanProvenance
 from .schedules import SCHEDULES, placement
 from .shares import dealt_by_speed, even_shares
+from .stage_degrees import layout_with_tp, why_not_by_stage
 from .task import Workload
 from .units import format_bytes, format_seconds
 
@@ -140,6 +141,8 @@ class Stage(Frozen):
 
     Attributes:
         recompute: of every block, unless ``layer_recompute`` has one for each layer (what has no block ignores it).
+        tp: ranks that share each of its layers, where these are not the layout's: a multiple, with as many fewer data-parallel
+            ranks and as many times larger micro-batches, so that every stage has as many ranks and passes.
         layer_offload: what of each layer's activations waits on the host (schema/offload.py), where any does: of blocks without
             recompute what autograd saves, of blocks with full recompute their inputs. Selective recompute keeps its tensors where
             torch's hooks do not see them.
@@ -148,6 +151,7 @@ class Stage(Frozen):
     first_layer_idx: NonNegativeInt
     num_layers: PositiveInt
     recompute: Recompute = "none"
+    tp: PositiveInt | None = None
     layer_recompute: tuple[Recompute, ...] = ()
     layer_offload: tuple[LayerOffload, ...] = ()
 
@@ -361,6 +365,7 @@ class TrainingPlan(Plan):
             raise ValueError(f"recompute differs from layer to layer, the layout says {layout.recompute} for all")
         self._check_shares()
         self._check_slots()
+        self._check_degrees()
         self._check_offload()
         return self
 
@@ -410,6 +415,24 @@ class TrainingPlan(Plan):
                     f"expert_slots[{idx}]: {len(slots.experts)} slots with {len(set(slots.experts))} experts do not hold "
                     f"{moe.num_experts} experts on {self.layout.ep} ranks"
                 )
+
+    def layout_of_stage(self, stage_idx: int) -> Layout:
+        """Return the layout as one stage has it: with its own tp, data-parallel ranks and micro-batches."""
+        return layout_with_tp(self.layout, self.stages[stage_idx].tp or self.layout.tp)
+
+    @property
+    def degrees_by_stage(self) -> bool:
+        """Tell whether stages differ in tp from the layout."""
+        return any(stage.tp not in (None, self.layout.tp) for stage in self.stages)
+
+    def _check_degrees(self) -> None:
+        if not self.degrees_by_stage:
+            return
+        degrees, batch = [stage.tp or self.layout.tp for stage in self.stages], self.workload.global_batch_size
+        if why_not := why_not_by_stage(
+            self.layout, degrees, global_batch_size=batch, is_tied=self.model.tie_embeddings
+        ):
+            raise ValueError(why_not)
 
     @property
     def staged_model(self) -> ModelSpec:

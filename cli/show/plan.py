@@ -271,6 +271,8 @@ def _stage_layers(stage: Stage, plan: TrainingPlan) -> str:
         names = [f"{number} ({'; '.join((_ranges(blocks), *lacks))})"]
     if stage.first_layer_idx == 0:
         names.insert(0, "embedding")
+    if plan.degrees_by_stage:
+        names.insert(0, f"tp {stage.tp or plan.layout.tp}")
     names += [layers[idx].kind for idx in stage.layer_idxs if layers[idx].kind in ("head", "mtp")]
     return ", ".join(names)
 

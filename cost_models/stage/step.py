@@ -34,6 +34,7 @@ from ...schema.layout_table import MIXED
 from ...schema.training_plan import MemoryBreakdown, StageEstimate, TimeBreakdown
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Scenario, packaged_coefficients
+from ..hardware.collectives import collective_s
 from ..hardware.machine import board_w, host_costs, peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, Scan, layer_operators
 from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
@@ -115,7 +116,9 @@ def estimate_step(
             forward_s=float(forward_s[s]),
             backward_s=float(backward_s[s]),
             memory_bytes=memory.breakdown(of_ranks[s]),
-            device="" if pool_of_stage is None else part_label(costs.cluster.parts, int(pool_of_stage[s])),
+            device=""
+            if pool_of_stage is None or not costs.cluster.parts
+            else part_label(costs.cluster.parts, int(pool_of_stage[s])),
         )
         for s in range(num_ranks)
     )
@@ -148,8 +151,23 @@ def values_of_stages(
 
 
 def transfer_of_stages(costs: CostTable, idx: int, pool_of_stage: IntArray) -> FloatArray:
-    """Return the seconds each stage [S] sends and receives for one micro-batch, both ways."""
-    return values_of_stages(costs, pool_of_stage, lambda pool: np.asarray(2 * pool.transfer_s[idx]))
+    """Return the seconds each stage [S] sends and receives for one micro-batch, both ways; deals out anew where tp differs."""
+    sent_s = values_of_stages(costs, pool_of_stage, lambda pool: np.asarray(2 * pool.transfer_s[idx]))
+    tp = np.array([int(costs.device_pools[g].layouts.tp[idx]) for g in pool_of_stage])
+    if np.all(tp == tp[0]):
+        return sent_s
+    anew_s = resharding_s(costs, idx, tp)
+    return sent_s + 2 * np.array([0.0, *(anew_s[s, s + 1] for s in range(len(tp) - 1))])
+
+
+def resharding_s(costs: CostTable, idx: int, tp: IntArray) -> FloatArray:
+    """Return the seconds [T, T] of an all-to-all of hidden states from a stage of each tp [T] to one of each; infinite where
+    neither divides the other.
+    """
+    larger, smaller = np.maximum(tp[:, None], tp), np.minimum(tp[:, None], tp)
+    group = np.where(larger == smaller, 1, larger)
+    seconds = collective_s("all_to_all", float(costs.boundary_bytes[idx]), group, np.ones_like(group), costs.cluster)
+    return np.asarray(np.where(larger % smaller, np.inf, seconds))
 
 
 def edges_s(costs: CostTable, idx: int, pool_of_stage: IntArray | None) -> float:

@@ -101,6 +101,10 @@ def search_layouts(
         add_synthesised_orders(result, request.deadline, worse_than_s=worse_than_s)
     if "half_blocks" not in request.fixed:
         add_half_blocks(request, result, worse_than_s=worse_than_s)
+    if any(result.costs.layouts.pp[candidate.idx] > 1 for candidate in result.feasible[:1]):
+        from ..stage_degrees import add_stage_degrees  # few plans have a pipeline
+
+        add_stage_degrees(request, result)
     return result
 
 
@@ -185,7 +189,8 @@ def _stages(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
     """Return the layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
     is_block, recomputes = [layer.is_block for layer in model.iter_layers()], [RECOMPUTES[o] for o in chosen.options]
     spans = itertools.pairwise(chosen.boundaries)
-    return tuple(stage_of_layers(first, recomputes[first:end], is_block[first:end]) for first, end in spans)
+    stages = tuple(stage_of_layers(first, recomputes[first:end], is_block[first:end]) for first, end in spans)
+    return tuple(stage.replace(tp=tp) for stage, tp in zip(stages, chosen.tps, strict=True)) if chosen.tps else stages
 
 
 def stage_of_layers(first_layer_idx: int, recomputes: Sequence[Recompute], is_block: Sequence[bool]) -> Stage:
@@ -291,6 +296,10 @@ def _notes(request: PlanRequest, choice: Choice) -> list[str]:
         notes.append(_note_on_choice(request, choice))
     if chosen.order:
         notes.append("the order of passes was made for these stages and this memory (pipeline_order); it has no name")
+    if chosen.tps:
+        notes.append(
+            f"stages share their layers over {', '.join(map(str, chosen.tps))} ranks; the bound is about one tp for all"
+        )
     if chosen.half_blocks:
         notes.append(
             "stages end inside blocks; the search's bound is about cuts between blocks (--fix half_blocks=true: any)"

@@ -10,7 +10,7 @@ parallelism H, K, F and V are this rank's share, and with sequence parallelism t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -89,10 +89,14 @@ class DecoderTrunk(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): DecoderBlock(spec, block, rotaries[_rotated_dim(block)], kind) for i, block in enumerate(blocks)}
         )
+        self.reshard: Callable[[Tensor], Tensor] | None = (
+            None  # of hidden states that arrive from a stage of another tp
+        )
         self.norm: RMSNorm | LayerNorm | None = build_norm(spec.head.norm, spec.hidden_dim, spec.norm_eps)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Map tokens [B, S] (first stage) or hidden states [B, S, D] to hidden states [B, S, D]."""
+        inputs = inputs if self.reshard is None else self.reshard(inputs)
         hidden = inputs if self.embed_tokens is None else self.embed_tokens(inputs)
         if self.embed_positions is not None:
             hidden = self.embed_positions(hidden)

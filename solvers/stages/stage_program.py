@@ -187,7 +187,9 @@ def solve(instance: StageProgramInstance, *, once_weight: float = 0.0) -> Soluti
         return Solution(status=Status.INFEASIBLE, choice=None, solve_s=time.perf_counter() - start)
     within = np.where(table <= slowest * (1 + ROUNDING), table * (1 + _EVENNESS * table / slowest), np.inf)
     boundaries = dynamic_program(within, np.add)[1]
-    counts = np.stack([_filling(instance, fronts, s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))])
+    counts = np.stack(
+        [filling_of_span(instance, fronts, s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))]
+    )
     choice = StageFilling(boundaries, counts)
     return Solution(
         status=Status.FEASIBLE,
@@ -230,7 +232,9 @@ def dense_table(instance: StageProgramInstance, values: FloatArray) -> FloatArra
     return table
 
 
-def _filling(instance: StageProgramInstance, fronts: OptionFronts, stage: int, first: int, last: int) -> IntArray:
+def filling_of_span(
+    instance: StageProgramInstance, fronts: OptionFronts, stage: int, first: int, last: int
+) -> IntArray:
     """Return how many layers of each kind take each option [K, O] in the best filling of a span."""
     span = _span(instance, stage, first, last)
     best, picks = np.inf, np.zeros(instance.retained_bytes.shape, dtype=np.int64)

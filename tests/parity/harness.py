@@ -197,12 +197,12 @@ def train(case: Case, folder: Path) -> Outcome:
     for step in range(done, case.num_steps):
         optimizer.zero_grad()
         if isinstance(optimizer, ZerothOrderSGD):
-            loss = optimizer.losses(local_tokens(plan, model.mesh.dp_rank, step))
+            loss = optimizer.losses(local_tokens(model.plan, model.mesh.dp_rank, step))
             model.add_over_ranks(loss)
             outcome.losses.append(loss.item())
             optimizer.step()
             continue
-        outcome.losses.append(model.forward_backward(local_tokens(plan, model.mesh.dp_rank, step)))
+        outcome.losses.append(model.forward_backward(local_tokens(model.plan, model.mesh.dp_rank, step)))
         if step == 0:
             gradients = {
                 name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
