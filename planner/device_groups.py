@@ -3,26 +3,28 @@
 Sets
     k            device pools together: every choice of some of a cluster's pools (kinds of device, zones), all of them among these
 Data
-    PEAK[k]      seconds of a step where every device of the choice works at its peak rate
+    N[g], MIN_S[g]   devices of a pool, and device-seconds of a sequence on it in the best micro-batch (variants.py), nothing sent
     T[k, l]      seconds of layout l on the cluster that the pools of k make (schema/device_groups.py), with its bounds
 Objective
     (O)  min over k and l of T[k, l]
+Bound
+    (B)  T[k, l] >= sequences / sum over pools g of k of N[g] / MIN_S[g]           perfect scaling
 
-One search (solvers/branch_and_bound.py): a node is a choice of pools under the bound of what waits on it, first PEAK[k], then the
-bound of its own search over layouts (search.py). All share the incumbent, so that a choice is opened only where its bound is below
-the best plan on any other one. Choices on which every layout costs the same count once: zones that are alike in everything.
+One search (solvers/branch_and_bound.py): a node is a choice of pools under the bound of what waits on it, first (B), then that of
+its own search over layouts (search.py). All share the incumbent, so that a choice is opened only where its bound is below the best
+plan on any other one; one that is opened expands what it promises most of at once. Choices on which every layout costs the same
+count once: zones that are alike in everything.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..cost_models.hardware.machine import peak_flops_per_s
-from ..cost_models.stage.step import step_flops_per_token
-from ..schema import ClusterSpec, ConfigError, LeftOut, TrainingEstimate
+from ..schema import ClusterSpec, ConfigError, LeftOut, SolverLimitError, TrainingEstimate
 from ..schema.device_groups import cost_key, part_label, with_parts_only
 from ..schema.units import format_seconds
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
@@ -31,9 +33,14 @@ from .request import PlanRequest
 from .search import REL_GAP, LayoutProblem, SearchResult
 from .space import build_space
 from .tasks.training import add_synthesised_orders, why_slower
+from .variants import min_device_s
 
-MAX_POOLS_IN_EVERY_CHOICE = 6
-"""Of more pools only all of them, all but one, and the first ones by their peak rate are tried."""
+MAX_POOLS_IN_EVERY_CHOICE = 5
+"""Of more pools these choices are tried: all of them and all but one, the fastest ones, and of every set of kinds those in all
+zones, in all but one, in one, and in the zones of one link."""
+
+FIRST_TRIES = 4
+"""Steps of a search in which a choice that is opened looks for its first candidate."""
 
 MAX_TRIES = 20
 """Layouts that are expanded to say what a plan would take with a pool that it leaves out."""
@@ -46,6 +53,7 @@ class PoolChoice:
     Attributes:
         pools: indices into the parts of the whole cluster.
         request: what is asked, on the cluster that these pools make.
+        min_s: seconds that no step is below (B).
         problem: its layouts, once its turn has come.
         candidates: layouts that were expanded and fit; ``evaluated``: those that were expanded.
         error: why there is no layout.
@@ -53,17 +61,11 @@ class PoolChoice:
 
     pools: tuple[int, ...]
     request: PlanRequest
+    min_s: float = 0.0
     problem: LayoutProblem | None = None
     candidates: list[Candidate] = field(default_factory=list)
     evaluated: int = 0
     error: ConfigError | None = None
-
-    @property
-    def peak_s(self) -> float:
-        """Seconds of a step at the peak rates of all devices."""
-        workload, cluster = self.request.workload, self.request.cluster
-        rate = sum(g.num_devices * peak_flops_per_s(g.device, workload.precision) for g in cluster.groups)
-        return step_flops_per_token(self.request.model, workload) * workload.tokens_per_step / rate
 
     @property
     def why_none(self) -> str:
@@ -89,40 +91,69 @@ class _PoolProblem:
         self._choices = choices
 
     def roots(self) -> Step[int, tuple[int, Candidate]]:
-        return Step([Node(choice.peak_s, k, k) for k, choice in enumerate(self._choices)])
+        return Step([Node(choice.min_s, k, k) for k, choice in enumerate(self._choices)])
 
     def expand(self, node: Node[int], incumbent: float) -> Step[int, tuple[int, Candidate]]:
         k, choice = node.state, self._choices[node.state]
-        is_open = choice.problem is not None
-        if (problem := choice.open()) is None:
+        is_new = choice.problem is None
+        try:
+            problem = choice.open()
+        except SolverLimitError:
+            if not any(other.candidates for other in self._choices):
+                raise
+            return Step([node])  # the deadline that ended it ends the search, which has an answer
+        if problem is None:
             return Step()
-        inner = problem.expand(Node(node.bound, None), incumbent) if is_open else problem.roots()
-        choice.evaluated += inner.evaluated
-        choice.candidates += [leaf.candidate for leaf in inner.leaves]
-        leaves = [Leaf(leaf.objective, (k, leaf.candidate), leaf.bound, (k, leaf.key)) for leaf in inner.leaves]
-        return Step([node.raised(n.bound) for n in inner.nodes], leaves, inner.evaluated, inner.effort)
+        leaves, evaluated, effort, bound = [], 0, 0.0, node.bound
+        for _ in range(FIRST_TRIES if is_new else 1):
+            step = problem.expand(Node(bound, None), incumbent)
+            leaves += [Leaf(leaf.objective, (k, leaf.candidate), leaf.bound, (k, leaf.key)) for leaf in step.leaves]
+            evaluated, effort = evaluated + step.evaluated, effort + step.effort
+            bound = max(bound, min((n.bound for n in step.nodes), default=math.inf))
+            if leaves or math.isinf(bound):
+                break
+        choice.evaluated += evaluated
+        choice.candidates += [leaf.candidate[1] for leaf in leaves]
+        return Step([node.raised(bound)] if math.isfinite(bound) else [], leaves, evaluated, effort)
 
 
 def pool_choices(request: PlanRequest) -> list[PoolChoice]:
     """Return the choices of pools that differ in some cost, that of all pools first."""
-    cluster = request.cluster
-    idx = range(len(cluster.parts))
-    if len(idx) <= MAX_POOLS_IN_EVERY_CHOICE:
-        chosen = [pools for n in reversed(idx) for pools in itertools.combinations(idx, n + 1)]
-    else:
-        by_rate = sorted(idx, key=lambda g: -_peak_rate(cluster.parts[g].cluster, request))
-        first = (tuple(sorted(by_rate[:n])) for n in range(1, len(idx)))
-        chosen = [tuple(idx), *itertools.combinations(idx, len(idx) - 1), *first]
+    cluster, parts = request.cluster, request.cluster.parts
+    on_pools = [replace(request, cluster=part.cluster) for part in parts]
+    rates = [on_pool.cluster.num_devices / min_device_s(on_pool) for on_pool in on_pools]
+    chosen = list(dict.fromkeys(_chosen_pools(cluster, rates)))
     clusters = {pools: with_parts_only(cluster, pools) for pools in chosen}
     different = {cost_key(used): pools for pools, used in reversed(clusters.items())}
+    batch_size = request.workload.global_batch_size
     return [
-        PoolChoice(pools, replace(request, cluster=clusters[pools]))
+        PoolChoice(pools, replace(request, cluster=clusters[pools]), batch_size / sum(rates[g] for g in pools))
         for pools in sorted(different.values(), key=chosen.index)
     ]
 
 
-def _peak_rate(cluster: ClusterSpec, request: PlanRequest) -> float:
-    return sum(g.num_devices * peak_flops_per_s(g.device, request.workload.precision) for g in cluster.groups)
+def _chosen_pools(cluster: ClusterSpec, rates: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    idx = range(len(rates))
+    if len(idx) <= MAX_POOLS_IN_EVERY_CHOICE:
+        yield from (pools for n in reversed(idx) for pools in itertools.combinations(idx, n + 1))
+        return
+    yield tuple(idx)
+    yield from itertools.combinations(idx, len(idx) - 1)
+    by_rate = sorted(idx, key=lambda g: -rates[g])
+    yield from (tuple(sorted(by_rate[:n])) for n in idx[1:])
+    of_pool = [(part.device, part.cluster.groups[0].zone) for part in cluster.parts]
+    kinds, zones = ({*names} for names in zip(*of_pool, strict=True))
+    linked = [{*join.zones} for join in cluster.zone_links]
+    for n in range(1, len(kinds) + 1):
+        for used in itertools.combinations(sorted(kinds), n):
+            for area in (
+                zones,
+                *linked,
+                *(zones - {zone} for zone in sorted(zones)),
+                *({zone} for zone in sorted(zones)),
+            ):
+                if pools := tuple(g for g in idx if of_pool[g][0] in used and of_pool[g][1] in area):
+                    yield pools
 
 
 def search_device_pools(

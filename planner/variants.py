@@ -60,7 +60,7 @@ def best_variant(request: PlanRequest, answer: Answer, plan_one: Callable[[PlanR
         ConfigError, InfeasibleError: the answer is one of these, and no variant has a plan.
     """
     exact = answer if isinstance(answer, TrainingPlan) else None
-    best, min_s = exact, _min_device_s(request)
+    best, min_s = exact, min_device_s(request)
     for variant in _variants(request, exact):
         if request.deadline.is_over:
             break
@@ -82,7 +82,7 @@ def _per_sequence_s(plan: TrainingPlan) -> float:
     return plan.estimate.step_time_s / plan.workload.global_batch_size
 
 
-def _min_device_s(request: PlanRequest) -> float:
+def min_device_s(request: PlanRequest) -> float:
     """Return MIN_S: the passes of whole layers, for micro-batches of 1, 2, 4, .. sequences."""
     sizes = 2 ** np.arange(MAX_MICRO_BATCH_SIZE.bit_length())
     table = LayoutTable.filled(len(sizes), micro_batch_size=sizes)

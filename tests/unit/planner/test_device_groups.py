@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from meshwright.cli.apply import _meeting_of_used
 from meshwright.planner import device_groups, explain, plan, search
-from meshwright.planner.device_groups import pool_choices, search_device_pools
+from meshwright.planner.device_groups import PoolChoice, pool_choices, search_device_pools
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.runtime.job.rendezvous import Rendezvous
@@ -139,4 +139,44 @@ def test_of_many_pools_some_choices_are_tried(monkeypatch: pytest.MonkeyPatch) -
     tried = [choice.pools for choice in pool_choices(PlanRequest.create(ModelSpec.named("gpt2"), cluster, workload))]
     assert tried[0] == (0, 1, 2, 3, 4)
     assert {len(pools) for pools in tried} == {1, 2, 3, 4, 5}
-    assert len(tried) < 12
+
+
+def test_of_many_zones_those_of_one_link_are_a_choice_for_every_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_groups, "MAX_POOLS_IN_EVERY_CHOICE", 3)
+    groups, rest = ZONES.split("[[levels]]", 1)
+    older = groups[groups.index("[[groups]]") :].replace("A100-SXM-40GB", "V100-SXM2-32GB")
+    cluster = zones(tmp_path, text=(groups + older + "[[levels]]" + rest).replace("= 48", "= 96"))
+    workload = Workload(seq_len=512, global_batch_size=192, precision="fp16-mixed")
+    tried = {choice.pools for choice in pool_choices(PlanRequest.create(ModelSpec.named("gpt2"), cluster, workload))}
+    assert {(0, 1, 2, 3, 4, 5), (0, 1, 3, 4), (0, 1), (3, 4), (0, 3)} <= tried
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_on_a_choice_is_below_its_first_bound(seed: int, tmp_path: Path) -> None:
+    models, engine = ("gpt2", "llama-3.2-1b", "olmoe-1b-7b"), ("fsdp2", "megatron", "deepspeed")[seed]
+    workload = Workload(seq_len=1024, global_batch_size=96, engine=engine)
+    request = PlanRequest.create(ModelSpec.named(models[seed]), zones(tmp_path, far=20e9), workload)
+    for choice in pool_choices(request):
+        result = search.search(choice.request, build_space(choice.request), max_expanded=3)
+        assert all(choice.min_s <= candidate.step_time_s for candidate in result.feasible)
+
+
+def test_a_deadline_among_the_choices_leaves_the_best_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = PlanRequest.create(ModelSpec.named("gpt2"), zones(tmp_path), Workload(seq_len=512, global_batch_size=96))
+    opened = []
+
+    def open_one(choice: PoolChoice) -> search.LayoutProblem | None:
+        if choice.problem is None and opened:
+            request.deadline.stop()
+            request.deadline.require("opening another choice")
+        opened.append(choice)
+        return real(choice)
+
+    real = PoolChoice.open
+    monkeypatch.setattr(PoolChoice, "open", open_one)
+    _, result, _ = search_device_pools(request, runner_ups=0)
+    assert result.feasible
+    assert result.stopped_early
+    assert result.certificate().status == "stopped"

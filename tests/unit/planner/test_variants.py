@@ -8,7 +8,7 @@ from meshwright.engines.registry import export
 from meshwright.planner import cheapest, pareto, plan
 from meshwright.planner.plan import plan_as_requested
 from meshwright.planner.request import PlanRequest
-from meshwright.planner.variants import _min_device_s, _rounded_batches, resized
+from meshwright.planner.variants import _rounded_batches, min_device_s, resized
 from meshwright.runtime.job.rendezvous import Rendezvous
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Offer, TrainingPlan, Workload
 from meshwright.schema.errors import RuntimeMismatchError
@@ -59,7 +59,7 @@ def test_no_plan_takes_less_than_perfect_scaling() -> None:
     for cluster in ("1x5xH100-SXM-80GB", "24xH100-SXM-80GB", "64xH100-SXM-80GB"):
         for work in (WORK, MEGATRON):
             request = PlanRequest.create(MODEL, ClusterSpec.parse(cluster), work)
-            least_s = _min_device_s(request) * 1024 / request.cluster.num_devices
+            least_s = min_device_s(request) * 1024 / request.cluster.num_devices
             assert least_s <= plan_as_requested(request).estimate.step_time_s
 
 
