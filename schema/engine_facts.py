@@ -436,13 +436,15 @@ _DERIVED = (
         code="eager",
         zero_stages=(0, 2, 3),
     ),
-    # group_sharded_stage2.py: every backward pass reduces each tensor to its owner; comm_overlap is off unless set.
+    # group_sharded_stage2.py: every backward pass reduces each tensor to its owner; comm_overlap is off unless set, and so is
+    # enable_mp_async_allreduce (PaddleNLP, trainer/training_args.py).
     replace(
         _BY_NAME["megatron"],
         name="paddlenlp",
         calibrated_as="megatron",
         rules=None,
         data_parallel=DataParallelFacts(3, 3, sums_shards=True),
+        hides_reduction_in_weight_gradient=False,
     ),
     # DeepSpeed's super_offload (arXiv:2509.21271) and systems like it (LoHan, arXiv:2403.06504): gradients leave in buckets, and
     # the host updates each while the device goes on; the norm is speculated upon, not waited for.

@@ -26,6 +26,13 @@ def run(
     return estimate(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse(cluster), workload, layout)
 
 
+def test_paddle_waits_for_its_tensor_parallel_reductions() -> None:
+    """enable_mp_async_allreduce is off unless a run asks for it; Megatron reduces beside the gradients of weights."""
+    layout = Layout(dp_shard=4, tp=2, sequence_parallel=False, zero_stage=1)
+    waits, hides = (run(name, layout, "8xA100-SXM-80GB", 64).breakdown_s.tp for name in ("paddlenlp", "megatron"))
+    assert waits > 1.1 * hides > 0
+
+
 def test_what_follows_the_backward_pass_is_exposed() -> None:
     layout = Layout(dp_shard=64, zero_stage=1, micro_batch_size=2)
     hidden, after = (run("megatron", layout, overlap=overlap).breakdown_s.dp for overlap in (True, False))
