@@ -121,8 +121,13 @@ def limits_of(engine: str) -> tuple[Limit, ...]:
     trained = Limit(
         f"{engine}_trains", lambda p: not lacking(p), lambda p: "; ".join(lacking(p)), "plan for another engine"
     )
-    dealt = () if facts.takes_uneven_shares else (_EVEN_SHARES,)
-    return (trained, *dealt, *(_of_rule(engine, rule) for rule in facts.rules or ()))
+    only_ours = (
+        (facts.takes_uneven_shares, _EVEN_SHARES),
+        (facts.cuts_blocks, _ENTIRE_BLOCKS),
+        (facts.has_stage_degrees, _ONE_DEGREE),
+    )
+    lacks = (limit for has, limit in only_ours if not has)
+    return (trained, *lacks, *(_of_rule(engine, rule) for rule in facts.rules or ()))
 
 
 _EVEN_SHARES = Limit(
@@ -133,6 +138,21 @@ _EVEN_SHARES = Limit(
         f"micro-batches of up to {p.layout.micro_batch_size}: the engine gives every rank as many micro-batches of one size"
     ),
     "plan with a global batch size that divides",
+)
+
+
+_ENTIRE_BLOCKS = Limit(
+    "blocks_in_halves",
+    lambda p: not p.layout.half_blocks,
+    lambda _: "half_blocks: the engine's stages end behind entire blocks",
+    "plan with --fix half_blocks=false",
+)
+
+_ONE_DEGREE = Limit(
+    "one_degree",
+    lambda p: not p.degrees_by_stage,
+    lambda p: f"tp {', '.join(str(stage.tp) for stage in p.stages)} of the stages: the engine has one for all",
+    "plan with --fix tp=N",
 )
 
 

@@ -10,6 +10,7 @@ from meshwright.cost_models.layer.layer import LayerCost
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.step import step_flops_per_token
 from meshwright.cost_models.stage.table import CostTable
+from meshwright.engines import export
 from meshwright.planner import choice, search
 from meshwright.planner.expand import expand, expand_layout
 from meshwright.planner.plan import plan
@@ -148,6 +149,21 @@ def test_half_blocks_are_refused_by_name() -> None:
         assert any("blocks_in_halves" in line for line in refusal.value.details)
     with pytest.raises(ConfigError, match="share a norm or an input"):
         ModelSpec.named("gemma-2-9b").staged(half_blocks=True)
+
+
+@pytest.mark.parametrize("engine", ["megatron", "torchtitan", "deepspeed", "nemo"])
+def test_other_engines_take_neither_half_blocks_nor_degrees_by_stage(engine: str) -> None:
+    fixed = {"pp": 4, "num_model_chunks": 1, "cp": 1, "tp": 1, "recompute": "none", "micro_batch_size": 1}
+    made = plan(shortened("llama-3.1-8b", 8), EIGHT, WORKLOAD, fixed={**fixed, "half_blocks": True})
+    with pytest.raises(ConfigError) as refusal:
+        export(made, engine)
+    assert any("half_blocks" in line for line in refusal.value.details)
+    made = plan(shortened("llama-3.1-8b", 8), EIGHT, WORKLOAD, fixed={**fixed, "half_blocks": False})
+    stages = tuple(stage.replace(tp=1 + (idx == 1)) for idx, stage in enumerate(made.stages))
+    by_stage = TrainingPlan(**{**{name: getattr(made, name) for name in TrainingPlan.model_fields}, "stages": stages})
+    with pytest.raises(ConfigError) as refusal:
+        export(by_stage, engine)
+    assert any("tp 1, 2, 1, 1 of the stages" in line for line in refusal.value.details)
 
 
 def test_a_step_with_equal_stages_takes_the_same_in_either_form() -> None:
