@@ -148,7 +148,7 @@ def hot_rows(data: Path) -> list[dict[str, Any]]:
     rows = []
     for (name, (load, hidden_dim, ffn_dim, top_k)), tokens in itertools.product(loads.items(), (4096, 32768)):
         problem = {"rows": 8 * tokens * top_k, "row_bytes": 2 * hidden_dim, "expert_bytes": 6 * hidden_dim * ffn_dim}
-        chosen = [choose_hot(layer.tolist(), 8, **problem) for layer in load]
+        chosen = [choose_hot(layer.tolist(), 8, max_hot=len(layer), **problem) for layer in load]
         ratios = [
             moved(layer, hot, **problem) / moved(layer, (), **problem) for layer, hot in zip(load, chosen, strict=True)
         ]

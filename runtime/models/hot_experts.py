@@ -69,7 +69,7 @@ class HotExperts:
 
 
 def choose_hot(
-    load: Sequence[float], num_ranks: int, *, rows: float, row_bytes: float, expert_bytes: float
+    load: Sequence[float], num_ranks: int, *, rows: float, row_bytes: float, expert_bytes: float, max_hot: int
 ) -> tuple[int, ...]:
     """Return the experts to make hot, ascending.
 
@@ -77,6 +77,7 @@ def choose_hot(
         load: tokens of each expert in a step, all ranks together; only their ratios count.
         rows: rows of a micro-batch on all ranks together.
         row_bytes: of one row, expert_bytes: of the weights of one expert, both on one rank.
+        max_hot: copies that a rank has memory for.
     """
     num_stored, total = len(load) // num_ranks, sum(load)
     if total <= 0:
@@ -86,7 +87,7 @@ def choose_hot(
     order = sorted(range(len(load)), key=lambda expert: (-load[expert], expert))
     away = (num_ranks - 1) / num_ranks
     best, num_best = 4 * away * row_bytes * max(travelling), 0
-    for count, expert in enumerate(order, start=1):
+    for count, expert in enumerate(order[:max_hot], start=1):
         owner = expert // num_stored
         travelling[owner] -= load[expert] / total * rows
         num_hot[owner] += 1

@@ -11,6 +11,9 @@ from ..models.experts import MixtureOfExperts
 from ..models.hot_experts import HotExperts, choose_hot
 from ..parallel_model import ParallelModel
 
+_MAX_IN_FLIGHT = 3
+"""Passes a pipeline rank whose copies wait for their backward pass at most: those of zb-h2 (docs/method.md)."""
+
 
 def require_hot_experts(plan: TrainingPlan, *, compiles: bool) -> None:
     """Raise unless experts can follow the load under a plan."""
@@ -30,6 +33,9 @@ def require_hot_experts(plan: TrainingPlan, *, compiles: bool) -> None:
 class ExpertLoad:
     """Counts the tokens of this rank's experts, and has the hottest of each layer stand on every rank.
 
+    The weights of all slots wait together from a layer's forward to its backward pass, in what the plan leaves of the device's
+    memory, and those of one layer have gradients at a time.
+
     Counters that others read and clear (optimizer.RouterBalance) are read before they do: call `follow` first.
     """
 
@@ -44,6 +50,9 @@ class ExpertLoad:
         self._expert_tp = layout.expert_tp
         self._tokens = layout.micro_batch_size * workload.seq_len / layout.cp / layout.tp * layout.expert_tp
         self._bytes = workload.compute_bytes
+        estimate, passes = model.plan.estimate, 1 if layout.pp == 1 else _MAX_IN_FLIGHT * layout.pp
+        free = estimate.budget_bytes - max(estimate.required_bytes, estimate.peak_reserved_bytes)
+        self._room = max(free, 0) / (len(self._mixtures) * passes + 1)
 
     @torch.no_grad()
     def follow(self) -> list[tuple[int, ...]]:
@@ -59,12 +68,14 @@ class ExpertLoad:
             if clears:
                 mixture.gate.load.zero_()
             spec = mixture.gate.spec
+            expert_bytes = spec.expert.num_params(mixture.hidden_dim) / self._expert_tp * self._bytes
             hot = choose_hot(
                 load.tolist(),
                 group.size(),
+                max_hot=max(0, int(self._room / expert_bytes) - mixture.num_experts // group.size()),
                 rows=self._tokens * spec.top_k * group.size(),
                 row_bytes=mixture.hidden_dim * self._bytes,
-                expert_bytes=spec.expert.num_params(mixture.hidden_dim) / self._expert_tp * self._bytes,
+                expert_bytes=expert_bytes,
             )
             stand_on_every_rank(mixture, hot)
             chosen.append(hot)

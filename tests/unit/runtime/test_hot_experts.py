@@ -35,11 +35,14 @@ def moved_bytes(
     load=st.lists(st.integers(0, 100), min_size=6, max_size=6).filter(any),
     num_ranks=st.sampled_from([2, 3]),
     expert_bytes=st.floats(0, 1e4),
+    max_hot=st.integers(0, 6),
 )
-def test_no_other_number_of_the_hottest_moves_less(load: list[int], num_ranks: int, expert_bytes: float) -> None:
-    chosen = choose_hot(load, num_ranks, rows=600, row_bytes=8, expert_bytes=expert_bytes)
+def test_no_other_number_of_the_hottest_moves_less(
+    load: list[int], num_ranks: int, expert_bytes: float, max_hot: int
+) -> None:
+    chosen = choose_hot(load, num_ranks, rows=600, row_bytes=8, expert_bytes=expert_bytes, max_hot=max_hot)
     order = sorted(range(6), key=lambda expert: (-load[expert], expert))
-    prefixes = [tuple(order[:count]) for count in range(7)]
+    prefixes = [tuple(order[:count]) for count in range(max_hot + 1)]
     assert set(chosen) in [set(prefix) for prefix in prefixes]
     best = min(moved_bytes(load, hot, num_ranks, 600, 8, expert_bytes) for hot in prefixes)
     assert moved_bytes(load, chosen, num_ranks, 600, 8, expert_bytes) == pytest.approx(best)
@@ -47,10 +50,10 @@ def test_no_other_number_of_the_hottest_moves_less(load: list[int], num_ranks: i
 
 def test_heavy_experts_stay_and_weightless_ones_all_stand_everywhere() -> None:
     load = [10, 1, 1, 1]
-    assert choose_hot(load, 2, rows=100, row_bytes=8, expert_bytes=1e9) == ()
-    assert choose_hot(load, 2, rows=100, row_bytes=8, expert_bytes=0) == (0, 1, 2, 3)
-    assert choose_hot(load, 2, rows=100, row_bytes=8, expert_bytes=200) == (0,)
-    assert choose_hot([0, 0], 2, rows=100, row_bytes=8, expert_bytes=1) == ()
+    assert choose_hot(load, 2, rows=100, row_bytes=8, expert_bytes=1e9, max_hot=4) == ()
+    assert choose_hot(load, 2, rows=100, row_bytes=8, expert_bytes=0, max_hot=4) == (0, 1, 2, 3)
+    assert choose_hot(load, 2, rows=100, row_bytes=8, expert_bytes=200, max_hot=4) == (0,)
+    assert choose_hot([0, 0], 2, rows=100, row_bytes=8, expert_bytes=1, max_hot=4) == ()
 
 
 @pytest.mark.parametrize("hot", [(2,), (0, 5), (0, 1, 2, 3, 4, 5)])
