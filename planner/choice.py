@@ -18,15 +18,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cost_models.stage.bounds import ROUGH_ERROR, budget_bytes, estimates_s, memory_bounds, time_bounds
+from ..cost_models.stage.contents import RecomputeCosts
 from ..cost_models.stage.interval import margin, probability_above, ratio_coefficients, ratio_sd
 from ..cost_models.stage.table import CostTable
 from ..schema import Layout
 from ..schema.layout_table import LayoutTable
 from ..schema.units import BoolArray, FloatArray, IntArray
-from .expand import Candidate, expand_fitting, expand_with_fp32_gradients
+from .expand import Candidate, expand_fitting, expand_with_fp32_gradients, replayed_bound
 from .request import PlanRequest
 from .search import REL_GAP, SearchResult
-from .stage_choice import SYNTHESISED
+from .stage_choice import SYNTHESISED, Layers, free_program
 
 NUM_COARSE, AXES_AND_PASSES = 3, 2
 """Columns of `complexity` that weigh more than headroom, and than the dtype of gradients."""
@@ -233,13 +234,25 @@ def add_half_blocks(request: PlanRequest, result: SearchResult, *, worse_than_s:
     for row in promising[np.argsort(bound_s[promising], kind="stable")][:MAX_CUT_TRIES]:
         if request.deadline.is_over or num_fitting == MAX_CUT or bound_s[row] >= best_s * (1 - REL_GAP):
             break
-        candidate = expand_fitting(costs.select(np.array([row])).compacted(), 0, bound_s=float(bound_s[row]))
+        only = costs.select(np.array([row])).compacted()
+        if not _may_be_below(only, best_s):
+            num_fitting += 1
+            continue
+        candidate = expand_fitting(only, 0, bound_s=float(bound_s[row]))
         num_fitting += candidate is not None
         if candidate is not None and candidate.step_time_s < best_s * (1 - REL_GAP):
             result.feasible.append(replace(candidate, idx=int(rows[row]), half_blocks=True))
             best_s = candidate.step_time_s
     result.feasible.sort(key=lambda c: (c.step_time_s, c.idx))
     result.bound_s = min([result.bound_s, *(c.step_time_s for c in result.feasible[:1])])
+
+
+def _may_be_below(costs: CostTable, below_s: float) -> bool:
+    """Return whether the one layout of a table may take less, by a replay, or within memory where blocks choose."""
+    if not costs.layouts.is_mixed:
+        return replayed_bound(costs, 0, below_s=below_s).bound_s < below_s
+    layers = Layers(RecomputeCosts(costs), 0, costs.cluster.memory_budget_bytes, below_s=below_s)
+    return bool(len(layers.spans[0])) and layers.lower_bound_s(free_program(layers)) < below_s
 
 
 def with_headroom(request: PlanRequest, result: SearchResult, row: int, fastest: Candidate) -> Iterator[Candidate]:

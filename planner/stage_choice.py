@@ -99,8 +99,8 @@ class Layers:
             itself (both: cost_models/pipeline/replay.py, for one stage a rank).
     """
 
-    def __init__(self, costs: RecomputeCosts, idx: int, memory_budget_bytes: float) -> None:
-        """Take what the layers of layout ``idx`` cost under each option."""
+    def __init__(self, costs: RecomputeCosts, idx: int, memory_budget_bytes: float, *, below_s: float = np.inf) -> None:
+        """Take what the layers of layout ``idx`` cost under each option; answers of ``below_s`` and more are of no interest."""
         table, plain = costs.minimum.layouts, costs.by_option[0]
         self.costs, self.idx, self.memory_budget_bytes = costs, idx, memory_budget_bytes
         self.num_stages, self.chunks = int(table.pp[idx]), int(table.num_model_chunks[idx])
@@ -112,6 +112,7 @@ class Layers:
         self.update_s = plain.layer_updates_s(idx)
         self.transfer_s = 2 * float(costs.minimum.transfer_s[idx]) if self.num_stages > 1 else 0.0
         self.constant_s = float(plain.dp_edges_s[idx])
+        self._below_s = below_s - self.constant_s
         self._num_microbatches = float(table.num_microbatches[idx])
         m, pp = self._num_microbatches, self.num_stages
         self.weights = (m - 1, 1.0)
@@ -148,7 +149,9 @@ class Layers:
 
     @cached_property
     def best_uniform_s(self) -> float:
-        """(O) of the best split with one option for all; infinite where none fits."""
+        """(O) of the best split with one option for all, or what answers have to be below; infinite where none fits."""
+        if np.isfinite(self._below_s):
+            return self._below_s
         seconds, (slowest, total) = [], self.weights
         for option, fits in enumerate(self.fits):
             _, ends = splits.fastest_split(splits.StageSplitInstance(self.busy_s[option], fits))
