@@ -135,7 +135,7 @@ def measure(case: Case) -> dict[str, Any]:
     start, cpu_start = time.perf_counter(), time.process_time()
     model, cluster = model_of(case), cluster_of(case)
     workload = Workload(seq_len=case.seq_len, global_batch_size=case.global_batch_size, engine=case.engine)
-    options: dict[str, Any] = {"runnable": case.space == "runnable", "time_limit_s": 60}
+    options: dict[str, Any] = {"runnable": case.space == "runnable", "time_limit_s": 600}
     figures: dict[str, Any]
     if case.what == "pareto":
         points = pareto(model, cluster, workload, **options)
