@@ -90,8 +90,8 @@ def resident_chunks(block: Block) -> IntArray:
         kind = kinds[:, t % PERIOD]
         waiting = np.maximum(waiting + (kind == "B") - (kind == "W"), 0)
         begun = (t - slots) // PERIOD
-        held = begun[:, :2].sum(axis=1) - begun[:, 2:].sum(axis=1) + waiting
-        peak = np.maximum(peak, held) if t >= PERIOD else peak
+        resident = begun[:, :2].sum(axis=1) - begun[:, 2:].sum(axis=1) + waiting
+        peak = np.maximum(peak, resident) if t >= PERIOD else peak
     return peak
 
 
@@ -123,7 +123,7 @@ class _Slots:
         self.costs, self.cap = pipeline, cap_bytes
         # As if all that a micro-batch keeps stayed until its weight pass: in slots a B is as long as any pass.
         more = [max(0.0, -freed) for freed in pipeline.backward_freed_bytes]
-        freed = [-held - grown for held, grown in zip(pipeline.held_bytes, more, strict=True)]
+        freed = [-stored - grown for stored, grown in zip(pipeline.held_bytes, more, strict=True)]
         self.change = (pipeline.held_bytes, more, freed)
         self.slot: list[list[list[int]]] = [[[] for _ in pipeline.held_bytes] for _ in (F, B)]
         for r, of_rank in enumerate(block):
@@ -149,11 +149,11 @@ class _Slots:
         """Give weight passes the earliest free slots, those of the later stage first: nothing waits behind its B."""
         weights: list[list[int]] = [[] for _ in self.costs.held_bytes]
         for row in self.rows():
-            backward_at, taken = {p.slot: p.stage for p in row if p.kind == B}, {p.slot for p in row}
-            waiting = dict.fromkeys(sorted(set(backward_at.values()), reverse=True), 0)
+            stage_of_backward, taken = {p.slot: p.stage for p in row if p.kind == B}, {p.slot for p in row}
+            waiting = dict.fromkeys(sorted(set(stage_of_backward.values()), reverse=True), 0)
             for slot in itertools.count():
-                if slot in backward_at:
-                    waiting[backward_at[slot]] += 1
+                if slot in stage_of_backward:
+                    waiting[stage_of_backward[slot]] += 1
                 elif (
                     slot not in taken
                     and (stage := next((s for s, number in waiting.items() if number), None)) is not None

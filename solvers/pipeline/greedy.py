@@ -74,7 +74,7 @@ def _followed(
 ) -> tuple[float, Order] | None:
     """Return seconds and order of `refill_weight_passes`; without ``fit`` weight passes stay where they are; None over the cap."""
     events = _Events(pipeline, cap_bytes, EventRule("B", True, 0.0 if fit is None else fit))
-    events.keeps_weights = fit is None
+    events.follows_weights = fit is None
     events.sequence = [
         [a._replace(kind="B") if a.kind == "BW" else a for a in actions if a.kind != "W" or fit is None]
         for actions in order
@@ -89,7 +89,7 @@ class _Events:
     def __init__(self, pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> None:
         self.costs, self.cap, self.rule = pipeline, cap_bytes, rule
         self.sequence: list[list[Action]] | None = None
-        self.keeps_weights = False
+        self.follows_weights = False
         ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
         self.stages = [pipeline.stages_of(rank) for rank in ranks]
         self.hop = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
@@ -159,10 +159,10 @@ class _Events:
 
     def _follow(self, now: float, rank: int, sequence: list[Action]) -> None:
         """Run the next pass of a rank's sequence, or a weight pass before it."""
-        local, kept = self.stages[rank], ("F", "B", "W") if self.keeps_weights else ("F", "B")
-        weights = [] if self.keeps_weights else [s for s in local if self.done["W"][s] < self.done["B"][s]]
+        local, listed = self.stages[rank], ("F", "B", "W") if self.follows_weights else ("F", "B")
+        weights = [] if self.follows_weights else [s for s in local if self.done["W"][s] < self.done["B"][s]]
         coming, lacks_memory = math.inf, False
-        position = sum(self.done[kind][s] for s in local for kind in kept)
+        position = sum(self.done[kind][s] for s in local for kind in listed)
         if position < len(sequence):
             s, kind, i = sequence[position]
             if kind == "W":
