@@ -27,23 +27,31 @@ def estimate(
     cluster: ClusterOptions,
     precision: PrecisionOptions,
     offload: OffloadOptions,
+    as_listed: Annotated[
+        bool, typer.Option(help="ranks on the nodes in the order of the cluster's file, not in the best one.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Predict step time and memory of one layout, whether it fits or not; with --offload, of its best offload schedule."""
     from ..planner import not_executed
     from ..planner.plan import estimate_with_schedule
     from ..planner.request import PlanRequest, resolve_model
-    from ..schema import Layout
+    from ..schema import ConfigError, Layout
     from .show.plan import add_offload, estimate_table
 
     given = Layout.parse(layout)
     allowed = offload.request()
     if allowed is not None:
+        if as_listed:
+            raise ConfigError("--as-listed is of layouts without --offload", help="leave one of them out")
         given = given.replace(offload="scheduled")
     spec = resolve_model(model, step.seq_len)
     machine = step.calibrated(cluster.read(), spec, precision.precision)
     workload = step.workload(spec, machine, precision.precision)
-    costs, scheduled = estimate_with_schedule(PlanRequest(spec, machine, workload, offload=allowed), given)
+    cluster.require_layers(machine, spec, workload)
+    costs, scheduled = estimate_with_schedule(
+        PlanRequest(spec, machine, workload, offload=allowed), given, as_listed=as_listed
+    )
     table = estimate_table(spec, machine, workload, given, costs)
     if scheduled is not None:
         add_offload(table, scheduled.stage, scheduled.schedule)

@@ -38,10 +38,11 @@ from ..schema.layout import Gradients
 from ..schema.layout_table import MIXED, RECOMPUTES, LayoutTable
 from ..schema.schedules import GIVEN, OVER_A_V
 from ..schema.units import FloatArray, IntArray
+from ..solvers import rank_mapping
 from ..solvers.backend import Status
 from ..solvers.stages import split_bound, splits
 from ..solvers.stages.split_bound import paths_past
-from .rank_map import expand_on_pools, in_order, node_order, nodes_in_order
+from .rank_map import STEPS_IN_SEARCH, expand_on_pools, in_order, node_order, nodes_in_order
 from .request import PlanRequest
 from .stage_choice import (
     LEANEST,
@@ -110,10 +111,11 @@ class Candidate:
         return layout.replace(recompute=RECOMPUTES[self.options[0]]) if len(set(self.options)) == 1 else layout
 
 
-def expand_layout(request: PlanRequest, layout: Layout) -> Candidate:
-    """`expand` one given layout."""
+def expand_layout(request: PlanRequest, layout: Layout, *, as_listed: bool = False) -> Candidate:
+    """`expand` one given layout; ``as_listed``: on the nodes in the order of the cluster's file, stages where that puts them."""
     table = LayoutTable.from_layouts([layout], request.workload.global_batch_size)
-    return expand(CostTable.from_layouts(request.model, request.workload, request.cluster, table), 0)
+    costs = CostTable.from_layouts(request.model, request.workload, request.cluster, table)
+    return (_expand_as_listed(costs, 0) if as_listed else None) or expand(costs, 0)
 
 
 def expand_with_fp32_gradients(costs: CostTable, row: int) -> Candidate | None:
@@ -189,12 +191,26 @@ def _with_unlike_shares(costs: CostTable, candidate: Candidate) -> Candidate:
     return replace(candidate, estimate=estimate, shares=shares, nodes=nodes)
 
 
-def _with_rank_map(costs: CostTable, candidate: Candidate) -> Candidate:
+def with_best_map(costs: CostTable, candidate: Candidate) -> Candidate:
+    """Return a chosen candidate with an order of nodes that was searched for longer, where that is faster."""
+    if costs.cluster.bandwidth_matrix is None or candidate.part_of_stage:
+        return candidate
+    only = costs.select(np.array([candidate.idx])).compacted()
+    listed = _expand_as_listed(only, 0)
+    if listed is None:
+        return candidate
+    moved = _with_rank_map(only, listed, annealing_steps=rank_mapping.ANNEALING_STEPS)
+    if moved.step_time_s >= candidate.step_time_s:
+        return candidate
+    return replace(moved, idx=candidate.idx, bound_s=min(candidate.bound_s, moved.step_time_s))
+
+
+def _with_rank_map(costs: CostTable, candidate: Candidate, *, annealing_steps: int = STEPS_IN_SEARCH) -> Candidate:
     uniform, idx = costs.by_option[0] if costs.layouts.is_mixed else costs, candidate.idx
     # An order made for one map says nothing of another: a named one weighs the axes.
     if costs.layouts.schedule[idx] == SYNTHESISED:
         uniform, idx = with_schedule(costs.select(np.array([idx])), LEANEST), 0
-    nodes = node_order(uniform, idx, candidate.boundaries)
+    nodes = node_order(uniform, idx, candidate.boundaries, annealing_steps=annealing_steps)
     if not nodes:
         return candidate
     row = costs.layouts.select(np.array([candidate.idx]))

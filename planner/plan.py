@@ -200,9 +200,13 @@ def estimate(
 
 
 def estimate_with_schedule(
-    request: PlanRequest, layout: Layout, *, effort: Effort = "exact"
+    request: PlanRequest, layout: Layout, *, effort: Effort = "exact", as_listed: bool = False
 ) -> tuple[TrainingEstimate, OffloadResult | None]:
-    """Return the estimate of a layout and, where its offload is scheduled, its schedule; raises like `estimate`."""
+    """Return the estimate of a layout and, where its offload is scheduled, its schedule; raises like `estimate`.
+
+    Args:
+        as_listed: ranks are on the nodes in the order of the cluster's file; else in the best order found where that matters.
+    """
     model, cluster, workload = request.model, request.cluster, request.workload
     require_valid(
         model,
@@ -215,7 +219,7 @@ def estimate_with_schedule(
     if layout.offload == "scheduled":
         result = schedule_layout(request, layout, effort=effort)
         return result.estimate, result
-    return expand_layout(request, layout).estimate, None
+    return expand_layout(request, layout, as_listed=as_listed).estimate, None
 
 
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.hardware.collectives import Hops, NodeLinks, node_links
+from ..cost_models.hardware.node_links import Hops, NodeLinks, node_links
 from ..cost_models.stage.step import edges_s, estimate_step, transfer_of_stages, values_of_stages
 from ..cost_models.stage.table import CostTable, stages_of_pools
 from ..schema import ClusterSpec, TrainingEstimate, TrainingPlan
@@ -36,23 +36,9 @@ StageFits = Callable[[CostTable, int, float], NDArray[np.bool_]]
 """FITS [S, L+1, L+1] of a layout whose devices are all equal, within so many bytes."""
 
 
-def best_case(cluster: ClusterSpec, *, tied: bool) -> ClusterSpec:
-    """Return a cluster on which no layout takes longer than under any map of its ranks, for bounds.
-
-    Where one level joins the nodes, the groups of an axis that leaves its nodes touch all of them, and a node is no faster than its
-    best link. With more levels, or ``tied`` embeddings, which the first and last stage alone exchange, the fastest link of all
-    stands for every one.
-    """
-    links = node_links(cluster)
-    if links is None or cluster.num_nodes == 1:
-        return cluster
-    away = np.where(np.eye(cluster.num_nodes, dtype=bool), 0.0, links.bandwidth)
-    best = np.max(away, axis=1)
-    clusters = (cluster, *(part.cluster for part in cluster.parts))
-    between = max(sum(level.domain_size > own.largest_node for level in own.levels) for own in clusters)
-    if tied or between > 1:
-        best = np.full_like(best, best.max())
-    return cluster.replace(bandwidth_matrix=_as_tuples(np.minimum(best[:, None], best[None, :])))
+def best_case(cluster: ClusterSpec) -> ClusterSpec:
+    """Return a cluster on which no layout takes longer than under any map of its ranks, for bounds (`collectives.max_slowest`)."""
+    return cluster if cluster.bandwidth_matrix is None else cluster.replace(any_node_order=True)
 
 
 def in_order(cluster: ClusterSpec, nodes: Sequence[int]) -> ClusterSpec:
@@ -61,7 +47,13 @@ def in_order(cluster: ClusterSpec, nodes: Sequence[int]) -> ClusterSpec:
     return cluster.replace(bandwidth_matrix=_as_tuples(links[np.ix_(nodes, nodes)]))
 
 
-def node_order(costs: CostTable, idx: int, boundaries: Sequence[int]) -> tuple[int, ...]:
+STEPS_IN_SEARCH = 0
+"""Swaps of annealing for each layout of a search, after local search; the one that is chosen gets all of them."""
+
+
+def node_order(
+    costs: CostTable, idx: int, boundaries: Sequence[int], *, annealing_steps: int = STEPS_IN_SEARCH
+) -> tuple[int, ...]:
     """Return the order of nodes found for layout ``idx``, whose stages begin at ``boundaries``; empty where it is as listed.
 
     Nodes move as wholes, among those of their group. Where a replica of a stage fills neither whole nodes nor a part of one, or
@@ -74,7 +66,8 @@ def node_order(costs: CostTable, idx: int, boundaries: Sequence[int]) -> tuple[i
         return ()
     kind = np.repeat(np.arange(len(cluster.groups)), [group.num_nodes for group in cluster.groups])
     axes = _axes(costs, row, links, boundaries)
-    nodes = rank_mapping.solve(rank_mapping.RankMappingInstance(links.bandwidth, axes, kind, block)).choice or ()
+    instance = rank_mapping.RankMappingInstance(links.bandwidth, axes, kind, block)
+    nodes = rank_mapping.solve(instance, annealing_steps=annealing_steps).choice or ()
     return () if nodes == tuple(range(cluster.num_nodes)) else nodes
 
 
@@ -100,7 +93,7 @@ def axis_hops(row: LayoutTable) -> tuple[Hops, ...]:
         Hops(np.where(is_expert, row.ep, 1), row.expert_tp, "all"),
         Hops(np.where(is_expert, row.expert_shards, 1), experts, "ring"),
         Hops(np.where(is_expert, row.expert_replicas, 1), experts * row.expert_shards, "ring"),
-        Hops(row.pp, row.stage_ranks, "ring" if closed else "chain"),
+        Hops(row.pp, row.stage_ranks, "loop" if closed else "chain"),
     )
 
 
@@ -119,11 +112,14 @@ def _axes(
 
     everywhere = np.full(links.bandwidth.shape, fast)
     min_s = step_s(everywhere)
-    crossed = [links.crossed(int(hops.group[0]), int(hops.stride[0]), hops.pattern) for hops in axis_hops(row)]
+    crossed = list[IntArray]()
+    for hops in axis_hops(row):
+        pairs = links.crossed(int(hops.group[0]), int(hops.stride[0]), hops.pattern)
+        crossed += [pairs, pairs[:, ::-1]] if hops.pattern in ("chain", "loop") else [pairs]
     axes = []
     for pairs in {pairs.tobytes(): pairs for pairs in crossed if len(pairs)}.values():
         matrix = everywhere.copy()
-        matrix[pairs[:, 0], pairs[:, 1]] = matrix[pairs[:, 1], pairs[:, 0]] = slow
+        matrix[pairs[:, 0], pairs[:, 1]] = slow
         added_s = step_s(matrix) - min_s
         if added_s > 0:
             axes.append(rank_mapping.Axis(added_s / (1 / slow - 1 / fast), pairs))

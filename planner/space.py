@@ -330,7 +330,7 @@ def bounding_costs(costs: CostTable) -> CostTable:
     """Return what bounds are worked out from: the costs, or where links were measured those of the best placement there may be."""
     if costs.cluster.bandwidth_matrix is None:
         return costs
-    fastest = best_case(costs.cluster, tied=costs.model.tie_embeddings)
+    fastest = best_case(costs.cluster)
     return costs.evaluate(costs.layouts, fastest)
 
 

@@ -266,8 +266,9 @@ class ClusterSpec(Frozen):
         levels: link levels, innermost first; the last one joins every device.
         zone_links: what joins some of the zones, where that is more than what joins all.
         reserved_bytes: memory of each device that a plan may not use; unset: context and buffers of collectives.
-        bandwidth_matrix: measured node x node bandwidth, bytes/s, where there is one: what one device of a node gets to its
-            counterpart on another while the other devices of the node send as well. The diagonal is not read.
+        bandwidth_matrix: measured node x node bandwidth, bytes/s: what one device of a node (row) gets to its counterpart on
+            another while the other devices of the node send as well. The diagonal is not read.
+        any_node_order: for bounds: groups get what no order of the nodes exceeds, not what the listed one gives them.
         profile: the measurements this spec was made from, where there are any.
         calibration: what measured runs on it say about the model's rates (`validation.table_calibration.calibrate`).
     """
@@ -277,6 +278,7 @@ class ClusterSpec(Frozen):
     levels: tuple[LinkLevel, ...] = Field(min_length=1)
     reserved_bytes: NonNegativeInt = Field(default_factory=lambda data: default_reserved_bytes(data.get("levels", ())))
     bandwidth_matrix: tuple[tuple[NonNegativeFloat, ...], ...] | None = None
+    any_node_order: bool = Field(default=False, exclude=True, repr=False)
     zone_links: tuple[ZoneLink, ...] = ()
     profile: Profile | None = None
     calibration: Calibration = Calibration()

@@ -27,17 +27,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...schema import ClusterSpec, LinkLevel
 from ...schema.profile import CollectivePoint
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients
+from .node_links import Hops, Pattern, slowest_rates
 
 LL_STEP_RATIO = 0.2
 """Ring step of NCCL's LL protocol over that of Simple between nodes: 2.7 of 14 us (NVIDIA/nccl src/graph/tuning.cc)."""
@@ -54,17 +54,6 @@ LL_BANDWIDTH_RATIO = 0.1
 """Bandwidth of LL rings across nodes over that of Simple: NCCL caps LL at 45 of 400 GB/s on two Hopper nodes (tuning.cc)."""
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-Pattern = Literal["ring", "chain", "all"]
-"""Who sends to whom: neighbours, and the last to the first (collectives, stages with several chunks); neighbours (pipeline stages);
-every pair of the group (all-to-all)."""
-
-
-class Hops(NamedTuple):
-    """Neighbours of groups [N] of ``group`` ranks, ``stride`` apart, send to one another."""
-
-    group: IntArray
-    stride: IntArray
-    pattern: Pattern
 
 
 def collective_s(
@@ -107,10 +96,19 @@ def collective_s(
 def p2p_s(size_bytes: FloatArray, hops: Hops, cluster: ClusterSpec) -> FloatArray:
     """Return the seconds of the slowest of ``hops`` [N] that all send ``size_bytes`` [N] at once: over the slowest link they span.
 
-    Links are full duplex: a message the other way at the same time costs nothing.
+    Links are full duplex: a message the other way at the same time costs nothing. Neighbours that send both ways take the mean of
+    the two: what goes there comes back in a step.
     """
+    if hops.pattern not in ("chain", "loop"):
+        return _one_way_s(size_bytes, hops, cluster)
+    return (_one_way_s(size_bytes, hops, cluster) + _one_way_s(size_bytes, hops, cluster, back=True)) / 2
+
+
+def _one_way_s(size_bytes: FloatArray, hops: Hops, cluster: ClusterSpec, *, back: bool = False) -> FloatArray:
     seconds = np.full(size_bytes.shape, np.inf)
-    rate = slowest_rates(cluster, np.asarray(hops.group), np.asarray(hops.stride), hops.pattern)
+    rate = None
+    if cluster.bandwidth_matrix is not None:
+        rate = slowest_rates(cluster, np.asarray(hops.group), np.asarray(hops.stride), hops.pattern, back=back)
     distance = hops.group * hops.stride - 1
     for level in reversed(cluster.levels):
         link = level.link
@@ -211,11 +209,11 @@ def _line_rate(
 ) -> tuple[float, FloatArray | float]:
     """Return the line rate of a level for each device, bytes/s, and how much of it the nodes that ``groups`` cross have."""
     line = _per_device(level, cluster)
+    if cluster.bandwidth_matrix is None:
+        return line, 1.0
     pattern: Pattern = "all" if op == "all_to_all" else "ring"
     outer = None if level is cluster.levels[-1] else level.domain_size
     measured = slowest_rates(cluster, *groups, pattern, inner_domain, outer)
-    if measured is None:
-        return line, 1.0
     achieved = measured * _calibrated(level, cluster) / level.link.efficiency.p2p
     return line, np.where(np.isfinite(measured), achieved / line, 1.0)
 
@@ -338,76 +336,6 @@ def link_curves(name: str) -> Mapping[Op, Curves] | None:
         op: tabulated({int(group): parameters(**values) for group, values in groups.items()})
         for op, groups in groups_of_op.items()
     }
-
-
-# Measured bandwidth between nodes
-
-
-class NodeLinks:
-    """Bandwidth [n, n] of the nodes in the order of the ranks, and which node each rank is on.
-
-    It is what one device of node n gets to its counterpart on node n' while the others of its node send as well; the slower
-    direction counts, because groups send both ways. A group's steps wait for the slowest pair of nodes that it crosses.
-    """
-
-    def __init__(self, matrix: tuple[tuple[float, ...], ...], node_sizes: tuple[int, ...]) -> None:
-        """Take the devices of each node."""
-        bandwidth = np.array(matrix, dtype=np.float64)
-        self.bandwidth: FloatArray = np.minimum(bandwidth, bandwidth.T)
-        self.node_of_rank = np.repeat(np.arange(len(node_sizes)), node_sizes)
-        self._slowest: dict[tuple[int, int, Pattern, int, int], float] = {}
-
-    def slowest(self, group: int, stride: int, pattern: Pattern, inner: int = 1, outer: int | None = None) -> float:
-        """Return the bytes/s of the slowest pair that some group of ``group`` ranks crosses; infinite where none leaves its node.
-
-        Only pairs in different domains of ``inner`` ranks and in the same one of ``outer`` ranks count.
-        """
-        key = (group, stride, pattern, inner, outer or len(self.node_of_rank))
-        if key not in self._slowest:
-            a, b = self.crossed(group, stride, pattern, inner, outer).T
-            self._slowest[key] = float(np.min(self.bandwidth[a, b], initial=np.inf))
-        return self._slowest[key]
-
-    def crossed(
-        self, group: int, stride: int, pattern: Pattern, inner: int = 1, outer: int | None = None
-    ) -> NDArray[np.int64]:
-        """Return the pairs of nodes [P, 2], each once, that the groups cross; the arguments are those of `slowest`."""
-        world = len(self.node_of_rank)
-        ranks = np.arange(world)
-        place = ranks // stride % group
-        if pattern == "all":
-            pairs = [(ranks, ranks + step * stride, place + step < group) for step in range(1, group)]
-        else:
-            pairs = [(ranks, ranks + stride, place + 1 < group)]
-            if pattern == "ring":
-                pairs.append((ranks, ranks + (group - 1) * stride, place == 0))
-        steps = [np.stack([first, second], axis=1)[exists & (second < world)] for first, second, exists in pairs]
-        sent = np.concatenate([*steps, np.zeros((0, 2), dtype=np.int64)])
-        apart = sent[:, 0] // inner != sent[:, 1] // inner
-        joined = sent[:, 0] // (outer or world) == sent[:, 1] // (outer or world)
-        nodes = np.sort(self.node_of_rank[sent[apart & joined]], axis=1)
-        return np.unique(nodes[nodes[:, 0] != nodes[:, 1]], axis=0)
-
-
-_links = lru_cache(maxsize=256)(NodeLinks)
-
-
-def node_links(cluster: ClusterSpec) -> NodeLinks | None:
-    """Return what was measured between the nodes of a cluster; None where nothing was."""
-    return None if cluster.bandwidth_matrix is None else _links(cluster.bandwidth_matrix, cluster.node_sizes)
-
-
-def slowest_rates(
-    cluster: ClusterSpec, group: IntArray, stride: IntArray, pattern: Pattern, inner: int = 1, outer: int | None = None
-) -> FloatArray | None:
-    """Return `NodeLinks.slowest` of many groups [N] at once; None without measurements."""
-    links = node_links(cluster)
-    if links is None:
-        return None
-    base = int(stride.max(initial=0)) + 1
-    pairs, case_idx = np.unique(group * base + stride, return_inverse=True)
-    rates = [links.slowest(*divmod(int(pair), base), pattern, inner, outer) for pair in pairs]
-    return np.asarray(np.array(rates)[case_idx.reshape(group.shape)])
 
 
 # Next to kernels

@@ -44,9 +44,10 @@ from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.recurrences import Recurrence
 from ...schema.units import Array, FloatArray, IntArray
 from ..coefficients import Scenario
-from ..hardware.collectives import Hops, Op, collective_s, exposed_s, p2p_s, slowdown_law
+from ..hardware.collectives import Op, collective_s, exposed_s, p2p_s, slowdown_law
 from ..hardware.compute import OperatorTime
 from ..hardware.machine import device_rates
+from ..hardware.node_links import Hops
 from .operators import CostInputs, FusedAttention, Layer, Operator
 
 # Tensor parallelism
@@ -266,7 +267,7 @@ def state_passing_s(mixer: Recurrence, inputs: CostInputs) -> FloatArray:
     """
     layouts = inputs.layouts
     state_bytes = 4.0 * mixer.state_elements / layouts.tp * layouts.micro_batch_size
-    hop_s = p2p_s(state_bytes, Hops(layouts.cp, layouts.tp, "ring"), inputs.cluster)
+    hop_s = p2p_s(state_bytes, Hops(layouts.cp, layouts.tp, "loop"), inputs.cluster)
     return np.where(layouts.cp > 1, 2 * (layouts.cp - 1) * hop_s, 0.0)
 
 
@@ -292,7 +293,7 @@ def transfer_s(
     # The pipeline is the outermost axis: some boundary crosses the outermost link it spans, and the slowest one decides.
     once = p2p_s(sent, Hops(b.pp, b.stage_ranks, "chain"), stage_links) + gathered
     if stage_links.bandwidth_matrix is not None:  # the last rank's chunks send to the first rank's next ones
-        ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "ring"), stage_links) + gathered
+        ring = p2p_s(sent, Hops(b.pp, b.stage_ranks, "loop"), stage_links) + gathered
         once = np.where(b.num_model_chunks > 1, ring, once)
     if workload.overlaps and workload.engine_facts.data_parallel.hides_in_chunks:
         hidden = np.maximum(once - forward_s / b.num_model_chunks, 0.0)

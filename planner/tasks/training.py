@@ -34,7 +34,7 @@ from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.schedules import OVER_A_V
 from ...schema.units import format_bytes, format_percent
 from ..choice import Choice, add_half_blocks, choose, lacks_headroom
-from ..expand import Candidate, expand_with_fp32_gradients, expand_with_new_order
+from ..expand import Candidate, expand_with_fp32_gradients, expand_with_new_order, with_best_map
 from ..request import Deadline, PlanRequest
 from ..search import MAX_SHORTENED, REL_GAP, SearchResult, early_answer, search
 from ..space import Space, build_space
@@ -101,6 +101,7 @@ def search_layouts(
         add_synthesised_orders(result, request.deadline, worse_than_s=worse_than_s)
     if "half_blocks" not in request.fixed:
         add_half_blocks(request, result, worse_than_s=worse_than_s)
+    result.feasible[:1] = [with_best_map(result.costs, candidate) for candidate in result.feasible[:1]]
     if any(result.costs.layouts.pp[candidate.idx] > 1 for candidate in result.feasible[:1]):
         from ..stage_degrees import add_stage_degrees  # few plans have a pipeline
 

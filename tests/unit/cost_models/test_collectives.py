@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from meshwright.cost_models.hardware.collectives import NETWORK_RING_STEP_S, Hops, collective_s, p2p_s
+from meshwright.cost_models.hardware.collectives import NETWORK_RING_STEP_S, collective_s, p2p_s
+from meshwright.cost_models.hardware.node_links import Hops
 from meshwright.schema import ClusterSpec, Link, LinkLevel
 from meshwright.schema.cluster import CollectiveLatency, LinkEfficiency
 from meshwright.schema.profile import CollectivePoint
