@@ -37,7 +37,7 @@ from .complete import complete_models
 from .terminal import INTERRUPTED, exit_on_error, exit_with
 
 if TYPE_CHECKING:
-    from ..schema import ClusterSpec
+    from ..schema import ClusterSpec, ModelSpec, Workload
 
 _NO_LIMIT = 10**9
 """Bounds from here on keep numbers computable and say nothing to a user."""
@@ -415,6 +415,17 @@ class ProfileOptions(OptionModel):
         for problem in problems:
             typer.echo(f"foreign profile {self.profile}: {problem}", err=True)
         return profiled_cluster(profile)
+
+    def require_layers(self, cluster: ClusterSpec, model: ModelSpec, workload: Workload) -> None:
+        """Require that what the profile says of the model's layers is of the plan's engine, unless it may be foreign.
+
+        Raises:
+            ProfileError: it is of other engines.
+        """
+        if cluster.profile is not None and cluster.profile.layers and not self.allow_foreign_profile:
+            from ..profilers.files import require_layers_of_engine
+
+            require_layers_of_engine(cluster.profile, model, workload)
 
 
 def complete_solvers(incomplete: str) -> list[str]:

@@ -123,6 +123,7 @@ def _plan_training(
     spec, fixed = resolve_model(model, step.seq_len), parse_assignments(search.fix)
     machine, offers = _machines(cluster, step, cost, lambda read: step.calibrated(read, spec, output.precision))
     workload = step.workload(spec, machine, output.precision)
+    cluster.require_layers(machine, spec, workload)
     loads = None if search.expert_load is None else read_loads([search.expert_load])
     request: dict[str, Any] = {
         "fixed": fixed,

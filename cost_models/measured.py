@@ -55,16 +55,17 @@ PassSeconds = Callable[[Layer, CostInputs], tuple[FloatArray, FloatArray]]
 def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> tuple[FloatArray, FloatArray] | None:
     """Return measured over modelled seconds of a layer's operators, forward and backward [N]; None without points of it.
 
-    Those count that have the workload's sequence length and dtype, our own runtime and no recompute; of half a block its block's.
+    Those count that have the workload's engine, sequence length and dtype and no recompute; of half a block its block's.
     """
     profile, workload = inputs.cluster.profile, inputs.workload
-    if profile is None or not workload.engine_facts.is_own_runtime or workload.adapters is not None:
+    if profile is None or workload.adapters is not None:
         return None
     dtype = workload.precision.removesuffix("-mixed")
     points = [
         point
         for point in profile.layers
-        if point.recompute == "none"
+        if point.engine == workload.engine
+        and point.recompute == "none"
         and point.hidden_dim == inputs.hidden_dim
         and point.seq_len == workload.seq_len
         and point.dtype == dtype

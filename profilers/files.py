@@ -11,7 +11,9 @@ from statistics import median
 from typing import Any
 
 from ..schema.errors import ConfigError, ProfileError
+from ..schema.model import ModelSpec
 from ..schema.profile import Machine, Profile, Timed
+from ..schema.task import Workload
 from .machine import identify
 from .measure.compute import peak_flops
 from .measure.links import bus_factor
@@ -20,6 +22,25 @@ _COMPARED = ("device", "backend", "torch", "python", "driver")
 """Fields of Machine that must agree; how many ranks and nodes it was is the profile's own affair."""
 
 _MEASURED = {"time_s", "spread"}
+
+
+def require_layers_of_engine(profile: Profile, model: ModelSpec, workload: Workload) -> None:
+    """Require that a model's layers were measured under the engine of the plan, where any of them were.
+
+    Raises:
+        ProfileError: all of them were measured under others.
+    """
+    layers = {run.layer for run in model.layers}
+    engines = {
+        point.engine for point in profile.layers if point.hidden_dim == model.hidden_dim and point.layer in layers
+    }
+    if engines and workload.engine not in engines:
+        raise ProfileError(
+            f"the layers of {model.name} in the profile were measured under {', '.join(sorted(engines))}, "
+            f"the plan is for {workload.engine}",
+            help=f"plan with --engine {min(engines)}, give a profile without layers, or add --allow-foreign-profile, "
+            "which takes all but the layers from it",
+        )
 
 
 def load_profile(path: str | Path, *, allow_foreign: bool = False) -> tuple[Profile, tuple[str, ...]]:

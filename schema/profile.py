@@ -135,6 +135,7 @@ class _LayerCase(Frozen):
         tp: this is the shard of one of so many tensor-parallel ranks, without their communication.
         dtype: of the products; parameters are stored in it.
         recompute: the backward pass includes what it recomputes.
+        engine: whose code ran the layer; `meshwright profile` measures our own runtime.
     """
 
     layer: Embedding | Block | Head = Field(discriminator="kind")
@@ -144,6 +145,7 @@ class _LayerCase(Frozen):
     tp: PositiveInt = 1
     dtype: PointDtype
     recompute: Recompute = "none"
+    engine: str = "fsdp2"
 
 
 class LayerPoint(_LayerCase, Timed):

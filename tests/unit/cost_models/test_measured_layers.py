@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from meshwright.planner import estimate
-from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
+from meshwright.profilers.files import require_layers_of_engine
+from meshwright.schema import ClusterSpec, Layout, ModelSpec, ProfileError, Workload
 from meshwright.schema.profile import CollectivePoint, LayerPoint, Machine, MatmulPoint, Profile
 from plans import cpu_cluster, tiny_model
 
@@ -62,6 +63,29 @@ def test_between_measured_sizes_the_ratio_is_interpolated() -> None:
     assert both[3] > both[2]  # beyond: the model's shape with the ratio of the largest
 
 
-@pytest.mark.parametrize("other", [{"seq_len": 128}, {"hidden_dim": 999}, {"dtype": "bf16"}, {"recompute": "full"}])
+@pytest.mark.parametrize(
+    "other", [{"seq_len": 128}, {"hidden_dim": 999}, {"dtype": "bf16"}, {"recompute": "full"}, {"engine": "megatron"}]
+)
 def test_points_of_something_else_change_nothing(other: dict[str, object]) -> None:
     assert stage_s(cluster(point("forward", 9.0, **other))) == stage_s(cluster())
+
+
+def test_layers_of_another_engine_count_for_it_and_are_refused_for_others() -> None:
+    """Used where the plan is for the engine they ran under; never left out in silence."""
+    megatron = WORKLOAD.replace(engine="megatron", optimizer="adamw")
+
+    def forward_s(machine: ClusterSpec) -> float:
+        return estimate(MODEL, machine, megatron, Layout(pp=2, micro_batch_size=2)).stages[0].forward_s
+
+    measured = cluster(point("forward", 9.0, engine="megatron"))
+    assert forward_s(measured) > 9.0 > forward_s(cluster())
+    assert measured.profile is not None
+    require_layers_of_engine(measured.profile, MODEL, megatron)
+    with pytest.raises(ProfileError, match="measured under megatron, the plan is for fsdp2"):
+        require_layers_of_engine(measured.profile, MODEL, WORKLOAD)
+    both = cluster(point("forward", 9.0, engine="megatron"), point("forward", 9.0))
+    assert both.profile is not None
+    require_layers_of_engine(both.profile, MODEL, WORKLOAD)
+    other = cluster(point("forward", 9.0, engine="megatron", hidden_dim=999))
+    assert other.profile is not None
+    require_layers_of_engine(other.profile, MODEL, WORKLOAD)  # of another model
