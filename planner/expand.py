@@ -193,7 +193,8 @@ def _with_unlike_shares(costs: CostTable, candidate: Candidate) -> Candidate:
 
 def with_best_map(costs: CostTable, candidate: Candidate) -> Candidate:
     """Return a chosen candidate with an order of nodes that was searched for longer, where that is faster."""
-    if costs.cluster.bandwidth_matrix is None or candidate.part_of_stage:
+    is_special = candidate.part_of_stage or candidate.shares or candidate.half_blocks or candidate.gradients
+    if costs.cluster.bandwidth_matrix is None or is_special:
         return candidate
     only = costs.select(np.array([candidate.idx])).compacted()
     listed = _expand_as_listed(only, 0)

@@ -63,9 +63,7 @@ def test_no_map_beats_the_bound_and_the_found_one_is_never_worse_than_as_listed(
     rows = rng.choice(len(batch), size=5, replace=False)
     batch = batch.select(np.sort(rows))
     spec = SPEC if seed % 3 else ModelSpec.named("qwen2.5-7b")
-    bounds = uniform_time_bounds(
-        CostTable.from_layouts(spec, workload, best_case(cluster), batch)
-    )
+    bounds = uniform_time_bounds(CostTable.from_layouts(spec, workload, best_case(cluster), batch))
     costs = CostTable.from_layouts(spec, workload, cluster, batch)
     orders = list(itertools.permutations(range(num_nodes)))
     for idx in range(len(batch)):
