@@ -1,6 +1,6 @@
 """Plans for every number of devices: how many have one, how much slower one is than the next smaller count, and what it costs.
 
-    python benchmarks/device_counts.py [--out benchmarks/device_counts.json] [--only PREFIX ...] [--stride N]
+    python benchmarks/device_counts.py [--out benchmarks/device_counts.json] [--only PREFIX ...] [--stride N] [--within A B]
 
 A batch of 1,024 sequences of 8,192 tokens. ``nodes``: H100 in nodes of eight, 1 to 64 of them. ``domain``: 2 to 512 H100 that all
 reach each other over NVLink, so that counts differ in nothing but their factors. A case is slower than the one before it by the
@@ -44,12 +44,12 @@ CASES = {
 }
 
 
-def measured(case: Case, stride: int) -> dict[str, Any]:
-    """Plan every count of a case."""
+def measured(case: Case, stride: int, within: tuple[int, int]) -> dict[str, Any]:
+    """Plan every count of a case, or those within bounds."""
     rows: list[dict[str, Any]] = []
     start = time.process_time()
     work = Workload(seq_len=SEQ_LEN, global_batch_size=BATCH, engine=case.engine)
-    for n in case.counts[::stride]:
+    for n in [n for n in case.counts[::stride] if within[0] <= n <= within[1]]:
         begun = time.process_time()
         row: dict[str, Any] = {"devices": n}
         try:
@@ -89,14 +89,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--only", nargs="*", default=[""])
     parser.add_argument("--stride", type=int, default=1, help="plan every N-th count only")
+    parser.add_argument("--within", type=int, nargs=2, default=(2, 512), help="the first and the last count")
     options = parser.parse_args()
     results = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name, case in CASES.items():
         if not name.startswith(tuple(options.only)):
             continue
-        results[name] = measured(case, options.stride)
-        shown = {key: value for key, value in results[name].items() if key != "rows"}
-        print(name, shown, flush=True)
+        key = name if tuple(options.within) == (2, 512) else f"{name}, {options.within[0]} to {options.within[1]}"
+        results[key] = measured(case, options.stride, tuple(options.within))
+        print(key, {name: value for name, value in results[key].items() if name != "rows"}, flush=True)
         options.out.write_text(json.dumps(results, indent=1) + "\n")
     if "sizes".startswith(tuple(options.only)):
         results["sizes"] = {engine: sizes_without_layout(engine) for engine in ("fsdp2", "megatron")}

@@ -11,7 +11,8 @@ Bound
     (B)  T[v] / B[v] >= MIN_S / N[v]           perfect scaling
 
 The request as asked is planned first. Tried besides: as many devices as give the rank with most no more micro-batches than it has;
-counts that divide better, `SMOOTH` times a power of two; and batches that are multiples of the ranks that could share them. What
+counts that divide better, `SMOOTH` times a power of two (of one node and where shares may be uneven: one device less, and
+those of `MODEL_RANKS`); and batches that are multiples of the ranks that could share them. What
 (B) excludes is not planned. Where the batch divides over the plan's ranks, and the devices divide well, there is no variant.
 """
 
@@ -37,6 +38,9 @@ SMOOTH = (1, 3, 5, 7, 9)
 
 MAX_SMOOTH, MAX_BATCHES = 3, 6
 """Variants of each kind that are tried."""
+
+MODEL_RANKS = (1, 2, 4, 8)
+"""Devices that share a sequence, for which the fewest are tried that give no rank more sequences than all devices would."""
 
 Answer = TrainingPlan | ConfigError | InfeasibleError
 
@@ -117,9 +121,17 @@ def _fewer(request: PlanRequest, exact: TrainingPlan | None) -> list[int]:
     odd_parts = {odd * shared for odd in SMOOTH for shared in (1, of_batch)}
     smooth = {odd << k for odd in odd_parts for k in range(units.bit_length()) if odd << k < units}
     counts = set(sorted(smooth)[-MAX_SMOOTH:])
+    if request.workload.engine_facts.takes_uneven_shares and cluster.num_nodes == 1:
+        counts = {units - 1, *(_filled(batch, units, taken) for taken in MODEL_RANKS if taken <= units)}
     if exact is not None:
         counts.add(min(_as_few_passes(exact) * units // cluster.num_devices, units))
     return sorted(counts - {0, units}, reverse=True)
+
+
+def _filled(batch: int, num_devices: int, taken: int) -> int:
+    """Return the least devices on which ranks of ``taken`` devices each have no more sequences than on all of them."""
+    share = -(-batch // (num_devices // taken))
+    return taken * -(-batch // share)
 
 
 def _as_few_passes(plan: TrainingPlan) -> int:
