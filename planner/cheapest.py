@@ -46,9 +46,9 @@ from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .pareto import beats
 from .plan import plan_training
 from .request import Deadline, PlanRequest, RequestOptions
-from .search import REL_GAP, Frontier, search
+from .search import REL_GAP, search
 from .sizes import HOUR_S, OBJECTIVES, Objective, Size
-from .space import Pool, build_space
+from .space import Frontier, Pool, build_space
 from .tasks.offload import OffloadSpace, plan_schedule, require_schedulable, search_offload
 from .tasks.training import WORTH_MOVING, add_synthesised_orders, plan_layout
 

@@ -374,7 +374,7 @@ def search(
     tree = Search(problem)
     stop = Stop(rel_gap=REL_GAP, below=worse_than_s * (1 - REL_GAP), deadline=deadline, max_effort=max_expanded)
     answer = tree.run(stop, on_progress=request.on_progress)
-    best, with_new_order = answer.best and answer.best.candidate, problem.with_new_order
+    best, with_new_order = None if answer.best is None else answer.best.candidate, problem.with_new_order
     if best is not None and best is not with_new_order:
         problem.take_scout(best.idx)
     candidates = [leaf.candidate for leaf in answer.leaves if leaf.candidate is not with_new_order]
