@@ -33,7 +33,7 @@ from .request import PlanRequest
 from .search import REL_GAP, LayoutProblem, SearchResult
 from .space import build_space
 from .tasks.training import add_synthesised_orders, why_slower
-from .variants import min_device_s
+from .variants import min_device_s_of_pools
 
 MAX_POOLS_IN_EVERY_CHOICE = 5
 """Of more pools these choices are tried: all of them and all but one, the fastest ones, and of every set of kinds those in all
@@ -120,8 +120,8 @@ class _PoolProblem:
 def pool_choices(request: PlanRequest) -> list[PoolChoice]:
     """Return the choices of pools that differ in some cost, that of all pools first."""
     cluster, parts = request.cluster, request.cluster.parts
-    on_pools = [replace(request, cluster=part.cluster) for part in parts]
-    rates = [on_pool.cluster.num_devices / min_device_s(on_pool) for on_pool in on_pools]
+    of_pools = zip(parts, min_device_s_of_pools(request), strict=True)
+    rates = [part.cluster.num_devices / device_s for part, device_s in of_pools]
     chosen = list(dict.fromkeys(_chosen_pools(cluster, rates)))
     clusters = {pools: with_parts_only(cluster, pools) for pools in chosen}
     different = {cost_key(used): pools for pools, used in reversed(clusters.items())}

@@ -88,10 +88,22 @@ def _per_sequence_s(plan: TrainingPlan) -> float:
 
 def min_device_s(request: PlanRequest) -> float:
     """Return MIN_S: the passes of whole layers, for micro-batches of 1, 2, 4, .. sequences."""
+    return _min_sequence_s(_one_device(request))
+
+
+def min_device_s_of_pools(request: PlanRequest) -> list[float]:
+    """Return MIN_S of each device pool of a mixed cluster."""
+    return [_min_sequence_s(pool) for pool in _one_device(request).device_pools]
+
+
+def _one_device(request: PlanRequest) -> CostTable:
     sizes = 2 ** np.arange(MAX_MICRO_BATCH_SIZE.bit_length())
     table = LayoutTable.filled(len(sizes), micro_batch_size=sizes)
-    costs = CostTable.from_layouts(request.model, request.workload, request.cluster, table)
-    return float(np.min(costs.total("busy_s") / sizes))
+    return CostTable.from_layouts(request.model, request.workload, request.cluster, table)
+
+
+def _min_sequence_s(costs: CostTable) -> float:
+    return float(np.min(costs.total("busy_s") / costs.layouts.micro_batch_size))
 
 
 def _variants(request: PlanRequest, exact: TrainingPlan | None) -> Iterator[Variant]:
