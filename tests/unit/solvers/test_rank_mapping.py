@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.solvers import rank_mapping
 from meshwright.solvers.backend import Status
 from meshwright.solvers.rank_mapping import Axis, RankMappingInstance, check, lower_bound_s, solve
 
@@ -46,8 +47,9 @@ def brute_force(instance: RankMappingInstance) -> float:
 
 
 @pytest.mark.parametrize("num_positions", [3, 4, 6, 8])
-def test_best_order_of_brute_force_is_found_nearly_always(num_positions: int) -> None:
+def test_best_order_of_brute_force_is_found_nearly_always(num_positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local search proves nothing, but on few nodes it seldom misses; never below the optimum, never above the identity."""
+    monkeypatch.setattr(rank_mapping, "ALL_ORDERS_UP_TO", 0)
     met, seeds = 0, range(25)
     for seed in seeds:
         instance = random_instance(seed, num_positions)
@@ -58,6 +60,18 @@ def test_best_order_of_brute_force_is_found_nearly_always(num_positions: int) ->
         assert found.status is Status.FEASIBLE or found.objective == pytest.approx(best)
         met += found.objective <= best * (1 + 1e-9)
     assert met >= 0.9 * len(seeds)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_of_few_nodes_is_proved(seed: int) -> None:
+    instance = random_instance(seed, 6, num_kinds=1 + seed % 2)
+    found = solve(instance)
+    assert found.status is Status.OPTIMAL
+    assert found.choice is not None
+    assert found.objective == pytest.approx(check(instance, found.choice))
+    assert found.objective <= check(instance, tuple(range(6)))
+    if seed % 2 == 0:
+        assert found.objective == pytest.approx(brute_force(instance))
 
 
 @settings(deadline=None, max_examples=40)
