@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from ..schema.errors import ConfigError
 from ..schema.task import Generation
 from ..schema.units import GB
-from .options import Mode, ModelArgument, command
+from .options import Mode, ModelArgument, command, option
 from .plan_options import (
     ClusterOptions,
     CostOptions,
     GenerationOptions,
     OffloadOptions,
-    PlanOptions,
+    PrecisionOptions,
     SearchOptions,
     TrainingOptions,
 )
@@ -27,6 +28,21 @@ if TYPE_CHECKING:
 
     from ..planner.request import Deadline
     from ..schema import ClusterSpec, GenerationPlan, Offer, Plan, TrainingPlan
+
+
+class PlanOptions(PrecisionOptions):
+    """What is planned, and where the plan goes."""
+
+    objective: Literal["throughput", "cost", "energy"] = option(
+        "throughput",
+        "the fastest layout on the cluster; or, of all its sizes (and all offers), the one that takes the least money or energy "
+        "for a token.",
+    )
+    infer: bool = option(False, "plan generation instead of training: batch and places of weights and keys and values.")
+    top: int = option(4, "runner-ups to report.", ge=0, le=50, metavar="K")
+    out: Path = option(Path("plan.json"), "where the plan is written.")
+    as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
+
 
 _ALWAYS = (ClusterOptions, OffloadOptions, PlanOptions)
 _TRAINING = (*_ALWAYS, TrainingOptions, SearchOptions)

@@ -306,17 +306,3 @@ class GenerationOptions(OptionModel):
     host_attention_gb_per_s: float | None = option(
         None, "keys and values that a node's processors attend to in a second.", ge=0.001, metavar="R"
     )
-
-
-class PlanOptions(PrecisionOptions):
-    """What is planned, and where the plan goes."""
-
-    objective: Literal["throughput", "cost", "energy"] = option(
-        "throughput",
-        "the fastest layout on the cluster; or, of all its sizes (and all offers), the one that takes the least money or energy "
-        "for a token.",
-    )
-    infer: bool = option(False, "plan generation instead of training: batch and places of weights and keys and values.")
-    top: int = option(4, "runner-ups to report.", ge=0, le=50, metavar="K")
-    out: Path = option(Path("plan.json"), "where the plan is written.")
-    as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
