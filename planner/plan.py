@@ -111,7 +111,7 @@ def plan_training(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
         raise answer
     from .variants import best_variant
 
-    return best_variant(request, answer, lambda variant: plan_as_requested(variant, top=top))
+    return best_variant(request, answer, lambda variant, worse_than_s: _plan_faster(variant, worse_than_s, top=top))
 
 
 FULL_NODE = 8
@@ -128,6 +128,14 @@ def _is_settled(request: PlanRequest, answer: TrainingPlan | ConfigError | Infea
         return is_power_of_two
     takes_uneven = request.workload.engine_facts.takes_uneven_shares
     return (is_power_of_two or (takes_uneven and devices % FULL_NODE == 0)) and answer.is_even
+
+
+def _plan_faster(request: PlanRequest, worse_than_s: float, *, top: int) -> TrainingPlan | None:
+    """Return the plan of a variant; None where no layout is faster than ``worse_than_s``, with which its search begins."""
+    if request.cluster.is_mixed or request.offload is not None or math.isinf(worse_than_s):
+        return plan_as_requested(request, top=top)
+    result = search_layouts(request, runner_ups=top, worse_than_s=worse_than_s)
+    return plan_layout(request, result, top=top) if result.feasible else None
 
 
 def plan_as_requested(request: PlanRequest, *, top: int = 4) -> TrainingPlan:

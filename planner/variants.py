@@ -57,8 +57,12 @@ class Variant:
         return self.request.cluster.num_devices
 
 
-def best_variant(request: PlanRequest, answer: Answer, plan_one: Callable[[PlanRequest], TrainingPlan]) -> TrainingPlan:
+def best_variant(
+    request: PlanRequest, answer: Answer, plan_faster: Callable[[PlanRequest, float], TrainingPlan | None]
+) -> TrainingPlan:
     """Return the plan of the variant with the least seconds for a sequence, or the answer to what was asked.
+
+    ``plan_faster`` plans a variant; None where no step is shorter than so many seconds.
 
     Raises:
         ConfigError, InfeasibleError: the answer is one of these, and no variant has a plan.
@@ -70,11 +74,12 @@ def best_variant(request: PlanRequest, answer: Answer, plan_one: Callable[[PlanR
             break
         if best is not None and min_s / variant.num_devices >= _per_sequence_s(best):
             continue
+        batch = variant.request.workload.global_batch_size
         try:
-            other = plan_one(variant.request)
+            other = plan_faster(variant.request, math.inf if best is None else _per_sequence_s(best) * batch)
         except (ConfigError, InfeasibleError, SolverLimitError):
             continue
-        if best is None or _per_sequence_s(other) < _per_sequence_s(best):
+        if other is not None and (best is None or _per_sequence_s(other) < _per_sequence_s(best)):
             best = other
     if best is None:
         assert not isinstance(answer, TrainingPlan)

@@ -89,7 +89,8 @@ def test_cluster_files_of_the_document_are_read_and_planned_for(text: str, tmp_p
         ModelSpec.named("llama-3.2-1b"), cluster, workload, fixed={"recompute": "none", "cp": 1, "micro_batch_size": 1}
     )
     assert found.estimate.fits
-    assert sorted(found.rank_map) == list(range(cluster.num_devices))
+    assert sorted(found.rank_map) == list(range(found.cluster.num_devices))
+    assert found.cluster.num_devices + sum(pool.num_devices for pool in found.left_out) == cluster.num_devices
 
 
 def test_offers_of_the_document_are_read(tmp_path: Path) -> None:
