@@ -211,14 +211,14 @@ def report(options: Namespace) -> str:
     rows = read_runs(options.runs)
     rows = [row for row, has_stalled in zip(rows, stalled(rows), strict=True) if not has_stalled]
     predictions = predict(rows)
-    tables = (rows, predictions), _renamed(rows, predictions)
+    renamed, nameless = _renamed(rows, predictions)
+    is_fit, is_fit_too = ([row.part == "fit" for row in table] for table in (rows, renamed))
     lines = []
     for name, errors_of, is_skewed in (("time", time_errors, True), ("memory", memory_errors, False)):
-        halves = [
-            [list(compress(column, (row.part == "fit" for row in table[0]))) for column in table] for table in tables
-        ]
-        errors = [errors_of(*table) for table in (*halves, *tables)]
-        lines += [f"[interval.{name}]", *_lines(*errors, is_skewed=is_skewed), ""]
+        fitted = errors_of(list(compress(rows, is_fit)), list(compress(predictions, is_fit)))
+        fitted_too = errors_of(list(compress(renamed, is_fit_too)), list(compress(nameless, is_fit_too)))
+        judged, judged_too = errors_of(rows, predictions), errors_of(renamed, nameless)
+        lines += [f"[interval.{name}]", *_lines(fitted, fitted_too, judged, judged_too, is_skewed=is_skewed), ""]
     return "\n".join(lines)
 
 
