@@ -46,6 +46,7 @@ class PlannedRecipe(Frozen):
     """The plan for the model, batch, machine and engine of a recipe.
 
     Attributes:
+        tokens_per_s_per_device, mfu: of all devices, those that stay idle among them.
         gains: seconds of the published layout less those of the plan, by term, over the plan's step; they sum to its gain.
     """
 
@@ -165,11 +166,12 @@ def _with_plan(recipe: Recipe, inputs: RunInputs, deadline: Deadline) -> Recipe:
     if not plans:
         return recipe.replace(not_planned=reasons[0])
     best = min(plans, key=lambda each: each.estimate.step_time_s)
+    used = best.cluster.num_devices / inputs.cluster.num_devices
     planned = PlannedRecipe(
         layout=best.layout,
         step_time_s=best.estimate.step_time_s,
-        tokens_per_s_per_device=best.estimate.tokens_per_s_per_device,
-        mfu=best.estimate.mfu,
+        tokens_per_s_per_device=used * best.estimate.tokens_per_s_per_device,
+        mfu=used * best.estimate.mfu,
         search=best.search,
         gains=_gains(step_parts_of_run(inputs), step_parts(best)),
     )
