@@ -30,23 +30,36 @@ def front_page() -> str:
     return before + BEGIN + "\n".join(_table()) + "\n" + END + after
 
 
+COLUMNS = {
+    "mean error of the step time": "MAPE",
+    "predicted / measured (median)": "ratio",
+    "inside the 90 % interval": "inside",
+    "regret of the choice": "ours",
+    "rank correlation": "rank",
+}
+"""Of the front page, and of the tables of `meshwright validate`."""
+
+
 def _table() -> list[str]:
-    head = ["runs of", "scored", "mean error of the step time", "predicted / measured (median)", "rank correlation"]
-    rows = _rows()
-    return table(
-        head, ([title, rows[name][0], rows[name][1], rows[name][2], rows[name][3]] for name, title in SOURCES.items())
+    tables = _tables()
+    rows = (
+        [title, *(tables[name].get(column, "-") for column in ("timed", *COLUMNS.values()))]
+        for name, title in SOURCES.items()
     )
+    return table(["runs of", "rows", *COLUMNS], rows)
 
 
-def _rows() -> dict[str, tuple[str, str, str, str]]:
-    """Scored rows, error, median ratio and rank correlation of each source in the first table of step times."""
-    half = (
+def _tables() -> dict[str, dict[str, str]]:
+    """Return the cells of each source by column, of the tables of step times and of choices."""
+    text = (
         (ROOT / "docs/accuracy.md").read_text().split("## The half that was held out")[1].split("memory, predicted")[0]
     )
-    found = {}
-    for line in half.splitlines():
-        words = line.split()
-        if words and words[0] in SOURCES:
-            # source rows scored skipped flagged MAPE % ratio bias % correlation ...
-            found[words[0]] = (words[2], f"{words[5]} %", words[7], words[10])
-    return found
+    cells: dict[str, dict[str, str]] = {name: {} for name in SOURCES}
+    columns: list[str] = []
+    for line in text.splitlines():
+        words = line.replace(" %", "%").split()
+        if words[:1] == ["source"]:
+            columns = words
+        elif words and words[0] in SOURCES:
+            cells[words[0]] |= {name: word.replace("%", " %") for name, word in zip(columns, words, strict=True)}
+    return cells

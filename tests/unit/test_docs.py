@@ -101,3 +101,20 @@ def test_offers_of_the_document_are_read(tmp_path: Path) -> None:
     spot, lab = offers_from_file(str(tmp_path / "offers.toml"))
     assert spot.with_size(2).price_per_hour == pytest.approx(2 * 8 * 2.1)
     assert list(lab.sizes) == [lab.cluster.num_nodes]
+
+
+def test_the_front_page_has_a_figure_in_every_cell_of_its_accuracies() -> None:
+    """Cells of sources without groups of layouts say so; all others are numbers, of the half that was held out."""
+    rows = (
+        (ROOT / "README.md").read_text().split("<!-- accuracy -->\n")[1].split("<!-- /accuracy -->")[0].splitlines()[2:]
+    )
+    assert len(rows) >= 8
+    for row in rows:
+        _, count, error, ratio, inside, regret, rank = (cell.strip() for cell in row.strip("|").split("|"))
+        assert int(count) >= 10, row
+        assert 0 < float(error.removesuffix(" %")) < 100, row
+        assert 0.3 < float(ratio) < 3, row
+        assert 0 < float(inside.removesuffix(" %")) <= 100, row
+        assert (regret == "-" and rank == "-") or (float(regret.removesuffix(" %")) >= 0 and -1 <= float(rank) <= 1), (
+            row
+        )
