@@ -7,6 +7,8 @@ Data
     T[k, l]      seconds of layout l on the cluster that the pools of k make (schema/device_groups.py), with its bounds
 Objective
     (O)  min over k and l of T[k, l]
+Constraints
+    (C1) entire: a choice has all devices of its pools and no others
 Bound
     (B)  T[k, l] >= sequences / sum over pools g of k of N[g] / MIN_S[g]           perfect scaling
 
@@ -118,7 +120,7 @@ class _PoolProblem:
 
 
 def pool_choices(request: PlanRequest) -> list[PoolChoice]:
-    """Return the choices of pools that differ in some cost, that of all pools first."""
+    """Return the choices of entire pools (C1) that differ in some cost, that of all pools first."""
     cluster, parts = request.cluster, request.cluster.parts
     of_pools = zip(parts, min_device_s_of_pools(request), strict=True)
     rates = [part.cluster.num_devices / device_s for part, device_s in of_pools]
@@ -159,7 +161,7 @@ def _chosen_pools(cluster: ClusterSpec, rates: Sequence[float]) -> Iterator[tupl
 def search_device_pools(
     request: PlanRequest, *, runner_ups: int
 ) -> tuple[PlanRequest, SearchResult, tuple[LeftOut, ...]]:
-    """Search the layouts on every choice of a mixed cluster's device pools.
+    """Search the layouts on every choice of a mixed cluster's device pools for the least of (O).
 
     Returns:
         The request on the pools that are used, what the search found on them, and the pools that are not used.

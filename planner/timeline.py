@@ -82,9 +82,11 @@ def _after_passes(plan: TrainingPlan, shape: PipelineShape, passes: StagePasses,
 
     terms = plan.estimate.breakdown_s
     copied_s = copies_and_collectives(on_ranks(passes.copied), on_ranks(passes.exposed))[0]
-    of_vocabulary = terms.total - end_s - copied_s - terms.dp - terms.optimizer - terms.offload
+    rest_s = terms.total - end_s - copied_s - terms.dp - terms.optimizer - terms.offload
+    if plan.shares:  # the passes are those of the busiest ranks, copies those of the slowest device
+        copied_s += rest_s
     added: tuple[tuple[Stream, str, float], ...] = (
-        ("communication", SPLIT_VOCABULARY, of_vocabulary if plan.layout.vocabulary == "split" else 0.0),
+        ("communication", SPLIT_VOCABULARY, rest_s if plan.layout.vocabulary == "split" else 0.0),
         ("compute", COPIED, copied_s),
         ("communication", DATA_PARALLEL, terms.dp),
         ("communication", COPIES, terms.offload),

@@ -7,13 +7,16 @@ Data
     MIN_S      device-seconds of a sequence in the best micro-batch that one device could hold, without communication
 Objective
     (O)  min  T[v] / B[v]                        seconds of the plan's step for a sequence
-Bound
-    (B)  T[v] / B[v] >= MIN_S / N[v]           perfect scaling
+Constraints
+    (C1) nodes: N[v] <= N, in entire nodes where there are several
+    (C2) tolerance: |B[v] - B| <= tolerance B
 
-The request as asked is planned first. Tried besides: as many devices as give the rank with most no more micro-batches than it has;
-counts that divide better, `SMOOTH` times a power of two (of one node and where shares may be uneven: one device less, and
-those of `MODEL_RANKS`); and batches that are multiples of the ranks that could share them. What
-(B) excludes is not planned. Where the batch divides over the plan's ranks, and the devices divide well, there is no variant.
+No variant is better than perfect scaling, T[v] / B[v] >= MIN_S / N[v].
+
+The request as asked is planned first. Tried besides: as many devices as give the rank with most no more micro-batches than it
+has; counts that divide better, `SMOOTH` times a power of two (of one node and where shares may be uneven: one device less, and
+those of `MODEL_RANKS`); and batches that are multiples of the ranks that could share them. What perfect scaling excludes is not
+planned. Where the batch divides over the plan's ranks, and the devices divide well, there is no variant.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class Variant:
 def best_variant(
     request: PlanRequest, answer: Answer, plan_faster: Callable[[PlanRequest, float], TrainingPlan | None]
 ) -> TrainingPlan:
-    """Return the plan of the variant with the least seconds for a sequence, or the answer to what was asked.
+    """Return the plan of the variant with the least seconds for a sequence (O), or the answer to what was asked.
 
     ``plan_faster`` plans a variant; None where no step is shorter than so many seconds.
 
@@ -131,7 +134,7 @@ def resized(cluster: ClusterSpec, count: int) -> ClusterSpec:
 
 
 def _fewer(request: PlanRequest, exact: TrainingPlan | None) -> list[int]:
-    """Return how many nodes, or devices of the only one, are worth trying, decreasing."""
+    """Return how many nodes, or devices of the only one (C1), are worth trying, decreasing."""
     cluster, batch = request.cluster, request.workload.global_batch_size
     units = _units(cluster)
     of_batch = _odd_part(batch)
@@ -159,7 +162,7 @@ def _as_few_passes(plan: TrainingPlan) -> int:
 
 
 def _rounded_batches(request: PlanRequest) -> list[int]:
-    """Return the batches within the tolerance that the most ranks share evenly, those of most ranks first."""
+    """Return the batches within the tolerance (C2) that the most ranks share evenly, those of most ranks first."""
     exact, devices = request.workload.global_batch_size, request.cluster.num_devices
     room = math.floor(exact * request.batch_tolerance * (1 + 1e-12))
     batches: dict[int, None] = {}

@@ -52,7 +52,7 @@ def total_of_sources(sources: Any) -> FloatArray:
 
 
 def move_near_sources(instance: ExpertInstance, placed: IntArray, from_node: FloatArray) -> IntArray:
-    """Return x [L, S] with the contents of the GPUs, as they are, on the nodes that send them most."""
+    """Return x [L, S] with the contents of the GPUs, as they are, on the nodes that send them most (O), one on each GPU (C1)."""
     from scipy.optimize import linear_sum_assignment
 
     contents = placed.reshape(instance.num_layers, instance.num_gpus, -1).copy()

@@ -139,8 +139,8 @@ def test_half_a_plan_is_refused(planned, tmp_path: Path) -> None:
 
 
 def test_plan_of_other_numbers_is_refused(planned, tmp_path: Path) -> None:
-    """A batch that does not divide over the layout is no plan."""
+    """A batch that cannot be dealt to the ranks of the layout is no plan."""
     changed = json.loads(planned)
     changed["workload"]["global_batch_size"] = 63
     (tmp_path / "changed.json").write_text(json.dumps(changed))
-    assert_refused(explain("changed.json"), "is not a multiple of dp x micro_batch_size")
+    assert_refused(explain("changed.json"), "has no share for each of")

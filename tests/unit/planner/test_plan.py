@@ -101,7 +101,8 @@ def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -
     )  # on slow links: what a stage adds once is bounded by its mean over stages
     assert found.estimate.step_time_s <= best * (1 + MAX_PRICE) * (1 + 1e-4)  # and the search's own relative gap
     assert found.search.gap == pytest.approx(1 - found.search.bound_s / found.search.objective_s)
-    assert best <= found.search.objective_s * (1 + 1e-9)
+    # Cuts inside blocks are no layouts of the space: they are tried afterwards, where they may be faster.
+    assert found.layout.half_blocks or best <= found.search.objective_s * (1 + 1e-9)
     assert found.search.objective_s <= best * (1 + 1e-4)
     assert found.price_of_simplicity == pytest.approx(found.estimate.step_time_s / found.search.objective_s - 1)
 
@@ -137,7 +138,7 @@ def test_plans_fit_by_hand_arithmetic_on_states(case: tuple[str, str, int, int])
     """fp32 parameters, gradients and AdamW states of each stage over its ranks, nothing else, against the device's memory."""
     found = made(case)
     layout = found.layout
-    layers = list(found.model.iter_layers())
+    layers = list(found.staged_model.iter_layers())
     for stage in found.stages:
         params = sum(layers[idx].num_params(found.model.hidden_dim) for idx in stage.layer_idxs)
         shards = layout.dp_shard * layout.cp if layout.zero_stage >= 1 else 1
