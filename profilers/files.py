@@ -30,10 +30,7 @@ def require_layers_of_engine(profile: Profile, model: ModelSpec, workload: Workl
     Raises:
         ProfileError: all of them were measured under others.
     """
-    layers = {run.layer for run in model.layers}
-    engines = {
-        point.engine for point in profile.layers if point.hidden_dim == model.hidden_dim and point.layer in layers
-    }
+    engines = profile.engines_of({run.layer for run in model.layers}, model.hidden_dim)
     if engines and workload.engine not in engines:
         raise ProfileError(
             f"the layers of {model.name} in the profile were measured under {', '.join(sorted(engines))}, "

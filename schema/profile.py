@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
 from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from .layers import Block, Embedding, Head
+from .layers import Block, Embedding, Head, Layer
 from .layout import Recompute
 
 PointDtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
@@ -399,6 +400,10 @@ class Profile(Document):
     slow: tuple[SlowComponent, ...] = ()
     calibration: Calibration = Calibration()
     content_sha256: str = ""
+
+    def engines_of(self, layers: Collection[Layer], hidden_dim: int) -> set[str]:
+        """Return the engines under which any of these layers were measured."""
+        return {point.engine for point in self.layers if point.hidden_dim == hidden_dim and point.layer in layers}
 
     def computed_sha256(self) -> str:
         """Hash of everything but ``content_sha256``; fields at their defaults do not count, so that later ones change nothing."""

@@ -345,7 +345,13 @@ def notes_on_measured(request: PlanRequest) -> list[str]:
     if (profile := request.cluster.profile) is None:
         return []
     terms = measured_terms(profile, Scenario.build(request.workload, request.cluster))
-    return [f"from the profile: {'; '.join(terms)}"] if terms else []
+    notes = [f"from the profile: {'; '.join(terms)}"] if terms else []
+    engines = profile.engines_of({run.layer for run in request.model.layers}, request.model.hidden_dim)
+    if engines and request.workload.engine not in engines:
+        notes.append(
+            f"layers of the profile were measured under {', '.join(sorted(engines))}: not used for this engine"
+        )
+    return notes
 
 
 def notes_on_runtime(request: PlanRequest) -> list[str]:

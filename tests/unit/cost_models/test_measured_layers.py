@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from meshwright.planner import estimate
+from meshwright.planner import estimate, plan
 from meshwright.profilers.files import require_layers_of_engine
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, ProfileError, Workload
 from meshwright.schema.profile import CollectivePoint, LayerPoint, Machine, MatmulPoint, Profile
@@ -89,3 +89,12 @@ def test_layers_of_another_engine_count_for_it_and_are_refused_for_others() -> N
     other = cluster(point("forward", 9.0, engine="megatron", hidden_dim=999))
     assert other.profile is not None
     require_layers_of_engine(other.profile, MODEL, WORKLOAD)  # of another model
+
+
+def test_a_plan_says_that_layers_of_another_engine_are_not_used() -> None:
+    def notes(*points: LayerPoint) -> str:
+        return "; ".join(plan(MODEL, cluster(*points), WORKLOAD).notes)
+
+    ours, theirs = point("forward", 1.0), point("forward", 1.0, engine="megatron")
+    assert "measured under megatron: not used" in notes(theirs)
+    assert "not used for this engine" not in notes(ours, theirs)
