@@ -1,0 +1,217 @@
+"""Serving: a model under load, as a task of two phases, and what its engine instances are told.
+
+A deployment is a set of pools. A pool is a number of equal engine instances (replicas), each on ``layout.num_devices`` devices. An
+aggregated pool prefills and decodes; a disaggregated deployment has a pool for each.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from .base import Count, CountOrNone, Frozen
+from .task import Phase, Task
+
+ServingEngine = Literal["vllm", "sglang", "trtllm", "meshwright"]
+WeightDtype = Literal["bf16", "fp16", "fp8", "nvfp4", "mxfp4", "int8", "int4", "fp32"]
+CacheDtype = Literal["bf16", "fp16", "fp8", "fp32"]
+Role = Literal["agg", "prefill", "decode"]
+LatencyMetric = Literal["ttft", "tpot", "e2e"]
+ServingObjective = Literal["gpus", "throughput", "cost", "latency"]
+
+BYTES_OF: dict[str, float] = {
+    "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32, "int4": 0.5 + 2 / 128,
+}  # fmt: skip
+"""Bytes of an element with its scales: nvfp4 one of 8 bits for 16 elements, mxfp4 for 32 (OCP MX 1.0), int4 of 16 bits for 128."""
+
+
+class RequestClass(Frozen):
+    """Requests that are alike.
+
+    Attributes:
+        share: of all requests; those of a load sum to one.
+        prompt_len: tokens of a prompt; output_len: tokens generated, the first included.
+        prefix_len: tokens at the start of a prompt that the engine has in its cache (a hit of the prefix cache).
+    """
+
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    prompt_len: Count
+    output_len: Count
+    prefix_len: CountOrNone = 0
+
+    @model_validator(mode="after")
+    def _has_something_new(self) -> RequestClass:
+        if self.prefix_len >= self.prompt_len:
+            raise ValueError(f"prefix_len {self.prefix_len} leaves nothing of a prompt of {self.prompt_len} tokens")
+        return self
+
+
+class Requests(Frozen):
+    """A load: classes of requests that arrive by themselves (``rate``) or are kept in flight (``concurrency``).
+
+    Attributes:
+        rate: requests a second, of the entire deployment (open loop).
+        arrival_cv: standard deviation over mean of the time between arrivals; 1: Poisson.
+        concurrency: requests in flight at any time (closed loop), each followed by another.
+    """
+
+    classes: tuple[RequestClass, ...] = Field(min_length=1)
+    rate: PositiveFloat | None = None
+    arrival_cv: NonNegativeFloat = 1.0
+    concurrency: Count | None = None
+
+    @model_validator(mode="after")
+    def _is_one_load(self) -> Requests:
+        if self.rate is not None and self.concurrency is not None:
+            raise ValueError("rate (open loop) and concurrency (closed loop) exclude each other")
+        total = sum(entry.share for entry in self.classes)
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"the shares of the classes sum to {total:g}, not to 1")
+        return self
+
+    @property
+    def mean_prompt_len(self) -> float:
+        """Return the tokens of a prompt, averaged over requests."""
+        return sum(entry.share * entry.prompt_len for entry in self.classes)
+
+    @property
+    def mean_output_len(self) -> float:
+        """Return the generated tokens of a request, averaged over requests."""
+        return sum(entry.share * entry.output_len for entry in self.classes)
+
+
+class LatencyLimit(Frozen):
+    """A limit that requests must meet (SLO): ``ttft <= 0.5 s at the 90th percentile``.
+
+    Attributes:
+        metric: ttft: arrival to first token; tpot: mean seconds of a token after the first, of one request; e2e: arrival to last.
+        quantile: share of requests that must be within it.
+    """
+
+    metric: LatencyMetric
+    seconds: PositiveFloat
+    quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
+
+
+class ServingLayout(Frozen):
+    """How one engine instance is spread over devices: ``tp * pp * attention_dp`` of them.
+
+    Attributes:
+        tp: tensor parallelism of attention and dense parts; pp: pipeline stages.
+        attention_dp: ranks with requests (and caches) of their own, which share the experts; dense parts are replicated.
+        ep: ranks over which experts are placed whole, of the tp * attention_dp of a stage; the rest cuts every expert (``moe_tp``).
+    """
+
+    tp: Count = 1
+    pp: Count = 1
+    attention_dp: Count = 1
+    ep: Count = 1
+
+    @model_validator(mode="after")
+    def _divides(self) -> ServingLayout:
+        if self.stage_devices % self.ep:
+            raise ValueError(
+                f"ep {self.ep} does not divide the {self.stage_devices} devices of a stage (tp * attention_dp)"
+            )
+        return self
+
+    @property
+    def stage_devices(self) -> int:
+        """Return the devices of one pipeline stage."""
+        return self.tp * self.attention_dp
+
+    @property
+    def num_devices(self) -> int:
+        """Return the devices of an engine instance."""
+        return self.stage_devices * self.pp
+
+    @property
+    def moe_tp(self) -> int:
+        """Return the ranks that share each expert."""
+        return self.stage_devices // self.ep
+
+
+class EngineLimits(Frozen):
+    """What an engine instance is told to keep within.
+
+    Attributes:
+        max_batch: requests that run at once, per attention rank.
+        max_batched_tokens: tokens of one step, per attention rank.
+        chunk: tokens of a prompt that enter one step at most; None: prompts are not cut.
+        block_size: tokens of a block of the cache; cache_blocks: of one attention rank.
+        graph_sizes: rows for which a graph is captured; empty: none is.
+        cache_fraction: of the device's memory that the engine may use (vLLM's gpu_memory_utilization and its like).
+    """
+
+    max_batch: Count
+    max_batched_tokens: Count
+    chunk: Count | None = None
+    block_size: Count = 16
+    cache_blocks: Count
+    graph_sizes: tuple[Count, ...] = ()
+    cache_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+
+
+class Pool(Frozen):
+    """Equal engine instances of a deployment.
+
+    Attributes:
+        role: agg: prefills and decodes.
+        device: of its nodes, as the cluster names it.
+        replicas: engine instances.
+    """
+
+    role: Role = "agg"
+    device: str
+    replicas: Count
+    layout: ServingLayout
+    weights: WeightDtype = "bf16"
+    cache: CacheDtype = "bf16"
+    limits: EngineLimits
+
+    @property
+    def num_devices(self) -> int:
+        """Return the devices of all instances."""
+        return self.replicas * self.layout.num_devices
+
+
+class Serving(Task):
+    """A model under load, with limits on latency.
+
+    Attributes:
+        engine: whose scheduler, memory and overheads hold.
+        engine_version: of its profile; None: the newest that is known.
+        modes: ways of deployment that are searched.
+        objective: fewest devices that meet the limits at a rate; most tokens a second and device within them; least money; least
+            latency. None: gpus where a rate is given, else throughput.
+        weights, cache: their types; None: what the model's file says, else bf16.
+    """
+
+    fixable: ClassVar[frozenset[str] | None] = frozenset({"tp", "pp", "attention_dp", "ep", "max_batch"})
+
+    requests: Requests
+    limits: tuple[LatencyLimit, ...] = ()
+    engine: ServingEngine = "vllm"
+    engine_version: str | None = None
+    modes: tuple[Literal["agg", "disagg"], ...] = ("agg", "disagg")
+    objective: ServingObjective | None = None
+    weights: WeightDtype | None = None
+    cache: CacheDtype | None = None
+    prefix_cache: bool = True
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Return prefill and decoding of the mean request."""
+        prompt, output = round(self.requests.mean_prompt_len), max(round(self.requests.mean_output_len), 1)
+        phases = [Phase(name="prefill", num_passes=1, tokens=prompt, first_context=prompt, state="new_kv_cache")]
+        if output > 1:
+            phases.append(
+                Phase(name="decode", num_passes=output - 1, tokens=1, first_context=prompt + 1, state="kv_cache")
+            )
+        return tuple(phases)
+
+    @property
+    def goal(self) -> ServingObjective:
+        """Return the objective that holds."""
+        return self.objective or ("gpus" if self.requests.rate is not None else "throughput")
