@@ -17,6 +17,8 @@ from .offers import CostSummary, Offer, ParetoPoint, SizeTried
 from .offload import OffloadLimits, OffloadMarginalValues, OffloadSchedule
 from .plan import Certificate, Estimate, Plan, PlanProvenance
 from .profile import Calibration, Profile
+from .serving import LatencyLimit, RequestClass, Requests, Serving
+from .serving_plan import ServingPlan
 from .task import Generation, Workload
 from .training_plan import Alternative, LeftOut, Stage, TrainingEstimate, TrainingPlan
 
@@ -32,6 +34,7 @@ __all__ = [
     "Generation",
     "GenerationPlan",
     "InfeasibleError",
+    "LatencyLimit",
     "Layout",
     "LeftOut",
     "Link",
@@ -48,8 +51,12 @@ __all__ = [
     "PlanProvenance",
     "Profile",
     "ProfileError",
+    "RequestClass",
+    "Requests",
     "RuntimeMismatchError",
     "Certificate",
+    "Serving",
+    "ServingPlan",
     "SizeTried",
     "SolverLimitError",
     "Stage",

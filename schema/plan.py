@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -15,9 +15,9 @@ from .offload import OffloadLimits
 from .task import Task
 from .units import format_percent
 
-Unit = Literal["s", "tokens_per_s", "usd_per_million_tokens"]
-_UNITS: tuple[Unit, ...] = ("s", "tokens_per_s", "usd_per_million_tokens")
-_MORE_IS_BETTER: frozenset[Unit] = frozenset({"tokens_per_s"})
+Unit = Literal["s", "tokens_per_s", "usd_per_million_tokens", "devices", "usd_per_hour", "tokens_per_s_per_device"]
+_UNITS: tuple[Unit, ...] = get_args(Unit)
+_MORE_IS_BETTER: frozenset[Unit] = frozenset({"tokens_per_s", "tokens_per_s_per_device"})
 
 Preference = Literal["plain", "fastest"]
 """Which of the layouts that may be as fast is taken: the simplest, or the fastest by prediction."""

@@ -47,6 +47,20 @@ class RequestClass(Frozen):
         return self
 
 
+class TraceFile(Frozen):
+    """Recorded requests that classes were made of; a replay reads them again.
+
+    Attributes:
+        path, sha256: of the file as it was read; num_requests: in it.
+        rate_scale: arrivals are so much closer together than recorded.
+    """
+
+    path: str
+    sha256: str
+    num_requests: Count
+    rate_scale: PositiveFloat = 1.0
+
+
 class Requests(Frozen):
     """A load: classes of requests that arrive by themselves (``rate``) or are kept in flight (``concurrency``).
 
@@ -54,12 +68,14 @@ class Requests(Frozen):
         rate: requests a second, of the entire deployment (open loop).
         arrival_cv: standard deviation over mean of the time between arrivals; 1: Poisson.
         concurrency: requests in flight at any time (closed loop), each followed by another.
+        trace: where they were recorded; None: they were stated.
     """
 
     classes: tuple[RequestClass, ...] = Field(min_length=1)
     rate: PositiveFloat | None = None
     arrival_cv: NonNegativeFloat = 1.0
     concurrency: Count | None = None
+    trace: TraceFile | None = None
 
     @model_validator(mode="after")
     def _is_one_load(self) -> Requests:

@@ -1,0 +1,237 @@
+"""ServingPlan: pools of engine instances and the routes of requests through them, with predicted latencies and a certificate."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from .base import Frozen
+from .plan import Estimate, Plan
+from .serving import LatencyMetric, Pool, RequestClass, Serving
+from .units import counted, format_percent, format_seconds
+
+Share = Annotated[float, Field(ge=0, le=1)]
+ServingMode = Literal["agg", "disagg"]
+StepPart = Literal["products", "decode_attention", "prefill_attention", "experts", "communication", "head", "overhead"]
+
+
+class Percentiles(Frozen):
+    """Seconds of one metric over the requests of a simulation."""
+
+    mean_s: NonNegativeFloat
+    p50_s: NonNegativeFloat
+    p90_s: NonNegativeFloat
+    p99_s: NonNegativeFloat
+
+
+class Route(Frozen):
+    """A share of the requests of a class, and the pools that they go through.
+
+    Attributes:
+        request_class: index in the classes of the load; pool: of the first token; decode_pool: of the others, None: the same.
+        share: of the requests of the class.
+    """
+
+    request_class: NonNegativeInt
+    pool: NonNegativeInt
+    decode_pool: NonNegativeInt | None = None
+    share: Share
+
+
+class ClassEstimate(Frozen):
+    """Predicted latencies of the requests of a class, or of all of them, as simulated.
+
+    Attributes:
+        requests: the class; None: all.
+        num_simulated: requests that the figures are over.
+        goodput_requests_per_s: requests a second that are within every limit.
+        attainment: share of the requests that is within every limit.
+    """
+
+    requests: RequestClass | None = None
+    num_simulated: PositiveInt
+    ttft: Percentiles
+    tpot: Percentiles
+    e2e: Percentiles
+    goodput_requests_per_s: NonNegativeFloat
+    attainment: Share
+
+    def of(self, metric: LatencyMetric) -> Percentiles:
+        """Return the percentiles of a metric."""
+        found: Percentiles = getattr(self, metric)
+        return found
+
+
+class PoolEstimate(Frozen):
+    """Predicted operation of the instances of a pool.
+
+    Attributes:
+        requests_per_s: of one instance.
+        decode_rows: requests that decode in a mean step, per attention rank; prefill_tokens: of prompts in it.
+        step_s: of a mean step; step_parts_s: what it consists of.
+        binds: what keeps the instance from more requests within the limits: compute, cache, a limit by name, or the rate alone.
+        cache_bytes: of one device; cache_use: share of it that holds keys and values of requests in flight, on average.
+        weight_bytes, free_bytes: of the fullest device; free: neither weights, cache nor workspace.
+        utilisation: share of the time that an instance steps.
+        largest_requests_per_s: of one instance within the limits, by the steady state.
+    """
+
+    requests_per_s: NonNegativeFloat
+    decode_rows: NonNegativeFloat
+    prefill_tokens: NonNegativeFloat
+    step_s: PositiveFloat
+    step_parts_s: dict[StepPart, NonNegativeFloat]
+    binds: str
+    cache_bytes: NonNegativeInt
+    cache_use: NonNegativeFloat
+    weight_bytes: NonNegativeInt
+    free_bytes: int = 0
+    utilisation: NonNegativeFloat
+    largest_requests_per_s: PositiveFloat
+
+
+class LimitEstimate(Frozen):
+    """A limit on latency, and what the simulation says of it: seconds at its quantile, the 95 % interval of the share."""
+
+    metric: LatencyMetric
+    quantile: Share
+    limit_s: PositiveFloat
+    simulated_s: NonNegativeFloat
+    within: Share
+    within_low: Share
+    within_high: Share
+
+    @property
+    def is_met(self) -> bool:
+        """Return whether the requests at the quantile are within the limit."""
+        return self.simulated_s <= self.limit_s
+
+
+class ServingEstimate(Estimate):
+    """Predicted figures of a deployment.
+
+    Attributes:
+        tokens_per_s: generated; tokens_per_s_per_device: of all devices of the pools; tokens_per_s_per_user: 1 / mean TPOT.
+        requests_per_s: that end in a second.
+        max_requests_per_s: that these pools carry within the limits, by the steady state.
+        usd_per_hour, usd_per_million_tokens: where devices have prices.
+        transfer_s: of the keys and values of a mean prompt from prefill to decode.
+        overall: all requests; classes: those of the load, in its order.
+    """
+
+    num_devices: PositiveInt
+    tokens_per_s_per_device: PositiveFloat
+    tokens_per_s_per_user: PositiveFloat
+    requests_per_s: PositiveFloat
+    max_requests_per_s: PositiveFloat
+    usd_per_hour: NonNegativeFloat | None = None
+    usd_per_million_tokens: NonNegativeFloat | None = None
+    transfer_s: NonNegativeFloat = 0.0
+    overall: ClassEstimate
+    classes: tuple[ClassEstimate, ...] = ()
+    limits: tuple[LimitEstimate, ...] = ()
+    pools: tuple[PoolEstimate, ...] = Field(min_length=1)
+
+
+class ServingFrontPoint(Frozen):
+    """What no other plan of the space beats in both: tokens a second of one user, and tokens a second of one device."""
+
+    mode: ServingMode
+    pools: str
+    tokens_per_s_per_user: PositiveFloat
+    tokens_per_s_per_device: PositiveFloat
+    requests_per_s: PositiveFloat
+
+
+class ServingAlternative(Frozen):
+    """A runner-up by the steady state, and why it was not taken."""
+
+    mode: ServingMode
+    pools: str
+    num_devices: PositiveInt
+    requests_per_s: NonNegativeFloat
+    tokens_per_s_per_device: NonNegativeFloat
+    usd_per_hour: NonNegativeFloat | None = None
+    reason: str = ""
+
+
+class ServingPlan(Plan):
+    """The answer of ``meshwright plan --serve``.
+
+    Attributes:
+        pools: aggregated ones, or of prefill and of decode.
+        routes: of each class over the pools; of a class they sum to one.
+        search: its objective is devices, dollars an hour, or tokens a second and device; candidates are deployments.
+        resource_bound: the part of its bound that holds for any schedule of these requests on these devices, in the same unit.
+        front: of deployments of one kind of instance, by the steady state.
+    """
+
+    task_field: ClassVar[str] = "serving"
+    task_name: ClassVar[str] = "serving"
+
+    serving: Serving
+    pools: tuple[Pool, ...] = Field(min_length=1)
+    routes: tuple[Route, ...] = Field(min_length=1)
+    estimate: ServingEstimate
+    resource_bound: NonNegativeFloat | None = None
+    front: tuple[ServingFrontPoint, ...] = ()
+    alternatives: tuple[ServingAlternative, ...] = ()
+
+    @model_validator(mode="after")
+    def _routes_lead_through_pools(self) -> Self:
+        of_class = [0.0] * len(self.serving.requests.classes)
+        for route in self.routes:
+            if route.request_class >= len(of_class) or max(route.pool, route.decode_pool or 0) >= len(self.pools):
+                raise ValueError("a route names a class or a pool that is not there")
+            roles = self.pools[route.pool].role, route.decode_pool is not None and self.pools[route.decode_pool].role
+            if roles not in (("agg", False), ("prefill", "decode")):
+                raise ValueError(f"a route leads through pools of the roles {roles[0]} and {roles[1]}")
+            of_class[route.request_class] += route.share
+        if any(abs(total - 1) > 1e-6 for total in of_class):
+            raise ValueError("the routes of a class sum to one")
+        if len(self.estimate.pools) != len(self.pools):
+            raise ValueError("there is an estimate for each pool")
+        return self
+
+    @property
+    def mode(self) -> ServingMode:
+        """Return how it is deployed."""
+        return "agg" if self.pools[0].role == "agg" else "disagg"
+
+    @property
+    def num_devices(self) -> int:
+        """Return the devices of all pools."""
+        return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def summary(self) -> dict[str, str]:
+        """Return pools, rate and latencies."""
+        cost = self.estimate
+        limits = ", ".join(
+            f"{limit.metric} {format_seconds(limit.simulated_s)} of {format_seconds(limit.limit_s)} at p{100 * limit.quantile:g}"
+            for limit in cost.limits
+        )
+        return super().summary | {
+            "pools": pools_title(self.pools),
+            "devices": counted(self.num_devices, "device"),
+            "rate": f"{cost.requests_per_s:.3g} requests/s, {cost.tokens_per_s:,.0f} tokens/s generated",
+            "latency": limits
+            or f"ttft {format_seconds(cost.overall.ttft.p50_s)}, tpot {format_seconds(cost.overall.tpot.p50_s)}",
+            "within all limits": format_percent(cost.overall.attainment),
+        }
+
+
+def pools_title(pools: tuple[Pool, ...]) -> str:
+    """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``."""
+    return " + ".join(
+        f"{pool.replicas} x {'' if pool.role == 'agg' else pool.role + ' '}{layout_title(pool.layout)}"
+        + (f" on {pool.device}" if len({other.device for other in pools}) > 1 else "")
+        for pool in pools
+    )
+
+
+def layout_title(layout: object) -> str:
+    """Return a layout of an instance as ``tp=4,pp=2``, what is one left out."""
+    fields = {name: getattr(layout, name) for name in ("tp", "pp", "attention_dp", "ep")}
+    return ",".join(f"{name}={value}" for name, value in fields.items() if value > 1) or "tp=1"
