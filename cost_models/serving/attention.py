@@ -1,0 +1,132 @@
+"""Seconds of attention of a serving engine: of rows that decode, each over its cache, and of prompts.
+
+    decode    2 kernels + max(b t kv / (W e), 2 b t H (dk + dv) / (P e))     b rows over t tokens each
+    prompts   fused causal attention of p tokens that attend to C each on average
+
+Latent attention decodes over the compressed vectors (absorbed form); windows bound t. Layers with a state read and write it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...schema.layers import Block, LatentAttention, NoMixer, SoftmaxAttention
+from ...schema.recurrences import Recurrence
+from ...schema.units import FloatArray
+from ..hardware.compute import DeviceRates
+from ..layer.operators import OperatorRules, Scan, layer_operators
+from ..learned.kernels import AttentionShape, attention_seconds
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """What the kernels of one block see on one rank: heads, key/value heads, widths, bytes of a cached token, window."""
+
+    num_heads: float
+    num_kv_heads: float
+    key_dim: int
+    value_dim: int
+    token_bytes: float
+    window: float
+    chunked: bool = False
+
+    @classmethod
+    def decoding(cls, block: Block, tp: int, element_bytes: float) -> AttentionHeads | None:
+        """Return those of a block that decodes on one of ``tp`` ranks; None where it attends to no cache."""
+        attention = block.attention
+        if isinstance(attention, LatentAttention):
+            width = attention.kv_lora_rank + attention.qk_rope_head_dim
+            return cls(attention.num_heads / tp, 1.0, width, attention.kv_lora_rank, width * element_bytes, np.inf)
+        if not isinstance(attention, SoftmaxAttention):
+            return None
+        kv_heads = max(attention.num_kv_heads / tp, 1.0)
+        return cls(
+            max(attention.num_heads / tp, 1.0),
+            kv_heads,
+            attention.head_dim,
+            attention.head_dim,
+            2.0 * attention.head_dim * kv_heads * element_bytes,
+            float(attention.window or np.inf),
+            attention.chunked,
+        )
+
+    def seen(self, tokens: FloatArray) -> FloatArray:
+        """Return the tokens that a row attends to of ``tokens`` cached ones; in chunks half of one on average."""
+        return np.minimum(tokens, self.window / 2 if self.chunked else self.window)
+
+
+def decode_s(heads: AttentionHeads, rows: FloatArray, tokens: FloatArray, rates: DeviceRates) -> FloatArray:
+    """Return the seconds of ``rows`` that attend to ``tokens`` each in one block."""
+    seen = heads.seen(tokens)
+    moved = rows * seen * heads.token_bytes
+    flops = 2 * rows * seen * heads.num_heads * (heads.key_dim + heads.value_dim)
+    return np.asarray(
+        2 * rates.kernel_s + np.maximum(moved / rates.elementwise_bytes_per_s, flops / rates.gemm_flops_per_s)
+    )
+
+
+def state_s(block: Block, tp: int, element_bytes: float, rows: FloatArray, rates: DeviceRates) -> FloatArray:
+    """Return the seconds of ``rows`` that read and write the state of one block, where it has one."""
+    if not isinstance(block.attention, Recurrence):
+        return np.zeros_like(rows)
+    moved = 2 * rows * block.attention.state_elements / tp * element_bytes
+    return np.asarray(2 * rates.kernel_s + moved / rates.elementwise_bytes_per_s)
+
+
+def prompt_s(
+    block: Block, hidden_dim: int, tp: int, tokens: FloatArray, context: FloatArray, rates: DeviceRates
+) -> FloatArray:
+    """Return the seconds of one block for ``tokens`` of prompts that attend to ``context`` each on average.
+
+    Prompts are taken for equal and new where their mean context is at most half of all tokens, else for the rest of one whose
+    beginning is in the cache.
+    """
+    attention = block.attention
+    if isinstance(attention, NoMixer):
+        return np.zeros(np.broadcast_shapes(tokens.shape, context.shape))
+    if isinstance(attention, Recurrence):
+        seconds = np.zeros(np.broadcast_shapes(tokens.shape, context.shape))
+        for op in layer_operators(block, OperatorRules(hidden_dim=hidden_dim)):
+            if isinstance(op, Scan):
+                peak = rates.vector_flops_per_s if op.on_vectors else rates.gemm_flops_per_s
+                flops = op.forward_flops_per_token * tokens / tp / peak
+                traffic = op.forward_elements * rates.compute_bytes * tokens / tp / rates.elementwise_bytes_per_s
+                seconds = seconds + op.kernels * rates.kernel_s + np.maximum(flops, traffic)
+        return seconds
+    tokens, context = np.broadcast_arrays(tokens, context)
+    seq_len = np.minimum(tokens, np.maximum(2 * context - 1, 1.0))
+    longest = np.maximum(context + seq_len / 2, seq_len)
+    if attention.window is not None:
+        window = float(attention.window)
+        # The first tokens of a window see less than all of it.
+        new = np.minimum(
+            window / 2 if attention.chunked else window - window * window / (2 * np.maximum(seq_len, window)), context
+        )
+        context, longest = np.maximum(new, 1.0), np.minimum(longest, window)
+    latent = isinstance(attention, LatentAttention)
+    value_dim = attention.v_head_dim if latent else attention.head_dim
+    heads = max(attention.num_heads / tp, 1.0)
+    group = attention.num_heads / attention.num_kv_heads
+    width = (attention.head_dim + value_dim) / 2
+    if rates.attention is None:
+        flops = 2 * tokens * context * heads * (attention.head_dim + value_dim) / rates.gemm_flops_per_s
+        traffic = rates.compute_bytes * tokens * heads * 2 * (attention.head_dim + value_dim)
+        return np.asarray(rates.launch_s + np.maximum(flops, traffic / rates.elementwise_bytes_per_s))
+    ones = np.ones_like(context)
+    shape = AttentionShape(
+        rows=heads * tokens / seq_len, group=group * ones, seq_len=seq_len, context=context, longest=longest,
+        width=width * ones, element_bytes=rates.compute_bytes * ones,
+    )  # fmt: skip
+    flat = AttentionShape(*(np.ravel(part) for part in shape))
+    kernel = rates.attention
+    seconds = attention_seconds(
+        kernel.kernel,
+        flat,
+        kernel.device,
+        backward=False,
+        arithmetic_ratio=kernel.arithmetic_ratio,
+        reference=kernel.reference,
+    )
+    return seconds.reshape(context.shape)

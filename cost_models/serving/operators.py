@@ -1,0 +1,182 @@
+"""Seconds of the operators of one layer that depend on rows alone, on one rank of an engine instance.
+
+Kernels are those of serving engines: the addition of the residual is in the norm, rotation and the write to the cache are one
+kernel, and so are silu, product and cast. Nothing counts for the host: engines replay captured graphs.
+
+Under attention data parallelism each attention rank brings rows of its own; experts see all of them. A rank of a stage's D = tp *
+attention_dp devices holds E / ep experts, each cut over D / ep ranks, and
+
+    rows of its experts    rows * attention_dp * top_k / ep
+    experts reached        E / ep * (1 - (1 - top_k / E)^(rows * attention_dp))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...schema import ClusterSpec, ModelSpec, Workload
+from ...schema.engine_facts import OWN_ENGINE, EngineKernels, KernelTraffic
+from ...schema.layers import Block, Head, MoE
+from ...schema.serving import BYTES_OF, CacheDtype, ServingLayout, WeightDtype
+from ...schema.units import FloatArray
+from ..coefficients import Coefficients, Scenario
+from ..hardware.collectives import collective_s
+from ..hardware.compute import DeviceRates
+from ..hardware.machine import device_rates
+from ..layer import recurrences as _registered  # noqa: F401  operators of those kinds
+from ..layer.operators import Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
+from .products import Products, plain_precision
+from .tables import ROWS
+
+KERNELS = EngineKernels(
+    norm=KernelTraffic(4, 0, 1, 0),
+    rotary=KernelTraffic(2, 0, 1, 0),
+    gated=KernelTraffic(3, 0, 1, 0),
+    plain=KernelTraffic(2, 0, 1, 0),
+    loss=KernelTraffic(0, 0, 0, 0),
+    residual=KernelTraffic(0, 0, 0, 0),
+    qkv=KernelTraffic(0, 0, 0, 0),
+    bias=KernelTraffic(0, 0, 0, 0),
+)
+"""A norm reads the input and the residual and writes the sum and the normed (vllm csrc/layernorm_kernels.cu)."""
+
+PARTS = ("products", "experts", "communication")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Instance:
+    """One engine instance: model, machine, layout and types. ``experts``: the type of experts' weights."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    layout: ServingLayout
+    weights: WeightDtype
+    experts: WeightDtype
+    cache: CacheDtype
+    coefficients: Coefficients
+
+    @cached_property
+    def scenario(self) -> Scenario:
+        """Return the scenario whose rates of the device hold."""
+        precision = plain_precision(self.cluster.weakest_device, self.weights)
+        workload = Workload(seq_len=4096, global_batch_size=1, precision=precision, engine=OWN_ENGINE)
+        return Scenario.build(workload, self.cluster, self.coefficients)
+
+    @cached_property
+    def rates(self) -> DeviceRates:
+        """Return the rates of the device."""
+        return device_rates(self.scenario)
+
+    @cached_property
+    def products(self) -> Products:
+        """Return the products of the device."""
+        return Products.of(self.cluster, self.rates, self.weights, self.coefficients)
+
+    @property
+    def plain_dtype(self) -> WeightDtype:
+        """Return the type of weights that are not quantised: embedding, head, routers, norms."""
+        return "fp32" if self.weights == "fp32" else "bf16"
+
+    def dtype_of(self, op: Gemm) -> WeightDtype:
+        """Return the type of a product's weights."""
+        if op.routed:
+            return self.experts
+        return self.weights if op.quantized else self.plain_dtype
+
+
+def operators(instance: Instance, layer: Layer) -> tuple[Operator, ...]:
+    """Return the operators of a layer as serving engines run them."""
+    return layer_operators(layer, OperatorRules(hidden_dim=instance.model.hidden_dim, kernels=KERNELS))
+
+
+def row_costs(instance: Instance, layer: Layer) -> dict[str, FloatArray]:
+    """Return the seconds [G] of one layer at ROWS, by PARTS; of the head, ROWS are those that need logits."""
+    rows = np.maximum(ROWS, 1.0)
+    parts = dict.fromkeys(PARTS, np.zeros_like(rows))
+    for op in operators(instance, layer):
+        name = "experts" if getattr(op, "routed", False) else "products"
+        if isinstance(op, Gemm):
+            seconds = _product_s(instance, layer, op, rows)
+        elif isinstance(op, Elementwise):
+            seconds = _elementwise_s(instance, op, rows)
+        else:
+            continue  # attention
+        parts[name] = parts[name] + seconds
+    parts["communication"] = _communication_s(instance, layer, rows)
+    return {name: np.where(ROWS > 0, seconds, 0.0) for name, seconds in parts.items()}
+
+
+def _product_s(instance: Instance, layer: Layer, op: Gemm, rows: FloatArray) -> FloatArray:
+    layout, dtype, moe = instance.layout, instance.dtype_of(op), layer.experts
+    cut = layout.moe_tp if op.routed else layout.tp
+    n = np.full_like(rows, op.n / cut if op.shard == "column" else op.n)
+    k = np.full_like(rows, op.k / cut if op.shard == "row" else op.k)
+    if not op.routed or moe is None:
+        return instance.products.seconds(rows * op.rows_per_token, n, k, dtype)
+    everyone = rows * layout.attention_dp
+    reached = op.num_matrices / layout.ep * reached_fraction(moe, everyone)
+    return instance.products.grouped(everyone * op.rows_per_token / layout.ep, n, k, reached, dtype)
+
+
+def reached_fraction(moe: MoE, rows: FloatArray) -> FloatArray:
+    """Return the share of experts that ``rows`` reach where the router is even."""
+    return np.asarray(1 - (1 - moe.top_k / moe.num_experts) ** rows)
+
+
+def _elementwise_s(instance: Instance, op: Elementwise, rows: FloatArray) -> FloatArray:
+    layout, rates = instance.layout, instance.rates
+    if op.routed:
+        rows = rows * layout.attention_dp / layout.ep
+    cut = {"column": layout.moe_tp if op.routed else layout.tp, "row": 1, "none": 1, "tokens": 1}[op.shard]
+    size = (op.element_bytes or rates.compute_bytes) * op.forward_elements * rows / cut
+    return np.asarray(op.forward_kernels * rates.kernel_s + size / rates.elementwise_bytes_per_s)
+
+
+def _communication_s(instance: Instance, layer: Layer, rows: FloatArray) -> FloatArray:
+    """Return the seconds of what the ranks of a stage exchange in one layer.
+
+    Outputs are reduced over tp; rows of attention ranks are gathered before experts and their outputs reduced and scattered; the
+    head gathers logits.
+    """
+    layout, element_bytes = instance.layout, instance.rates.compute_bytes
+    size = rows * instance.model.hidden_dim * element_bytes
+    seconds = np.zeros_like(rows)
+
+    def collective(op: Any, num_bytes: FloatArray, group: int, stride: int = 1) -> FloatArray:
+        ranks = np.full(rows.shape, group)
+        return collective_s(op, num_bytes, ranks, np.full_like(ranks, stride), instance.cluster)
+
+    if isinstance(layer, Head):
+        logits = rows * layer.vocab_size * element_bytes
+        return collective("all_gather", logits, layout.tp) if layout.tp > 1 else seconds
+    reduced = layer.inner_block.num_reductions if isinstance(layer, Block) else 1
+    if layer.experts is not None and layout.attention_dp > 1:
+        reduced -= 1
+        everyone = size * layout.attention_dp
+        for op in ("all_gather", "reduce_scatter"):
+            seconds = seconds + collective(op, everyone, layout.attention_dp, layout.tp)
+        if layout.tp > 1:
+            seconds = seconds + collective("all_reduce", everyone, layout.tp)
+    if layout.tp > 1:
+        seconds = seconds + reduced * collective("all_reduce", size, layout.tp)
+    return seconds
+
+
+def weight_bytes(instance: Instance, layer: Layer) -> float:
+    """Return the bytes of one layer's weights on one rank: products cut and in their types, all else whole and in 16 bits."""
+    layout, plain = instance.layout, BYTES_OF[instance.plain_dtype]
+    if layer.is_embedding or isinstance(layer, Head):
+        own = layer.num_params(instance.model.hidden_dim)
+        if isinstance(layer, Head) and layer.tied and layout.pp > 1:
+            own += layer.vocab_size * instance.model.hidden_dim
+        return own * plain / layout.tp
+    total, counted = 0.0, 0
+    for op in operators(instance, layer):
+        if isinstance(op, Gemm):
+            cut = layout.stage_devices if op.routed else layout.tp if op.shard != "none" else 1
+            total, counted = total + op.num_params * BYTES_OF[instance.dtype_of(op)] / cut, counted + op.num_params
+    return total + (layer.num_params(instance.model.hidden_dim) - counted) * plain

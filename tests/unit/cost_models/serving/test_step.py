@@ -1,0 +1,113 @@
+"""Laws of the seconds of a serving step, on models and layouts of every kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from meshwright.cost_models.serving.step import StepCosts
+from meshwright.schema import ClusterSpec, ConfigError, ModelSpec
+from meshwright.schema.serving import ServingLayout, WeightDtype
+
+LAYOUTS = [
+    ("llama-3.1-8b", {}, "bf16"),
+    ("qwen3-32b", {"tp": 4}, "fp8"),
+    ("qwen3-32b", {"tp": 2, "pp": 2}, "int4"),
+    ("deepseek-v3", {"attention_dp": 8, "ep": 8}, "fp8"),
+    ("gpt-oss-120b", {"tp": 4, "ep": 2}, "mxfp4"),
+    ("gemma-2-9b", {"tp": 2}, "bf16"),
+]
+
+
+def costs(
+    name: str, layout: dict[str, int], weights: WeightDtype = "bf16", cluster: str = "8xH100-SXM-80GB"
+) -> StepCosts:
+    return StepCosts.build(
+        ModelSpec.named(name), ClusterSpec.parse(cluster), ServingLayout(**layout), weights=weights, cache="bf16"
+    )
+
+
+@pytest.mark.parametrize(("name", "layout", "weights"), LAYOUTS)
+def test_more_rows_tokens_and_prompts_are_never_faster(name: str, layout: dict[str, int], weights: WeightDtype) -> None:
+    step = costs(name, layout, weights)
+    # A wave of tiles that becomes full may save what the interpolation rounds off.
+    grows = lambda values: np.all(np.diff(values) >= -0.01 * values[:-1])  # noqa: E731
+    rows = 2.0 ** np.arange(0, 12)
+    assert grows(step.seconds(rows, rows * 1000))
+    assert grows(step.seconds(16, 16 * 2.0 ** np.arange(4, 17)))
+    assert grows(step.seconds(16, 16_000, 2.0 ** np.arange(6, 14), 500))
+    assert grows(step.seconds(16, 16_000, 4096, 2.0 ** np.arange(5, 15)))
+    assert step.seconds(16, 16_000, 512, 256, prompts=8) > step.seconds(16, 16_000, 512, 256)
+
+
+@pytest.mark.parametrize(("name", "layout", "weights"), LAYOUTS)
+def test_parts_sum_to_the_seconds_and_arrays_broadcast(name: str, layout: dict[str, int], weights: WeightDtype) -> None:
+    step = costs(name, layout, weights)
+    rows, tokens = np.array([[1.0], [7.0], [64.0]]), np.array([0.0, 100.0, 3000.0])
+    seconds, parts = (
+        step.seconds(rows, rows * 500, tokens, tokens / 2),
+        step.parts(rows, rows * 500, tokens, tokens / 2),
+    )
+    assert seconds.shape == (3, 3)
+    np.testing.assert_allclose(seconds, sum(parts.values()))
+    np.testing.assert_allclose(seconds[1, 2], step.seconds(7, 3500, 3000, 1500))
+    stage = step.stage_s(rows, rows * 500, tokens, tokens / 2)
+    assert np.all(stage <= seconds) and np.all(stage >= seconds / layout.get("pp", 1) * (1 - 1e-12))
+
+
+def test_a_step_without_rows_costs_nothing() -> None:
+    assert costs("qwen3-8b", {"tp": 2}).seconds(0, 0) == 0
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-2-9b"])
+def test_weights_of_one_device_are_the_parameters(name: str) -> None:
+    model = ModelSpec.named(name)
+    of_mtp = sum(run.count * run.layer.num_params(model.hidden_dim) for run in model.layers if run.layer.kind == "mtp")
+    step = costs(name, {}, cluster="1xH200-SXM-141GB")
+    assert step.weight_bytes == pytest.approx(2 * (model.num_params - of_mtp))
+
+
+@pytest.mark.parametrize("layout", [{"tp": 8}, {"attention_dp": 8, "ep": 8}, {"tp": 2, "attention_dp": 4, "ep": 4}])
+def test_experts_are_divided_over_all_devices_of_a_stage(layout: dict[str, int]) -> None:
+    model = ModelSpec.named("qwen3-30b-a3b")
+    experts = sum(
+        run.count * run.layer.experts.num_experts * run.layer.experts.expert.num_params(model.hidden_dim)
+        for run in model.layers
+        if run.layer.experts
+    )
+    one, many = costs(model.name, {}), costs(model.name, layout)
+    assert many.weight_bytes - 2 * experts / 8 <= (one.weight_bytes - 2 * experts) * (
+        1 if layout.get("tp", 1) == 1 else 0.6
+    )
+    assert many.weight_bytes >= 2 * experts / 8
+
+
+def test_tensor_parallelism_halves_weights_and_cache() -> None:
+    one, two = costs("llama-3.1-70b", {"tp": 4}), costs("llama-3.1-70b", {"tp": 8})
+    assert two.weight_bytes == pytest.approx(one.weight_bytes / 2, rel=0.01)
+    assert two.cache_bytes_per_token == one.cache_bytes_per_token / 2
+    few = (
+        costs("llama-3.1-70b", {"tp": 4}).parts(1, 100)["products"]
+        / costs("llama-3.1-70b", {"tp": 8}).parts(1, 100)["products"]
+    )
+    assert 1.3 < few < 2.0
+
+
+def test_fewer_bytes_of_weights_decode_faster() -> None:
+    bf16, fp8, int4 = (
+        costs("llama-3.1-70b", {"tp": 8}, dtype).parts(1, 100)["products"] for dtype in ("bf16", "fp8", "int4")
+    )
+    assert int4 < fp8 < bf16
+
+
+def test_windows_bound_what_a_row_reads_and_states_do_not_grow() -> None:
+    step = costs("gpt-oss-20b", {})
+    assert [window for window, _ in step.window_cache_bytes] == [128]
+    all_of_it, half = step.cache_bytes_per_token, sum(size for _, size in step.window_cache_bytes)
+    assert half == pytest.approx(all_of_it / 2)
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tp 3 does not divide the 32 heads"):
+        costs("llama-3.1-8b", {"tp": 3})
+    with pytest.raises(ConfigError, match="ep 5 does not divide the 128 experts"):
+        costs("qwen3-30b-a3b", {"attention_dp": 5, "ep": 5})
