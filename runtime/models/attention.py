@@ -52,6 +52,10 @@ class Rotary:
         rope = self.rope
         return 1.0 if rope.mscale_all_dim is None else _mscale(rope.factor, rope.mscale_all_dim) ** 2
 
+    def move(self, positions: Tensor) -> None:
+        """Let the next passes be over tokens at these positions [S]."""
+        self.positions, self._key = positions, None
+
     def tables(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin [S, C] in ``dtype``; the angles are computed in fp32."""
         if self._key != (seq_len, device, dtype):
@@ -67,7 +71,7 @@ class Rotary:
 
 
 class SequenceRanks(Protocol):
-    """Attention over ranks that share each sequence."""
+    """Attention over ranks that share each sequence, or over a cache of what came before (runtime/serving)."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend: query [B, H, S, C] of this rank's tokens, key and value [B, K, S, C] to [B, H, S, C]."""
@@ -81,9 +85,13 @@ class LatentSelfAttention(nn.Module):
         tp: ranks that share the heads; None where this one has all. The compressed vectors are made on each of them.
         hidden: placement of the input on them.
         context: who attends where S is only this rank's part of the sequence.
+        absorbs: leave keys and values compressed and let queries and outputs pass through the expansion instead (section 2.1.2 of
+        the
+            paper); a cache then holds the compressed vectors.
     """
 
     context: SequenceRanks | None = None
+    absorbs = False
 
     def __init__(self, hidden_dim: int, spec: LatentAttention, rotary: Rotary, kind: AttentionKind) -> None:
         super().__init__()
@@ -107,11 +115,29 @@ class LatentSelfAttention(nn.Module):
         if self.tp is not None and not self.hidden.is_replicate():
             # What is made of the entire sequence is the same on all ranks, and so is its gradient.
             hidden = redistribute(hidden, self.tp, self.hidden, Replicate())
+        if self.absorbs:
+            return self._absorbed(hidden)
         query, (key, value) = self._query(hidden), self._key_value(hidden)
         # The kernels take one width only: values are filled up with zeros, whose outputs are dropped.
         width = self.spec.v_head_dim
         value = F.pad(value, (0, query.shape[-1] - width))
         out = _attend(query, key, value, self.kind, self.context)[..., :width]
+        result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return result
+
+    def _absorbed(self, hidden: Tensor) -> Tensor:
+        """Do the same over compressed vectors of L + R numbers, one key for all heads, whose first L are its value."""
+        spec, context = self.spec, self.context
+        assert context is not None
+        compressed, shared = self.kv_a_proj_with_mqa(hidden).split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        key = torch.cat((self.kv_a_layernorm(compressed)[:, None], self._rotated(shared[:, None])), dim=-1)
+        expansion = self.kv_b_proj.weight.view(-1, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
+        of_key, of_value = expansion.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)  # [H, N or V, L]
+        still, turned = self._query(hidden).split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
+        query = torch.cat((still @ of_key, turned), dim=-1)
+        # Kernels divide by the root of the width that they see.
+        query = query * math.sqrt(query.shape[-1] / (spec.qk_nope_head_dim + spec.qk_rope_head_dim))
+        out = context.attend(query, key, key)[..., : spec.kv_lora_rank] @ of_value.transpose(1, 2)
         result: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return result
 

@@ -1,0 +1,151 @@
+"""One rank of an engine instance: its part of the model, its cache, and the passes over a step's rows.
+
+All ranks of an instance get the same batches, one for each attention rank, and each computes its own. Hidden states go from stage
+to stage as they are; the last stage computes logits of the rows that get a token and samples them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...schema.layers import Block, LatentAttention, SoftmaxAttention
+from ...schema.model import ModelSpec
+from ...schema.serving import EngineLimits
+from ..models.attention import Rotary
+from ..models.decoder import Decoder, DecoderBlock
+from .batch import StepBatch
+from .paged_attention import PagedAttention, StepState
+from .part import build_part
+from .ranks import InstanceRanks
+from .sampling import sample
+
+
+class Executor:
+    """The layers of a rank with their caches.
+
+    Attributes:
+        caches: of its layers, by block of the model: [slots, P, K, C] (see paged_attention.py).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ranks: InstanceRanks,
+        limits: EngineLimits,
+        *,
+        weight_dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        weights: Path | None = None,
+    ) -> None:
+        self.spec, self.ranks, self.device, self.dtype = spec, ranks, device, weight_dtype
+        self._state = StepState(limits.block_size)
+        self.part: Decoder = build_part(
+            spec, ranks, self._state, dtype=weight_dtype, device=device, seed=seed, weights=weights
+        )
+        self.caches: dict[int, Tensor] = {}
+        self._rotaries: list[Rotary] = []
+        slots = limits.cache_blocks * limits.block_size
+        for name, block in self.part.model.layers.items():
+            assert isinstance(block, DecoderBlock)
+            attention = block.self_attn
+            assert attention is not None
+            shape = cache_shape(spec, int(name), ranks.layout.tp)
+            cache = torch.zeros(slots, *shape, dtype=cache_dtype, device=device)
+            self.caches[int(name)] = cache
+            attention.context = PagedAttention(cache, self._state, _window(spec, int(name)))
+            if attention.rotary is not None and attention.rotary not in self._rotaries:
+                self._rotaries.append(attention.rotary)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the bytes of this rank's caches."""
+        return sum(cache.numel() * cache.element_size() for cache in self.caches.values())
+
+    @torch.inference_mode()
+    def forward(self, batches: Sequence[StepBatch]) -> list[int] | None:
+        """Compute this rank's part of a step; return the new tokens where this rank samples them."""
+        batch = batches[self.ranks.attention_rank]
+        widest = max(one.num_tokens for one in batches)
+        self._state.begin(batch, widest, self.device)
+        positions = [position for row in batch.rows for position in range(row.start, row.end)]
+        self._move(torch.tensor(positions, dtype=torch.long, device=self.device))
+        trunk, hidden = self.part.model, self._inputs(batch)
+        for block in trunk.layers.values():
+            hidden = block(hidden)
+        if not self.ranks.is_last_stage:
+            dist.send(hidden, self.ranks.neighbour(1))
+            return None
+        return self._tokens(hidden, batch)
+
+    def _move(self, positions: Tensor) -> None:
+        for rotary in self._rotaries:
+            rotary.move(positions)
+        if self.part.model.embed_positions is not None:
+            self.part.model.embed_positions.positions = positions
+
+    def _inputs(self, batch: StepBatch) -> Tensor:
+        """Return the hidden states [1, T, D] that this stage starts from."""
+        trunk = self.part.model
+        if not self.ranks.is_first_stage:
+            hidden = torch.empty(1, batch.num_tokens, self.spec.hidden_dim, dtype=self.dtype, device=self.device)
+            dist.recv(hidden, self.ranks.neighbour(-1))
+            return hidden
+        tokens = [token for row in batch.rows for token in row.tokens]
+        assert trunk.embed_tokens is not None
+        embedded: Tensor = trunk.embed_tokens(torch.tensor([tokens], dtype=torch.long, device=self.device))
+        return embedded if trunk.embed_positions is None else trunk.embed_positions(embedded)
+
+    def _tokens(self, hidden: Tensor, batch: StepBatch) -> list[int] | None:
+        """Return the token of each sampled row, on the rank that samples; the others have None."""
+        ends, place = [], 0
+        for row in batch.rows:
+            place += len(row.tokens)
+            if row.sampling is not None:
+                ends.append(place - 1)
+        trunk, head = self.part.model, self.part.lm_head
+        assert trunk.norm is not None
+        assert head is not None
+        samples = self.ranks.tp_rank == 0
+        if not ends:
+            return [] if samples else None
+        logits = self._all_columns(head(trunk.norm(hidden[0, ends])))
+        if not samples:
+            return None
+        sampled = [row for row in batch.rows if row.sampling is not None]
+        return sample(logits.float(), [row.sampling for row in sampled if row.sampling], [row.end for row in sampled])
+
+    def _all_columns(self, logits: Tensor) -> Tensor:
+        """Return the logits of the entire vocabulary, of which each tensor rank has a part."""
+        if self.ranks.tp is None:
+            return logits
+        width = -(-self.spec.vocab_size // self.ranks.layout.tp)
+        padded = logits.new_zeros(len(logits), width)
+        padded[:, : logits.shape[1]] = logits
+        parts = [torch.empty_like(padded) for _ in range(self.ranks.layout.tp)]
+        dist.all_gather(parts, padded, group=self.ranks.tp)
+        return torch.cat(parts, dim=1)[:, : self.spec.vocab_size]
+
+
+def cache_shape(spec: ModelSpec, block_idx: int, tp: int) -> tuple[int, int, int]:
+    """Return what a token takes in a layer's cache on one of ``tp`` ranks: (P, K, C)."""
+    attention = blocks_of(spec)[block_idx].attention
+    if isinstance(attention, LatentAttention):
+        return 1, 1, attention.kv_lora_rank + attention.qk_rope_head_dim
+    return 2, attention.num_kv_heads // tp, attention.head_dim
+
+
+def _window(spec: ModelSpec, block_idx: int) -> int | None:
+    attention = blocks_of(spec)[block_idx].attention
+    return attention.window if isinstance(attention, SoftmaxAttention) else None
+
+
+def blocks_of(spec: ModelSpec) -> list[Block]:
+    """Return the blocks of a model in order."""
+    return [layer for layer in spec.iter_layers() if isinstance(layer, Block)]
