@@ -1,0 +1,478 @@
+"""Steady state of an engine instance under a load: one curve by the requests that a step begins and ends (docs/serving.md).
+
+    x               requests a step; every other figure follows, without a fixed point to iterate
+    N = x (o - 1)   rows that decode                                                    (S1)
+    S = x sum_w share_w (o_w - 1) (i_w + o_w / 2)   tokens they attend to               (S2)
+    p = x i         tokens of prompts, in a part f of the steps: f = 1 - exp(-x chunks)  (S3)
+    T = (1 - f) t(N, S, 0) + f t(N, S, p / f); prompts first: t(N, S, 0) + f t(0, 0, p / f); t with what the host
+        adds                                                                              (S4)
+    rate = x / T                                                                        (S5)
+    N <= max_batch, N + p <= max_batched_tokens, S <= cache                             (S6)
+
+A request sees its own row besides N. Over its life N varies as a shot noise does: with lives of one length the mean of N over one
+life has the variance 2/3 cv^2 N, the prompts met in it (cv^2 + scv) / N of their mean (S7). The first token waits for the step
+under way, for prompts before it (Kingman's bound of a server that takes max_batched_tokens a step, with Sakasegawa's factor for
+several replicas, S8), and for its own chunks (S9). ``fluid`` leaves (S7) and (S8) out and takes the best f up to x chunks, more
+steps than a scheduler has that fills them: nothing simulated does better.
+
+All counts are of one lane: an attention rank, with pipeline stages a pp-th of its requests, whose steps are in flight together.
+
+Sources: Kingman, Proc. Cambridge Phil. Soc. 57, 1961; Sakasegawa, Ann. Inst. Statist. Math. 29, 1977.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...schema.serving import LatencyLimit, Requests
+from ...schema.units import FloatArray
+
+POINTS = 48
+"""Points of a curve; the largest rate is looked for between two of them with as many again, twice."""
+
+_LEAST = 1e-3
+"""The curve begins at this part of its end."""
+
+_BISECTIONS = 40
+
+
+class Steps(Protocol):
+    """What steps cost: `StepCosts`."""
+
+    def seconds(
+        self,
+        decode_rows: Any,
+        cached_tokens: Any,
+        prefill_tokens: Any = 0,
+        prefill_context: Any = 0,
+        *,
+        prompts: Any = 0,
+    ) -> FloatArray:
+        """Return the seconds of a pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Classes of a load as arrays [W], and their moments."""
+
+    share: FloatArray
+    prompt_len: FloatArray
+    output_len: FloatArray
+    prefix_len: FloatArray
+    arrival_cv: float = 1.0
+
+    @classmethod
+    def of(cls, requests: Requests, *, only: int | None = None, prefix_cache: bool = True) -> Mix:
+        """Return the mix of a load, or of one of its classes alone."""
+        classes = requests.classes if only is None else requests.classes[only : only + 1]
+        columns = np.array([(c.share, c.prompt_len, c.output_len, c.prefix_len) for c in classes], dtype=np.float64).T
+        share, prompt, output, prefix = columns
+        # Under a fixed number in flight a request follows an end: arrivals are as even as ends are.
+        cv = requests.arrival_cv if requests.concurrency is None else 0.0
+        return cls(share / share.sum(), prompt, output, prefix if prefix_cache else 0 * prefix, cv)
+
+    @cached_property
+    def new_len(self) -> FloatArray:
+        """Tokens of a prompt that are computed."""
+        return self.prompt_len - self.prefix_len
+
+    @cached_property
+    def new_tokens(self) -> float:
+        """Mean of those."""
+        return float(self.share @ self.new_len)
+
+    @cached_property
+    def decode_steps(self) -> float:
+        """Steps in which a mean request decodes."""
+        return float(self.share @ (self.output_len - 1))
+
+    @cached_property
+    def cached_steps(self) -> float:
+        """Tokens that a mean request attends to, summed over its steps of decoding."""
+        return float(self.share @ ((self.output_len - 1) * (self.prompt_len + self.output_len / 2)))
+
+    @cached_property
+    def reserved_steps(self) -> float:
+        """The same where the cache of the last token is held from the first one on."""
+        return float(self.share @ ((self.output_len - 1) * (self.prompt_len + self.output_len)))
+
+    @cached_property
+    def context(self) -> FloatArray:
+        """Tokens that one of a prompt attends to on average, by class."""
+        return self.prefix_len + self.new_len / 2
+
+    @cached_property
+    def mean_context(self) -> float:
+        """The same over all tokens of prompts."""
+        return float(self.share @ (self.new_len * self.context)) / self.new_tokens if self.new_tokens else 0.0
+
+    @cached_property
+    def prompt_scv(self) -> float:
+        """Squared coefficient of variation of computed prompts."""
+        return max(float(self.share @ self.new_len**2) / self.new_tokens**2 - 1, 0.0) if self.new_tokens else 0.0
+
+    @property
+    def decoding(self) -> Mix:
+        """Return what of the load an instance has that only decodes: nothing of a prompt is computed there."""
+        return replace(self, prefix_len=self.prompt_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the engine's host adds to a step (`EngineProfile.overhead`), and to a request before its first step.
+
+    Attributes:
+        overlapped: beside the device's work; step_s, row_s: of a step and of a row of it.
+        eager_s: least time of a step that no captured graph holds; graph_rows: rows of the largest graph.
+        request_s, token_s: of a request and a token of its prompt.
+    """
+
+    overlapped: bool = True
+    step_s: float = 0.0
+    row_s: float = 0.0
+    eager_s: float = 0.0
+    graph_rows: float = 0.0
+    request_s: float = 0.0
+    token_s: float = 0.0
+
+    def with_step(self, seconds: FloatArray, rows: Any, tokens: Any, prompts: Any) -> FloatArray:
+        """Return the seconds of steps with what the host adds."""
+        host = self.step_s + self.row_s * (np.asarray(rows) + prompts)
+        seconds = np.maximum(seconds, np.where(np.asarray(rows) + tokens > self.graph_rows, self.eager_s, 0.0))
+        return np.maximum(seconds, host) if self.overlapped else seconds + host
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceModel:
+    """An engine instance as the steady state sees it; limits and cache are of one lane.
+
+    Attributes:
+        steps: what they cost; host: what it adds.
+        lanes: attention ranks times pipeline stages.
+        max_batch, max_batched_tokens: limits of a step; cache_tokens: that fit.
+        prefill_first: prompts have steps of their own, before others decode; else they join the steps of those.
+        reserves_output: a request has the cache of its last token from its first one.
+    """
+
+    steps: Steps
+    host: Host = Host()
+    lanes: int = 1
+    max_batch: float = 1024
+    max_batched_tokens: float = 8192
+    cache_tokens: float = np.inf
+    prefill_first: bool = False
+    reserves_output: bool = False
+
+    def pass_s(self, rows: Any, cached: Any, tokens: Any = 0.0, context: Any = 0.0, prompts: Any = 0.0) -> FloatArray:
+        """Return the seconds between two steps of the same lane, if all steps are alike."""
+        seconds = self.steps.seconds(rows, cached, tokens, context, prompts=prompts)
+        return self.host.with_step(seconds, rows, tokens, prompts)
+
+    def prompt_s(self, rows: Any, cached: Any, tokens: Any, context: Any, prompts: Any) -> FloatArray:
+        """Return the seconds of a step with tokens of prompts, beside rows that decode where they may."""
+        if self.prefill_first:
+            return self.pass_s(0.0 * np.asarray(rows), 0.0, tokens, context, prompts)
+        return self.pass_s(rows, cached, tokens, context, prompts)
+
+    def step_s(self, rows: Any, cached: Any, tokens: Any, context: float, prompts: Any, part: Any) -> FloatArray:
+        """Return the mean seconds between two tokens of a request; ``part`` of the steps have prompts (S4)."""
+        plain = self.pass_s(rows, cached)
+        at_once = np.maximum(part, 1e-12)
+        mixed = self.prompt_s(rows, cached, tokens / at_once, context, prompts / at_once)
+        return np.asarray(plain + part * mixed if self.prefill_first else (1 - part) * plain + part * mixed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatingPoints:
+    """Points [X] of the curve of an instance, of one attention rank unless said otherwise.
+
+    Attributes:
+        per_step: requests that begin and end in a step (x).
+        requests_per_s: of the entire instance.
+        rows, prompt_tokens, cached_tokens: of a mean step; step_s: between two tokens of a request.
+        service_s: of the first token of each class [X, W], from the end of waiting.
+        load: share of the prompts' capacity that is used; wait_s: mean seconds before a prompt's first chunk.
+    """
+
+    mix: Mix
+    fluid: bool
+    per_step: FloatArray
+    requests_per_s: FloatArray
+    rows: FloatArray
+    prompt_tokens: FloatArray
+    cached_tokens: FloatArray
+    step_s: FloatArray
+    slow_step_s: FloatArray
+    service_s: FloatArray
+    load: FloatArray
+    wait_s: FloatArray
+    transfer_s: FloatArray
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        """Return the mean seconds to the first token."""
+        residual = 0.0 if self.fluid else self.step_s / 2 * (self.rows > 0)
+        return self.wait_s + residual + self.service_s @ self.mix.share + self.transfer_s @ self.mix.share
+
+    def quantile_s(self, metric: str, quantile: float) -> FloatArray:
+        """Return the seconds of a metric at a quantile of the requests."""
+        if metric == "tpot":
+            return self.tpot_s(quantile)
+        decode_s = 0.0 * self.service_s
+        if metric == "e2e":
+            decode_s = self.step_s[:, None] * (self.mix.output_len - 1)
+        residual = 0.0 if self.fluid else (self.step_s / 2 * (self.rows > 0))[:, None]
+        known = self.service_s + residual + self.transfer_s + decode_s
+        waits = np.clip(self.load, 0, 1)
+        scale = np.where(waits > 0, self.wait_s / np.maximum(waits, 1e-12), 0.0)
+        low, high = known.min(axis=1), known.max(axis=1) + scale * 40
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            beyond = middle[:, None] - known
+            tail = waits[:, None] * np.exp(-np.maximum(beyond, 0) / np.maximum(scale, 1e-12)[:, None])
+            within = np.where(beyond >= 0, 1 - tail, 0.0) @ self.mix.share
+            low, high = np.where(within < quantile, middle, low), np.where(within < quantile, high, middle)
+        return np.asarray(high)
+
+    def tpot_s(self, quantile: float) -> FloatArray:
+        """Return the seconds a token at a quantile (S7): between the mean and one standard deviation more, which is tabulated."""
+        if self.fluid:
+            return self.step_s
+        return np.asarray(self.step_s + max(_normal(quantile), 0.0) * (self.slow_step_s - self.step_s))
+
+    def at(self, idx: int) -> OperatingPoints:
+        """Return one point, as a curve of one."""
+        arrays = {
+            name: getattr(self, name)[idx : idx + 1]
+            for name in self.__dataclass_fields__
+            if isinstance(getattr(self, name), np.ndarray)
+        }
+        return replace(self, **arrays)
+
+
+def _normal(quantile: float) -> float:
+    return NormalDist().inv_cdf(quantile)
+
+
+def largest_per_step(instance: InstanceModel, mix: Mix) -> float:
+    """Return the requests a step that (S6) allows."""
+    needs = mix.new_tokens if instance.prefill_first else mix.decode_steps + mix.new_tokens
+    by_rows = instance.max_batch / mix.decode_steps if mix.decode_steps else np.inf
+    held = mix.reserved_steps if instance.reserves_output else mix.cached_steps
+    by_cache = instance.cache_tokens / held if held else np.inf
+    by_tokens = instance.max_batched_tokens / needs if needs else np.inf
+    if instance.prefill_first:  # as many steps of prompts as it takes
+        by_tokens = np.inf if np.isfinite(min(by_rows, by_cache)) else by_tokens
+    return float(min(by_tokens, by_rows, by_cache))
+
+
+def operating_points(
+    instance: InstanceModel, mix: Mix, per_step: FloatArray, *, fluid: bool = False, replicas: int = 1
+) -> OperatingPoints:
+    """Return points of an aggregated instance, or of one that only decodes where the mix has no prompts to compute."""
+    x = np.asarray(per_step, dtype=np.float64)
+    rows, cached, tokens = x * mix.decode_steps, x * mix.cached_steps, x * mix.new_tokens
+    decodes = mix.decode_steps > 0
+    seen = np.maximum(rows, 1.0) if fluid else np.minimum(rows + 1, max(instance.max_batch, 1.0))
+    seen = seen if decodes else rows
+    per_row = mix.cached_steps / mix.decode_steps if decodes else 0.0
+    context, chunks = mix.mean_context, float(mix.share @ np.ceil(mix.new_len / instance.max_batched_tokens))
+    prompts = x if mix.new_tokens else 0 * x
+
+    def step_s(rows: FloatArray, more: Any = 1.0) -> FloatArray:
+        if not mix.new_tokens:
+            return instance.pass_s(rows, rows * per_row)
+        room = instance.max_batched_tokens - (0.0 if instance.prefill_first else rows)
+        least = more * tokens / np.maximum(room, 1.0)
+        parts = [np.maximum(-np.expm1(-more * x * chunks), least)]
+        if fluid:
+            most = np.maximum(more * x * chunks, least)
+            parts = [least + share * (most - least) for share in (0.0, 0.5, 0.9, 1.0)]
+        if not instance.prefill_first:
+            parts = [np.minimum(part, 1.0) for part in parts]
+        every = [instance.step_s(rows, rows * per_row, more * tokens, context, more * prompts, part) for part in parts]
+        return np.asarray(np.minimum.reduce(every))
+
+    seconds = step_s(seen)
+    slow_s = seconds
+    if not fluid and decodes:
+        lively = mix.arrival_cv**2
+        slow_rows = np.minimum(seen + np.sqrt(2 / 3 * lively * rows), np.maximum(instance.max_batch, seen))
+        slow_s = step_s(slow_rows, 1 + np.sqrt((lively + mix.prompt_scv) / np.maximum(rows, 1.0)))
+    rate = x / seconds
+    capacity = _prompts_per_s(instance, mix, rows, cached)
+    load = np.minimum(rate / capacity, 1.0)
+    return OperatingPoints(
+        mix=mix, fluid=fluid, per_step=x, requests_per_s=rate * instance.lanes, rows=rows, prompt_tokens=tokens,
+        cached_tokens=cached, step_s=seconds, slow_step_s=np.maximum(slow_s, seconds),
+        service_s=_service_s(instance, mix, rows, cached), load=load,
+        wait_s=0 * x if fluid else _wait_s(mix, load, capacity, replicas),
+        transfer_s=np.zeros((len(x), len(mix.share))),
+    )  # fmt: skip
+
+
+def _wait_s(mix: Mix, load: FloatArray, capacity: FloatArray, replicas: int) -> FloatArray:
+    """Return the mean seconds before a prompt's first chunk (S8)."""
+    variation, power = (mix.arrival_cv**2 + mix.prompt_scv) / 2, np.sqrt(2 * (replicas + 1)) - 1
+    return np.asarray(variation * load**power / replicas / np.maximum(1 - load, 1e-9) / capacity)
+
+
+def prefill_points(
+    instance: InstanceModel,
+    mix: Mix,
+    load: FloatArray,
+    *,
+    transfer_s_per_token: float = 0.0,
+    fluid: bool = False,
+    replicas: int = 1,
+) -> OperatingPoints:
+    """Return points of an instance that only prefills, by the share of its capacity that is used (S8).
+
+    The keys and values of a prompt are sent when it ends: ``transfer_s_per_token`` adds to the first token.
+    """
+    rho, none = np.asarray(load, dtype=np.float64), np.zeros(len(load))
+    capacity = _prompts_per_s(instance, mix, none, none)
+    wait_s = none if fluid else _wait_s(mix, rho, capacity, replicas)
+    rate, service = rho * capacity, _service_s(instance, mix, none, none)
+    step_s = service @ mix.share
+    return OperatingPoints(
+        mix=mix, fluid=fluid, per_step=rate * step_s, requests_per_s=rate * instance.lanes, rows=none,
+        prompt_tokens=rate * step_s * mix.new_tokens, cached_tokens=rate * step_s * float(mix.share @ mix.prompt_len),
+        step_s=step_s, slow_step_s=step_s, service_s=service, load=rho, wait_s=wait_s,
+        transfer_s=np.broadcast_to(transfer_s_per_token * mix.prompt_len, (len(rho), len(mix.share))),
+    )  # fmt: skip
+
+
+def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray) -> FloatArray:
+    """Return the prompts a second that steps of ``max_batched_tokens`` take beside the rows that decode."""
+    if not mix.new_tokens:
+        return np.full(rows.shape, np.inf)
+    room = np.full(rows.shape, instance.max_batched_tokens)
+    room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
+    best = np.zeros(rows.shape)
+    # Fewer prompts a step may be quicker for each of them than as many as it takes.
+    for at_once in (1.0, 2.0, 4.0, np.inf):
+        tokens = np.minimum(at_once * mix.new_tokens, room)
+        prompts = tokens / mix.new_tokens
+        best = np.maximum(best, prompts / instance.prompt_s(rows, cached, tokens, mix.mean_context, prompts))
+    return best
+
+
+def _service_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray) -> FloatArray:
+    """Return the seconds [X, W] of the chunks of one prompt beside the rows that decode (S9), and of the host before."""
+    if not mix.new_tokens:
+        return np.zeros((len(rows), len(mix.share)))
+    room = np.full(rows.shape, instance.max_batched_tokens)
+    room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
+    room, new = room[:, None], mix.new_len[None, :]
+    whole = np.ceil(new / room) - 1
+    sides, context = (rows[:, None] + 0 * new, cached[:, None] + 0 * new), mix.context[None, :] + 0 * room
+    last_s = instance.prompt_s(*sides, new - whole * room, context, 1.0 + 0 * new)
+    chunk_s = instance.prompt_s(*sides, room + 0 * new, context, 0 * new) if np.any(whole) else last_s
+    of_host = instance.host.request_s + instance.host.token_s * mix.prompt_len
+    return np.asarray(whole * chunk_s + last_s + of_host)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest rate of an instance within limits, its point, and what keeps it from more."""
+
+    requests_per_s: float
+    point: OperatingPoints | None
+    binds: str
+
+
+def largest_rate(
+    instance: InstanceModel,
+    mix: Mix,
+    limits: Sequence[LatencyLimit],
+    *,
+    fluid: bool = False,
+    replicas: int = 1,
+    prefill: bool = False,
+    transfer_s_per_token: float = 0.0,
+) -> Largest:
+    """Return the largest rate of an instance within (S6) and the limits, by bisection on the curve.
+
+    Args:
+        prefill: the instance only prefills.
+    """
+    end = (1.0 if fluid else 1 - 1e-3) if prefill else largest_per_step(instance, mix)
+    if not end > 0 or not np.isfinite(end):
+        return Largest(0.0, None, "cache")
+
+    def points(at: FloatArray) -> OperatingPoints:
+        if prefill:
+            return prefill_points(
+                instance, mix, at, transfer_s_per_token=transfer_s_per_token, fluid=fluid, replicas=replicas
+            )
+        return operating_points(instance, mix, at, fluid=fluid, replicas=replicas)
+
+    low, high, best, binds = _LEAST * end, end, Largest(0.0, None, ""), ""
+    for spacing in (np.geomspace, np.linspace, np.linspace):
+        at = spacing(low, high, POINTS)
+        curve = points(at)
+        broken, names = _broken(instance, curve, limits, prefill=prefill)
+        met = np.flatnonzero(~broken)
+        if not len(met):
+            return best if best.point is not None else Largest(0.0, None, names[0])
+        rates = np.where(broken, -np.inf, curve.requests_per_s)
+        idx = int(rates.argmax())
+        if rates[idx] > best.requests_per_s:
+            best = Largest(float(rates[idx]), curve.at(idx), "")
+        last = int(met[-1])
+        if last == len(at) - 1:
+            binds = "prompts" if prefill else _binding_resource(instance, mix)
+            break
+        low, high, binds = at[last], at[last + 1], names[last + 1]
+    return replace(best, binds=binds)
+
+
+def _binding_resource(instance: InstanceModel, mix: Mix) -> str:
+    """Return which of (S6) ends the curve."""
+    end = largest_per_step(instance, mix)
+    held = mix.reserved_steps if instance.reserves_output else mix.cached_steps
+    if held and end * held >= 0.999 * instance.cache_tokens:
+        return "cache"
+    if mix.decode_steps and end * mix.decode_steps >= 0.999 * instance.max_batch:
+        return "max_batch"
+    return "max_batched_tokens"
+
+
+def _broken(
+    instance: InstanceModel, curve: OperatingPoints, limits: Sequence[LatencyLimit], *, prefill: bool
+) -> tuple[Any, list[str]]:
+    """Return which points break a limit, and the first limit that each of them breaks."""
+    broken = np.zeros(curve.per_step.shape, dtype=bool)
+    names = [""] * len(broken)
+    tests = [(limit.metric, curve.quantile_s(limit.metric, limit.quantile) > limit.seconds) for limit in limits]
+    if not prefill and not curve.fluid and curve.mix.new_tokens:
+        tests.append(("prompts", curve.load >= 1 - 1e-3))
+    for name, beyond in tests:
+        for idx in np.flatnonzero(beyond & ~broken).tolist():
+            names[idx] = name
+        broken |= beyond
+    return broken, names
+
+
+def point_at_rate(curve: OperatingPoints, requests_per_s: float) -> OperatingPoints:
+    """Return the first point of a curve that carries a rate, the last where none does."""
+    enough = np.flatnonzero(curve.requests_per_s >= requests_per_s)
+    return curve.at(int(enough[0]) if len(enough) else len(curve.per_step) - 1)
+
+
+def point_in_flight(curve: OperatingPoints, in_flight: float) -> OperatingPoints:
+    """Return the point of a closed loop of so many requests an attention rank (Little's law), interpolated; the last where all of
+    its points have fewer: the rest of the requests wait.
+    """
+    ranks = curve.requests_per_s / np.maximum(curve.per_step / curve.step_s, 1e-30)
+    there = curve.requests_per_s / ranks * (curve.ttft_s + curve.mix.decode_steps * curve.step_s)
+    enough = np.flatnonzero(there >= in_flight)
+    return curve.at(int(enough[0]) if len(enough) else len(curve.per_step) - 1)
