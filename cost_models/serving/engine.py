@@ -1,0 +1,171 @@
+"""What a serving engine does beside its kernels, by engine and version: data of engine_profiles/, one file a version.
+
+A version that has no file of its own follows the newest one before it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from ...schema.base import Frozen
+from ...schema.errors import ConfigError
+from ...schema.serving import EngineLimits, ServingEngine
+from ...schema.units import GIB
+
+
+class Scheduler(Frozen):
+    """Which requests a step serves.
+
+    Attributes:
+        policy: mixed: a token of every decoding request, and prompts in what is left of the token budget; prefill_first: a step has
+            prompts alone while there are any that may start.
+        chunks_prompts: a prompt is cut where the budget ends; else it waits for a step that holds all of it.
+        lookahead_steps: steps that are decided ahead of the one that runs (scheduling beside the device).
+        max_batched_tokens, max_batch: defaults of the server; small_*: on devices below ``small_device_gib``.
+    """
+
+    policy: Literal["mixed", "prefill_first"]
+    chunks_prompts: bool
+    lookahead_steps: NonNegativeInt = 0
+    max_batched_tokens: PositiveInt
+    max_batch: PositiveInt
+    small_device_gib: NonNegativeFloat = 0.0
+    small_batched_tokens: PositiveInt = 2048
+    small_batch: PositiveInt = 256
+
+
+class Admission(Frozen):
+    """Cache that must be free for a request to start.
+
+    Attributes:
+        reserve_new: of its output, as a share; reserve_running: of what running ones have yet to put out. Where less than all is
+            reserved the cache may run out: the request that started last gives its blocks back and is computed again (preemption).
+    """
+
+    reserve_new: float = Field(ge=0, le=1)
+    reserve_running: float = Field(ge=0, le=1)
+
+
+class MemoryUse(Frozen):
+    """Device memory.
+
+    Attributes:
+        fraction: that the engine may use, of all memory, or (``of_free``) for the cache of what weights and workspace leave.
+    """
+
+    fraction: float = Field(gt=0, le=1)
+    of_free: bool
+    block_size: PositiveInt
+
+
+class Graphs(Frozen):
+    """Rows for which a step of decoding is captured: ``first`` and ranges (from, to, by), both ends included."""
+
+    first: tuple[PositiveInt, ...]
+    steps: tuple[tuple[PositiveInt, PositiveInt, PositiveInt], ...]
+
+    def sizes(self, max_batch: int) -> tuple[int, ...]:
+        """Return the captured sizes that a batch may need."""
+        every = {*self.first, *(size for start, end, by in self.steps for size in range(start, end + 1, by))}
+        below = sorted(size for size in every if size < max_batch)
+        return (
+            *below,
+            *([min(size for size in every if size >= max_batch)] if max(every, default=0) >= max_batch else []),
+        )
+
+
+class Overhead(Frozen):
+    """Of a step, on the host: scheduling, preparing inputs, sampling, handing tokens on.
+
+    Attributes:
+        overlapped: beside the device's work, so that only what is longer counts.
+        step_s: a step; row_s: a sequence in it; eager_layer_s: a layer where no graph holds the step (a floor).
+    """
+
+    overlapped: bool
+    step_s: NonNegativeFloat
+    row_s: NonNegativeFloat
+    eager_layer_s: NonNegativeFloat
+
+
+class RequestCost(Frozen):
+    """Of a request, in the server's front end, one request after the other.
+
+    Attributes:
+        fixed_s: accept, parse, hand on; token_s: tokenise a token of the prompt; finish_s: the end, on its way to the client.
+    """
+
+    fixed_s: NonNegativeFloat
+    token_s: NonNegativeFloat
+    finish_s: NonNegativeFloat
+
+
+class EngineProfile(Frozen):
+    """An engine of one version."""
+
+    engine: ServingEngine
+    version: str
+    scheduler: Scheduler
+    admission: Admission
+    memory: MemoryUse
+    graphs: Graphs
+    overhead: Overhead
+    request: RequestCost
+
+    @classmethod
+    def named(cls, engine: str, version: str | None = None) -> EngineProfile:
+        """Return the profile of an engine's version: the newest that is not newer; the newest of all where none is asked for.
+
+        Raises:
+            ConfigError: no such engine, or a version that cannot be read.
+        """
+        known = sorted((p for p in profiles() if p.engine == engine), key=lambda p: Version(p.version))
+        if not known:
+            names = sorted({profile.engine for profile in profiles()})
+            raise ConfigError(f"no profile of a serving engine called {engine!r}", help=f"one of {', '.join(names)}")
+        if version is None:
+            return known[-1]
+        try:
+            asked = Version(version)
+        except InvalidVersion as error:
+            raise ConfigError(
+                f"{engine} version {version!r} cannot be read", help=f"known: {', '.join(p.version for p in known)}"
+            ) from error
+        return next((p for p in reversed(known) if Version(p.version).release <= asked.release), known[0])
+
+    def limits(
+        self,
+        *,
+        device_bytes: float,
+        cache_tokens: float,
+        max_batch: int | None = None,
+        max_batched_tokens: int | None = None,
+    ) -> EngineLimits:
+        """Return the limits that the server sets by itself on a device, for a cache of so many tokens, but for those given."""
+        s = self.scheduler
+        small = device_bytes < s.small_device_gib * GIB
+        batch = max_batch or (s.small_batch if small else s.max_batch)
+        tokens = max_batched_tokens or (s.small_batched_tokens if small else s.max_batched_tokens)
+        return EngineLimits(
+            max_batch=batch,
+            max_batched_tokens=tokens,
+            chunk=tokens if s.chunks_prompts else None,
+            block_size=self.memory.block_size,
+            cache_blocks=max(int(cache_tokens // self.memory.block_size), 1),
+            graph_sizes=self.graphs.sizes(batch),
+            cache_fraction=self.memory.fraction,
+        )
+
+
+@cache
+def profiles() -> tuple[EngineProfile, ...]:
+    """Return all profiles."""
+    folder = resources.files(__package__) / "engine_profiles"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return tuple(EngineProfile.model_validate(tomllib.loads(file.read_text("utf-8"))) for file in files)

@@ -1,0 +1,384 @@
+"""One engine instance of a simulation: its attention ranks with queue, prompts, decoding requests and cache, step by step.
+
+All ranks of an instance step together. A step serves prompts, or only decodes: then nothing changes but seconds and counts until a
+request ends, the cache is full or a request arrives, and those steps are one stretch, worked out as arrays.
+
+    blocks    a request holds ceil(tokens / block_size); of the decoding ones those take another block at step c whose join clock
+              less their length then is c modulo block_size, so that a histogram of that remainder tells when the cache is full
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...schema.serving import EngineLimits
+from ...schema.units import FloatArray
+from .engine import EngineProfile
+from .step_table import StepTable
+
+_MAX_STRETCH = 4096
+_RESERVED_STRETCH = 64
+"""Steps after which a queue is looked at again where the reserve shrinks with every token."""
+
+
+@dataclass
+class RequestStates:
+    """What requests are and how far they are, lists by request."""
+
+    prompt: list[int]
+    output: list[int]
+    prefix: list[int]
+    has_cache: list[bool]
+    made: list[int]
+    queued_s: list[float]
+    admitted_s: list[float]
+    first_s: list[float]
+    preemptions: list[int]
+
+
+class Rank:
+    """An attention rank: requests that wait, whose prompts are computed, that decode, and the free blocks of its cache."""
+
+    def __init__(
+        self, profile: EngineProfile, limits: EngineLimits, states: RequestStates, *, hands_over: bool = False
+    ) -> None:
+        self.limits, self.states, self.size, self.hands_over = limits, states, limits.block_size, hands_over
+        self.mixed = profile.scheduler.policy == "mixed"
+        self.reserve_new, self.reserve_running = profile.admission.reserve_new, profile.admission.reserve_running
+        self.reserves_all = self.reserve_new == 1 and self.reserve_running == 1
+        self.waiting: deque[int] = deque()
+        self.prompts: list[list[int]] = []  # request, tokens computed, tokens to compute
+        self.ends: list[tuple[int, int]] = []  # heap of (clock of its last token, request)
+        self.end_of: dict[int, int] = {}
+        self.joined: dict[int, tuple[int, int]] = {}  # clock and cached tokens when it began to decode
+        self.held: dict[int, int] = {}  # blocks of its own at that time, or all of them where they are reserved
+        self.order: list[int] = []
+        self.clock = self.num = self.cached = self.end_sum = 0
+        self.free = limits.cache_blocks
+        self.phases = [0] * self.size
+        self.now: list[tuple[int, int]] = []  # tokens of each prompt in this step
+
+    @property
+    def load(self) -> int:
+        """Return the requests that it has."""
+        return len(self.waiting) + len(self.prompts) + self.num
+
+    @property
+    def running(self) -> int:
+        """Return the requests that it serves."""
+        return len(self.prompts) + self.num
+
+    def _tokens_of(self, request: int) -> int:
+        """Return the tokens to have in the cache before its next token; those made before it was preempted among them."""
+        return self.states.prompt[request] + self.states.made[request]
+
+    def _admit(self, request: int) -> bool:
+        """Take the blocks that a request starts with; return False where they are not free."""
+        states, size = self.states, self.size
+        shared = states.prefix[request] // size
+        tokens = self._tokens_of(request) - states.has_cache[request]
+        left = 0 if self.hands_over else states.prompt[request] + states.output[request] - 1 - tokens
+        if self.reserves_all:
+            needed = -(-(tokens + left) // size) - shared
+            if needed > self.free:
+                return False
+        else:
+            needed = -(-tokens // size) - shared
+            running = self.end_sum - self.num * self.clock
+            if not self.hands_over:
+                running += sum(states.output[entry[0]] for entry in self.prompts)
+            ahead = self.reserve_new * left + self.reserve_running * running
+            if needed > self.free or (self.running and needed + ahead / size > self.free):
+                return False
+        self.free -= needed
+        self.held[request] = needed
+        self.order.append(request)
+        self.waiting.popleft()
+        return True
+
+    def select(self, now_s: float) -> tuple[int, float, int]:
+        """Choose the prompts of the next step; return their tokens, the sum of what each attends to, and how many end."""
+        limits, states = self.limits, self.states
+        preempted = self._make_room()
+        budget = limits.max_batched_tokens - (self.num if self.mixed else 0)
+        self.now = []
+        for idx, (_, done, total) in enumerate(self.prompts):
+            if budget <= 0:
+                break
+            take = min(total - done, budget)
+            self.now.append((idx, take))
+            budget -= take
+        while self.waiting and not preempted and self.running < limits.max_batch:
+            request = self.waiting[0]
+            if states.has_cache[request]:
+                if not self._admit(request):
+                    break
+                states.admitted_s[request] = now_s
+                self._join(request)
+                states.first_s[request] = now_s
+                continue
+            done, total = states.prefix[request], self._tokens_of(request)
+            alone = not self.now and not (self.mixed and self.num)
+            if budget <= 0 or (limits.chunk is None and total - done > budget and not alone):
+                break
+            if not self._admit(request):
+                break
+            if not states.made[request]:
+                states.admitted_s[request] = now_s
+            take = min(total - done, budget) if limits.chunk is not None else total - done
+            self.prompts.append([request, done, total])
+            self.now.append((len(self.prompts) - 1, take))
+            budget -= take
+        tokens, attended, ending = 0, 0.0, 0
+        for idx, take in self.now:
+            _, done, total = self.prompts[idx]
+            tokens, attended, ending = (
+                tokens + take,
+                attended + take * (done + take / 2),
+                ending + (done + take == total),
+            )
+        return tokens, attended, ending
+
+    def _join(self, request: int) -> None:
+        """Let a request decode: its cache is complete, and its last token so far is the next one to enter."""
+        states = self.states
+        end = self.clock + states.output[request] - states.made[request]
+        length = self._tokens_of(request) - 1  # the newest token is not in the cache yet
+        self.joined[request] = self.clock, length
+        self.end_of[request] = end
+        heapq.heappush(self.ends, (end, request))
+        self.num, self.cached, self.end_sum = self.num + 1, self.cached + length, self.end_sum + end
+        self.phases[(self.clock - length) % self.size] += 1
+
+    def _leave(self, request: int) -> None:
+        """Take a decoding request and its blocks out."""
+        clock, length = self.joined.pop(request)
+        tokens = length + self.clock - clock
+        self.num, self.cached, self.end_sum = (
+            self.num - 1,
+            self.cached - tokens,
+            self.end_sum - self.end_of.pop(request),
+        )
+        self.phases[(clock - length) % self.size] -= 1
+        held = self.held.pop(request)
+        self.free += held if self.reserves_all else -(-tokens // self.size) - (-(-length // self.size) - held)
+
+    def _make_room(self) -> bool:
+        """Preempt the youngest requests until every decoding one has room for a token; return whether any was."""
+        if self.reserves_all:
+            return False
+        any_left = False
+        while self.phases[self.clock % self.size] > self.free:
+            request = self.order.pop()
+            if request in self.end_of:
+                self.states.made[request] = self.states.output[request] - (self.end_of[request] - self.clock)
+                self._leave(request)
+            else:
+                idx = next((i for i, entry in enumerate(self.prompts) if entry[0] == request), None)
+                if idx is None:
+                    continue  # ended long ago
+                del self.prompts[idx]
+                self.free += self.held.pop(request)
+            self.states.preemptions[request] += 1
+            self.states.has_cache[request] = False
+            self.waiting.appendleft(request)
+            any_left = True
+        return any_left
+
+    def steps_to_change(self) -> int:
+        """Return how many steps decode as this one: until a request ends or the cache is full."""
+        while self.end_of.get(self.ends[0][1]) != self.ends[0][0]:
+            heapq.heappop(self.ends)  # preempted
+        steps = self.ends[0][0] - self.clock
+        if self.reserves_all:
+            return steps
+        if self.waiting and self.reserve_running:
+            steps = min(steps, _RESERVED_STRETCH)
+        cycles, free = divmod(self.free, max(self.num, 1))
+        room = cycles * self.size
+        if room >= steps:
+            return steps
+        for step in range(self.size):
+            free -= self.phases[(self.clock + room + step) % self.size]
+            if free < 0:
+                return max(min(steps, room + step), 1)
+        return steps
+
+    def decode(self, steps: int) -> list[int]:
+        """Decode so many tokens of every request; return those that end."""
+        if not self.num:
+            return []
+        if not self.reserves_all:
+            cycles, rest = divmod(steps, self.size)
+            self.free -= cycles * self.num + sum(self.phases[(self.clock + step) % self.size] for step in range(rest))
+        self.clock += steps
+        self.cached += self.num * steps
+        ended = []
+        while self.ends and self.ends[0][0] <= self.clock:
+            end, request = heapq.heappop(self.ends)
+            if self.end_of.get(request) == end:
+                ended.append(request)
+                self._leave(request)
+        return ended
+
+    def compute_prompts(self, now_s: float) -> list[int]:
+        """Compute the chosen tokens of prompts, each ending one giving a token; return requests that end with it."""
+        states, ended = self.states, []
+        for idx, take in self.now:
+            entry = self.prompts[idx]
+            entry[1] += take
+            if entry[1] < entry[2]:
+                continue
+            request = entry[0]
+            if not states.made[request]:
+                states.first_s[request] = now_s
+            states.made[request] += 1
+            if self.hands_over or states.made[request] >= states.output[request]:
+                ended.append(request)
+                self.free += self.held.pop(request)
+            else:
+                self._join(request)
+        if self.now:
+            self.prompts = [entry for entry in self.prompts if entry[1] < entry[2]]
+        self.now = []
+        return ended
+
+
+@dataclass
+class InstanceUse:
+    """What an engine instance did: integrals over time, to be divided by the duration."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    prompt_tokens: int = 0
+    decode_tokens: int = 0
+    running_s: float = 0.0
+    waiting_s: float = 0.0
+    cache_s: float = 0.0
+    max_running: int = 0
+    max_waiting: int = 0
+    max_cache: float = 0.0
+
+
+class Instance:
+    """An engine instance (or one of the pp lanes of its steps in flight)."""
+
+    def __init__(
+        self,
+        table: StepTable,
+        profile: EngineProfile,
+        limits: EngineLimits,
+        states: RequestStates,
+        *,
+        ranks: int,
+        hands_over: bool,
+    ) -> None:
+        self.table, self.lookahead = table, profile.scheduler.lookahead_steps
+        self.mixed = profile.scheduler.policy == "mixed"
+        self.ranks = [Rank(profile, limits, states, hands_over=hands_over) for _ in range(ranks)]
+        self.states, self.blocks = states, limits.cache_blocks
+        self.times: FloatArray | list[float] = []
+        self.steps, self.since_s, self.begun_s, self.end_s, self.version = 0, 0.0, 0.0, 0.0, 0
+        self.use = InstanceUse()
+        self.front_free_s = self.link_free_s = 0.0
+        self.load = 0
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no step runs."""
+        return self.steps == 0
+
+    def account(self, now_s: float) -> None:
+        """Add the time since the last change to the integrals."""
+        use, passed = self.use, now_s - self.since_s
+        running, waiting, held = 0, 0, 0
+        for rank in self.ranks:
+            running, waiting = running + len(rank.prompts) + rank.num, waiting + len(rank.waiting)
+            held += self.blocks - rank.free
+        cache = held / (self.blocks * len(self.ranks))
+        use.running_s += running * passed
+        use.waiting_s += waiting * passed
+        use.cache_s += cache * passed
+        use.max_running, use.max_waiting = max(use.max_running, running), max(use.max_waiting, waiting)
+        use.max_cache = max(use.max_cache, cache)
+        self.since_s = now_s
+
+    def queue(self, request: int, now_s: float) -> bool:
+        """Take a request; return whether the end of the running stretch moved (or one starts)."""
+        self.account(now_s)
+        rank = self.ranks[0] if len(self.ranks) == 1 else min(self.ranks, key=lambda entry: entry.load)
+        rank.waiting.append(request)
+        self.states.queued_s[request] = now_s
+        if self.idle:
+            return self.start(now_s)
+        if self.steps == 1 or rank.running >= rank.limits.max_batch:
+            return False
+        last = int(np.searchsorted(self.times, now_s)) + self.lookahead
+        if last + 1 >= self.steps:
+            return False
+        self.steps, self.end_s = last + 1, float(self.times[last])
+        self.version += 1
+        return True
+
+    def start(self, now_s: float) -> bool:
+        """Choose the next steps; return False where there is nothing to do."""
+        chosen = [rank.select(now_s) for rank in self.ranks]
+        tokens = max(entry[0] for entry in chosen)
+        decoding = [rank for rank in self.ranks if rank.num]
+        self.version += 1
+        self.begun_s = now_s
+        if tokens:
+            self.steps = 1
+            self.end_s = now_s + self._prompt_step_s(chosen)
+            return True
+        if not decoding:
+            self.steps = 0
+            return False
+        steps = min(_MAX_STRETCH, *(rank.steps_to_change() for rank in decoding))
+        fullest = max(decoding, key=lambda rank: rank.cached)
+        mean = sum(rank.num for rank in decoding) / len(self.ranks)
+        if steps <= 2:
+            self.times, ends = [], now_s
+            for step in range(steps):
+                ends += self.table.decode_s(fullest.num, fullest.cached + step * fullest.num, mean)
+                self.times.append(ends)
+        else:
+            self.times = now_s + np.cumsum(self.table.decode_steps_s(fullest.num, fullest.cached, steps, mean))
+        self.steps, self.end_s = steps, float(self.times[-1])
+        return True
+
+    def _prompt_step_s(self, chosen: list[tuple[int, float, int]]) -> float:
+        """Return the seconds of a step with prompts: of the slowest rank, with the experts of all."""
+        rows = [rank.num if self.mixed or not entry[0] else 0 for rank, entry in zip(self.ranks, chosen, strict=True)]
+        mean = (sum(rows) + sum(entry[0] for entry in chosen)) / len(self.ranks)
+        slowest = 0.0
+        for rank, num, (tokens, attended, ending) in zip(self.ranks, rows, chosen, strict=True):
+            if tokens:
+                slowest = max(
+                    slowest,
+                    self.table.prompt_s(num, rank.cached if num else 0, tokens, attended / tokens, ending, mean),
+                )
+        return slowest
+
+    def finish(self) -> list[int]:
+        """End the stretch; return requests that are complete (or whose prompt is, where another instance decodes)."""
+        use, ended = self.use, []
+        self.account(self.end_s)
+        use.busy_s += self.end_s - self.begun_s
+        use.steps += self.steps
+        for rank in self.ranks:
+            prompts = sum(take for _, take in rank.now)
+            use.prompt_tokens += prompts
+            decodes = rank.num and (self.mixed or not prompts)
+            if decodes:
+                use.decode_tokens += rank.num * self.steps
+                ended += rank.decode(self.steps)
+            if rank.now:
+                ended += rank.compute_prompts(self.end_s)
+        self.load -= len(ended)
+        self.steps = 0
+        return ended

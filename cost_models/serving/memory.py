@@ -1,0 +1,103 @@
+"""Bytes of an engine instance on its fullest device: weights, workspace, graphs, and the cache in what is left.
+
+workspace   T (4 h + 3 w / tp) e + R v / tp 4: a step's hidden states, the widest feed-forward part, logits of R rows in fp32
+cache       phi M - weights - workspace - context      the engine may use a fraction phi of all memory (vLLM, SGLang)
+phi (M - weights - workspace - context)    of what is left (TensorRT-LLM)
+tokens      cache / (c + sum_w c_w min(w, n) / n + state / n)      requests of n tokens, windows w, states of fixed size
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...schema.layers import MoE
+from ...schema.model import ModelSpec
+from ...schema.units import GIB, MIB, format_bytes
+from .engine import EngineProfile
+from .step import StepCosts
+
+CONTEXT_BYTES = 0.5 * GIB
+COLLECTIVES_BYTES = 0.6 * GIB
+"""CUDA context and library handles of one process; NCCL's channels where there are several."""
+
+GRAPH_BYTES = 12 * MIB
+"""Of one captured size: 0.6 GiB for 51 (vllm 0.12 log, "Graph capturing finished", 8B to 70B)."""
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """Bytes of the fullest device, and the cache in tokens of one attention rank.
+
+    Attributes:
+        cache_tokens: 0 where the weights alone fill the device.
+        reason: why nothing fits; None where something does.
+    """
+
+    device_bytes: float
+    weight_bytes: float
+    workspace_bytes: float
+    graph_bytes: float
+    context_bytes: float
+    cache_bytes: float
+    cache_tokens: int
+    reason: str | None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether a cache is left."""
+        return self.reason is None
+
+
+def serving_memory(
+    step: StepCosts, profile: EngineProfile, *, request_len: float, max_batch: int | None = None,
+    max_batched_tokens: int | None = None,
+) -> ServingMemory:  # fmt: skip
+    """Return the memory of an engine instance for requests of ``request_len`` tokens, under the engine's limits or these."""
+    instance = step.instance
+    device_bytes = float(instance.cluster.weakest_device.memory_bytes)
+    limits = profile.limits(
+        device_bytes=device_bytes, cache_tokens=1, max_batch=max_batch, max_batched_tokens=max_batched_tokens
+    )
+    element = instance.rates.compute_bytes
+    widest = _widest(instance.model, instance.layout.tp, instance.layout.moe_tp)
+    workspace = limits.max_batched_tokens * (4 * instance.model.hidden_dim + 3 * widest) * element
+    workspace += min(limits.max_batch, limits.max_batched_tokens) * instance.model.vocab_size / instance.layout.tp * 4
+    graphs = GRAPH_BYTES * len(limits.graph_sizes)
+    is_host = instance.cluster.weakest_device.backend.is_host
+    context = 0.0 if is_host else CONTEXT_BYTES + COLLECTIVES_BYTES * (instance.layout.num_devices > 1)
+    phi = profile.memory.fraction
+    if profile.memory.of_free:
+        cache = phi * (device_bytes - step.weight_bytes - workspace - context - graphs)
+    else:
+        cache = phi * device_bytes - step.weight_bytes - workspace - context
+    token = cached_token_bytes(step, request_len)
+    tokens = max(int(cache / token), 0) if token else 10**9
+    block = profile.memory.block_size
+    reason = None
+    if cache < 0:
+        reason = (
+            f"weights of {format_bytes(step.weight_bytes)} with {format_bytes(workspace + context)} of workspace exceed"
+            f" {phi:.0%} of the {format_bytes(device_bytes)} of a device"
+        )
+    elif tokens // block * block < request_len:
+        reason = f"the cache has {tokens} tokens of the {request_len:.0f} that one request needs"
+    return ServingMemory(
+        device_bytes, step.weight_bytes, workspace, graphs, context, max(cache, 0.0), tokens // block * block, reason
+    )
+
+
+def cached_token_bytes(step: StepCosts, request_len: float) -> float:
+    """Return the bytes of a cached token on one device, averaged over a request of ``request_len`` tokens."""
+    windowed = sum(size * (1 - min(window / request_len, 1.0)) for window, size in step.window_cache_bytes)
+    return step.cache_bytes_per_token - windowed + step.state_bytes / request_len
+
+
+def _widest(model: ModelSpec, tp: int, moe_tp: int) -> float:
+    """Return the width of the widest feed-forward part on one rank, of the experts that a token visits together."""
+    widths = [
+        block.mlp.ffn_dim * block.mlp.top_k / moe_tp
+        if isinstance(block.mlp, MoE)
+        else getattr(block.mlp, "ffn_dim", 0) / tp
+        for block, _ in model.block_runs
+    ]
+    return max(widths)

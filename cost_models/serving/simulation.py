@@ -1,0 +1,285 @@
+"""Serving, request by request: arrivals, routing, engine instances step by step, transfers of caches, what each one saw.
+
+The one simulation that plans, replays and tests use. Open loop: requests arrive by themselves; closed loop: a number of them is
+kept in flight, each followed by the next of the list. A request passes
+
+    client -> front end (tokenise, one after the other) -> queue -> prompt -> tokens -> client
+                                              disaggregated: -> transfer of its cache, one by one from each instance -> queue
+
+and a disaggregated one has its first token when the instance that decodes has taken its cache. Nothing is drawn at random.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ...schema.errors import ConfigError
+from ...schema.serving import EngineLimits
+from ...schema.units import FloatArray, IntArray
+from .engine import EngineProfile
+from .instance import Instance, InstanceUse, RequestStates
+from .step_table import StepParts, StepTable
+
+Router = Literal["round_robin", "least_loaded"]
+_SEND, _QUEUE, _STEP, _LEAVE = range(4)
+
+
+@dataclass(frozen=True)
+class RequestTable:
+    """Requests in order of arrival, arrays [N]; arrival_s is not read in a closed loop."""
+
+    arrival_s: FloatArray
+    prompt_len: IntArray
+    output_len: IntArray
+    prefix_len: IntArray
+
+    @classmethod
+    def of(
+        cls, prompt_len: ArrayLike, output_len: ArrayLike, arrival_s: ArrayLike = 0.0, prefix_len: ArrayLike = 0
+    ) -> RequestTable:
+        """Return requests of these arrays or numbers, sorted by arrival."""
+        arrival, prompt, output, prefix = np.broadcast_arrays(arrival_s, prompt_len, output_len, prefix_len)
+        order = np.argsort(arrival, kind="stable")
+        return cls(
+            arrival[order].astype(np.float64), *(values[order].astype(np.int64) for values in (prompt, output, prefix))
+        )
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+
+@dataclass(frozen=True)
+class EnginePool:
+    """Equal engine instances of a simulation.
+
+    Attributes:
+        limits: of an attention rank; ranks: attention ranks of an instance; lanes: pipeline stages, each with steps of its own.
+    """
+
+    table: StepTable
+    profile: EngineProfile
+    limits: EngineLimits
+    replicas: int = 1
+    ranks: int = 1
+    lanes: int = 1
+
+    @classmethod
+    def of(
+        cls, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, replicas: int = 1, ranks: int = 1, lanes: int = 1,
+        num_layers: int = 0,
+    ) -> EnginePool:  # fmt: skip
+        """Return the pool of an engine's costs; lanes share the cache and the batch of an instance."""
+        if lanes > 1:
+            limits = limits.replace(
+                max_batch=max(limits.max_batch // lanes, 1), cache_blocks=max(limits.cache_blocks // lanes, 1)
+            )
+        table = StepTable(step, profile, limits, num_layers=num_layers)
+        return cls(table, profile, limits, replicas, ranks, lanes)
+
+
+@dataclass(frozen=True)
+class SimulatedRequests:
+    """What every request saw, arrays [N] in order of arrival, and what the instances did.
+
+    Attributes:
+        ttft_s: sent to first token; tpot_s: mean of the tokens after it (0 where there is none); e2e_s: sent to last token.
+        queue_s: waiting for its first step, of the pool that has its prompt.
+        preemptions: times that a request lost its cache.
+        pools: the instances of each pool, lanes apart; duration_s: first request sent to last one answered.
+        mean_in_flight: requests, averaged over time.
+    """
+
+    sent_s: FloatArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    e2e_s: FloatArray
+    queue_s: FloatArray
+    output_len: IntArray
+    preemptions: IntArray
+    pools: tuple[tuple[InstanceUse, ...], ...]
+    duration_s: float
+    mean_in_flight: float
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Return the generated tokens over the duration."""
+        return float(self.output_len.sum() / self.duration_s) if self.duration_s else 0.0
+
+    def after(self, first: int) -> SimulatedRequests:
+        """Return the requests from this one on: those before warm the engines."""
+        values = ("sent_s", "ttft_s", "tpot_s", "e2e_s", "queue_s", "output_len", "preemptions")
+        kept = {name: getattr(self, name)[first:] for name in values}
+        lasts = kept["sent_s"] + kept["e2e_s"]
+        return replace(self, **kept, duration_s=float(lasts.max() - kept["sent_s"].min()) if len(lasts) else 0.0)
+
+
+def simulate(
+    pools: EnginePool | Sequence[EnginePool],
+    requests: RequestTable,
+    *,
+    concurrency: int | None = None,
+    transfer_s_per_token: float = 0.0,
+    router: Router = "least_loaded",
+) -> SimulatedRequests:
+    """Serve requests; a second pool decodes what the first one has prefilled.
+
+    Raises:
+        ConfigError: a request that no cache holds.
+    """
+    stages = [pools] if isinstance(pools, EnginePool) else list(pools)
+    return _Simulation(stages, requests, concurrency, transfer_s_per_token, router).run()
+
+
+class _Simulation:
+    """The events: a request is sent, reaches a queue, steps end, a request leaves."""
+
+    def __init__(
+        self,
+        pools: list[EnginePool],
+        requests: RequestTable,
+        concurrency: int | None,
+        transfer_s: float,
+        router: Router,
+    ) -> None:
+        self.requests, self.concurrency, self.transfer_s, self.router = requests, concurrency, transfer_s, router
+        count = len(requests)
+        self.states = RequestStates(
+            prompt=requests.prompt_len.tolist(), output=requests.output_len.tolist(), prefix=requests.prefix_len.tolist(),
+            has_cache=[False] * count, made=[0] * count, queued_s=[0.0] * count, admitted_s=[0.0] * count,
+            first_s=[0.0] * count, preemptions=[0] * count,
+        )  # fmt: skip
+        self.pools = pools
+        for idx, pool in enumerate(pools):
+            _check_cache(pool.limits, requests, decodes=idx == len(pools) - 1)
+        self.instances = [
+            [
+                Instance(
+                    pool.table,
+                    pool.profile,
+                    pool.limits,
+                    self.states,
+                    ranks=pool.ranks,
+                    hands_over=idx < len(pools) - 1,
+                )
+                for _ in range(pool.replicas * pool.lanes)
+            ]
+            for idx, pool in enumerate(pools)
+        ]
+        self.turns = [0] * len(pools)
+        self.events: list[tuple[float, int, int, int, int, int]] = []
+        self.sequence = 0
+        self.sent_s, self.answered_s = [0.0] * count, [0.0] * count
+        self.next_request = 0
+
+    def run(self) -> SimulatedRequests:
+        """Run to the last answer."""
+        count = len(self.requests)
+        self._send_first(count)
+        begin = before = self.events[0][0] if self.events else 0.0
+        in_flight, integral, answered = 0, 0.0, 0
+        while answered < count:
+            now, _, kind, pool, which, detail = heapq.heappop(self.events)
+            if kind == _STEP:
+                instance = self.instances[pool][which]
+                if instance.version == detail:
+                    self._end_steps(pool, which, instance, now)
+            elif kind == _QUEUE:
+                instance = self.instances[pool][which]
+                if instance.queue(detail, now):
+                    self._push(instance.end_s, _STEP, pool, which, instance.version)
+            else:
+                integral, before = integral + in_flight * (now - before), now
+                if kind == _SEND:
+                    in_flight += 1
+                    self._send(detail, now)
+                else:
+                    in_flight, answered = in_flight - 1, answered + 1
+                    self.answered_s[detail] = now
+                    if self.next_request < count:
+                        self._push(now, _SEND, 0, 0, self.next_request)
+                        self.next_request += 1
+        return self._result(begin, before, integral)
+
+    def _send_first(self, count: int) -> None:
+        """Schedule what arrives by itself: everything, or the first request of each slot of a closed loop."""
+        self.next_request = count if self.concurrency is None else min(self.concurrency, count)
+        arrivals = self.requests.arrival_s.tolist() if self.concurrency is None else [0.0] * self.next_request
+        for request, arrival in enumerate(arrivals):
+            self._push(arrival, _SEND, 0, 0, request)
+
+    def _push(self, when: float, kind: int, pool: int, which: int, detail: int) -> None:
+        """Add an event; detail: of steps the version of their stretch, else the request."""
+        self.sequence += 1
+        heapq.heappush(self.events, (when, self.sequence, kind, pool, which, detail))
+
+    def _choose(self, pool: int) -> int:
+        """Return the instance that a request goes to, and count it there."""
+        instances = self.instances[pool]
+        if self.router == "least_loaded":
+            which = min(range(len(instances)), key=lambda idx: instances[idx].load)
+        else:
+            which = self.turns[pool] % len(instances)
+            self.turns[pool] += 1
+        instances[which].load += 1
+        return which
+
+    def _send(self, request: int, now: float) -> None:
+        """Pass a request through the front end of an instance."""
+        self.sent_s[request] = now
+        which = self._choose(0)
+        instance, cost = self.instances[0][which], self.pools[0].profile.request
+        ready = max(instance.front_free_s, now) + cost.fixed_s + cost.token_s * self.states.prompt[request]
+        instance.front_free_s = ready
+        self._push(ready, _QUEUE, 0, which, request)
+
+    def _end_steps(self, pool: int, which: int, instance: Instance, now: float) -> None:
+        """Apply the steps that ended, pass on what they completed, and start the next ones."""
+        ended, states = instance.finish(), self.states
+        last = pool == len(self.pools) - 1
+        for request in ended:
+            if last or states.made[request] >= states.output[request]:
+                self._push(now + self.pools[pool].profile.request.finish_s, _LEAVE, pool, which, request)
+                continue
+            instance.link_free_s = max(instance.link_free_s, now) + self.transfer_s * states.prompt[request]
+            states.has_cache[request] = True
+            self._push(instance.link_free_s, _QUEUE, pool + 1, self._choose(pool + 1), request)
+        if instance.start(now):
+            self._push(instance.end_s, _STEP, pool, which, instance.version)
+
+    def _result(self, begin: float, end: float, integral: float) -> SimulatedRequests:
+        """Return the arrays, as clients see them: an answer's tokens are on their way for as long as its end."""
+        states, sent, answered = self.states, np.array(self.sent_s), np.array(self.answered_s)
+        first = np.array(states.first_s) + self.pools[-1].profile.request.finish_s
+        after = np.maximum(np.array(states.output) - 1, 0)
+        duration = end - begin
+        for instance in (instance for pool in self.instances for instance in pool):
+            instance.account(end)
+        return SimulatedRequests(
+            sent_s=sent,
+            ttft_s=first - sent,
+            tpot_s=np.where(after > 0, (answered - first) / np.maximum(after, 1), 0.0),
+            e2e_s=answered - sent,
+            queue_s=np.array(states.admitted_s) - np.array(states.queued_s),
+            output_len=np.array(states.output, dtype=np.int64),
+            preemptions=np.array(states.preemptions, dtype=np.int64),
+            pools=tuple(tuple(instance.use for instance in pool) for pool in self.instances),
+            duration_s=duration,
+            mean_in_flight=integral / duration if duration else 0.0,
+        )
+
+
+def _check_cache(limits: EngineLimits, requests: RequestTable, *, decodes: bool) -> None:
+    """Raise an error where a request alone overfills the cache."""
+    tokens = requests.prompt_len + (requests.output_len - 1 if decodes else 0)
+    room = limits.cache_blocks * limits.block_size
+    if len(tokens) and (most := int(tokens.max())) > room:
+        raise ConfigError(
+            f"a request of {most} tokens is longer than the cache of an attention rank, {room} tokens",
+            help="give the instance more devices (tp), a cache of fp8, or leave longer requests out",
+        )

@@ -1,0 +1,163 @@
+"""Seconds of a step as a simulation asks for them: tables of an engine instance's costs, read a hundred thousand times.
+
+    decode   t = body(r) + experts(r) + head(b) + a_d(b, S)                r: b padded to the next captured size
+    prompts  t = body(b + p) + experts(b + p) + head(b + n) + a_d(b, S) + a_p(p, C)
+    engine   t' = max(t + o, h) beside the device, t + h else;  h = step_s + row_s (b + n), a floor a layer without graph
+
+with b decoding requests over S cached tokens and p tokens of n ending prompts that attend to C tokens each. Body: products and what
+tensor-parallel ranks exchange, of the fullest attention rank; experts: of all ranks' rows, so of the mean.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from ...schema.serving import EngineLimits
+from ...schema.units import Array, FloatArray, IntArray
+from .engine import EngineProfile
+
+_DECODE_CONTEXTS = 2.0 ** np.arange(0, 21)
+_PROMPT_CONTEXTS = np.concatenate([[0.0], 2.0 ** np.arange(4, 21)])
+_OWN_TABLES = ("head", "experts", "decode_attention", "prefill_attention")
+
+
+class StepParts(Protocol):
+    """Where a step's seconds come from: `StepCosts`, or anything else with parts of these names."""
+
+    def parts(
+        self,
+        decode_rows: Array,
+        cached_tokens: Array,
+        prefill_tokens: Array = 0,
+        prefill_context: Array = 0,
+        *,
+        prompts: Array = 0,
+    ) -> Mapping[str, FloatArray]:
+        """Return seconds by part: head, experts, decode_attention, prefill_attention, and others that only rows decide."""
+        ...
+
+
+def _row_grid(max_rows: int) -> IntArray:
+    """Return every count to 32, then steps of about a twelfth, to ``max_rows``."""
+    rows = [*range(1, min(32, max_rows) + 1)]
+    while rows[-1] < max_rows:
+        rows.append(min(max(rows[-1] * 13 // 12, rows[-1] + 1), max_rows))
+    return np.array(rows, dtype=np.int64)
+
+
+class StepTable:
+    """A step's seconds under an engine's limits, as one attention rank sees them."""
+
+    def __init__(self, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, num_layers: int = 0) -> None:
+        self.overhead, self.sizes = profile.overhead, limits.graph_sizes
+        self.eager_s = profile.overhead.eager_layer_s * num_layers
+        self.batches = _row_grid(limits.max_batch)
+        rows = _row_grid(limits.max_batch + limits.max_batched_tokens)
+        self._rows, self._batches = rows.tolist(), self.batches.tolist()
+        decode = step.parts(rows, rows)
+        prompt = step.parts(np.zeros_like(rows), np.zeros_like(rows), rows, np.minimum(rows / 2, 1.0))
+        self._decode_body, self._prompt_body = (_body(parts, rows) for parts in (decode, prompt))
+        self._decode_experts, self._prompt_experts = (_named(parts, "experts", rows) for parts in (decode, prompt))
+        self._head = _named(step.parts(self.batches, self.batches), "head", self.batches)
+        contexts = self.batches[:, None] * _DECODE_CONTEXTS
+        self._attend = np.broadcast_to(step.parts(self.batches[:, None], contexts)["decode_attention"], contexts.shape)
+        self._tokens = 2.0 ** np.arange(0, np.ceil(np.log2(max(rows[-1], 2))) + 1)
+        zero, shape = np.zeros((len(self._tokens), 1)), (len(self._tokens), len(_PROMPT_CONTEXTS))
+        pairs = step.parts(zero, zero, self._tokens[:, None], _PROMPT_CONTEXTS)
+        self._prompt_attend = np.broadcast_to(pairs["prefill_attention"], shape).tolist()
+        self._token_list, self._context_list = self._tokens.tolist(), _PROMPT_CONTEXTS.tolist()
+        self._curves: dict[tuple[int, float], tuple[FloatArray, FloatArray, list[float], list[float]]] = {}
+
+    def padded(self, rows: float) -> float:
+        """Return the captured size that holds so many rows; the rows themselves beyond the largest."""
+        idx = bisect_left(self.sizes, rows)
+        return self.sizes[idx] if idx < len(self.sizes) else rows
+
+    def decode_s(self, rows: int, cached: float, mean_rows: float | None = None) -> float:
+        """Return the seconds of a step that only decodes."""
+        _, _, xs, ys = self._curve(rows, rows if mean_rows is None else mean_rows)
+        return _between(xs, ys, cached)
+
+    def decode_steps_s(self, rows: int, cached: float, num_steps: int, mean_rows: float | None = None) -> FloatArray:
+        """Return the seconds of following steps, each with ``rows`` more tokens in the cache than the one before [num_steps]."""
+        xs, ys, _, _ = self._curve(rows, rows if mean_rows is None else mean_rows)
+        return np.interp(cached + rows * np.arange(num_steps), xs, ys)
+
+    def prompt_s(
+        self, rows: int, cached: float, tokens: float, context: float, prompts: int, mean_tokens: float | None = None
+    ) -> float:
+        """Return the seconds of a step with tokens of prompts beside ``rows`` that decode; mean_tokens: rows of the mean rank."""
+        every = rows + tokens
+        seconds = _between(self._rows, self._prompt_body, every)
+        seconds += _between(self._rows, self._prompt_experts, every if mean_tokens is None else mean_tokens)
+        if heads := rows + prompts:
+            seconds += _between(self._batches, self._head, heads)
+        if rows:
+            seconds += _between_pairs(self._batches, _DECODE_CONTEXTS_LIST, self._attend, rows, cached / rows)
+        seconds += _between_pairs(self._token_list, self._context_list, self._prompt_attend, tokens, context)
+        captured = bool(self.sizes) and every <= self.sizes[-1]
+        return self._with_host(seconds, heads, captured)
+
+    def _with_host(self, seconds: float, rows: float, captured: bool) -> float:
+        """Return the seconds of a step with what the host adds."""
+        host = self.overhead.step_s + self.overhead.row_s * rows
+        seconds = seconds if captured else max(seconds, self.eager_s)
+        return max(seconds, host) if self.overhead.overlapped else seconds + host
+
+    def _curve(self, rows: int, mean_rows: float) -> tuple[FloatArray, FloatArray, list[float], list[float]]:
+        """Return cached tokens and the seconds of a step over them, as arrays and as lists."""
+        if (key := (rows, mean_rows)) not in self._curves:
+            wide = self.padded(rows)
+            fixed = _between(self._rows, self._decode_body, wide)
+            fixed += _between(self._rows, self._decode_experts, self.padded(mean_rows))
+            fixed += _between(self._batches, self._head, rows)
+            idx = min(max(bisect_right(self._batches, rows) - 1, 0), len(self._batches) - 1)
+            after = min(idx + 1, len(self._batches) - 1)
+            low, high = self._batches[idx], self._batches[after]
+            weight = (rows - low) / (high - low) if high > low else 0.0
+            attend = (1 - weight) * self._attend[idx] + weight * self._attend[after]
+            captured = bool(self.sizes) and rows <= self.sizes[-1]
+            seconds = np.array([self._with_host(fixed + value, rows, captured) for value in attend.tolist()])
+            cached = _DECODE_CONTEXTS * rows
+            self._curves[key] = cached, seconds, cached.tolist(), seconds.tolist()
+        return self._curves[key]
+
+
+_DECODE_CONTEXTS_LIST = _DECODE_CONTEXTS.tolist()
+
+
+def _body(parts: Mapping[str, FloatArray], rows: IntArray) -> list[float]:
+    """Return the seconds that only rows decide, of the rank's own."""
+    return np.sum(
+        [np.broadcast_to(s, rows.shape) for name, s in parts.items() if name not in _OWN_TABLES], axis=0
+    ).tolist()
+
+
+def _named(parts: Mapping[str, FloatArray], name: str, rows: IntArray) -> list[float]:
+    return np.broadcast_to(parts.get(name, np.zeros(())), rows.shape).astype(np.float64).tolist()
+
+
+def _between(xs: list[float], ys: list[float], x: float) -> float:
+    """Return the value at x, linear between points; in proportion beyond the last one, and the first one's below it."""
+    if x <= xs[0]:
+        return ys[0]
+    if x >= xs[-1]:
+        return ys[-1] * (x / xs[-1])
+    idx = bisect_right(xs, x) - 1
+    return ys[idx] + (ys[idx + 1] - ys[idx]) * (x - xs[idx]) / (xs[idx + 1] - xs[idx])
+
+
+def _between_pairs(
+    xs: list[float], ys: list[float], table: FloatArray | list[list[float]], x: float, y: float
+) -> float:
+    """Return the value at (x, y), linear between the lines of x."""
+    idx = min(max(bisect_right(xs, x) - 1, 0), max(len(xs) - 2, 0))
+    lower = _between(ys, table[idx], y)
+    if len(xs) == 1 or x <= xs[0]:
+        return float(lower)
+    upper = _between(ys, table[idx + 1], y)
+    return float(lower + (upper - lower) * (x - xs[idx]) / (xs[idx + 1] - xs[idx]))
