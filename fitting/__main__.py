@@ -23,6 +23,14 @@ def build_parser() -> ArgumentParser:
     for name, module, function, argument, text in (
         ("gemm", "gemm", "report", "data", "gemm.npz: matrix products"),
         ("attention", "attention", "report", "data", "attention.npz: fused attention"),
+        (
+            "decode_attention",
+            "serving",
+            "report_attention",
+            "data",
+            "decode_attention.npz: attention of rows that decode",
+        ),
+        ("experts", "serving", "report_experts", "data", "experts.npz: experts of serving engines"),
         ("grouped_gemm", "gemm", "report_grouped", "data", "[grouped_gemm] of coefficients.toml: products of experts"),
         ("correction", "gemm", "report_correction", "data", "the kernel of learned/calibration.py"),
         ("collectives", "collectives", "report", "data", "collective_curves.json"),
@@ -34,9 +42,9 @@ def build_parser() -> ArgumentParser:
         fit = fits.add_parser(name, help=text)
         fit.add_argument(argument, type=Path, metavar=argument.upper())
         fit.set_defaults(report=(module, function))
-        if name in ("gemm", "attention", "grouped_gemm", "collectives"):
+        if name in ("gemm", "attention", "decode_attention", "experts", "grouped_gemm", "collectives"):
             fit.add_argument("--score", action="store_true", help="errors on rows, sizes and devices left out")
-        if name in ("gemm", "attention"):
+        if name in ("gemm", "attention", "decode_attention", "experts"):
             fit.add_argument("--out", type=Path, default=ARTEFACTS, help="where the artefact is written")
     fits.choices["collectives"].add_argument("--write", action="store_true", help="replace collective_curves.json")
     coefficients = fits.choices["coefficients"]

@@ -112,8 +112,8 @@ class ResidualModel:
 
 
 @cache
-def shipped_model(name: Literal["gemm", "attention"]) -> ResidualModel:
-    """Return the shipped residual of products or attention, read once."""
+def shipped_model(name: Literal["gemm", "attention", "decode_attention", "experts"]) -> ResidualModel:
+    """Return a shipped residual, read once."""
     with as_file(files(__package__).joinpath(f"{name}.npz")) as path:
         return ResidualModel.read(path)
 

@@ -18,6 +18,7 @@ from ...schema.units import FloatArray
 from ..hardware.compute import DeviceRates
 from ..layer.operators import OperatorRules, Scan, layer_operators
 from ..learned.kernels import AttentionShape, attention_seconds
+from ..learned.serving_kernels import DecodeShape, KernelDevice, decode_attention_s
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class AttentionHeads:
     token_bytes: float
     window: float
     chunked: bool = False
+    is_latent: bool = False
 
     @classmethod
     def decoding(cls, block: Block, tp: int, element_bytes: float) -> AttentionHeads | None:
@@ -38,7 +40,15 @@ class AttentionHeads:
         attention = block.attention
         if isinstance(attention, LatentAttention):
             width = attention.kv_lora_rank + attention.qk_rope_head_dim
-            return cls(attention.num_heads / tp, 1.0, width, attention.kv_lora_rank, width * element_bytes, np.inf)
+            return cls(
+                attention.num_heads / tp,
+                1.0,
+                width,
+                attention.kv_lora_rank,
+                width * element_bytes,
+                np.inf,
+                is_latent=True,
+            )
         if not isinstance(attention, SoftmaxAttention):
             return None
         kv_heads = max(attention.num_kv_heads / tp, 1.0)
@@ -57,9 +67,17 @@ class AttentionHeads:
         return np.minimum(tokens, self.window / 2 if self.chunked else self.window)
 
 
-def decode_s(heads: AttentionHeads, rows: FloatArray, tokens: FloatArray, rates: DeviceRates) -> FloatArray:
-    """Return the seconds of ``rows`` that attend to ``tokens`` each in one block."""
+def decode_s(
+    heads: AttentionHeads, rows: FloatArray, tokens: FloatArray, rates: DeviceRates, device: KernelDevice | None
+) -> FloatArray:
+    """Return the seconds of ``rows`` that attend to ``tokens`` each in one block; ``device``: None for a CPU."""
     seen = heads.seen(tokens)
+    if device is not None:
+        width = heads.key_dim if heads.is_latent else heads.key_dim + heads.value_dim
+        sizes = (heads.num_heads, heads.num_kv_heads, heads.key_dim, heads.value_dim, heads.token_bytes)
+        element = heads.token_bytes / (width * heads.num_kv_heads)
+        shape = DecodeShape(rows, seen, *map(np.float64, (*sizes, element, heads.is_latent)))
+        return decode_attention_s(shape, device)
     moved = rows * seen * heads.token_bytes
     flops = 2 * rows * seen * heads.num_heads * (heads.key_dim + heads.value_dim)
     return np.asarray(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -24,11 +23,12 @@ from ...schema.layers import Block, Head, MoE
 from ...schema.serving import BYTES_OF, CacheDtype, ServingLayout, WeightDtype
 from ...schema.units import FloatArray
 from ..coefficients import Coefficients, Scenario
-from ..hardware.collectives import collective_s
 from ..hardware.compute import DeviceRates
 from ..hardware.machine import device_rates
 from ..layer import recurrences as _registered  # noqa: F401  operators of those kinds
 from ..layer.operators import Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
+from ..learned.serving_kernels import ExpertShape
+from .communication import all_reduce_s, group_s, to_experts_s
 from .products import Products, plain_precision
 from .tables import ROWS
 
@@ -98,28 +98,36 @@ def row_costs(instance: Instance, layer: Layer) -> dict[str, FloatArray]:
     rows = np.maximum(ROWS, 1.0)
     parts = dict.fromkeys(PARTS, np.zeros_like(rows))
     for op in operators(instance, layer):
-        name = "experts" if getattr(op, "routed", False) else "products"
+        if getattr(op, "routed", False):
+            continue
         if isinstance(op, Gemm):
-            seconds = _product_s(instance, layer, op, rows)
+            parts["products"] = parts["products"] + _product_s(instance, op, rows)
         elif isinstance(op, Elementwise):
-            seconds = _elementwise_s(instance, op, rows)
-        else:
-            continue  # attention
-        parts[name] = parts[name] + seconds
+            parts["products"] = parts["products"] + _elementwise_s(instance, op, rows)
+    if layer.experts is not None:
+        parts["experts"] = _experts_s(instance, layer.experts, rows)
     parts["communication"] = _communication_s(instance, layer, rows)
     return {name: np.where(ROWS > 0, seconds, 0.0) for name, seconds in parts.items()}
 
 
-def _product_s(instance: Instance, layer: Layer, op: Gemm, rows: FloatArray) -> FloatArray:
-    layout, dtype, moe = instance.layout, instance.dtype_of(op), layer.experts
-    cut = layout.moe_tp if op.routed else layout.tp
-    n = np.full_like(rows, op.n / cut if op.shard == "column" else op.n)
-    k = np.full_like(rows, op.k / cut if op.shard == "row" else op.k)
-    if not op.routed or moe is None:
-        return instance.products.seconds(rows * op.rows_per_token, n, k, dtype)
-    everyone = rows * layout.attention_dp
-    reached = op.num_matrices / layout.ep * reached_fraction(moe, everyone)
-    return instance.products.grouped(everyone * op.rows_per_token / layout.ep, n, k, reached, dtype)
+def _product_s(instance: Instance, op: Gemm, rows: FloatArray) -> FloatArray:
+    tp = instance.layout.tp
+    n = np.full_like(rows, op.n / tp if op.shard == "column" else op.n)
+    k = np.full_like(rows, op.k / tp if op.shard == "row" else op.k)
+    return instance.products.seconds(rows * op.rows_per_token, n, k, instance.dtype_of(op))
+
+
+def _experts_s(instance: Instance, moe: MoE, rows: FloatArray) -> FloatArray:
+    """Return the seconds of all routed experts of one rank for ``rows`` of each attention rank."""
+    layout, everyone = instance.layout, rows * instance.layout.attention_dp
+    experts = moe.num_experts / layout.ep
+    shape = ExpertShape(
+        rows=everyone * moe.top_k / layout.ep, reached=experts * reached_fraction(moe, everyone), experts=np.float64(experts),
+        hidden_dim=np.float64(instance.model.hidden_dim), ffn_dim=np.float64(moe.ffn_dim / layout.moe_tp),
+        gated=np.float64(moe.gated), weight_bytes=np.float64(BYTES_OF[instance.experts]),
+        faster=np.float64(instance.products.faster.get(instance.experts, 1.0)),
+    )  # fmt: skip
+    return instance.products.experts(shape, instance.experts)
 
 
 def reached_fraction(moe: MoE, rows: FloatArray) -> FloatArray:
@@ -128,10 +136,7 @@ def reached_fraction(moe: MoE, rows: FloatArray) -> FloatArray:
 
 
 def _elementwise_s(instance: Instance, op: Elementwise, rows: FloatArray) -> FloatArray:
-    layout, rates = instance.layout, instance.rates
-    if op.routed:
-        rows = rows * layout.attention_dp / layout.ep
-    cut = {"column": layout.moe_tp if op.routed else layout.tp, "row": 1, "none": 1, "tokens": 1}[op.shard]
+    rates, cut = instance.rates, instance.layout.tp if op.shard == "column" else 1
     size = (op.element_bytes or rates.compute_bytes) * op.forward_elements * rows / cut
     return np.asarray(op.forward_kernels * rates.kernel_s + size / rates.elementwise_bytes_per_s)
 
@@ -139,31 +144,24 @@ def _elementwise_s(instance: Instance, op: Elementwise, rows: FloatArray) -> Flo
 def _communication_s(instance: Instance, layer: Layer, rows: FloatArray) -> FloatArray:
     """Return the seconds of what the ranks of a stage exchange in one layer.
 
-    Outputs are reduced over tp; rows of attention ranks are gathered before experts and their outputs reduced and scattered; the
-    head gathers logits.
+    Outputs are reduced over tp, rows of attention ranks sent to experts and back, logits gathered.
     """
-    layout, element_bytes = instance.layout, instance.rates.compute_bytes
+    layout, cluster, element_bytes = instance.layout, instance.cluster, instance.rates.compute_bytes
     size = rows * instance.model.hidden_dim * element_bytes
-    seconds = np.zeros_like(rows)
-
-    def collective(op: Any, num_bytes: FloatArray, group: int, stride: int = 1) -> FloatArray:
-        ranks = np.full(rows.shape, group)
-        return collective_s(op, num_bytes, ranks, np.full_like(ranks, stride), instance.cluster)
-
     if isinstance(layer, Head):
         logits = rows * layer.vocab_size * element_bytes
-        return collective("all_gather", logits, layout.tp) if layout.tp > 1 else seconds
+        return group_s("all_gather", logits, layout.tp, 1, cluster) if layout.tp > 1 else np.zeros_like(rows)
     reduced = layer.inner_block.num_reductions if isinstance(layer, Block) else 1
+    seconds = np.zeros_like(rows)
     if layer.experts is not None and layout.attention_dp > 1:
         reduced -= 1
-        everyone = size * layout.attention_dp
-        for op in ("all_gather", "reduce_scatter"):
-            seconds = seconds + collective(op, everyone, layout.attention_dp, layout.tp)
+        ranks = (layout.attention_dp, layout.tp)
+        seconds = to_experts_s(
+            rows, instance.model.hidden_dim, layer.experts.top_k, ranks, cluster, instance.coefficients
+        )
         if layout.tp > 1:
-            seconds = seconds + collective("all_reduce", everyone, layout.tp)
-    if layout.tp > 1:
-        seconds = seconds + reduced * collective("all_reduce", size, layout.tp)
-    return seconds
+            seconds = seconds + group_s("all_gather", size, layout.tp, 1, cluster)
+    return seconds + reduced * all_reduce_s(size, layout.tp, cluster, instance.coefficients)
 
 
 def weight_bytes(instance: Instance, layer: Layer) -> float:

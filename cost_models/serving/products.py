@@ -6,6 +6,7 @@ the device has no units are dequantised on the way to those of 16 bits: their by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,9 @@ from ...schema.task import Precision
 from ...schema.units import FloatArray
 from ..coefficients import Coefficients
 from ..hardware.compute import DeviceRates
-from ..hardware.machine import gemm_rates
+from ..hardware.machine import gemm_rates, peak_flops_per_s
 from ..learned.kernels import GemmRates, gemm_seconds
+from ..learned.serving_kernels import ExpertShape, KernelDevice, experts_s
 
 _UNITS: dict[str, str] = {"fp8": "fp8", "nvfp4": "fp4", "mxfp4": "fp4"}
 """Matrix units that take weights of a type; types that are missing are dequantised to 16 bits."""
@@ -37,13 +39,16 @@ class Products:
 
     Attributes:
         plain: those in 16 bits (or fp32); rates: of the device.
-        faster: peak of a type over that of 16 bits, for the types that the device has units for.
+        faster: peak of a type over that of 16 bits, for the types that the device has units for; peak_flops_per_s: of 16 bits.
+        c: coefficients of section ``serving``.
     """
 
     plain: GemmRates | None
     rates: DeviceRates
     element_bytes: float
     faster: dict[str, float]
+    peak_flops_per_s: float
+    c: Mapping[str, float]
 
     @classmethod
     def of(cls, cluster: ClusterSpec, rates: DeviceRates, weights: WeightDtype, coefficients: Coefficients) -> Products:
@@ -51,37 +56,48 @@ class Products:
         device, precision = cluster.weakest_device, plain_precision(cluster.weakest_device, weights)
         element_bytes = 4.0 if precision == "fp32" else 2.0
         if device.backend.is_host:
-            return cls(None, rates, element_bytes, {})
+            return cls(None, rates, element_bytes, {}, 0.0, coefficients["serving"])
         plain = gemm_rates(device, precision, cluster.calibration.products, (), coefficients)
-        peak = plain.hardware.peak_flops_per_s
+        peak = peak_flops_per_s(device, precision)
         faster = {
             name: found / peak
             for name, unit in _UNITS.items()
             if (found := getattr(device.peak_flops_per_s, unit)) is not None
         }
-        return cls(plain, rates, element_bytes, faster)
+        return cls(plain, rates, element_bytes, faster, peak * cluster.calibration.products, coefficients["serving"])
 
     def seconds(self, rows: FloatArray, n: FloatArray, k: FloatArray, dtype: WeightDtype) -> FloatArray:
-        """Return the seconds [N] of [rows, k] x [k, n] with weights of ``dtype``."""
+        """Return the seconds [N] of [rows, k] x [k, n] with weights of ``dtype``, the cast of its input included."""
         rows = np.maximum(rows, 1.0)
         if self.plain is None:
             flops = 2.0 * rows * n * k / self.rates.gemm_flops_per_s
             traffic = self.element_bytes * rows * (n + k) + BYTES_OF[dtype] * n * k
             return np.asarray(self.rates.launch_s + np.maximum(flops, traffic / self.rates.gemm_bytes_per_s))
-        ratio = self.faster.get(dtype, 1.0)
-        rates = self.plain
-        if ratio != 1.0:
-            peak = rates.hardware.peak_flops_per_s * ratio
-            rates = rates._replace(hardware=rates.hardware._replace(peak_flops_per_s=peak))
+        ratio, rates = self.faster.get(dtype, 1.0), self.plain
         if BYTES_OF[dtype] != self.element_bytes:
-            rates = rates._replace(element_bytes=BYTES_OF[dtype])
-        return gemm_seconds(rows, n, k, rates)
+            fit, sheet = rates.coefficients, rates.hardware
+            fit = fit._replace(memory_efficiency=fit.memory_efficiency * self.c["low_memory_ratio"])
+            sheet = sheet._replace(peak_flops_per_s=sheet.peak_flops_per_s * ratio)
+            rates = rates._replace(coefficients=fit, hardware=sheet, element_bytes=BYTES_OF[dtype])
+        seconds = gemm_seconds(rows, n, k, rates)
+        if dtype not in self.faster:
+            return seconds
+        return np.asarray(
+            seconds + self.c["cast_s"] + rows * k * self.c["cast_bytes"] / self.rates.elementwise_bytes_per_s
+        )
 
-    def grouped(
-        self, rows: FloatArray, n: FloatArray, k: FloatArray, matrices: FloatArray, dtype: WeightDtype
-    ) -> FloatArray:
-        """Return the seconds [N] of one product for each of ``matrices`` experts that are reached, ``rows`` of all together."""
-        together = self.seconds(rows, n, k, dtype)
-        traffic = self.element_bytes * rows * (n + k) + BYTES_OF[dtype] * matrices * n * k
-        grouped = self.rates.grouped["forward"]
-        return np.asarray(grouped.ratio * np.maximum(together, traffic / self.rates.gemm_bytes_per_s))
+    def experts(self, shape: ExpertShape, dtype: WeightDtype) -> FloatArray:
+        """Return the seconds [N] of all experts of a rank, with sorting, activation and sum."""
+        if self.plain is None:
+            weights = (2 + shape.gated) * shape.hidden_dim * shape.ffn_dim
+            flops = 2 * shape.rows * weights / self.rates.gemm_flops_per_s
+            traffic = shape.reached * weights * BYTES_OF[dtype] / self.rates.gemm_bytes_per_s
+            return np.asarray(3 * self.rates.launch_s + np.maximum(flops, traffic))
+        return experts_s(shape, self.device(dtype))
+
+    def device(self, dtype: WeightDtype | None = None) -> KernelDevice:
+        """Return the data sheet with what calibration says, at the peak of ``dtype`` (None: of 16 bits)."""
+        assert self.plain is not None
+        sheet = self.plain.hardware
+        peak = self.peak_flops_per_s * (self.faster.get(dtype, 1.0) if dtype else 1.0)
+        return KernelDevice(sheet.memory_bandwidth_bytes_per_s, peak, sheet.num_processors, sheet.cache_bytes)

@@ -190,11 +190,11 @@ def _attention(instance: Instance, block: Block) -> tuple[FloatArray, FloatArray
     tp, rates, cache_bytes = instance.layout.tp, instance.rates, BYTES_OF[instance.cache]
     heads = AttentionHeads.decoding(block, tp, cache_bytes)
     shape = np.zeros(np.broadcast_shapes(rows.shape, tokens.shape))
-    decode = (
-        state_s(block, tp, rates.compute_bytes, rows + shape, rates)
-        if heads is None
-        else decode_s(heads, rows, tokens, rates)
-    )
+    if heads is None:
+        decode = state_s(block, tp, rates.compute_bytes, rows + shape, rates)
+    else:
+        device = None if instance.products.plain is None else instance.products.device()
+        decode = decode_s(heads, rows, tokens, rates, device)
     return decode + shape, prompt_s(block, instance.model.hidden_dim, tp, rows, tokens, rates) + shape
 
 

@@ -1,0 +1,263 @@
+"""Score the seconds of a serving step against measured tables: ``python benchmarks/serving_operators.py [DATA] [--rows OUT.csv]``.
+
+Static batches, prefills and decode steps alone, first tokens, and closed loops of few requests, where hardly anything waits.
+Nothing of an engine but its kernels is counted: no scheduler, no sampling, no host. Errors are |predicted / measured - 1|;
+``ratio`` is the median of predicted over measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from meshwright.cost_models.serving.step import StepCosts
+from meshwright.schema import ClusterSpec, MeshwrightError, ModelSpec
+from meshwright.schema.serving import ServingLayout
+
+DATA = Path(__file__).resolve().parents[2] / "shared/data/serving"
+DTYPES = {"fp4": "nvfp4", "fp8-block": "fp8", "int4-weights": "int4"}
+POINTS = 16
+"""Passes of a decoding that are evaluated: its seconds are nearly linear in the tokens seen."""
+
+
+@cache
+def model(name: str) -> ModelSpec:
+    """Return the catalogue's model of a name in the tables."""
+    names = {
+        "deepseek-r1": "deepseek-v3",
+        "deepseek-r1-0528": "deepseek-v3",
+        "llama-3-8b": "llama-3.1-8b",
+        "llama-3-70b": "llama-3.1-70b",
+        "llama-3.3-70b": "llama-3.1-70b",
+        "llama2-70b": "llama-2-70b",
+    }
+    return ModelSpec.named(names.get(name.lower(), name.lower()))
+
+
+@cache
+def step_costs(name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: tuple[str, str, str]) -> StepCosts:
+    """Return the costs of an instance on nodes of eight devices (72 of GB200)."""
+    tp, pp, attention_dp, ep = layout
+    devices = tp * pp * attention_dp
+    node = 72 if gpu.startswith("GB") else 8
+    text = f"{devices}x{gpu}" if devices <= node else f"{-(-devices // node)}x{node}x{gpu}"
+    weights, experts, kv = dtypes
+    return StepCosts.build(
+        model(name),
+        ClusterSpec.parse(text),
+        ServingLayout(tp=tp, pp=pp, attention_dp=attention_dp, ep=ep),
+        weights=DTYPES.get(weights, weights),
+        experts=DTYPES.get(experts, experts),
+        cache=DTYPES.get(kv, kv),
+    )
+
+
+def prefill_s(step: StepCosts, batch: float, prompt: float, limit: float = 16384) -> float:
+    """Return the seconds of prompts, at most ``limit`` tokens at once."""
+    at_once = max(min(batch, limit // prompt), 1)
+    return float(step.seconds(0, 0, at_once * prompt, (prompt + 1) / 2, prompts=at_once)) * batch / at_once
+
+
+def decode_s(step: StepCosts, batch: float, prompt: float, output: float) -> float:
+    """Return the seconds of the tokens after the first."""
+    if output <= 1:
+        return 0.0
+    context = prompt + np.linspace(1, output - 1, POINTS)
+    return float(np.mean(step.seconds(batch, batch * context)) * (output - 1))
+
+
+def closed_loop_step_s(step: StepCosts, rows: float, prompt: float, output: float) -> float:
+    """Return the mean seconds between tokens where every request that ends is followed by another, whose prompt joins a step."""
+    steady = float(step.seconds(rows, rows * (prompt + output / 2)))
+    joins = float(
+        step.seconds(max(rows - 1, 0), max(rows - 1, 0) * (prompt + output / 2), prompt, (prompt + 1) / 2, prompts=1)
+    )
+    return steady + (rows - 1) / output * (joins - steady) if rows > 1 else steady
+
+
+def static_batches(data: Path) -> pd.DataFrame:
+    table = pd.read_csv(data / "static_batches.csv")
+    table = table[~table.gpu.isin(["SN40L"]) & ~table.note.fillna("").str.contains("layers|capped")]
+    kv = table.kv_precision
+    return _scored(
+        table,
+        lambda r: (r.gpu, (r.tp, r.pp, 1, 1), (r.precision, r.precision, kv[r.Index])),
+        lambda s, r: prefill_s(s, r.batch, r.isl) + decode_s(s, r.batch, r.isl, r.osl),
+        "e2e_s",
+        1.0,
+        lambda r: f"static {r.gpu} {r.engine} {r.precision}",
+    )
+
+
+def splitwise(data: Path) -> pd.DataFrame:
+    table = pd.read_csv(data / "prefill_decode_splitwise.csv")
+    table = table[~table.gpu.str.contains("capped")]
+
+    def build(r: Any) -> Any:
+        return (r.gpu, (r.tp, 1, 1, 1), ("fp16",) * 3)
+
+    def prefill(step: StepCosts, r: Any) -> float:
+        return prefill_s(step, r.batch, r.isl)
+
+    def decode(step: StepCosts, r: Any) -> float:
+        return decode_s(step, r.batch, r.isl, r.osl) / (r.osl - 1)
+
+    first = _scored(table, build, prefill, "prefill_ms", 1e-3, lambda r: f"splitwise prefill {r.gpu}")
+    rest = _scored(table, build, decode, "decode_ms_per_step", 1e-3, lambda r: f"splitwise decode {r.gpu}")
+    return pd.concat([first, rest])
+
+
+def tensorrt_llm(data: Path) -> pd.DataFrame:
+    table = pd.read_csv(data / "tensorrt_llm_published.csv")
+    table["kv"] = np.where(table.precision.isin(["fp8", "fp4"]), "fp8", "fp16")
+
+    def build(r: Any) -> Any:
+        return (
+            r.gpu,
+            (r.tp, r.pp, r.attention_dp, 1 if np.isnan(r.ep) else int(r.ep)),
+            (r.precision, r.precision, r.kv),
+        )
+
+    first = table[table.table == "first token latency"]
+    scores = [
+        _scored(
+            first,
+            build,
+            lambda s, r: prefill_s(s, r.batch, r.isl),
+            "ttft_ms",
+            1e-3,
+            lambda r: f"trtllm first token {r.gpu} {r.precision}",
+        )
+    ]
+    static = table[(table.table == "peak throughput") & table.batch.notna()]
+    static = static.assign(seconds=static.batch * static.osl / static.output_tokens_per_s)
+    scores.append(
+        _scored(
+            static,
+            build,
+            lambda s, r: prefill_s(s, r.batch, r.isl) + decode_s(s, r.batch, r.isl, r.osl),
+            "seconds",
+            1.0,
+            lambda r: f"trtllm static {r.gpu} {r.precision}",
+        )
+    )
+    full = table[(table.table == "throughput") & ~table.version.isin(["0.10.0"])]
+    full = full.assign(seconds=1.0 / full.output_tokens_per_s)
+    scores.append(
+        _scored(full, build, saturated_s, "seconds", 1.0, lambda r: f"trtllm saturated {r.gpu} {r.precision}")
+    )
+    online = table[table.table == "online serving (means)"]
+    online = online[online.requests_per_s <= 4]
+    scores.append(
+        _scored(online, build, lambda s, r: online_step_s(s, r), "itl_ms", 1e-3, lambda r: f"trtllm online {r.gpu}")
+    )
+    return pd.concat(scores)
+
+
+def saturated_s(step: StepCosts, row: Any) -> float:
+    """Return the seconds of an output token where all requests wait: a step of as many as the cache holds, prompts mixed in."""
+    device = step.instance.cluster.weakest_device
+    free = 0.9 * (device.memory_bytes - 3e9) - step.weight_bytes
+    kept = sum(size * min(window / (row.isl + row.osl), 1.0) for window, size in step.window_cache_bytes)
+    full = step.cache_bytes_per_token - sum(size for _, size in step.window_cache_bytes)
+    rows = max(free / (full + kept) / (row.isl + row.osl), 1.0)
+    rows = min(rows, 2048, 8192 / (1 + row.isl / row.osl), 3000)
+    prompts = rows / row.osl
+    seconds = float(
+        step.seconds(rows, rows * (row.isl + row.osl / 2), prompts * row.isl, (row.isl + 1) / 2, prompts=prompts)
+    )
+    return seconds / (rows * row.attention_dp)
+
+
+def online_step_s(step: StepCosts, row: Any) -> float:
+    """Return the seconds between tokens at a request rate, by Little's law."""
+    seconds, rate = 0.02, row.requests_per_s
+    for _ in range(40):
+        rows = rate * row.osl * seconds
+        seconds = float(step.seconds(rows, rows * (row.isl + row.osl / 2), rate * seconds * row.isl, (row.isl + 1) / 2))
+    return seconds
+
+
+def end_to_end(data: Path) -> pd.DataFrame:
+    table = pd.read_csv(data / "end_to_end_points.csv")
+    usable = table.layout.isin(["given", "corrected"]) & (table.ambiguous == 0) & (table.out_of_order == 0)
+    table = table[usable & (table["mode"] == "agg") & table.tp.notna()]
+    table = table.assign(attention_dp=table.attention_dp.fillna(1), pp=table.pp.fillna(1), ep=table.ep.fillna(1))
+    replicas = np.maximum(table.gpus / (table.tp * table.pp * table.attention_dp), 1)
+    table = table.assign(rows=np.maximum(table.concurrency / replicas / table.attention_dp, 1))
+    table = table[table.concurrency / replicas <= 8]
+
+    def build(r: Any) -> Any:
+        return (
+            r.gpu,
+            (int(r.tp), int(r.pp), int(r.attention_dp), int(r.ep)),
+            (r.gemm_dtype, r.moe_dtype or r.gemm_dtype, cache_of(r)),
+        )
+
+    ends = _scored(
+        table,
+        build,
+        lambda s, r: closed_loop_step_s(s, r.rows, 0.9 * r.isl, 0.9 * r.osl),
+        "tpot_ms",
+        1e-3,
+        lambda r: f"tpot <= 8 {r.engine} {r.model} {r.gpu} {r.gemm_dtype}",
+    )
+    return ends
+
+
+def cache_of(row: Any) -> str:
+    """Return the cache's type of a row that does not say: fp8 where weights are, and that of 16 bits for weights alone in 4."""
+    return "fp8" if row.gemm_dtype in ("fp8", "nvfp4") and row.model != "gpt-oss-120b" else "bf16"
+
+
+def _scored(table: pd.DataFrame, build: Any, seconds: Any, column: str, unit: float, group: Any) -> pd.DataFrame:
+    found = []
+    for row in table.itertuples():
+        gpu, layout, dtypes = build(row)
+        try:
+            predicted = seconds(step_costs(row.model, gpu, tuple(map(int, layout)), tuple(map(str, dtypes))), row)
+        except MeshwrightError as error:
+            found.append({"table": group(row), "id": row.Index, "note": str(error).splitlines()[0]})
+            continue
+        measured = getattr(row, column) * unit
+        found.append({"table": group(row), "id": row.Index, "predicted": predicted, "measured": measured})
+    return pd.DataFrame(found)
+
+
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows, mean and median error in percent, and the median ratio by table."""
+    rows = rows.assign(error=100 * (rows.predicted / rows.measured - 1).abs(), ratio=rows.predicted / rows.measured)
+    return (
+        rows.groupby("table")
+        .agg(
+            rows=("error", "count"),
+            refused=("predicted", lambda p: int(p.isna().sum())),
+            mean=("error", "mean"),
+            median=("error", "median"),
+            ratio=("ratio", "median"),
+        )
+        .round(2)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", nargs="?", type=Path, default=DATA)
+    parser.add_argument("--rows", type=Path, help="every row as CSV")
+    parser.add_argument("--only", default="static_batches,splitwise,tensorrt_llm,end_to_end")
+    options = parser.parse_args()
+    parts = [globals()[name](options.data) for name in options.only.split(",")]
+    rows = pd.concat(parts, ignore_index=True)
+    if options.rows:
+        rows.to_csv(options.rows, index=False)
+    print(summary(rows).to_string())
+    if "note" in rows and rows.note.notna().any():
+        print(rows[rows.note.notna()].groupby(["table", "note"]).size().to_string())
+
+
+if __name__ == "__main__":
+    main()

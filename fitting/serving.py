@@ -1,0 +1,171 @@
+"""Fit what serving engines run: decode_attention.npz and experts.npz, residuals over rooflines that are the same everywhere.
+
+Rows are aiconfigurator's kernel tables, of each system's usual kernels: none of those that its engine falls back to. Experts are
+taken with the loads of a power law (imbalance of real routers), whose rank with most rows the table times. Scores leave out whole
+architectures, since devices of one share a die.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..cost_models.learned import serving_kernels as kernels
+from ..cost_models.learned.kernels import ResidualModel
+from ..cost_models.learned.serving_kernels import DecodeShape, ExpertShape, KernelDevice
+from ..schema.catalogue import find_device
+from ..schema.serving import BYTES_OF
+from ..schema.units import FloatArray
+from .estimator import fit_residual, percent_error, write_artefact
+from .gemm import SYSTEMS, family_of
+
+SOURCE = "aiconfigurator 095f58a (Apache-2.0)"
+ATTENTION_KERNELS = (
+    "torch_flow", "torch_flow_flashinfer", "vllm_flash_attn_fa3", "fa3", "trtllm_mha", "vllm_flashinfer_trtllmdecode",
+    "vllm_flash_attn", "vllm_flash_attn_fa2", "vllm_flashinfer_fidecode", "flashinfer",
+)  # fmt: skip
+"""Of TensorRT-LLM, vLLM and SGLang; without Triton's, which engines fall back to."""
+
+EXPERT_DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "nvfp4"}
+LOADS = "power_law_1.01"
+_TREES = {"max_iter": 220, "max_leaf_nodes": 24, "learning_rate": 0.1}
+_MAX_ROWS = 60_000
+
+
+def report_attention(options: Namespace) -> str:
+    """Write decode_attention.npz."""
+    folder = options.data / "serving/operators"
+    table = pd.concat(
+        [_attention_rows(folder / "decode_attention.parquet"), _latent_rows(folder / "decode_latent_attention.parquet")]
+    )
+    return _fitted(
+        options,
+        "decode_attention",
+        table.reset_index(drop=True),
+        decode_shape,
+        kernels.decode_roofline_s,
+        kernels.decode_features,
+    )
+
+
+def report_experts(options: Namespace) -> str:
+    """Write experts.npz."""
+    table = pd.read_parquet(options.data / "operators/moe_grouped_gemm.parquet")
+    dtype = table.moe_dtype.map(EXPERT_DTYPES)
+    blackwell = table.system.map(lambda system: family_of(SYSTEMS[system]) == "blackwell")
+    # The table times one kernel a shape; those of CUTLASS take several times as long for few rows.
+    usual = ~table.kernel_source.str.contains("cutlass") & ~((table.moe_dtype == "fp8_block") & blackwell)
+    table = table[usual & (table.distribution == LOADS)].assign(dtype=dtype)
+    table = table.assign(seconds=table.latency / 1e3, fp8=table.dtype == "fp8", fp4=table.dtype == "nvfp4")
+    return _fitted(
+        options,
+        "experts",
+        table.reset_index(drop=True),
+        expert_shape,
+        kernels.expert_roofline_s,
+        kernels.expert_features,
+    )
+
+
+def _attention_rows(path: Path) -> pd.DataFrame:
+    table = pd.read_parquet(path)
+    slow = (
+        (table.engine == "sglang")
+        & ~table.system.isin(["h100_sxm", "h200_sxm"])
+        & (table.kernel_source != "trtllm_mha")
+    )
+    table = table[table.kernel_source.isin(ATTENTION_KERNELS) & ~slow & (table.num_heads >= table.num_key_value_heads)]
+    window = table.window_size.where(table.window_size > 0, np.inf)
+    return table.assign(
+        seconds=table.latency / 1e3, tokens=np.minimum(table.step + 1, window), kv_heads=table.num_key_value_heads,
+        key_dim=table.head_dim, value_dim=table.head_dim, latent=0.0,
+    )  # fmt: skip
+
+
+def _latent_rows(path: Path) -> pd.DataFrame:
+    table = pd.read_parquet(path)
+    table = table[table.kernel_source != "triton"]
+    return table.assign(
+        seconds=table.latency / 1e3, tokens=table.step + 1, kv_heads=1, key_dim=576, value_dim=512, latent=1.0
+    )
+
+
+def decode_shape(table: pd.DataFrame) -> DecodeShape:
+    """Return the calls of a table."""
+    column = lambda name: table[name].to_numpy(dtype=float)  # noqa: E731
+    element = np.where(table.kv_cache_dtype == "fp8", 1.0, 2.0)
+    width = np.where(table.latent > 0, table.key_dim, table.key_dim + table.value_dim).astype(float)
+    return DecodeShape(
+        column("batch_size"), column("tokens"), column("num_heads"), column("kv_heads"), column("key_dim"), column("value_dim"),
+        width * column("kv_heads") * element, element, column("latent"),
+    )  # fmt: skip
+
+
+def expert_shape(table: pd.DataFrame) -> ExpertShape:
+    """Return the calls of a table."""
+    column = lambda name: table[name].to_numpy(dtype=float)  # noqa: E731
+    experts = column("num_experts") / column("moe_ep_size")
+    reached = experts * (1 - (1 - column("topk") / column("num_experts")) ** column("num_tokens"))
+    rows = column("num_tokens") * column("topk") / column("moe_ep_size")
+    device = device_of(table)
+    return ExpertShape(
+        rows, reached, experts, column("hidden_size"), column("inter_size") / column("moe_tp_size"), np.ones(len(table)),
+        table.dtype.map(BYTES_OF).to_numpy(dtype=float), np.asarray(device.flops_per_s / _sheets(table, "bf16")),
+    )  # fmt: skip
+
+
+def _sheets(table: pd.DataFrame, dtype: str) -> FloatArray:
+    peaks = {name: find_device(device)[1]["peak_flops_per_s"].get(dtype, np.nan) for name, device in SYSTEMS.items()}
+    return table.system.map(peaks).to_numpy(dtype=float)
+
+
+def device_of(table: pd.DataFrame) -> KernelDevice:
+    """Return the data sheets of a table's devices, with the peak of the operands' type."""
+    entries = {name: find_device(device)[1] for name, device in SYSTEMS.items()}
+    of = lambda key: table.system.map({name: entry[key] for name, entry in entries.items()}).to_numpy(dtype=float)  # noqa: E731
+    peak = _sheets(table, "bf16")
+    for column, dtype in (("fp8", "fp8"), ("fp4", "fp4")):
+        if column in table:
+            peak = np.where(table[column] & ~np.isnan(_sheets(table, dtype)), _sheets(table, dtype), peak)
+    return KernelDevice(of("memory_bandwidth_bytes_per_s"), peak, of("num_sms"), of("cache_bytes"))
+
+
+Shape = Callable[[pd.DataFrame], Any]
+
+
+def _fitted(
+    options: Namespace,
+    name: str,
+    table: pd.DataFrame,
+    shape: Shape,
+    roofline: Callable[..., FloatArray],
+    features: Callable[..., Any],
+) -> str:
+    def columns(part: pd.DataFrame) -> tuple[dict[str, FloatArray], FloatArray]:
+        return features(shape(part), device_of(part)), np.ravel(roofline(shape(part), device_of(part)))
+
+    def model(part: pd.DataFrame) -> ResidualModel:
+        part = part.sample(min(len(part), _MAX_ROWS), random_state=0)
+        x, base = columns(part)
+        regressor = fit_residual(np.stack(list(x.values()), axis=1), base, part.seconds.to_numpy(), **_TREES)
+        return regressor.to_model(list(x), {"rows": len(table), "sources": SOURCE})
+
+    def error(fit: ResidualModel, part: pd.DataFrame) -> float:
+        x, base = columns(part)
+        return round(percent_error(base * np.exp(fit.log_residual(x)), part.seconds.to_numpy()), 1)
+
+    scores: dict[str, Any] = {}
+    if options.score:
+        random = np.random.default_rng(0).random(len(table)) < 0.2
+        scores["a random fifth of the rows"] = error(model(table[~random]), table[random])
+        family = table.system.map({system: family_of(device) for system, device in SYSTEMS.items()})
+        for left_out in sorted(set(family)):
+            scores[f"{left_out} left out"] = error(model(table[family != left_out]), table[family == left_out])
+        for system in sorted(set(table.system)):
+            scores[f"{system} left out"] = error(model(table[table.system != system]), table[table.system == system])
+    return write_artefact(model(table), options.out, name, scores)
