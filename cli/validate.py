@@ -13,7 +13,7 @@ import typer
 
 from ..schema.errors import ConfigError
 from ..schema.units import counted, format_percent, format_seconds
-from .options import JsonOption, OptionModel, ProfileOptions, command, option
+from .options import JsonOption, Mode, OptionModel, ProfileOptions, command, option
 from .terminal import Table, headed_table, show, show_answer
 
 if TYPE_CHECKING:
@@ -49,15 +49,38 @@ class ScoreOptions(OptionModel):
     plot: Path | None = option(None, "scatter of predicted against measured.", metavar="FILE.png")
 
 
-@command()
+class TableOptions(OptionModel):
+    """What the lines of the table are."""
+
+    serve: bool = option(False, "the table has load tests of serving engines: predict TTFT and TPOT of each.")
+
+
+SERVING = Mode(
+    name="--serve",
+    when=lambda values: values["serve"],
+    takes=(TableOptions,),
+    why="scores load tests of serving engines",
+)
+
+
+@command(SERVING, Mode(takes=(TableOptions, ScoreOptions)))
 def validate(
     runs: Annotated[
         Path, typer.Argument(metavar="RUNS.csv", help="Measured runs, one a line (docs/accuracy.md has the columns).")
     ],
-    options: ScoreOptions,
+    table: TableOptions,
+    options: ScoreOptions | None,
     json: JsonOption = False,
 ) -> None:
-    """Predict every run of a table and score the predictions, by source. Needs no GPU."""
+    """Predict every run of a table and score the predictions, by source. Needs no GPU.
+
+    With --serve the table has load tests of serving engines (docs/serving.md has the columns).
+    """
+    if options is None:
+        from .show.serving_points import show_serving_scores
+
+        show_serving_scores(runs, as_json=json)
+        return
     from ..validation import predict, read_groups, read_runs, score_by, score_groups, score_overall, score_sources
     from ..validation.stalls import stalled
     from ..validation.table_calibration import calibrate_by_device, cross_validate

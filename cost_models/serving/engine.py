@@ -107,10 +107,11 @@ class RequestCost(Frozen):
 
 
 class EngineProfile(Frozen):
-    """An engine of one version."""
+    """An engine of one version; released: the day, as 2025-12-03."""
 
     engine: ServingEngine
     version: str
+    released: str
     scheduler: Scheduler
     admission: Admission
     memory: MemoryUse
@@ -146,12 +147,18 @@ class EngineProfile(Frozen):
         cache_tokens: float,
         max_batch: int | None = None,
         max_batched_tokens: int | None = None,
+        longest_prompt: int = 0,
     ) -> EngineLimits:
-        """Return the limits that the server sets by itself on a device, for a cache of so many tokens, but for those given."""
+        """Return the limits that the server sets by itself on a device, for a cache of so many tokens, but for those given.
+
+        A server that does not cut prompts is told a budget that holds the longest one beside a token of every request.
+        """
         s = self.scheduler
         small = device_bytes < s.small_device_gib * GIB
         batch = max_batch or (s.small_batch if small else s.max_batch)
         tokens = max_batched_tokens or (s.small_batched_tokens if small else s.max_batched_tokens)
+        if not s.chunks_prompts and max_batched_tokens is None:
+            tokens = max(tokens, longest_prompt + min(batch, 512))
         return EngineLimits(
             max_batch=batch,
             max_batched_tokens=tokens,

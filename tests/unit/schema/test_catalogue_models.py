@@ -47,10 +47,15 @@ PUBLISHED = {
     # The checkpoint holds 671,026,419,200 without MTP: e_score_correction_bias (256 in each of 58 MoE layers) is among
     # its tensors, but it is set by a rule and not by a gradient, and transformers has it as a buffer.
     "deepseek-v3": 671_026_419_200 - 58 * 256,
+    "kimi-k2.5": 1_026_408_232_448 - 60 * 384,  # of Kimi-K2's checkpoint, the same buffer
+    "minimax-m2.5": 228_689_764_864 - 62 * 256,  # the same
+    "mistral-large-2407": 122_610_069_504,
 }
 
 # Totals that are published in rounded form: (billions, tolerance of the rounding).
 ROUNDED = {
+    "glm-5": (744.0, 1.0),  # model card, with the indexer that is left out here
+    "qwen3.5-397b-a17b": (397.0, 0.8),  # model card, with a vision encoder that is left out here
     "gpt3-175b": (175.0, 0.5),  # Brown et al. 2020, table 2.1
     "llama-4-scout": (109.0, 1.5),  # model card, with a vision encoder of 0.9 B that is left out here
     "gpt-oss-20b": (20.91, 0.005),  # arXiv:2508.10925, table 1
@@ -134,7 +139,8 @@ def check_windows(name):
         "sliding_attention": getattr(hf_config, "sliding_window", None),
         "chunked_attention": getattr(hf_config, "attention_chunk_size", None),
     }
-    assert [block.attention.window for block in blocks] == [widths[kind] for kind in types]
+    windows = [getattr(block.attention, "window", None) for block in blocks]
+    assert windows == [widths.get(kind) for kind in types]
     chunked = [isinstance(b.attention, SoftmaxAttention) and b.attention.chunked for b in blocks]
     assert chunked == [kind == "chunked_attention" for kind in types]
 

@@ -1,0 +1,127 @@
+"""Tables of load tests: read, predicted and scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from meshwright.cli.main import app
+from meshwright.schema.errors import ConfigError
+from meshwright.validation.serving import (
+    ServingPrediction,
+    ServingRow,
+    load_of,
+    predict_serving,
+    profile_of,
+    read_serving,
+)
+from meshwright.validation.serving_score import score_serving
+from typer.testing import CliRunner
+
+HEADER = "id,model,gpu,engine,version,mode,gemm_dtype,isl,osl,concurrency,gpus,tp,ttft_ms,tpot_ms,layout,dump"
+AGG = "a,Llama-3.1-8B,H100-SXM-80GB,vllm,0.12.0,agg,bf16,512,64,8,2,2,60,7,given,2026-01-01"
+DISAGG = (
+    "model,gpu,engine,mode,gemm_dtype,isl,osl,concurrency,prefill_workers,prefill_tp,decode_workers,decode_tp\n"
+    "Llama-3.1-8B,H100-SXM-80GB,trtllm,disagg,fp8,512,64,16,1,1,2,1\n"
+)
+
+
+def table(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "points.csv"
+    path.write_text(text)
+    return path
+
+
+def row(**values: object) -> ServingRow:
+    usual = {"id": "1", "model": "Llama-3.1-8B", "gpu": "H100-SXM-80GB", "engine": "vllm", "isl": 1024, "osl": 128}
+    return ServingRow(**{**usual, **values})
+
+
+def test_a_row_is_served_and_scored(tmp_path: Path) -> None:
+    rows = read_serving(table(tmp_path, f"{HEADER}\n{AGG}\n"))
+    (found,) = predict_serving(rows)
+    assert found.refused is None
+    assert found.fits
+    assert 3 < found.tpot_ms < 15
+    assert 15 < found.ttft_ms < 200
+    # 8 requests of at most 64 tokens in flight on two devices.
+    assert found.output_tokens_per_s_per_gpu == pytest.approx(
+        8 * 57.5 / (found.ttft_ms / 1e3 + 56.5 * found.tpot_ms / 1e3) / 2, rel=0.05
+    )
+    score = score_serving(rows, [found])["agg"]
+    assert score.answered == 1
+    assert score.tpot.mean == pytest.approx(abs(found.tpot_ms / 7 - 1))
+
+
+def test_a_disaggregated_row_is_served(tmp_path: Path) -> None:
+    (found,) = predict_serving(read_serving(table(tmp_path, DISAGG)))
+    assert found.refused is None
+    assert found.tpot_ms > 0
+    assert found.ttft_ms > 0
+
+
+def test_what_is_not_known_is_refused_with_its_reason(tmp_path: Path) -> None:
+    unknown = [row(model="no-such-model"), row(gpu="no-such-gpu"), row(engine="none"), row(mode="disagg")]
+    for entry, word in zip(predict_serving(unknown), ("model", "device", "engine", "workers"), strict=True):
+        assert entry.tpot_ms is None
+        assert word in entry.refused
+
+
+def test_unreadable_tables_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no column 'model'"):
+        read_serving(table(tmp_path, "a,b\n1,2\n"))
+    with pytest.raises(ConfigError, match="not a number"):
+        read_serving(table(tmp_path, f"{HEADER}\n{AGG.replace(',512,', ',many,')}\n"))
+    with pytest.raises(ConfigError, match="isl is empty"):
+        read_serving(table(tmp_path, f"{HEADER}\n{AGG.replace(',512,', ',,')}\n"))
+
+
+def test_the_profile_is_that_of_the_version_or_of_the_day() -> None:
+    assert profile_of(row(version="0.12.0")).version == "0.12"
+    assert profile_of(row(container="vllm-openai:v0.15.1")).version == "0.15"
+    assert profile_of(row(measured="2025-12-24")).version == "0.12"
+    assert profile_of(row(version="0.8.0", container="vllm-runtime:0.8.0")).version == profile_of(row()).version
+    assert profile_of(row(engine="sglang", version="nightly-dev-20260216")).engine == "sglang"
+
+
+def test_requests_are_drawn_where_the_client_is_described() -> None:
+    drawn, equal = (load_of(row(dump=dump), 16) for dump in ("2026-04-06", "another client"))
+    assert drawn.prompt_len.min() >= 0.8 * 1024
+    assert drawn.prompt_len.max() <= 1024
+    assert len(set(drawn.output_len)) > 5
+    assert set(equal.prompt_len) == {1024}
+    assert set(equal.output_len) == {128}
+
+
+def test_choices_are_judged_by_what_was_measured() -> None:
+    rows = [
+        row(id=str(idx), tpot_ms=tpot, ttft_ms=100.0, output_tokens_per_s_per_gpu=rate)
+        for idx, (tpot, rate) in enumerate([(10.0, 50.0), (18.0, 80.0), (40.0, 120.0)])
+    ]
+
+    def choices(*predicted: tuple[float, float]) -> object:
+        found = [ServingPrediction(100.0, tpot, rate, True) for tpot, rate in predicted]
+        return score_serving(rows, found)["agg"].choices
+
+    exact = choices((10, 50), (18, 80), (40, 120))
+    assert (exact.count, exact.met, exact.lost_mean) == (3, 1.0, 0.0)  # limits of 15, 20 and 30 ms
+    slow = choices((10, 50), (35, 80), (60, 120))  # takes the first row under every limit
+    assert slow.met == 1.0
+    assert slow.lost_mean == pytest.approx((0 + 2 * (1 - 50 / 80)) / 3)
+    fast = choices((10, 50), (14, 80), (19, 120))
+    assert fast.met == 0.0
+
+
+def test_the_command_prints_rows_and_scores(tmp_path: Path) -> None:
+    path = table(tmp_path, f"{HEADER}\n{AGG}\n")
+    result = CliRunner().invoke(app, ["validate", str(path), "--serve", "--json"])
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert document["rows"][0]["id"] == "a"
+    assert {"tpot_ms", "ttft_ms", "output_tokens_per_s_per_gpu", "fits"} <= set(document["rows"][0])
+    shown = CliRunner().invoke(app, ["validate", str(path), "--serve"])
+    assert shown.exit_code == 0
+    assert "TPOT mean" in shown.stdout
+    refused = CliRunner().invoke(app, ["validate", str(path), "--serve", "--split", "x"])
+    assert refused.exit_code == 2

@@ -1,0 +1,309 @@
+"""Load tests of serving engines against the simulation: read a table of points, serve every one, score.
+
+A row says model, devices, engine, layout, lengths and how many requests are in flight (docs/accuracy.md lists the columns). What it
+leaves unsaid follows the engine's defaults and what is usual: a cache of the weights' width, requests sent as one burst and each
+followed by another. Rows whose client is described have lengths drawn between 0.8 and 1 of the stated ones (InferenceX); a table
+of another client has equal ones.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ..cost_models.serving.engine import EngineProfile, profiles
+from ..cost_models.serving.memory import ServingMemory, serving_memory
+from ..cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
+from ..cost_models.serving.step import StepCosts
+from ..schema import ClusterSpec, ModelSpec
+from ..schema.base import read_text
+from ..schema.catalogue import find_device
+from ..schema.errors import ConfigError
+from ..schema.serving import CacheDtype, ServingLayout, WeightDtype
+
+REQUIRED = ("model", "gpu", "engine", "mode", "gemm_dtype", "isl", "osl")
+ROUNDS = 10
+"""Requests of a load test over those in flight (InferenceX's client: 10, after a warm-up that has ended)."""
+
+_MAX_REQUESTS = 6000
+_MIN_ROUNDS = 3
+_WEIGHTS: dict[str, WeightDtype] = {
+    "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp8-block": "fp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "int4": "int4",
+    "int4-weights": "int4", "int8": "int8",
+}  # fmt: skip
+_FOUR_BIT = ("nvfp4", "mxfp4", "int4")
+_SAME_SHAPE = {"deepseek-r1": "deepseek-v3"}
+"""Models that are another one's shape with other weights."""
+
+_MXFP4_MODELS = ("gpt-oss",)
+"""Published in mxfp4; tables may call every type of 4 bits nvfp4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRow:
+    """One measured point; None or "" where the table does not say. Names are the table's."""
+
+    id: str
+    model: str
+    gpu: str
+    engine: str
+    version: str = ""
+    container: str = ""
+    mode: str = "agg"
+    gemm_dtype: str = "bf16"
+    moe_dtype: str = ""
+    isl: int
+    osl: int
+    concurrency: float | None = None
+    gpus: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    attention_dp: int | None = None
+    ep: int | None = None
+    prefill_workers: int | None = None
+    prefill_tp: int | None = None
+    prefill_attention_dp: int | None = None
+    prefill_ep: int | None = None
+    prefill_batch_per_rank: int | None = None
+    decode_workers: int | None = None
+    decode_tp: int | None = None
+    decode_attention_dp: int | None = None
+    decode_ep: int | None = None
+    decode_batch_per_rank: int | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    output_tokens_per_s_per_gpu: float | None = None
+    layout: str = "given"
+    ambiguous: int | None = None
+    out_of_order: int | None = None
+    measured: str = ""
+    dump: str = ""
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether the row counts: measured, its layout known, alone in its setting and in order with its neighbours."""
+        return bool(
+            self.tpot_ms
+            and self.ttft_ms
+            and self.layout in ("given", "corrected")
+            and not self.ambiguous
+            and not self.out_of_order
+        )
+
+    @property
+    def setting(self) -> tuple[object, ...]:
+        """Return what rows of one decision have in common: all but layout, devices, concurrency."""
+        return (self.model, self.gpu, self.engine, self.mode, self.gemm_dtype, self.isl, self.osl)
+
+
+@dataclass(frozen=True)
+class ServingPrediction:
+    """What a row is predicted to show; ``refused`` says why where nothing is."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    output_tokens_per_s_per_gpu: float | None = None
+    fits: bool | None = None
+    refused: str | None = None
+
+
+def read_serving(path: Path) -> list[ServingRow]:
+    """Read a table of points.
+
+    Raises:
+        ConfigError: a column is missing or a cell cannot be read.
+    """
+    reader = csv.DictReader(io.StringIO(read_text(path)))
+    if missing := [name for name in REQUIRED if name not in (reader.fieldnames or ())]:
+        raise ConfigError(
+            f"{path} has no column {missing[0]!r}", help=f"a table of load tests has {', '.join(REQUIRED)} at least"
+        )
+    kinds = {field.name: str(field.type) for field in fields(ServingRow)}
+    rows = []
+    for line, cells in enumerate(reader, start=2):
+        values: dict[str, Any] = {"id": cells.get("id") or str(line - 1)}
+        for name, kind in kinds.items():
+            text = (cells.get(name) or "").strip()
+            if name == "id" or not text:
+                continue
+            values[name] = text if kind == "str" else _number(text, kind, f"{path}, line {line}, {name}")
+        if absent := [name for name in ("isl", "osl") if name not in values]:
+            raise ConfigError(f"{path}, line {line}: {absent[0]} is empty")
+        rows.append(ServingRow(**values))
+    return rows
+
+
+def _number(text: str, kind: str, where: str) -> int | float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"{where}: {text!r} is not a number") from None
+    if not math.isfinite(value) or abs(value) > 1e9 or ("int" in kind and value != int(value)):
+        raise ConfigError(f"{where}: {text!r} is not a number that can be computed with")
+    return int(value) if "int" in kind else value
+
+
+def predict_serving(rows: Iterable[ServingRow]) -> list[ServingPrediction]:
+    """Serve the load of every row."""
+    return [_predict(row) for row in rows]
+
+
+def _predict(row: ServingRow) -> ServingPrediction:
+    try:
+        served, fits, devices = serve_row(row)
+    except ConfigError as error:
+        return ServingPrediction(refused=error.message)
+    tokens = np.maximum(served.output_len - 1, 1)
+    rate = served.output_tokens_per_s
+    if row.concurrency:
+        mean = served.ttft_s.mean() + (served.tpot_s * tokens).mean()
+        rate = row.concurrency * served.output_len.mean() / mean
+    return ServingPrediction(
+        ttft_ms=float(served.ttft_s.mean() * 1e3),
+        tpot_ms=float(served.tpot_s.mean() * 1e3),
+        output_tokens_per_s_per_gpu=float(rate / devices),
+        fits=fits,
+    )
+
+
+def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
+    """Return the simulated load test of a row, whether its instances fit their devices, and how many devices there are.
+
+    Raises:
+        ConfigError: the model, device, engine or layout is not known.
+    """
+    profile = profile_of(row)
+    if row.mode == "agg":
+        layout = ServingLayout(tp=row.tp or 1, pp=row.pp or 1, attention_dp=row.attention_dp or 1, ep=row.ep or 1)
+        replicas = max((row.gpus or 0) // layout.num_devices, 1)
+        concurrency = max(round(row.concurrency or 1), 1)
+        pool, memory = _pool(row, profile, layout, replicas, concurrency, None)
+        served = simulate(pool, load_of(row, concurrency), concurrency=concurrency)
+        return served, memory.fits, replicas * layout.num_devices
+    if not row.prefill_workers or not row.decode_workers:
+        raise ConfigError("a disaggregated row needs its prefill and decode workers")
+    prefill = ServingLayout(tp=row.prefill_tp or 1, attention_dp=row.prefill_attention_dp or 1, ep=row.prefill_ep or 1)
+    decode = ServingLayout(tp=row.decode_tp or 1, attention_dp=row.decode_attention_dp or 1, ep=row.decode_ep or 1)
+    ranks = row.decode_workers * decode.attention_dp
+    concurrency = max(round(row.concurrency or (row.decode_batch_per_rank or 1) * ranks), 1)
+    first, memory = _pool(row, profile, prefill, row.prefill_workers, concurrency, row.prefill_batch_per_rank)
+    second, more = _pool(row, profile, decode, row.decode_workers, concurrency, row.decode_batch_per_rank)
+    transfer_s = _transfer_s_per_token(row, decode)
+    served = simulate(
+        [first, second], load_of(row, concurrency), concurrency=concurrency, transfer_s_per_token=transfer_s
+    )
+    devices = row.prefill_workers * prefill.num_devices + row.decode_workers * decode.num_devices
+    return served, memory.fits and more.fits, devices
+
+
+def load_of(row: ServingRow, concurrency: int) -> RequestTable:
+    """Return the requests of a load test: lengths drawn where its client is described, the same for the same row."""
+    rounds = min(ROUNDS, max(_MAX_REQUESTS // concurrency, _MIN_ROUNDS))
+    count = rounds * concurrency
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", row.dump or row.measured):
+        return RequestTable.of(np.full(count, row.isl), row.osl)
+    draw = np.random.default_rng((row.isl, row.osl, concurrency))
+    prompt, output = (draw.integers(math.ceil(0.8 * n), n + 1, count) for n in (row.isl, row.osl))
+    return RequestTable.of(prompt, np.maximum(output, 1))
+
+
+def _pool(
+    row: ServingRow, profile: EngineProfile, layout: ServingLayout, replicas: int, concurrency: int, batch: int | None
+) -> tuple[EnginePool, ServingMemory]:
+    """Return the engine instances of a row, and the memory of one."""
+    model, weights, experts, kv = _model(row.model), *_dtypes(row)
+    step = _step(model, _cluster(row.gpu, layout.num_devices), layout, weights, experts, kv)
+    share = math.ceil(concurrency / (replicas * layout.attention_dp))
+    max_batch = batch or None
+    memory = serving_memory(step, profile, request_len=row.isl + row.osl, max_batch=max_batch)
+    limits = profile.limits(
+        device_bytes=memory.device_bytes,
+        # What does not fit is served all the same, so that it can be compared.
+        cache_tokens=memory.cache_tokens if memory.fits else (row.isl + row.osl) * max(share, 1),
+        max_batch=max_batch,
+        longest_prompt=row.isl,
+    )
+    limits = limits.replace(max_batch=min(limits.max_batch, max(share, 1) * layout.pp))
+    pool = EnginePool.of(
+        step,
+        profile,
+        limits,
+        replicas=replicas,
+        ranks=layout.attention_dp,
+        lanes=layout.pp,
+        num_layers=model.num_blocks,
+    )
+    return pool, memory
+
+
+def profile_of(row: ServingRow) -> EngineProfile:
+    """Return the engine's profile: of the version that the row or its container names, else of its date."""
+    for text in (row.version, row.container.rpartition(":")[2]):
+        match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
+        # A runtime image of Dynamo has Dynamo's version, and not the engine's.
+        if match and "runtime:" not in row.container and "nightly" not in text:
+            return EngineProfile.named(row.engine, match[0])
+    known = [entry for entry in profiles() if entry.engine == row.engine]
+    before = [entry for entry in known if row.measured and entry.released <= row.measured]
+    return max(before, key=lambda entry: entry.released) if before else EngineProfile.named(row.engine)
+
+
+@cache
+def _model(name: str) -> ModelSpec:
+    key = name.lower()
+    return ModelSpec.named(_SAME_SHAPE.get(key, key))
+
+
+def _dtypes(row: ServingRow) -> tuple[WeightDtype, WeightDtype, CacheDtype]:
+    """Return the types of weights, of experts' weights, and of the cache.
+
+    Mixtures are published with experts of 4 bits and the rest in 16 (gpt-oss, Kimi-K2.5, DeepSeek-R1-FP4).
+    """
+    named = [_WEIGHTS.get(text) for text in (row.gemm_dtype, row.moe_dtype or row.gemm_dtype)]
+    if None in named:
+        raise ConfigError(f"weights of type {row.gemm_dtype!r} are not known", help=f"one of {', '.join(_WEIGHTS)}")
+    weights, experts = cast("list[WeightDtype]", named)
+    if any(row.model.lower().startswith(name) for name in _MXFP4_MODELS) and experts in _FOUR_BIT:
+        experts = "mxfp4"
+    has_experts = any(block.experts is not None for block, _ in _model(row.model).block_runs)
+    if has_experts and weights in _FOUR_BIT:
+        weights = "bf16"
+    narrow = experts if has_experts else weights
+    return weights, experts, "bf16" if narrow in ("bf16", "fp16", "int4") else "fp8"
+
+
+@cache
+def _cluster(gpu: str, devices: int) -> ClusterSpec:
+    return ClusterSpec.parse(f"{devices}x{find_device(gpu)[0]}")
+
+
+@cache
+def _step(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    layout: ServingLayout,
+    weights: WeightDtype,
+    experts: WeightDtype,
+    kv: CacheDtype,
+) -> StepCosts:
+    return StepCosts.build(model, cluster, layout, weights=weights, experts=experts, cache=kv)
+
+
+_NETWORK_BYTES_PER_S = 50e9
+"""A NIC of 400 Gb/s a device, which moves caches between instances."""
+
+
+def _transfer_s_per_token(row: ServingRow, decode: ServingLayout) -> float:
+    """Return the seconds of a token's cache on its way: every device of a rank receives its share."""
+    weights, experts, kv = _dtypes(row)
+    step = _step(_model(row.model), _cluster(row.gpu, decode.num_devices), decode, weights, experts, kv)
+    return step.cache_bytes_per_token / _NETWORK_BYTES_PER_S
