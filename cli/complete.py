@@ -45,6 +45,6 @@ def complete_engines(incomplete: str) -> list[str]:
 
 def complete_targets(incomplete: str) -> list[str]:
     """Return what a plan can be written for that begins so."""
-    from ..engines import TARGETS
+    from ..engines import SERVING_TARGETS, TARGETS
 
-    return [name for name in TARGETS if name.startswith(incomplete)]
+    return [name for name in (*TARGETS, *SERVING_TARGETS) if name.startswith(incomplete)]

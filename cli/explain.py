@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..engines import TARGETS
-from ..schema import TrainingPlan
+from ..engines import SERVING_TARGETS, TARGETS
+from ..schema import Plan, TrainingPlan
 from ..schema.errors import ConfigError
 from .complete import complete_engines, complete_layout, complete_targets
 from .options import JsonOption, OptionModel, PlanArgument, command, option
@@ -102,7 +102,11 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            metavar="ENGINE", autocompletion=complete_targets, help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}."
+            "--to",
+            "--engine",
+            metavar="ENGINE",
+            autocompletion=complete_targets,
+            help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; a serving plan: {', '.join(SERVING_TARGETS)}.",
         ),
     ],
     out: Annotated[
@@ -116,16 +120,17 @@ def export(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a plan as the engine's own configuration, or as the manifest of a job on Kubernetes.
+    """Write a plan as the engine's own configuration, or as the manifest of a job on Kubernetes; a serving plan as the commands or
+    manifests that start its instances, with the load to test them.
 
     What the engine cannot run is refused with the reason (exit code 2); what its configuration has no words for is listed. A plan
     that was made for another engine is costed again for this one, and refused where it no longer fits.
     """
     from ..engines import export as make_export
 
-    loaded, options = TrainingPlan.load(plan), {} if rdma_resource is None else {"rdma_resource": rdma_resource}
+    loaded, options = Plan.load(plan), {} if rdma_resource is None else {"rdma_resource": rdma_resource}
     exported = make_export(loaded, to, **options)
-    changes = _costed_again(loaded, to)
+    changes = _costed_again(loaded, to) if isinstance(loaded, TrainingPlan) else []
     paths = exported.write(out or Path(to))
     typer.echo(exported.model_dump_json(indent=2) if json else "\n".join(map(str, paths)))
     for line in exported.not_expressed:

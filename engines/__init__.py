@@ -1,6 +1,16 @@
 """A plan as the configuration of another engine, and such a configuration as a layout."""
 
 from .adapter import Exported, Imported
-from .registry import ENGINES, TARGETS, as_run_by, export, exportable, read_configuration
+from .registry import ENGINES, SERVING_TARGETS, TARGETS, as_run_by, export, exportable, read_configuration
 
-__all__ = ["ENGINES", "TARGETS", "Exported", "Imported", "as_run_by", "export", "exportable", "read_configuration"]
+__all__ = [
+    "ENGINES",
+    "SERVING_TARGETS",
+    "TARGETS",
+    "Exported",
+    "Imported",
+    "as_run_by",
+    "export",
+    "exportable",
+    "read_configuration",
+]

@@ -78,11 +78,11 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that an engine cannot do and that would change what fits or what is computed."""
+    """Something that an engine cannot do and that would change what fits or what is computed; of plans that its adapter takes."""
 
     name: str
-    holds: Callable[[TrainingPlan], bool]
-    reason: Callable[[TrainingPlan], str]
+    holds: Callable[[Any], bool]
+    reason: Callable[[Any], str]
     help: str
 
 
@@ -104,7 +104,7 @@ class Adapter:
     limits: tuple[Limit, ...]
     write: Callable[..., Exported]
     options: tuple[str, ...] = ()
-    adapt: Callable[[TrainingPlan], TrainingPlan] = lambda plan: plan
+    adapt: Callable[[Any], Any] = lambda plan: plan
     is_own_table: Callable[[Table], bool] | None = None
     read_table: Callable[[Table, int | None, ModelSpec | None], Imported] | None = None
     read_text: Callable[[str, int | None, ModelSpec | None], Imported] | None = None

@@ -9,6 +9,7 @@ from ..schema.base import read_text
 from ..schema.engine_facts import ENGINES as FACTS
 from ..schema.errors import ConfigError
 from ..schema.model import ModelSpec
+from ..schema.plan import Plan
 from ..schema.training_plan import TrainingPlan
 from .adapter import DRIVEN, Adapter, Exported, Imported, Limit
 from .tables import PARSERS, parse_table
@@ -19,10 +20,21 @@ ENGINES = tuple(dict.fromkeys(("torchtitan", "megatron", "nemo", "deepspeed", "a
 """Those whose configurations are read and written, in the order in which a file is tried; all exporters of engine_facts.py."""
 
 TARGETS = (*ENGINES, "kubernetes")
-"""What a plan can be written for: engines, and what starts our own one."""
+"""What a plan of training can be written for: engines, and what starts our own one."""
+
+SERVING_TARGETS = ("vllm", "sglang", "trtllm", "dynamo", "llm-d")
+"""What a serving plan can be written for."""
+
+_OF_TASK = {"workload": TARGETS, "serving": SERVING_TARGETS}
+"""By the field of a plan that holds its task."""
 
 
-def export(plan: TrainingPlan, engine: str, **options: str) -> Exported:
+def targets_of(plan: Plan) -> tuple[str, ...]:
+    """Return what a plan of its kind can be written for."""
+    return _OF_TASK.get(plan.task_field, ())
+
+
+def export(plan: Plan, engine: str, **options: str) -> Exported:
     """Return the plan in an engine's own form.
 
     Args:
@@ -31,7 +43,7 @@ def export(plan: TrainingPlan, engine: str, **options: str) -> Exported:
     Raises:
         ConfigError: there is no such engine or option, or it cannot run the plan as it is: each reason with its numbers.
     """
-    chosen, original = _known(engine), plan
+    chosen, original = _known(engine, plan), plan
     if unknown := options.keys() - set(chosen.options):
         raise ConfigError(f"{engine} takes no {', '.join(sorted(unknown))}", help="it is for kubernetes")
     plan = chosen.adapt(original)
@@ -42,6 +54,8 @@ def export(plan: TrainingPlan, engine: str, **options: str) -> Exported:
             help=broken[0].help,
         )
     made = chosen.write(plan, **options)
+    if not isinstance(plan, TrainingPlan) or not isinstance(original, TrainingPlan):
+        return made
     before, after = original.layout.model_dump(), plan.layout.model_dump()
     adapted = (
         f"{name}={before[name]}: {engine} runs {value}" for name, value in after.items() if before[name] != value
@@ -58,15 +72,15 @@ def as_run_by(plan: TrainingPlan, target: str) -> TrainingPlan | None:
         ConfigError: there is no such target.
     """
     if target not in FACTS or plan.workload.engine == target:
-        _known(target)
+        _known(target, plan)
         return None
-    plan = _known(target).adapt(plan)
+    plan = _known(target, plan).adapt(plan)
     return plan.replace(workload=plan.workload.replace(engine=target))
 
 
-def exportable(plan: TrainingPlan) -> dict[str, str | None]:
-    """Return for each of `TARGETS` why it cannot run the plan as it is; None: `export` writes it."""
-    adapters = {target: _adapter(target) for target in TARGETS}
+def exportable(plan: Plan) -> dict[str, str | None]:
+    """Return for each of `targets_of` the plan why it cannot run it as it is; None: `export` writes it."""
+    adapters = {target: _adapter(target) for target in targets_of(plan)}
     broken = {target: _broken(chosen, chosen.adapt(plan)) for target, chosen in adapters.items()}
     return {target: limits[0].reason(plan) if limits else None for target, limits in broken.items()}
 
@@ -103,16 +117,19 @@ def read_configuration(
         raise ConfigError(f"{path}: {error.message}", details=error.details, help=error.help) from None
 
 
-def _known(target: str) -> Adapter:
-    if target not in TARGETS:
-        raise ConfigError(f"unknown engine {target!r}", help=f"one of {', '.join(TARGETS)}")
+def _known(target: str, plan: Plan) -> Adapter:
+    known, others = targets_of(plan), {*TARGETS, *SERVING_TARGETS}
+    if target not in known:
+        why = f"{target} takes no plan for {plan.task_name}" if target in others else f"unknown engine {target!r}"
+        raise ConfigError(why, help=f"one of {', '.join(known)}" if known else None)
     return _adapter(target)
 
 
-def _broken(adapter: Adapter, plan: TrainingPlan) -> list[Limit]:
+def _broken(adapter: Adapter, plan: Plan) -> list[Limit]:
     return [limit for limit in (DRIVEN, *adapter.limits) if not limit.holds(plan)]
 
 
 def _adapter(engine: str) -> Adapter:
-    adapter: Adapter = import_module(f".{engine}", __package__).ADAPTER
+    folder = ".serving" if engine in SERVING_TARGETS else ""
+    adapter: Adapter = import_module(f"{folder}.{engine.replace('-', '_')}", __package__).ADAPTER
     return adapter

@@ -1,0 +1,139 @@
+"""SGLang: `sglang.launch_server` for every instance, `sglang_router` before them, `sglang.bench_serving` as their load.
+
+Source: the options of SGLang 0.5.23 (python/sglang/srt/server_args.py, srt/arg_groups/fields;
+tests/unit/engines/parsers/sglang_args.py runs them), sglang-router 0.3.2. Attention's data parallelism is --attn-dp-size here, in
+older versions --dp-size with --enable-dp-attention. With it the limits of the batch and of the chunk are of all its ranks together
+(srt/arg_groups/parallel_hook.py, srt/mem_cache/kv_cache_configurator.py).
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from ...schema.serving import Pool, RequestClass
+from ...schema.serving_plan import ServingPlan
+from ..adapter import Adapter, Exported
+from .deployment import (
+    LOAD,
+    PLACED,
+    PORT,
+    ROUTER,
+    SERVE,
+    Instance,
+    Options,
+    arguments,
+    common_notes,
+    instances,
+    longest_request,
+    meeting_port,
+    router_script,
+    serve_script,
+    to_set,
+    urls,
+)
+from .load import load_script
+
+VERSION = "0.5.23"
+DTYPES = {"fp16": "float16", "fp32": "float32"}
+CACHES = {"bf16": "bf16", "fp16": "auto", "fp8": "fp8_e4m3", "fp32": "auto"}
+_BOOTSTRAP_PORT = 8998
+"""Of the first prefill instance; others follow."""
+
+
+def options(plan: ServingPlan, pool: Pool) -> Options:
+    """Return the options of an instance of a pool."""
+    limits, layout = pool.limits, pool.layout
+    made: Options = {
+        "tp-size": layout.stage_devices,
+        "pp-size": layout.pp,
+        "dtype": DTYPES.get(pool.weights, "bfloat16"),
+        "context-length": longest_request(plan, pool),
+        "max-running-requests": limits.max_batch * layout.attention_dp,
+        "max-prefill-tokens": limits.max_batched_tokens,
+        "chunked-prefill-size": limits.chunk * layout.attention_dp if limits.chunk else -1,
+        "max-total-tokens": limits.cache_blocks * limits.block_size,
+        "mem-fraction-static": limits.cache_fraction,
+        "page-size": limits.block_size,
+        "kv-cache-dtype": CACHES[pool.cache],
+    }
+    if layout.attention_dp > 1:
+        made["attn-dp-size"] = layout.attention_dp
+    if layout.ep > 1:
+        made["ep-size"] = layout.ep
+    if pool.weights == "fp8":
+        made["quantization"] = "fp8"
+    if not plan.serving.prefix_cache:
+        made["disable-radix-cache"] = True
+    if pool.role == "prefill" or not limits.graph_sizes:
+        made["cuda-graph-backend-decode"] = "disabled"
+    else:
+        made["cuda-graph-bs-decode"] = limits.graph_sizes
+    if pool.role != "agg":
+        made |= {"disaggregation-mode": pool.role, "disaggregation-transfer-backend": "nixl"}
+    return made
+
+
+def _command(plan: ServingPlan, pool: Pool) -> str:
+    words = " ".join(map(shlex.quote, arguments(options(plan, pool))))
+    bootstrap = f" --disaggregation-bootstrap-port $(({_BOOTSTRAP_PORT} + $3))" if pool.role == "prefill" else ""
+    return (
+        "  CUDA_VISIBLE_DEVICES=$1 \\\n"
+        '  python3 -m sglang.launch_server --model-path "$MODEL" --host "${HOSTS[NODE]}" --port "$2" '
+        f'{words}{bootstrap} "${{@:4}}"'
+    )
+
+
+def _on_nodes(item: Instance, _pool: Pool, rank: int) -> str:
+    return f'--nnodes {len(item.nodes)} --node-rank {rank} --dist-init-addr "${{HOSTS[{item.nodes[0]}]}}:{meeting_port(item)}"'
+
+
+def _router(plan: ServingPlan) -> list[str]:
+    begin = [
+        "exec python3 -m sglang_router.launch_router",
+        f'--host "${{HOSTS[0]}}" --port {PORT} --policy cache_aware',
+    ]
+    if plan.mode == "agg":
+        return [*begin, "--worker-urls", *urls(plan)]
+    prefills = [item for item in instances(plan) if plan.pools[item.pool].role == "prefill"]
+    named = zip(urls(plan, "prefill"), prefills, strict=True)
+    pairs = [f"--prefill {url} {_BOOTSTRAP_PORT + item.idx}" for url, item in named]
+    return [*begin, "--pd-disaggregation", *pairs, *(f"--decode {url}" for url in urls(plan, "decode"))]
+
+
+def _lengths(entry: RequestClass) -> Options:
+    return {
+        "backend": "sglang-oai",
+        "dataset-name": "random",
+        "random-input-len": entry.prompt_len,
+        "random-output-len": entry.output_len,
+        "random-range-ratio": 1.0,
+    }
+
+
+def write(plan: ServingPlan) -> Exported:
+    """Return the plan as scripts that start every instance, the router and the load."""
+    routed = len(instances(plan)) > 1
+    files = {SERVE: serve_script(
+        plan, engine="sglang", version=VERSION, command=lambda pool: _command(plan, pool), on_nodes=_on_nodes
+    )}  # fmt: skip
+    if routed:
+        files[ROUTER] = router_script(plan, "sglang", VERSION, _router(plan))
+    bench = "python3 -m sglang.bench_serving"
+    files[LOAD] = load_script(plan, "sglang", VERSION, command=bench, options=_lengths, routed=routed)
+    spread = (f"sglang-router (a package of its own) for {ROUTER}",) if routed else ()
+    load = plan.serving.requests
+    unsaid = [
+        *(["arrivals: bench_serving draws them from a Poisson process only"] if load.arrival_cv != 1 else []),
+        *(["prefixes: bench_serving's random prompts share none"] if any(e.prefix_len for e in load.classes) else []),
+    ]
+    return Exported(
+        engine="sglang",
+        version=VERSION,
+        files=tuple(files.items()),
+        not_expressed=(*common_notes(plan, "sglang"), *unsaid),
+        to_set=(*to_set(plan), *spread),
+        command=f"bash {SERVE}" + (f", bash {ROUTER}" if routed else "") + f", then bash {LOAD}",
+    )
+
+
+ADAPTER = Adapter(version=VERSION, limits=(PLACED,), write=write)
