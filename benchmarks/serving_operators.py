@@ -20,6 +20,8 @@ from meshwright.schema.serving import ServingLayout
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/serving"
 DTYPES = {"fp4": "nvfp4", "fp8-block": "fp8", "int4-weights": "int4"}
+PUBLISHED = {"gpt-oss-120b": "mxfp4"}
+"""Type of models that are published in one alone; the tables call every 4-bit format nvfp4."""
 POINTS = 16
 """Passes of a decoding that are evaluated: its seconds are nearly linear in the tokens seen."""
 
@@ -34,6 +36,7 @@ def model(name: str) -> ModelSpec:
         "llama-3-70b": "llama-3.1-70b",
         "llama-3.3-70b": "llama-3.1-70b",
         "llama2-70b": "llama-2-70b",
+        "mistral-large": "mistral-large-2407",
     }
     return ModelSpec.named(names.get(name.lower(), name.lower()))
 
@@ -46,6 +49,7 @@ def step_costs(name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: t
     node = 72 if gpu.startswith("GB") else 8
     text = f"{devices}x{gpu}" if devices <= node else f"{-(-devices // node)}x{node}x{gpu}"
     weights, experts, kv = dtypes
+    weights, experts = PUBLISHED.get(name, weights), PUBLISHED.get(name, experts)
     return StepCosts.build(
         model(name),
         ClusterSpec.parse(text),

@@ -82,10 +82,17 @@ class Instance:
         return "fp32" if self.weights == "fp32" else "bf16"
 
     def dtype_of(self, op: Gemm) -> WeightDtype:
-        """Return the type of a product's weights."""
+        """Return the type of a product's weights.
+
+        Mixtures are published in 4 bits for their feed-forward parts (nvfp4: DeepSeek-R1, Kimi-K2.5) or for their routed experts
+        alone (mxfp4: gpt-oss; int4: Kimi-K2.5); attention stays in 16 bits.
+        """
         if op.routed:
             return self.experts
-        return self.weights if op.quantized else self.plain_dtype
+        in_experts_alone = self.weights in ("mxfp4", "int4")
+        is_feed_forward = op.name.startswith(("mlp_", "shared_"))
+        kept = self.model.is_moe and (in_experts_alone or (self.weights == "nvfp4" and not is_feed_forward))
+        return self.weights if op.quantized and not kept else self.plain_dtype
 
 
 def operators(instance: Instance, layer: Layer) -> tuple[Operator, ...]:

@@ -83,7 +83,9 @@ class Products:
         if dtype not in self.faster:
             return seconds
         return np.asarray(
-            seconds + self.c["cast_s"] + rows * k * self.c["cast_bytes"] / self.rates.elementwise_bytes_per_s
+            seconds
+            + self.c["cast_s"][_UNITS[dtype]]
+            + rows * k * self.c["cast_bytes"] / self.rates.elementwise_bytes_per_s
         )
 
     def experts(self, shape: ExpertShape, dtype: WeightDtype) -> FloatArray:
