@@ -38,7 +38,6 @@ from ...schema.model import ModelSpec
 from ...schema.serving import Pool
 from .executor import Executor
 from .instance import Instance, require_servable
-from .part import require_dtype
 from .ranks import InstanceRanks
 from .requests import (
     EngineBusyError,
@@ -119,10 +118,8 @@ class ServingEngine:
         """
         spec, folder = resolve_model(model, weights)
         require_servable(spec, pool)
-        executor = Executor(
-            spec, InstanceRanks(pool.layout), pool.limits, weight_dtype=require_dtype(pool.weights),
-            cache_dtype=require_dtype(pool.cache), device=torch.device(device), seed=seed, weights=folder,
-        )  # fmt: skip
+        ranks = InstanceRanks(pool.layout)
+        executor = Executor(spec, ranks, pool, device=torch.device(device), seed=seed, weights=folder)
         return cls(Instance(executor), pool, max_queue=max_queue, reuses_prefixes=prefix_cache)
 
     # --- any thread ---------------------------------------------------------------------------------------------------

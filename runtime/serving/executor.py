@@ -6,6 +6,7 @@ to stage as they are; the last stage computes logits of the rows that get a toke
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from ...schema.layers import Block, LatentAttention, SoftmaxAttention
 from ...schema.model import ModelSpec
-from ...schema.serving import EngineLimits
+from ...schema.serving import Pool
 from ..models.attention import Rotary
 from ..models.decoder import Decoder, DecoderBlock
+from ..models.experts import MixtureOfExperts
 from .batch import StepBatch
 from .paged_attention import PagedAttention, StepState
-from .part import build_part
+from .part import build_part, require_dtype
 from .ranks import InstanceRanks
 from .sampling import sample
 
@@ -29,6 +31,7 @@ class Executor:
     """The layers of a rank with their caches.
 
     Attributes:
+        outbox: for what other ranks wait for.
         caches: of its layers, by block of the model: [slots, P, K, C] (see paged_attention.py).
     """
 
@@ -36,19 +39,20 @@ class Executor:
         self,
         spec: ModelSpec,
         ranks: InstanceRanks,
-        limits: EngineLimits,
+        pool: Pool,
         *,
-        weight_dtype: torch.dtype,
-        cache_dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
         weights: Path | None = None,
     ) -> None:
+        """Build this rank's part of a pool's instance; see `build_part`."""
+        limits, weight_dtype, cache_dtype = pool.limits, require_dtype(pool.weights), require_dtype(pool.cache)
         self.spec, self.ranks, self.device, self.dtype = spec, ranks, device, weight_dtype
         self._state = StepState(limits.block_size)
         self.part: Decoder = build_part(
             spec, ranks, self._state, dtype=weight_dtype, device=device, seed=seed, weights=weights
         )
+        self.outbox = Outbox(limit=2 * ranks.layout.pp)
         self.caches: dict[int, Tensor] = {}
         self._rotaries: list[Rotary] = []
         slots = limits.cache_blocks * limits.block_size
@@ -73,6 +77,8 @@ class Executor:
         """Compute this rank's part of a step; return the new tokens where this rank samples them."""
         batch = batches[self.ranks.attention_rank]
         widest = max(one.num_tokens for one in batches)
+        if not batch.rows:
+            return self._stand_by(widest)
         self._state.begin(batch, widest, self.device)
         positions = [position for row in batch.rows for position in range(row.start, row.end)]
         self._move(torch.tensor(positions, dtype=torch.long, device=self.device))
@@ -80,9 +86,18 @@ class Executor:
         for block in trunk.layers.values():
             hidden = block(hidden)
         if not self.ranks.is_last_stage:
-            dist.send(hidden, self.ranks.neighbour(1))
+            self.outbox.send(hidden, self.ranks.neighbour(1))
             return None
         return self._tokens(hidden, batch)
+
+    def _stand_by(self, widest: int) -> list[int] | None:
+        """Take part in a step without rows of this attention rank's own: its experts compute what others' tokens ask for."""
+        self._state.widest = widest
+        hidden = torch.empty(1, 0, self.spec.hidden_dim, dtype=self.dtype, device=self.device)
+        for block in self.part.model.layers.values():
+            if isinstance(block.mlp, MixtureOfExperts):
+                block.feed(hidden)
+        return None
 
     def _move(self, positions: Tensor) -> None:
         for rotary in self._rotaries:
@@ -131,6 +146,22 @@ class Executor:
         parts = [torch.empty_like(padded) for _ in range(self.ranks.layout.tp)]
         dist.all_gather(parts, padded, group=self.ranks.tp)
         return torch.cat(parts, dim=1)[:, : self.spec.vocab_size]
+
+
+class Outbox:
+    """Tensors on their way to other ranks, kept until they are there; at most ``limit``, then `send` waits for the oldest."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Send a tensor to a global rank, without waiting for it to be received."""
+        if len(self._sent) >= self.limit:
+            self._sent.popleft()[0].wait()
+        work = dist.isend(tensor, rank)
+        assert work is not None
+        self._sent.append((work, tensor))
 
 
 def cache_shape(spec: ModelSpec, block_idx: int, tp: int) -> tuple[int, int, int]:

@@ -31,34 +31,44 @@ class Instance:
     def __init__(self, executor: Executor) -> None:
         self.executor, self.spec = executor, executor.spec
         self._channel = Channel(executor)
-        self._own: deque[list[int] | None] = deque()
-        self._batches: deque[list[StepBatch]] = deque()
+        self._under_way: deque[list[list[int] | Arriving]] = deque()
 
     def begin(self, batches: Sequence[StepBatch | None]) -> None:
         """Send a step to all ranks and compute this one's part."""
         full = [batch or StepBatch(()) for batch in batches]
         self._channel.send(_STEP, encode(full) if self._channel.is_needed else [])
-        self._batches.append(full)
-        self._own.append(self.executor.forward(full))
+        driver, samplers = self.executor.ranks.members[0], self.executor.ranks.samplers()
+        # Receives are posted before anything else is sent: a rank that sends waits for them.
+        arriving = {
+            source: Arriving(batch.num_sampled, source)
+            for batch, source in zip(full, samplers, strict=True)
+            if source != driver
+        }
+        own = self.executor.forward(full)
+        self._under_way.append([arriving.get(source, own or []) for source in samplers])
 
     def end(self) -> list[list[int]]:
         """Wait for the oldest step; return the tokens sampled for each attention rank."""
-        batches, own = self._batches.popleft(), self._own.popleft()
-        tokens = []
-        for batch, source in zip(batches, self.executor.ranks.samplers(), strict=True):
-            if source == self.executor.ranks.members[0]:
-                assert own is not None
-                tokens.append(own)
-                continue
-            received = torch.empty(batch.num_sampled, dtype=torch.long)
-            if len(received):
-                dist.recv(received, source)
-            tokens.append(received.tolist())
-        return tokens
+        return [part if isinstance(part, list) else part.tokens() for part in self._under_way.popleft()]
 
     def stop(self) -> None:
         """Let the other ranks return from `follow`."""
         self._channel.send(_STOP, [])
+
+
+class Arriving:
+    """Tokens that a rank will send."""
+
+    def __init__(self, count: int, source: int) -> None:
+        self._words = torch.empty(count, dtype=torch.long)
+        self._work = dist.irecv(self._words, source) if count else None
+
+    def tokens(self) -> list[int]:
+        """Wait for them."""
+        if self._work is not None:
+            self._work.wait()
+        result: list[int] = self._words.tolist()
+        return result
 
 
 def follow(executor: Executor) -> None:
@@ -70,7 +80,7 @@ def follow(executor: Executor) -> None:
             return
         tokens = executor.forward(decode(words))
         if tokens:
-            dist.send(torch.tensor(tokens), driver)
+            executor.outbox.send(torch.tensor(tokens), driver)
 
 
 class Channel:

@@ -7,7 +7,6 @@ is a part of a sum, it is reduced at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...schema.errors import ConfigError, RuntimeMismatchError
 from ...schema.layers import Block, LatentAttention, SoftmaxAttention
@@ -94,6 +93,8 @@ def require_divisible(spec: ModelSpec, ranks: InstanceRanks) -> None:
         wrong.append(f"pp {layout.pp} is more than its {spec.num_blocks} blocks")
     for block, _ in spec.block_runs:
         wrong += _why_not(block, ranks)
+    if layout.ep > 1 and not spec.is_moe:
+        wrong.append(f"ep {layout.ep} without experts")
     if wrong:
         raise RuntimeMismatchError(
             f"our engine cannot spread {spec.name} over tp={layout.tp} pp={layout.pp} "
@@ -122,8 +123,6 @@ def _why_not(block: Block, ranks: InstanceRanks) -> list[str]:
             wrong.append(f"ep {layout.ep} does not divide {block.mlp.num_experts} experts")
         if block.mlp.expert.ffn_dim % layout.moe_tp:
             wrong.append(f"{layout.moe_tp} ranks do not divide an expert's width of {block.mlp.expert.ffn_dim}")
-    elif layout.ep > 1:
-        wrong.append(f"ep {layout.ep} without experts")
     return wrong
 
 
@@ -133,9 +132,9 @@ def _cut(part: Decoder, ranks: InstanceRanks) -> None:
     for block in part.model.layers.values():
         assert isinstance(block, DecoderBlock)
         if experts is not None and isinstance(block.mlp, MixtureOfExperts):
-            for name, width in (("gate_proj", 1), ("up_proj", 1), ("down_proj", 2)):
-                placements: list[Placement] = [Shard(0), Shard(width)]
-                _shard(block.mlp.experts, experts, {name: placements})
+            shard_parameters(
+                block.mlp.experts, experts, lambda name: [Shard(0), Shard(2 if name == "down_proj" else 1)]
+            )
         if tp is None:
             continue
         attention = block.self_attn
@@ -165,14 +164,6 @@ def _cut_feed_forward(dense: FeedForward, tp: DeviceMesh) -> None:
 
 def _cut_columns(linear: nn.Linear, tp: DeviceMesh) -> None:
     shard_parameters(linear, tp, lambda name: [Shard(1) if name == "weight" else Replicate()])
-
-
-def _shard(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Sequence[Placement]]) -> None:
-    """Cut some of a module's own parameters."""
-    kept = {name: p for name, p in module.named_parameters(recurse=False) if name not in placements}
-    shard_parameters(module, mesh, lambda name: placements.get(name, [Replicate()] * mesh.ndim))
-    for name, parameter in kept.items():
-        setattr(module, name, parameter)
 
 
 def _make_local(part: Decoder) -> None:

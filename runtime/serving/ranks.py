@@ -110,13 +110,12 @@ def _join_one(layout: ServingLayout, first: int, device_type: str) -> InstanceRa
     attention = _group(grid.transpose(1, 2).flatten(0, 1).tolist()) if layout.tp > 1 else stage
     inside = 0 <= rank < layout.num_devices
     row = grid.flatten(0, 1)[rank // layout.tp] if inside else None
-    experts = grid.flatten(1)[rank // layout.stage_devices].view(layout.ep, layout.moe_tp) if inside else None
     tp_mesh, expert_mesh = None, None
     if tp is not None and row is not None and layout.tp > 1:
         tp_mesh = DeviceMesh.from_group(tp, device_type, mesh_dim_names=("tp",))
-    if experts is not None and layout.stage_devices > 1:
-        # A mesh to cut by: nothing is sent over it.
-        expert_mesh = DeviceMesh(device_type, experts, mesh_dim_names=("ep", "moe_tp"), _init_backend=False)
+    for devices in grid.flatten(1) if layout.stage_devices > 1 else ():  # every process makes those of all stages
+        mesh = DeviceMesh(device_type, devices.view(layout.ep, layout.moe_tp), mesh_dim_names=("ep", "moe_tp"))
+        expert_mesh = mesh if rank + first in devices else expert_mesh
     return InstanceRanks(
         layout,
         tuple(members.tolist()),
