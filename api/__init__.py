@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engines import export, exportable, read_configuration
-    from .planner import cheapest, compare, estimate, explain, pareto, plan
+    from .planner import cheapest, compare, estimate, explain, pareto, plan, rehearse
     from .profilers import profile_module
     from .runtime import Decoder, ParallelModel, build_optimizer, clip_gradients, parallelize, save_weights
     from .schema import (
@@ -70,11 +70,12 @@ __all__ = [
     "plan",
     "profile_module",
     "read_configuration",
+    "rehearse",
     "save_weights",
 ]
 
 _HOMES = {
-    "planner": ("cheapest", "compare", "estimate", "explain", "pareto", "plan"),
+    "planner": ("cheapest", "compare", "estimate", "explain", "pareto", "plan", "rehearse"),
     "engines": ("export", "exportable", "read_configuration"),
     "profilers": ("profile_module",),
     "runtime": ("Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "parallelize", "save_weights"),

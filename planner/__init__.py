@@ -5,6 +5,7 @@ from .explain.report import explain
 from .explain.why_not import compare
 from .pareto import pareto
 from .plan import estimate, not_executed, plan
+from .rehearse import rehearse
 from .request import default_precision
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "not_executed",
     "pareto",
     "plan",
+    "rehearse",
 ]

@@ -116,6 +116,11 @@ class ParallelMesh:
         """Return the ranks that hold the stages of one pipeline; None without one. Its groups count by rank, not by position."""
         return (self.pipelines or self.device_mesh)["pp"] if self.layout.pp > 1 else None
 
+    @cached_property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """Return the ranks of this process's pipeline in the default group, by position along pp."""
+        return () if self.pp is None else tuple(self.pp.mesh.tolist())
+
 
 def _with_replicas(mesh: DeviceMesh, replicas: str, shards: str) -> DeviceMesh:
     return mesh[replicas, shards] if replicas in (mesh.mesh_dim_names or ()) else mesh[shards]

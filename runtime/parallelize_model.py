@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from .adapters import apply_adapters
 from .context_parallel import apply_context_parallel
 from .data_parallel import apply_data_parallel, compute_dtype, materialise, set_products
 from .expert_parallel import apply_expert_parallel
-from .mesh import build_mesh
+from .mesh import ParallelMesh, build_mesh
 from .models.decoder import Decoder, init_weights
 from .models.experts import MixtureOfExperts
 from .offload.schedule import HostOffload
@@ -38,6 +39,7 @@ def parallelize(
     weights: str | Path | None = None,
     compile_blocks: bool = False,
     loss_fn: LossFunction | None = None,
+    on_split: Callable[[ParallelMesh], object] | None = None,
 ) -> ParallelModel:
     """Split a model over the ranks of the running torch.distributed job as the plan says.
 
@@ -53,6 +55,7 @@ def parallelize(
         compile_blocks: let torch.compile fuse the operators of each block.
         loss_fn: of another module than a Decoder: module, inputs and targets of a micro-batch to its mean loss. Unset, the mean
             cross entropy of the next tokens, given logits [B, S, V] (or an object that has them as ``logits``).
+        on_split: called when every axis is applied and nothing has memory yet; a rehearsal takes it from there (rehearsal/).
 
     Raises:
         ConfigError: the plan breaks a rule that layouts must satisfy, or the weights are damaged or of another model.
@@ -64,7 +67,9 @@ def parallelize(
     set_products(plan)
     device = device or _default_device(plan)
     if model is not None and not isinstance(model, Decoder):
-        return parallelize_user_module(model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn)
+        return parallelize_user_module(
+            model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn, on_split=on_split
+        )
     mesh = build_mesh(plan, device.type)
     batch_parts = mesh.layout.tp // plan.layout.tp
     plan = plan.model_copy(update={"layout": mesh.layout})  # from here on as this rank's stage has it
@@ -89,9 +94,11 @@ def parallelize(
         if offload is not None:
             offload.activations.apply(part, stage.offload_of)
         reduction = apply_data_parallel(part, mesh, plan)
-        if model is None:
-            materialise(part, plan, device)
-            part.tie()
+    if on_split is not None:
+        on_split(mesh)
+    for part in parts if model is None else ():
+        materialise(part, plan, device)
+        part.tie()
     if weights is not None:
         load_weights(module, plan.model, weights)
     init_weights(module, seed, device, adapters_only=weights is not None or model is not None)

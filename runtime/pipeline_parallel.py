@@ -70,7 +70,7 @@ def build_schedule(
     for stage in stages:
         stage.clock = clock
     # Ranks within the pipeline's process group, by position along pp: the group counts by rank.
-    group_ranks = [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pp.mesh.tolist()]
+    group_ranks = [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pipeline_ranks]
     # scale_grads would divide after the reduction; weighing the loss keeps the arithmetic of the other layouts.
     count = plan.num_microbatches
 

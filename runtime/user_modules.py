@@ -51,6 +51,7 @@ def parallelize_user_module(
     seed: int,
     weights: str | Path | None = None,
     loss_fn: LossFunction | None = None,
+    on_split: Callable[[ParallelMesh], object] | None = None,
 ) -> ParallelModel:
     """Apply a plan to a module that is no Decoder; see `parallelize`."""
     _check_size(module, plan)
@@ -83,9 +84,11 @@ def parallelize_user_module(
         if mesh.pp is not None:
             run_as_stage(part, structure, stage.layer_idxs, plan.model.num_layers, cross_entropy)
         _shard(part, structure, mesh, plan)
-        if is_meta:
-            _materialise(part, device)
-            _tie(part, structure)
+    if on_split is not None:
+        on_split(mesh)
+    for part in parts if is_meta else ():
+        _materialise(part, device)
+        _tie(part, structure)
     # A tied head alone on its stage starts as the embedding does.
     aliases = {f"{structure.head}.weight": f"{structure.embedding}.weight"} if structure.is_tied else {}
     if weights is not None:

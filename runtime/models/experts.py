@@ -189,7 +189,8 @@ class ExpertSlots:
 class MixtureOfExperts(nn.Module):
     """Routed experts and, where the model has one, a shared expert (behind a gate in Qwen2-MoE).
 
-    ``ranks`` have the experts, None: this one has all; ``slots``: which are where, None: each once and in order.
+    ``ranks`` have the experts, None: this one has all; ``slots``: which are where, None: each once and in order; ``assumed_rows``:
+    of this rank's rows those to each rank and those from each, where no router computes (rehearsal/); None: as it chooses.
     """
 
     def __init__(self, hidden_dim: int, spec: MoE) -> None:
@@ -201,6 +202,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert_gate = ReplicatedLinear(hidden_dim, 1) if spec.shared_gate else None
         self.ranks: ExpertRanks | None = None
         self.slots: ExpertSlots | HotExperts | None = None
+        self.assumed_rows: Callable[[int], tuple[list[int], list[int]]] | None = None
 
     def place(self, slots: ExpertSlots | HotExperts | None) -> None:
         """Put experts into these slots of the ranks that exchange rows; None: each once and in order."""
@@ -253,10 +255,13 @@ class MixtureOfExperts(nn.Module):
         by_rank = counts.view(group.size(), -1)  # every rank holds as many experts in a row
         theirs = torch.empty_like(by_rank)
         dist.all_to_all_single(theirs, by_rank.contiguous(), group=group)
-        # Both lists go to the host at once: there a GPU waits for the router, as every dropless exchange of uneven parts must.
-        sent, received = torch.stack((by_rank.sum(1), theirs.sum(1))).tolist()
+        if self.assumed_rows is None:
+            # Both lists go to the host at once: there a GPU waits for the router, as every dropless exchange of uneven parts must.
+            sent, received = torch.stack((by_rank.sum(1), theirs.sum(1))).tolist()
+        else:
+            sent, received = self.assumed_rows(len(rows))
         local = torch.arange(by_rank.shape[1], device=counts.device).repeat(group.size())
-        by_expert = local.repeat_interleave(theirs.flatten()).argsort(stable=True)
+        by_expert = local.repeat_interleave(theirs.flatten(), output_size=sum(received)).argsort(stable=True)
         arrived = all_to_all_single_autograd(rows, received, sent, group)
         outputs = self.experts(arrived[by_expert], theirs.sum(0))
         result = all_to_all_single_autograd(outputs[_inverse(by_expert)], sent, received, group)

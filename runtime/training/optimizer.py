@@ -13,6 +13,7 @@ the same numbers.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,6 +64,39 @@ def build_optimizer(
         copies = model.offload.copies
         return OffloadedAdamW(groups, placements, copies, learning_rate=learning_rate, betas=betas, folder=folder)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+
+
+def take_step(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    tokens: Tensor,
+    *,
+    max_grad_norm: float,
+    done: int = 0,
+    votes: bool = False,
+) -> tuple[Tensor, bool]:
+    """Do one step; return the loss, the square of the gradients' norm and the votes [3], and whether a gradient overflowed.
+
+    Args:
+        tokens: this rank's share of the global batch, on its device.
+        done: steps before this one.
+        votes: this rank asks all to end after the step; summed over the ranks.
+    """
+    if isinstance(optimizer, ZerothOrderSGD):
+        optimizer.num_steps = done
+        share = optimizer.losses(tokens)
+    else:
+        share = model.backward(tokens)
+    stop_votes = torch.full_like(share, float(votes))
+    sums = torch.stack((share.float(), local_square(model), stop_votes.float()))
+    model.add_over_ranks(sums)
+    overflowed = model.loss_scale.is_dynamic and not math.isfinite(sums[1].item())
+    if not overflowed:
+        scale_gradients(model, sums[1].sqrt(), max_grad_norm)
+        with model.clock.part("optimizer"):
+            optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return sums, overflowed
 
 
 @torch.no_grad()

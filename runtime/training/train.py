@@ -30,7 +30,7 @@ from .checkpoint import CheckpointWriter, TrainingProgress, load_checkpoint
 from .expert_load import ExpertLoad
 from .memory import MemoryMeter
 from .metrics import RETAINED_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
-from .optimizer import RouterBalance, ZerothOrderSGD, build_optimizer, build_scheduler, local_square, scale_gradients
+from .optimizer import RouterBalance, build_optimizer, build_scheduler, take_step
 from .options import TrainOptions, list_checkpoints, prepare_options
 from .samples import TokenBatches, open_batches
 from .step_clock import StepPart, StepTrace, clock_waiting
@@ -129,21 +129,15 @@ class TrainingRun:
         start_s = self._now_s()
         if trace is not None:
             model.clock.keep()
-        if isinstance(self.optimizer, ZerothOrderSGD):
-            self.optimizer.num_steps = self.steps
-            share = self.optimizer.losses(tokens)
-        else:
-            share = model.backward(tokens)
-        stop_votes = torch.full_like(share, float(self.stop_requested))
-        sums = torch.stack((share.float(), local_square(model), stop_votes.float()))
-        model.add_over_ranks(sums)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        overflowed = model.loss_scale.is_dynamic and not math.isfinite(sums[1].item())
-        if not overflowed:
-            scale_gradients(model, sums[1].sqrt(), options.max_grad_norm)
-            with model.clock.part("optimizer"):
-                self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        sums, overflowed = take_step(
+            model,
+            self.optimizer,
+            tokens,
+            max_grad_norm=options.max_grad_norm,
+            done=self.steps,
+            votes=self.stop_requested,
+        )
         if self._expert_load is not None:
             self._expert_load.follow()
         self._balance.update()

@@ -1,0 +1,113 @@
+"""What a GPU runs where a CPU runs something else, and the memory that its kernels take only while they run.
+
+A rehearsal's tensors are on a fake CPU, for which torch chooses a CPU's kernels. Of a plan for GPUs the norm is therefore one
+kernel that saves its input and 1 / rms (a CPU has several, which save more), and attention the flash kernel.
+
+Shapes: B batch, H heads, K kv heads, S tokens, C head_dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten, _c10d = torch.ops.aten, torch.ops.c10d
+_FLASH_BLOCK = 128
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
+_TWO_BYTES = (torch.float16, torch.bfloat16)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What ``aten::_fused_rms_norm`` keeps and returns; it has no fake kernel of its own on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int) -> Tensor:
+        x = x.contiguous()
+        out, rstd = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if len(shape) != 1 or tuple(shape) != tuple(x.shape[-1:]):
+        raise RuntimeError(f"rms_norm over {tuple(shape)} of an input of shape {tuple(x.shape)}")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise RuntimeError(f"rms_norm of an input of shape {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
+    result: Tensor = _FusedNorm.apply(x, weight, shape[0])  # type: ignore[no-untyped-call]
+    return result
+
+
+def _attention(original: Any) -> Any:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        is_flash = query.dtype in _TWO_BYTES and attn_mask is None and query.shape[-1] <= 256
+        if not torch.backends.cuda.flash_sdp_enabled() or not is_flash:
+            result: Tensor = original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return result
+        width, filled = query.shape[-1], -query.shape[-1] % 8
+        if filled:
+            query, key, value = (F.pad(x, (0, filled)) for x in (query, key, value))
+        out: Tensor = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale or 1 / math.sqrt(width)
+        )[0]
+        return out[..., :width] if filled else out
+
+    return attend
+
+
+@contextlib.contextmanager
+def gpu_kernels() -> Iterator[None]:
+    """Let norms and attention be a GPU's while inside."""
+    norm, attention = F.rms_norm, F.scaled_dot_product_attention
+    F.rms_norm, F.scaled_dot_product_attention = _rms_norm, _attention(attention)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.rms_norm, F.scaled_dot_product_attention = norm, attention  # type: ignore[assignment]
+
+
+def _rounded(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def gpu_workspace(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that an operator's kernel on a GPU takes from the allocator while it runs.
+
+    Flash attention, backwards (FlashAttention-2, csrc/flash_attn/flash_api.cpp mha_bwd): gradients of the queries in fp32, one
+    number a row, and where kv heads are shared, gradients of keys and values for every query head. logsumexp (ATen,
+    ReduceOps.cpp): the exponentials before they are summed.
+    """
+    if func is _FLASH_BACKWARD:
+        query, key = args[1], args[2]
+        batch, heads, tokens, width = query.shape
+        rows = batch * heads * _rounded(tokens, _FLASH_BLOCK)
+        in_fp32 = 4 * rows * (_rounded(width, 32) + 1)
+        expanded = 0 if heads == key.shape[1] else 2 * batch * heads * key.shape[2] * width * query.element_size()
+        return int(in_fp32 + expanded)
+    return _logsumexp_bytes(func, args)
+
+
+def host_workspace(func: Any, args: tuple[Any, ...]) -> int:
+    """Return the bytes that an operator takes on a CPU while it runs; gloo scatters a sum from a copy of its input."""
+    if func is _c10d._reduce_scatter_base_.default:
+        return int(args[1].numel() * args[1].element_size())
+    return _logsumexp_bytes(func, args)
+
+
+def _logsumexp_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    return int(args[0].numel() * args[0].element_size()) if func is _aten.logsumexp.default else 0

@@ -1,0 +1,111 @@
+"""All kinds of ranks of a plan, rehearsed one after another and set beside the plan's own figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ...schema.errors import MeshwrightError, RuntimeMismatchError
+from ...schema.rehearsal import CollectiveCount, Failure, LargestTensors, Rehearsal, RehearsedKind
+from ...schema.training_plan import TrainingPlan
+from .kinds import RankKind, rank_kinds
+from .peak import Peak, find_peak
+from .rank import RehearsalError, Setting, rehearse_rank
+from .recorder import Log
+
+_OPS = {
+    "_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter", "allreduce_": "all_reduce", "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all", "recv_": "recv", "broadcast_": "broadcast",
+}  # fmt: skip
+"""Names of collectives by those of torch's operators."""
+
+
+def rehearse(
+    plan: TrainingPlan,
+    *,
+    ranks: Sequence[int] = (),
+    setting: Setting | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Rehearsal:
+    """Let every kind of rank of a plan go through a step without devices, and say what it holds and sends.
+
+    Args:
+        ranks: only the kinds of these ranks.
+        setting: another module than the plan's model, with its loss.
+        progress: told how many kinds are done, of how many.
+
+    Raises:
+        ConfigError: a rank that the plan does not have.
+        RuntimeMismatchError: this version does not run such a plan.
+    """
+    setting = setting or Setting()
+    lacking = plan.why_not_applied(is_user_model=setting.build is not None)
+    if lacking:
+        raise RuntimeMismatchError(
+            "`meshwright apply` cannot run this plan, so that there is nothing to rehearse", details=lacking
+        )
+    kinds = rank_kinds(plan, ranks)
+    rehearsed, failures = list[RehearsedKind](), list[Failure]()
+    capacity = plan.cluster.weakest_device.memory_bytes
+    for done, kind in enumerate(kinds):
+        progress(done, len(kinds))
+        try:
+            log = rehearse_rank(plan, kind.rank, setting)
+            peak = find_peak(log, capacity=int(capacity))
+            worst = None
+            if plan.layout.ep > 1:
+                worst = find_peak(rehearse_rank(plan, kind.rank, replace(setting, is_worst=True))).allocated_bytes
+            rehearsed.append(_compared(plan, kind, log, peak, worst))
+        except RehearsalError as error:
+            failures.append(Failure(rank=kind.rank, stage=kind.stages[0], message=error.message, details=error.details))
+        except MeshwrightError as error:
+            raise type(error)(
+                f"rank {kind.rank}, stage {kind.stages[0]}: {error.message}", details=error.details, help=error.help
+            ) from None
+    progress(len(kinds), len(kinds))
+    runs = not failures
+    budget = plan.estimate.budget_bytes
+    return Rehearsal(
+        model=plan.model.name, cluster=plan.cluster.name, layout=str(plan.layout), world_size=plan.layout.world_size,
+        runs=runs, fits=runs and all(kind.peak_reserved_bytes <= budget for kind in rehearsed), budget_bytes=budget,
+        kinds=tuple(rehearsed), failures=tuple(failures), notes=tuple(_notes(plan)),
+    )  # fmt: skip
+
+
+def _notes(plan: TrainingPlan) -> list[str]:
+    notes = []
+    if plan.layout.ep > 1:
+        notes.append("every rank's experts get as many rows; the worst case is beside")
+    if not plan.cluster.weakest_device.backend.is_host:
+        notes.append(
+            "kernels are those of NVIDIA's GPUs by torch's flash attention; libraries' own workspaces are not counted"
+        )
+    return notes
+
+
+def _compared(plan: TrainingPlan, kind: RankKind, log: Log, peak: Peak, worst: int | None) -> RehearsedKind:
+    predicted = plan.estimate.stages[plan.rank_of_stage[kind.stages[0]]].memory_bytes
+    counts: dict[tuple[str, str], list[int]] = {}
+    for (axis, op), (count, num_bytes) in log.messages.items():
+        entry = counts.setdefault((axis, _OPS.get(op, op)), [0, 0])
+        entry[0] += count
+        entry[1] += num_bytes
+    return RehearsedKind(
+        stage=kind.stages[0], stages=kind.stages, rank=kind.rank, ranks=kind.ranks,
+        peak_allocated_bytes=peak.allocated_bytes, peak_reserved_bytes=peak.reserved_bytes,
+        expandable_reserved_bytes=peak.expandable_bytes, predicted_allocated_bytes=predicted.total,
+        worst_allocated_bytes=worst, memory_bytes=dict(peak.by_category),
+        predicted_memory_bytes=predicted.model_dump(), moment=peak.moment, operator=peak.operator, module=peak.module,
+        largest=tuple(
+            LargestTensors(category=category, operator=operator, bytes=num_bytes, count=count)
+            for category, operator, num_bytes, count in peak.largest
+        ),
+        collectives=tuple(
+            CollectiveCount(axis=axis, op=op, count=count, bytes=num_bytes)
+            for (axis, op), (count, num_bytes) in sorted(counts.items())
+        ),
+        flops=sum(log.flops.values()), allocations=len(log.num_bytes),
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Rehearsals of plans: what runs, what fails and how it is said; figures that can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from meshwright.planner import plan, rehearse
+from meshwright.runtime.rehearsal.kinds import rank_kinds
+from meshwright.runtime.rehearsal.rank import Setting
+from meshwright.runtime.rehearsal.run import rehearse as rehearse_with
+from meshwright.schema import ConfigError, TrainingPlan
+from meshwright.schema.layout import parse_assignments
+from meshwright.schema.rehearsal import Rehearsal
+
+
+def made(model: str, cluster: str, fix: str, *, batch: int = 8, seq_len: int = 512) -> TrainingPlan:
+    return plan(model, cluster, global_batch_size=batch, seq_len=seq_len, fixed=parse_assignments(fix))
+
+
+@pytest.fixture(scope="module")
+def sharded() -> tuple[TrainingPlan, Rehearsal]:
+    given = made(
+        "llama-3.2-1b", "8xH100-SXM-80GB", "tp=1,pp=1,cp=1,dp_shard=8,zero_stage=3,recompute=none,micro_batch_size=1"
+    )
+    return given, rehearse(given)
+
+
+def test_states_of_a_sharded_model_are_counted_exactly(sharded: tuple[TrainingPlan, Rehearsal]) -> None:
+    given, rehearsal = sharded
+    assert rehearsal.runs
+    (kind,) = rehearsal.kinds
+    shard = 4 * given.model.num_params / 8
+    assert kind.ranks == tuple(range(8))
+    assert kind.memory_bytes["parameters"] == pytest.approx(shard, rel=1e-3)  # and the buffers
+    assert kind.memory_bytes["optimizer"] == pytest.approx(2 * shard, rel=1e-3)  # and the counts of steps
+    assert sum(kind.memory_bytes.values()) == kind.peak_allocated_bytes <= kind.peak_reserved_bytes
+
+
+def test_peak_is_near_the_prediction(sharded: tuple[TrainingPlan, Rehearsal]) -> None:
+    assert abs(sharded[1].kinds[0].off_ratio) < 0.1  # a short sequence: 256 MiB of libraries count among 9 GiB
+
+
+def test_every_unit_is_gathered_twice_and_reduced_once(sharded: tuple[TrainingPlan, Rehearsal]) -> None:
+    """Zero 3: 16 blocks twice, the rest (which is tied, and the root's) kept for its backward pass; gradients in fp32."""
+    given, rehearsal = sharded
+    sent = {one.op: one for one in rehearsal.kinds[0].collectives if one.axis == "dp_shard"}
+    assert sent["reduce_scatter"].bytes == pytest.approx(4 * given.model.num_params, rel=1e-3)
+    assert sent["reduce_scatter"].count == 16 + 1
+    assert 2 * given.model.num_params < sent["all_gather"].bytes <= 4.01 * given.model.num_params
+    assert not dist.is_initialized()
+
+
+def test_products_are_counted_as_by_hand(sharded: tuple[TrainingPlan, Rehearsal]) -> None:
+    given, rehearsal = sharded
+    tokens = given.workload.seq_len  # one sequence a rank
+    attention = (4 + 10) * tokens**2 * given.model.hidden_dim * given.model.num_blocks
+    assert rehearsal.kinds[0].flops == pytest.approx(6 * given.model.num_params * tokens + attention, rel=1e-3)
+
+
+def test_stages_are_kinds_of_their_own() -> None:
+    given = made("llama-3.2-1b", "4xH100-SXM-80GB", "pp=2,tp=2,num_model_chunks=1,schedule=1f1b", batch=4)
+    rehearsal = rehearse(given)
+    assert [kind.stage for kind in rehearsal.kinds] == [0, 1]
+    assert rehearsal.runs
+    assert {"send", "recv"} & {one.op for one in rehearsal.kinds[0].collectives if one.axis == "pp"}
+
+
+def test_only_kinds_of_given_ranks() -> None:
+    given = made("llama-3.2-1b", "4xH100-SXM-80GB", "pp=2,tp=2,num_model_chunks=1", batch=4)
+    assert [kind.rank for kind in rank_kinds(given, [3])] == [3]
+    with pytest.raises(ConfigError, match="ranks 0 to 3"):
+        rank_kinds(given, [4])
+
+
+def test_ranks_with_fewer_sequences_are_another_kind() -> None:
+    given = made("smollm2-135m", "4xH100-SXM-80GB", "dp_shard=4,tp=1,pp=1,zero_stage=1,micro_batch_size=2", batch=6)
+    kinds = rank_kinds(given)
+    assert sorted(rank for kind in kinds for rank in kind.ranks) == [0, 1, 2, 3]
+    assert len(kinds) == 2
+
+
+def test_experts_are_rehearsed_with_even_and_with_most_rows() -> None:
+    given = made("olmoe-1b-7b", "8xH100-SXM-80GB", "ep=8,tp=1,pp=1,dp_shard=8,recompute=none", seq_len=1024)
+    rehearsal = rehearse(given)
+    (kind,) = rehearsal.kinds
+    assert kind.worst_allocated_bytes is not None
+    assert kind.worst_allocated_bytes > kind.peak_allocated_bytes
+    assert any(one.axis == "ep" and one.op == "all_to_all" for one in kind.collectives)
+
+
+class Broken(torch.nn.Module):
+    """A block whose second product has the wrong width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 32)
+        self.first, self.second = torch.nn.Linear(32, 48), torch.nn.Linear(32, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens [B, S] to logits [B, S, V]."""
+        logits: torch.Tensor = self.second(self.first(self.embedding(tokens)))
+        return logits
+
+
+def test_bug_in_a_forward_is_said_with_line_rank_and_shapes() -> None:
+    given = made("smollm2-135m", "2xH100-SXM-80GB", "dp_shard=2,tp=1,pp=1,zero_stage=3", batch=2)
+    blocks = torch.nn.ModuleList([Broken() for _ in range(given.model.num_blocks)])
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = blocks
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.layers[0](tokens)
+            return logits
+
+    rehearsal = rehearse_with(given, setting=replace(Setting(), build=Model))
+    assert not rehearsal.runs
+    text = "\n".join((rehearsal.failures[0].message, *rehearsal.failures[0].details))
+    assert "rank 0 of 2" in text
+    assert "layers.0" in text
+    assert "test_rehearsal.py" in text
+    assert "48" in text
+    assert not dist.is_initialized()
