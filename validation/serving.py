@@ -34,6 +34,9 @@ REQUIRED = ("model", "gpu", "engine", "mode", "gemm_dtype", "isl", "osl")
 ROUNDS = 10
 """Requests of a load test over those in flight (InferenceX's client: 10, after a warm-up that has ended)."""
 
+POLL_STEPS, POLL_STEPS_OF_FEW, POLLS_MANY = 30, 10, 16
+"""--scheduler-recv-interval of the SGLang servers beside the described client, from 16 in flight on and below."""
+
 _MAX_REQUESTS = 6000
 _MIN_ROUNDS = 3
 _WEIGHTS: dict[str, WeightDtype] = {
@@ -182,6 +185,9 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
         ConfigError: the model, device, engine or layout is not known.
     """
     profile = profile_of(row)
+    if row.engine == "sglang" and is_described(row):
+        polls = POLL_STEPS if (row.concurrency or 0) >= POLLS_MANY else POLL_STEPS_OF_FEW
+        profile = profile.replace(scheduler=profile.scheduler.replace(poll_steps=polls))
     if row.mode == "agg":
         layout = ServingLayout(tp=row.tp or 1, pp=row.pp or 1, attention_dp=row.attention_dp or 1, ep=row.ep or 1)
         replicas = max((row.gpus or 0) // layout.num_devices, 1)
@@ -205,11 +211,16 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
     return served, memory.fits and more.fits, devices
 
 
+def is_described(row: ServingRow) -> bool:
+    """Return whether the row's client is the described one, beside a server of the engine's own: its table has a day for a name."""
+    return re.fullmatch(r"\d{4}-\d\d-\d\d", row.dump or row.measured) is not None
+
+
 def load_of(row: ServingRow, concurrency: int) -> RequestTable:
     """Return the requests of a load test: lengths drawn where its client is described, the same for the same row."""
     rounds = min(ROUNDS, max(_MAX_REQUESTS // concurrency, _MIN_ROUNDS))
     count = rounds * concurrency
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", row.dump or row.measured):
+    if not is_described(row):
         return RequestTable.of(np.full(count, row.isl), row.osl)
     draw = np.random.default_rng((row.isl, row.osl, concurrency))
     prompt, output = (draw.integers(math.ceil(0.8 * n), n + 1, count) for n in (row.isl, row.osl))
@@ -230,6 +241,7 @@ def _pool(
         # What does not fit is served all the same, so that it can be compared.
         cache_tokens=memory.cache_tokens if memory.fits else (row.isl + row.osl) * max(share, 1),
         max_batch=max_batch,
+        max_batched_tokens=None if is_described(row) else profile.scheduler.embedded_batched_tokens,
         longest_prompt=row.isl,
     )
     limits = limits.replace(max_batch=min(limits.max_batch, max(share, 1) * layout.pp))
@@ -240,7 +252,6 @@ def _pool(
         replicas=replicas,
         ranks=layout.attention_dp,
         lanes=layout.pp,
-        num_layers=model.num_blocks,
     )
     return pool, memory
 

@@ -27,17 +27,21 @@ class Scheduler(Frozen):
             prompts alone while there are any that may start.
         chunks_prompts: a prompt is cut where the budget ends; else it waits for a step that holds all of it.
         lookahead_steps: steps that are decided ahead of the one that runs (scheduling beside the device).
-        max_batched_tokens, max_batch: defaults of the server; small_*: on devices below ``small_device_gib``.
+        poll_steps: decoding steps between two looks at what has arrived (SGLang's --scheduler-recv-interval).
+        max_batched_tokens, max_batch: defaults of the server; small_*: on devices below ``small_device_gib``; embedded_*: where the
+            engine is called from another server's process.
     """
 
     policy: Literal["mixed", "prefill_first"]
     chunks_prompts: bool
     lookahead_steps: NonNegativeInt = 0
+    poll_steps: PositiveInt = 1
     max_batched_tokens: PositiveInt
     max_batch: PositiveInt
     small_device_gib: NonNegativeFloat = 0.0
     small_batched_tokens: PositiveInt = 2048
     small_batch: PositiveInt = 256
+    embedded_batched_tokens: PositiveInt | None = None
 
 
 class Admission(Frozen):
@@ -85,25 +89,28 @@ class Overhead(Frozen):
 
     Attributes:
         overlapped: beside the device's work, so that only what is longer counts.
-        step_s: a step; row_s: a sequence in it; eager_layer_s: a layer where no graph holds the step (a floor).
+        step_s: a step; row_s: a sequence in it; device_s: of a step between two of the device's, however much is overlapped.
+        eager_kernel_s: launch of a kernel where no graph holds the step, whose time is at least that of its launches.
     """
 
     overlapped: bool
     step_s: NonNegativeFloat
     row_s: NonNegativeFloat
-    eager_layer_s: NonNegativeFloat
+    device_s: NonNegativeFloat = 0.0
+    eager_kernel_s: NonNegativeFloat
 
 
 class RequestCost(Frozen):
-    """Of a request, in the server's front end, one request after the other.
+    """Of a request, in the server's front end.
 
     Attributes:
-        fixed_s: accept, parse, hand on; token_s: tokenise a token of the prompt; finish_s: the end, on its way to the client.
+        fixed_s: accept, parse, hand on; token_s: tokenise a token of the prompt: both one request after the other.
+        way_s: from the client to the front end, and from the engine back to the client: beside other requests'.
     """
 
     fixed_s: NonNegativeFloat
     token_s: NonNegativeFloat
-    finish_s: NonNegativeFloat
+    way_s: NonNegativeFloat
 
 
 class EngineProfile(Frozen):

@@ -57,7 +57,7 @@ class Rank:
         self.joined: dict[int, tuple[int, int]] = {}  # clock and cached tokens when it began to decode
         self.held: dict[int, int] = {}  # blocks of its own at that time, or all of them where they are reserved
         self.order: list[int] = []
-        self.clock = self.num = self.cached = self.end_sum = 0
+        self.clock = self.num = self.cached = self.end_sum = self.coming = 0
         self.free = limits.cache_blocks
         self.phases = [0] * self.size
         self.now: list[tuple[int, int]] = []  # tokens of each prompt in this step
@@ -65,7 +65,7 @@ class Rank:
     @property
     def load(self) -> int:
         """Return the requests that it has."""
-        return len(self.waiting) + len(self.prompts) + self.num
+        return self.coming + len(self.waiting) + len(self.prompts) + self.num
 
     @property
     def running(self) -> int:
@@ -285,6 +285,8 @@ class Instance:
         self.steps, self.since_s, self.begun_s, self.end_s, self.version = 0, 0.0, 0.0, 0.0, 0
         self.use = InstanceUse()
         self.front_free_s = self.link_free_s = 0.0
+        self.poll_steps, self.since_poll = profile.scheduler.poll_steps, 0
+        self.inbox: list[tuple[Rank, int]] = []
         self.load = 0
 
     @property
@@ -297,7 +299,7 @@ class Instance:
         use, passed = self.use, now_s - self.since_s
         running, waiting, held = 0, 0, 0
         for rank in self.ranks:
-            running, waiting = running + len(rank.prompts) + rank.num, waiting + len(rank.waiting)
+            running, waiting = running + len(rank.prompts) + rank.num, waiting + rank.coming + len(rank.waiting)
             held += self.blocks - rank.free
         cache = held / (self.blocks * len(self.ranks))
         use.running_s += running * passed
@@ -311,13 +313,15 @@ class Instance:
         """Take a request; return whether the end of the running stretch moved (or one starts)."""
         self.account(now_s)
         rank = self.ranks[0] if len(self.ranks) == 1 else min(self.ranks, key=lambda entry: entry.load)
-        rank.waiting.append(request)
+        rank.coming += 1
+        self.inbox.append((rank, request))
         self.states.queued_s[request] = now_s
         if self.idle:
             return self.start(now_s)
         if self.steps == 1 or rank.running >= rank.limits.max_batch:
             return False
         last = int(np.searchsorted(self.times, now_s)) + self.lookahead
+        last += -(self.since_poll + last + 1) % self.poll_steps
         if last + 1 >= self.steps:
             return False
         self.steps, self.end_s = last + 1, float(self.times[last])
@@ -326,6 +330,8 @@ class Instance:
 
     def start(self, now_s: float) -> bool:
         """Choose the next steps; return False where there is nothing to do."""
+        if self.inbox and (self.since_poll % self.poll_steps == 0 or not any(rank.running for rank in self.ranks)):
+            self._poll()
         chosen = [rank.select(now_s) for rank in self.ranks]
         tokens = max(entry[0] for entry in chosen)
         decoding = [rank for rank in self.ranks if rank.num]
@@ -341,6 +347,8 @@ class Instance:
         steps = min(_MAX_STRETCH, *(rank.steps_to_change() for rank in decoding))
         fullest = max(decoding, key=lambda rank: rank.cached)
         mean = sum(rank.num for rank in decoding) / len(self.ranks)
+        if self.inbox:
+            steps = min(steps, self.poll_steps - self.since_poll % self.poll_steps)
         if steps <= 2:
             self.times, ends = [], now_s
             for step in range(steps):
@@ -350,6 +358,13 @@ class Instance:
             self.times = now_s + np.cumsum(self.table.decode_steps_s(fullest.num, fullest.cached, steps, mean))
         self.steps, self.end_s = steps, float(self.times[-1])
         return True
+
+    def _poll(self) -> None:
+        """Put what has arrived into the queues."""
+        for rank, request in self.inbox:
+            rank.coming -= 1
+            rank.waiting.append(request)
+        self.inbox.clear()
 
     def _prompt_step_s(self, chosen: list[tuple[int, float, int]]) -> float:
         """Return the seconds of a step with prompts: of the slowest rank, with the experts of all."""
@@ -370,6 +385,8 @@ class Instance:
         self.account(self.end_s)
         use.busy_s += self.end_s - self.begun_s
         use.steps += self.steps
+        # A step with prompts is followed by a look at what has arrived.
+        self.since_poll = 0 if any(rank.now for rank in self.ranks) else self.since_poll + self.steps
         for rank in self.ranks:
             prompts = sum(take for _, take in rank.now)
             use.prompt_tokens += prompts

@@ -22,8 +22,10 @@ from numpy.typing import ArrayLike
 from ...schema.errors import ConfigError
 from ...schema.serving import EngineLimits
 from ...schema.units import FloatArray, IntArray
+from .dispatch import step_kernels
 from .engine import EngineProfile
 from .instance import Instance, InstanceUse, RequestStates
+from .step import StepCosts
 from .step_table import StepParts, StepTable
 
 Router = Literal["round_robin", "least_loaded"]
@@ -72,14 +74,20 @@ class EnginePool:
     @classmethod
     def of(
         cls, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, replicas: int = 1, ranks: int = 1, lanes: int = 1,
-        num_layers: int = 0,
+        num_kernels: int | None = None,
     ) -> EnginePool:  # fmt: skip
-        """Return the pool of an engine's costs; lanes share the cache and the batch of an instance."""
+        """Return the pool of an engine's costs; lanes share the cache and the batch of an instance.
+
+        ``num_kernels``: of a step that no graph holds; None: those of the model (`step_kernels`).
+        """
+        if num_kernels is None:
+            of = step.instance if isinstance(step, StepCosts) else None
+            num_kernels = step_kernels(of.model, of.weights, of.experts) if of else 0
         if lanes > 1:
             limits = limits.replace(
                 max_batch=max(limits.max_batch // lanes, 1), cache_blocks=max(limits.cache_blocks // lanes, 1)
             )
-        table = StepTable(step, profile, limits, num_layers=num_layers)
+        table = StepTable(step, profile, limits, num_kernels=num_kernels)
         return cls(table, profile, limits, replicas, ranks, lanes)
 
 
@@ -234,7 +242,7 @@ class _Simulation:
         self.sent_s[request] = now
         which = self._choose(0)
         instance, cost = self.instances[0][which], self.pools[0].profile.request
-        ready = max(instance.front_free_s, now) + cost.fixed_s + cost.token_s * self.states.prompt[request]
+        ready = max(instance.front_free_s, now + cost.way_s) + cost.fixed_s + cost.token_s * self.states.prompt[request]
         instance.front_free_s = ready
         self._push(ready, _QUEUE, 0, which, request)
 
@@ -244,7 +252,7 @@ class _Simulation:
         last = pool == len(self.pools) - 1
         for request in ended:
             if last or states.made[request] >= states.output[request]:
-                self._push(now + self.pools[pool].profile.request.finish_s, _LEAVE, pool, which, request)
+                self._push(now + self.pools[pool].profile.request.way_s, _LEAVE, pool, which, request)
                 continue
             instance.link_free_s = max(instance.link_free_s, now) + self.transfer_s * states.prompt[request]
             states.has_cache[request] = True
@@ -255,7 +263,7 @@ class _Simulation:
     def _result(self, begin: float, end: float, integral: float) -> SimulatedRequests:
         """Return the arrays, as clients see them: an answer's tokens are on their way for as long as its end."""
         states, sent, answered = self.states, np.array(self.sent_s), np.array(self.answered_s)
-        first = np.array(states.first_s) + self.pools[-1].profile.request.finish_s
+        first = np.array(states.first_s) + self.pools[-1].profile.request.way_s
         after = np.maximum(np.array(states.output) - 1, 0)
         duration = end - begin
         for instance in (instance for pool in self.instances for instance in pool):

@@ -2,7 +2,8 @@
 
     decode   t = body(r) + experts(r) + head(b) + a_d(b, S)                r: b padded to the next captured size
     prompts  t = body(b + p) + experts(b + p) + head(b + n) + a_d(b, S) + a_p(p, C)
-    engine   t' = max(t + o, h) beside the device, t + h else;  h = step_s + row_s (b + n), a floor a layer without graph
+    engine   t' = max(t + d, h) beside the device, t + d + h else;  h = step_s + row_s (b + n), d = device_s
+             without a graph t is at least eager_kernel_s for each of its kernels
 
 with b decoding requests over S cached tokens and p tokens of n ending prompts that attend to C tokens each. Body: products and what
 tensor-parallel ranks exchange, of the fullest attention rank; experts: of all ranks' rows, so of the mean.
@@ -52,9 +53,9 @@ def _row_grid(max_rows: int) -> IntArray:
 class StepTable:
     """A step's seconds under an engine's limits, as one attention rank sees them."""
 
-    def __init__(self, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, num_layers: int = 0) -> None:
+    def __init__(self, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, num_kernels: int = 0) -> None:
         self.overhead, self.sizes = profile.overhead, limits.graph_sizes
-        self.eager_s = profile.overhead.eager_layer_s * num_layers
+        self.eager_s = profile.overhead.eager_kernel_s * num_kernels
         self.batches = _row_grid(limits.max_batch)
         rows = _row_grid(limits.max_batch + limits.max_batched_tokens)
         self._rows, self._batches = rows.tolist(), self.batches.tolist()
@@ -105,7 +106,7 @@ class StepTable:
     def _with_host(self, seconds: float, rows: float, captured: bool) -> float:
         """Return the seconds of a step with what the host adds."""
         host = self.overhead.step_s + self.overhead.row_s * rows
-        seconds = seconds if captured else max(seconds, self.eager_s)
+        seconds = (seconds if captured else max(seconds, self.eager_s)) + self.overhead.device_s
         return max(seconds, host) if self.overhead.overlapped else seconds + host
 
     def _curve(self, rows: int, mean_rows: float) -> tuple[FloatArray, FloatArray, list[float], list[float]]:

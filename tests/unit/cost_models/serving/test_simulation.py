@@ -51,7 +51,7 @@ def pool(
 ) -> EnginePool:
     profile = EngineProfile.named(engine)
     limits = profile.limits(device_bytes=200e9, cache_tokens=cache_tokens, max_batch=max_batch, max_batched_tokens=4096)
-    return EnginePool.of(ConstantCosts(scale), profile, limits, num_layers=16, **sizes)
+    return EnginePool.of(ConstantCosts(scale), profile, limits, num_kernels=200, **sizes)
 
 
 def load(count: int = 200, seed: int = 0, rate: float = 10.0, *, longest: int = 2000) -> RequestTable:
@@ -135,7 +135,7 @@ def test_equal_requests_one_by_one_take_the_closed_form(engine: str) -> None:
     entry, prompt, output = pool(engine), 1000, 50
     served = simulate(entry, RequestTable.of(np.full(5, prompt), output), concurrency=1)
     cost, table = entry.profile.request, entry.table
-    ttft = cost.fixed_s + cost.token_s * prompt + table.prompt_s(0, 0, prompt, prompt / 2, 1) + cost.finish_s
+    ttft = cost.fixed_s + cost.token_s * prompt + table.prompt_s(0, 0, prompt, prompt / 2, 1) + 2 * cost.way_s
     tpot = np.mean([table.decode_s(1, prompt + step) for step in range(output - 1)])
     np.testing.assert_allclose(served.ttft_s, ttft, rtol=1e-9)
     np.testing.assert_allclose(served.tpot_s, tpot, rtol=1e-9)
@@ -147,7 +147,7 @@ def test_equal_requests_together_take_the_closed_form() -> None:
     entry = pool("sglang")
     entry = EnginePool.of(
         ConstantCosts(),
-        entry.profile.replace(request=entry.profile.request.replace(fixed_s=0, token_s=0, finish_s=0)),
+        entry.profile.replace(request=entry.profile.request.replace(fixed_s=0, token_s=0, way_s=0)),
         entry.limits,
     )
     served = simulate(entry, RequestTable.of(np.full(count, prompt), output, 0.0), concurrency=count)
@@ -173,12 +173,14 @@ def test_doubling_costs_and_times_doubles_latencies(engine: str) -> None:
 
     def engine_of(scale: float) -> EnginePool:
         profile = EngineProfile.named(engine)
-        overhead = {name: getattr(profile.overhead, name) * scale for name in ("step_s", "row_s", "eager_layer_s")}
-        cost = {name: getattr(profile.request, name) * scale for name in ("fixed_s", "token_s", "finish_s")}
+        overhead = {
+            name: getattr(profile.overhead, name) * scale for name in ("step_s", "row_s", "device_s", "eager_kernel_s")
+        }
+        cost = {name: getattr(profile.request, name) * scale for name in ("fixed_s", "token_s", "way_s")}
         profile = profile.replace(
             overhead=profile.overhead.replace(**overhead), request=profile.request.replace(**cost)
         )
-        return EnginePool.of(ConstantCosts(scale), profile, pool(engine).limits, num_layers=16)
+        return EnginePool.of(ConstantCosts(scale), profile, pool(engine).limits, num_kernels=200)
 
     slow = RequestTable(requests.arrival_s * 2, requests.prompt_len, requests.output_len, requests.prefix_len)
     np.testing.assert_allclose(
