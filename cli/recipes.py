@@ -66,18 +66,14 @@ def recipes_table(answers: list[Recipe], *, has_plans: bool) -> Table:
     """Return measured, predicted and, where asked for, planned figures of each recipe."""
     from ..schema.units import format_percent
 
-    planned = ("plan", "gain") if has_plans else ()
+    planned = ("plan", "gain", "of axes") if has_plans else ()
     table = headed_table(
         "published runs: tokens/s per device, or MFU", "run", "devices", "measured", "predicted", "error", *planned, "remarks",
         text=("run", "remarks"),
     )  # fmt: skip
     for answer in answers:
-        gain = (
-            None
-            if answer.planned_figure is None or answer.predicted is None
-            else answer.planned_figure / answer.predicted - 1
-        )
-        plans = (figure(answer, answer.planned_figure), "-" if gain is None else format_percent(gain, sign=True))
+        gains = ("-" if gain is None else format_percent(gain, sign=True) for gain in (answer.gain, answer.axes_gain))
+        plans = (figure(answer, answer.planned_figure), *gains)
         table.add_row(
             answer.title,
             f"{answer.num_devices:,} {answer.device.partition('-')[0]}",

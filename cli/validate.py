@@ -275,17 +275,20 @@ def _time_cells(time: TimeScore | None) -> tuple[str, ...]:
 
 
 def choice_table(scores: dict[str, SourceScore], overall: OverallScore) -> Table:
-    """Show the regret of choosing in decision groups, by us and by simpler rules, and how well their order is predicted."""
+    """Show the regret of choosing in decision groups, by us and by simpler rules, how well their order is predicted, and gains.
+
+    A gain is that of our choice over the mean of its group: as promised, and as measured.
+    """
     table = headed_table(
         "choice: what the chosen layout costs over the best measured one", "source", "groups", "ours", "worst",
-        "plainer", "naive", "random", "rank", text=("source",),
+        "plainer", "naive", "random", "rank", "promised", "gained", text=("source",),
     )  # fmt: skip
     for source, score in scores.items():
         if choice := score.regret:
             regrets = map(_percent, (choice.mean, choice.max, choice.plain, choice.naive, choice.random))
-            table.add_row(
-                source or "(none)", str(choice.count), *regrets, "-" if choice.rank is None else f"{choice.rank:.2f}"
-            )
+            rank = "-" if choice.rank is None else f"{choice.rank:.2f}"
+            gains = (_percent(gain, sign=True) for gain in (choice.predicted_gain, choice.measured_gain))
+            table.add_row(source or "(none)", str(choice.count), *regrets, rank, *gains)
     if overall.regret is not None and overall.num_groups > 1:
         table.add_section()
         rules = (overall.plain, overall.naive, overall.random)

@@ -22,10 +22,10 @@ Constraints
 Method: every order of up to eight nodes; of more local search, then annealing of many orders at once. All nodes of a kind are
 swapped in pairs, among many nodes only the ends of each axis's slowest pair with the others; the best swap is taken while it
 lowers (O), or at equal (O) the mean over the pairs in place of the slowest one. Starts: the identity, nodes gathered block by
-block with those they reach fastest, and random orders. What the bound does not prove is annealed: each order swaps an end of a
-slowest pair, or any node, with another one at a time; what comes out best is searched locally once more. The identity is among
-the starts, so that the answer is never worse. Deterministic for a seed. (The bottleneck assignment problem with quadratic costs
-is NP-hard.)
+block with those they reach fastest, and random orders. What the bound does not prove is annealed: each order swaps two nodes at a
+time, and every now and then the worst orders begin again as copies of the best; what comes out best is searched locally once
+more. The identity is among the starts, so that the answer is never worse. Deterministic for a seed. (The bottleneck assignment
+problem with quadratic costs is NP-hard.)
 
 Bound: each axis by itself at the rate that its slowest pair exceeds in no order (`node_links.max_slowest` of cost_models/hardware).
 Source: local search by pairwise exchange for assignments (Burkard, Dell'Amico, Martello: Assignment Problems, SIAM 2009, ch. 8);
@@ -55,20 +55,24 @@ ALL_SWAPS_UP_TO = 24
 ALL_ORDERS_UP_TO = 8
 """Positions up to which every order is tried: 40,320 in some 20 ms."""
 
-NUM_CHAINS = 40
+NUM_CHAINS = 48
 """Orders that are annealed at once."""
 
-ANNEALING_STEPS = 2200
-"""Swaps of each of them: with 8 to 32 nodes 0.1 to 0.4 CPU s."""
+ANNEALING_STEPS = 5000
+"""Swaps of each of them: with 16 to 32 nodes 0.2 to 0.3 CPU s."""
 
-POWER = 10
-"""Chains minimise (O) with this norm over the pairs of an axis in place of the maximum, so that the second slowest pair counts."""
+ROUND = 512
+"""Swaps after which the worst chains begin again as the best ones, and sums are counted anew."""
 
-HOT, COLD = 0.03, 0.002
+REPLACED = 0.25
+"""Share of the chains that do."""
+
+POWERS = ((0.3, 10), (0.6, 20), (1.0, 40))
+"""Chains minimise (O) with a norm over the pairs of an axis in place of the maximum, so that the second slowest pair counts too:
+up to which part of the steps, and its power."""
+
+HOT, COLD = 0.05, 0.0005
 """Temperatures over the best (O) known, first and last; falling geometrically."""
-
-ELSEWHERE = 0.7
-"""Share of swaps that start from any node, not from an end of a slowest pair."""
 
 
 @dataclass(frozen=True)
@@ -149,59 +153,86 @@ def _best_of_all(instance: RankMappingInstance) -> tuple[IntArray, float]:
     return orders[best], float(objectives[best])
 
 
+class _Pairs:
+    """The pairs of all axes one after the other, and those that each position is an end of."""
+
+    def __init__(self, instance: RankMappingInstance, scale_s: float) -> None:
+        size, axes = instance.num_positions, instance.axes
+        lengths = [len(axis.pairs) for axis in axes]
+        # The last pair is none: it fills up the lists of positions with fewer pairs, and its table is zero.
+        self.senders, self.receivers = np.concatenate([*(axis.pairs for axis in axes), [[0, 0]]]).T
+        self.tables = np.repeat(np.arange(len(axes) + 1), [*lengths, 1]) * size * size
+        self.first = np.cumsum([0, *lengths[:-1]])
+        seconds = [(axis.weight / instance.bandwidth / scale_s).ravel() for axis in axes]
+        self.seconds = np.concatenate([*seconds, np.zeros(size * size)])
+        self.size = size
+        lists, self.columns, width = list[IntArray](), list[int](), 0
+        for axis, first in zip(axes, self.first, strict=True):
+            ends = [first + np.flatnonzero(np.any(axis.pairs == k, axis=1)) for k in range(size)]
+            most = max(map(len, ends))
+            lists.append(np.array([[*each, *[len(self.tables) - 1] * (most - len(each))] for each in ends]))
+            self.columns.append(width)
+            width += 2 * most
+        self.of_position = lists
+
+    def of_swap(self, i: IntArray, j: IntArray) -> IntArray:
+        """Return the pairs [M, D] that end at position i or j [M], axis by axis; those that join both count twice."""
+        return np.concatenate([each for pairs in self.of_position for each in (pairs[i], pairs[j])], axis=1)
+
+    def cells(self, orders: IntArray, pairs: IntArray | slice) -> IntArray:
+        """Return where the tables have those pairs of orders [M, K]."""
+        senders, receivers = self.senders[pairs], self.receivers[pairs]
+        if senders.ndim == 1:
+            return np.asarray(orders[:, senders] * self.size + orders[:, receivers] + self.tables[pairs])
+        rows = np.arange(len(orders))[:, None]
+        return np.asarray(orders[rows, senders] * self.size + orders[rows, receivers] + self.tables[pairs])
+
+
 def _anneal(
     instance: RankMappingInstance, starts: IntArray, scale_s: float, num_steps: int, rng: np.random.Generator
 ) -> IntArray:
     """Return the best order [K] of the chains that begin at `starts` [M, K]; (O) is measured against `scale_s`."""
     size, rows = instance.num_positions, np.arange(NUM_CHAINS)
-    orders = starts[rows % len(starts)]
-    tables = [(axis.weight / instance.bandwidth / scale_s).ravel() for axis in instance.axes]
-    axes = [(table, table**POWER, *axis.pairs.T) for table, axis in zip(tables, instance.axes, strict=True)]
-    weights = np.array([axis.weight for axis in instance.axes])
-
-    def costs(orders: IntArray) -> tuple[FloatArray, FloatArray, list[IntArray]]:
-        """Return (O) [M], the same with the norm for the maximum [M], and of each axis its slowest pair [M]; over `scale_s`."""
-        total, soft, slowest = np.zeros(len(orders)), np.zeros(len(orders)), list[IntArray]()
-        for seconds, powers, senders, receivers in axes:
-            cells = orders[:, senders] * size + orders[:, receivers]
-            each = seconds[cells]
-            slowest.append(np.argmax(each, axis=1))
-            total += each[rows, slowest[-1]]
-            soft += powers[cells].sum(axis=1) ** (1 / POWER)
-        return total, soft, slowest
-
-    has_blocks = bool(np.any(np.diff(instance.block) == 0))
-    current, current_soft, slowest = costs(orders)
-    best, best_cost = orders[np.argmin(current)], float(current.min())
-    for temperature in np.geomspace(HOT, COLD, num_steps):
-        axis_idx = (
-            rng.choice(len(axes), NUM_CHAINS, p=_shares(weights)) if len(axes) > 1 else np.zeros(NUM_CHAINS, np.int64)
-        )
-        pair = np.stack(slowest)[axis_idx, rows]
-        ends = np.array(
-            [axes[a][2 + side][p] for a, p, side in zip(axis_idx, pair, rng.integers(0, 2, NUM_CHAINS), strict=True)]
-        )
-        ends = np.where(rng.random(NUM_CHAINS) < ELSEWHERE, rng.integers(0, size, NUM_CHAINS), ends)
-        others = rng.integers(0, size, NUM_CHAINS)
-        moves = (instance.kind[ends] == instance.kind[others]) & (instance.block[ends] != instance.block[others])
+    pairs, orders = _Pairs(instance, scale_s), starts[rows % len(starts)]
+    every, has_blocks = slice(0, len(pairs.tables) - 1), bool(np.any(np.diff(instance.block) == 0))
+    best, best_cost, num_worst = orders[0], np.inf, int(REPLACED * NUM_CHAINS)
+    for step, temperature in enumerate(np.geomspace(HOT, COLD, num_steps)):
+        if step % ROUND == 0:
+            norm = next(power for until, power in POWERS if step < until * num_steps)
+            powers = pairs.seconds**norm
+            cells = pairs.cells(orders, every)
+            costs = np.maximum.reduceat(pairs.seconds[cells], pairs.first, axis=1).sum(axis=1)
+            sums = np.add.reduceat(powers[cells], pairs.first, axis=1)
+            if costs.min() < best_cost:
+                best, best_cost = orders[np.argmin(costs)].copy(), float(costs.min())
+            ranked = np.argsort((sums ** (1 / norm)).sum(axis=1))
+            orders[ranked[-num_worst:]], sums[ranked[-num_worst:]] = (
+                orders[ranked[:num_worst]],
+                sums[ranked[:num_worst]],
+            )
+            soft = (sums ** (1 / norm)).sum(axis=1)
+            one = rng.integers(0, size, (ROUND, NUM_CHAINS))
+            other = (one + rng.integers(1, size, (ROUND, NUM_CHAINS))) % size
+            least_gain = np.log(rng.random((ROUND, NUM_CHAINS)))
+        i, j = one[step % ROUND], other[step % ROUND]
+        moves = (instance.kind[i] == instance.kind[j]) & (instance.block[i] != instance.block[j])
         swapped = orders.copy()
-        swapped[rows, ends] = np.where(moves, orders[rows, others], orders[rows, ends])
-        swapped[rows, others] = np.where(moves, orders[rows, ends], orders[rows, others])
-        swapped = _sort_within_blocks(instance, swapped) if has_blocks else swapped
-        changed, changed_soft, swapped_slowest = costs(swapped)
-        accepted = rng.random(NUM_CHAINS) < np.exp(np.minimum((current_soft - changed_soft) / temperature, 0.0))
-        orders = np.where(accepted[:, None], swapped, orders)
-        current = np.where(accepted, changed, current)
-        current_soft = np.where(accepted, changed_soft, current_soft)
-        slowest = [np.where(accepted, new, old) for new, old in zip(swapped_slowest, slowest, strict=True)]
-        if current.min() < best_cost:
-            best, best_cost = orders[np.argmin(current)], float(current.min())
-    return best
-
-
-def _shares(weights: FloatArray) -> FloatArray:
-    """Return how often a swap starts from each axis: by the root of its weight."""
-    return np.asarray(np.sqrt(weights) / np.sqrt(weights).sum())
+        swapped[rows, i], swapped[rows, j] = orders[rows, j], orders[rows, i]
+        if has_blocks:
+            swapped = _sort_within_blocks(instance, swapped)
+            changed = np.add.reduceat(powers[pairs.cells(swapped, every)], pairs.first, axis=1)
+        else:
+            touched = pairs.of_swap(i, j)
+            added = powers[pairs.cells(swapped, touched)] - powers[pairs.cells(orders, touched)]
+            ends = np.stack([pairs.senders[touched], pairs.receivers[touched]])
+            joins = np.all((ends == i[:, None]) | (ends == j[:, None]), axis=0) & (ends[0] != ends[1])
+            added = np.where(joins, added / 2, added)
+            changed = np.maximum(sums + np.add.reduceat(added, pairs.columns, axis=1), np.finfo(float).tiny)
+        changed_soft = (changed ** (1 / norm)).sum(axis=1)
+        accepted = moves & (least_gain[step % ROUND] < (soft - changed_soft) / temperature)
+        orders[accepted], sums[accepted], soft[accepted] = swapped[accepted], changed[accepted], changed_soft[accepted]
+    costs = np.maximum.reduceat(pairs.seconds[pairs.cells(orders, every)], pairs.first, axis=1).sum(axis=1)
+    return orders[np.argmin(costs)] if costs.min() < best_cost else best
 
 
 def _swap_to_local_optimum(instance: RankMappingInstance, order: IntArray) -> tuple[IntArray, float]:

@@ -2,6 +2,7 @@
 
 The regret of a choice is 1 - best / measured(choice), the best being the best that was measured, predicted or not. Beside it stand
 the regret of the naive rule, the mean over all rows that could be predicted (random), and the rank correlation inside the group.
+Whether predicted gains come true is told by the gain of the choice over its group's geometric mean, as predicted and as measured.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ class Group:
         """Return 1 - best / measured(chosen)."""
         return float(1 - (self.best_s or self.measured_s.min()) / self.measured_s[chosen])
 
+    def gains(self, chosen: int) -> tuple[float, float]:
+        """Return by how much the chosen row is faster than the geometric mean of all: predicted, and measured."""
+        logs = (np.log(self.predicted_s), np.log(self.measured_s))
+        predicted, measured = (float(np.expm1(each.mean() - each[chosen])) for each in logs)
+        return predicted, measured
+
 
 @dataclass(frozen=True)
 class GroupScore:
@@ -62,6 +69,7 @@ class GroupScore:
         chosen, best: rows: the fastest by prediction that fits, and the fastest measured.
         regret, plain, naive, random: of our choice, of the planner's (the plainest near tie), of the naive rule, and the mean.
         rank: rank correlation; None for fewer than three rows.
+        predicted_gain, measured_gain: of our choice over the geometric mean of the rows.
     """
 
     source_set: str
@@ -74,6 +82,8 @@ class GroupScore:
     naive: float | None = None
     random: float | None = None
     rank: float | None = None
+    predicted_gain: float | None = None
+    measured_gain: float | None = None
 
 
 Member = tuple[RunRow, Prediction, float]
@@ -131,6 +141,7 @@ def _score(members: Sequence[Member]) -> GroupScore:
         known = sum(prediction.estimate is not None for _, prediction, _ in members)
         return GroupScore(source, len(members), known, best)
     chosen = choose_by(group, probability=0.5)
+    predicted_gain, measured_gain = group.gains(chosen)
     return GroupScore(
         source_set=source,
         measured=len(members),
@@ -142,6 +153,8 @@ def _score(members: Sequence[Member]) -> GroupScore:
         naive=group.regret(choose_naively(group)),
         random=float(np.mean([group.regret(idx) for idx in range(len(group.ids))])),
         rank=rank_correlation(group.predicted_s, group.measured_s),
+        predicted_gain=predicted_gain,
+        measured_gain=measured_gain,
     )
 
 

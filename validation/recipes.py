@@ -48,6 +48,7 @@ class PlannedRecipe(Frozen):
     Attributes:
         tokens_per_s_per_device, mfu: of all devices, those that stay idle among them.
         gains: seconds of the published layout less those of the plan, by term, over the plan's step; they sum to its gain.
+        switches_as_published_s: the step of the best layout whose switches are those of the run: what the axes alone give.
     """
 
     layout: Layout
@@ -56,6 +57,7 @@ class PlannedRecipe(Frozen):
     mfu: PositiveFloat
     search: Certificate | None
     gains: dict[str, float] = Field(default_factory=dict)
+    switches_as_published_s: PositiveFloat | None = None
 
 
 class Recipe(Frozen):
@@ -93,6 +95,20 @@ class Recipe(Frozen):
     def error(self) -> float | None:
         """Predicted over measured, less 1."""
         return None if self.predicted is None else self.predicted / self.measured - 1
+
+    @property
+    def gain(self) -> float | None:
+        """Gain of the plan over our prediction of the published layout."""
+        if self.planned_figure is None or self.predicted is None:
+            return None
+        return self.planned_figure / self.predicted - 1
+
+    @property
+    def axes_gain(self) -> float | None:
+        """What of it there is with the switches of the published run."""
+        if self.planned is None or self.gain is None or self.planned.switches_as_published_s is None:
+            return None
+        return (1 + self.gain) * self.planned.step_time_s / self.planned.switches_as_published_s - 1
 
     @property
     def planned_figure(self) -> float | None:
@@ -149,23 +165,24 @@ def with_plans(
 
 
 def _with_plan(recipe: Recipe, inputs: RunInputs, deadline: Deadline) -> Recipe:
-    """Plan freely, and with the switches that the run had; the faster of both is what the engine could have."""
+    """Plan freely, with the switches on that the run had, and with its switches and no others; the fastest is what there is."""
     if inputs.workload.engine not in PLANNED_ENGINES:
         return recipe.replace(not_planned=f"no plans are made for {inputs.workload.engine}")
     fields = Layout.model_fields
-    switched_on = {name: getattr(inputs.layout, name) for name in SWITCHES}
-    switched_on = {name: value for name, value in switched_on.items() if value != fields[name].default}
-    plans: list[TrainingPlan] = []
+    as_published = {name: getattr(inputs.layout, name) for name in SWITCHES}
+    switched_on = {name: value for name, value in as_published.items() if value != fields[name].default}
+    plans: dict[str, TrainingPlan] = {}
     reasons: list[str] = []
-    for fixed in ({}, switched_on) if switched_on else ({},):
+    for name, fixed in {"free": {}, "switched on": switched_on, "as published": as_published}.items():
         try:
             options: RequestOptions = {"fixed": fixed, "runnable": False, "deadline": deadline}
-            plans.append(plan(inputs.model, inputs.cluster, inputs.workload, top=0, **options))
+            plans[name] = plan(inputs.model, inputs.cluster, inputs.workload, top=0, **options)
         except MeshwrightError as error:
             reasons.append(error.message)
     if not plans:
         return recipe.replace(not_planned=reasons[0])
-    best = min(plans, key=lambda each: each.estimate.step_time_s)
+    best = min(plans.values(), key=lambda each: each.estimate.step_time_s)
+    alike = plans.get("as published")
     used = best.cluster.num_devices / inputs.cluster.num_devices
     planned = PlannedRecipe(
         layout=best.layout,
@@ -174,6 +191,7 @@ def _with_plan(recipe: Recipe, inputs: RunInputs, deadline: Deadline) -> Recipe:
         mfu=used * best.estimate.mfu,
         search=best.search,
         gains=_gains(step_parts_of_run(inputs), step_parts(best)),
+        switches_as_published_s=None if alike is None else alike.estimate.step_time_s,
     )
     return recipe.replace(planned=planned)
 

@@ -76,6 +76,8 @@ class ChoiceScore:
     naive: float | None
     random: float | None
     rank: float | None
+    predicted_gain: float | None
+    measured_gain: float | None
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,8 @@ def _score_choices(groups: Iterable[GroupScore]) -> ChoiceScore | None:
         naive=_mean(group.naive for group in known),
         random=_mean(group.random for group in known),
         rank=_mean(group.rank for group in known),
+        predicted_gain=_mean(group.predicted_gain for group in known),
+        measured_gain=_mean(group.measured_gain for group in known),
     )
 
 

@@ -69,6 +69,8 @@ def test_a_plan_stands_beside_the_run() -> None:
     assert recipe.predicted is not None and recipe.planned_figure is not None
     assert sum(recipe.planned.gains.values()) == pytest.approx(recipe.planned_figure / recipe.predicted - 1, abs=1e-6)
     assert recipe.planned.gains["waiting for the host"] > 0.1  # graphs, which the published run did not have
+    assert recipe.gain is not None and recipe.axes_gain is not None
+    assert 0 < recipe.axes_gain < recipe.gain - 0.1
     stopped = Deadline()
     stopped.stop()
     (recipe,) = with_plans(pairs, time_limit_s=60, deadline=stopped)

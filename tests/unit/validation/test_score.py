@@ -54,6 +54,10 @@ def test_source_score_counts_every_row_once(tmp_path) -> None:
     assert groups["g"].regret == pytest.approx(1 - 2.0 / chosen)
     # The naive rule takes row b, whose tp x pp is 1 and not 2; at random it is b half of the time.
     assert (groups["g"].naive, groups["g"].random) == (pytest.approx(1 / 3), pytest.approx(1 / 6))
+    # Of two rows the geometric mean lies a root of their ratio above the faster one.
+    assert groups["g"].measured_gain == pytest.approx((5.0 - chosen) ** 0.5 / chosen**0.5 - 1)
+    ratio = known[1].step_time_s / known[0].step_time_s
+    assert groups["g"].predicted_gain == pytest.approx(max(ratio, 1 / ratio) ** 0.5 - 1)
     assert list(groups) == ["g"]
     assert groups == score_groups(rows, predictions)
     overall = score_overall([score])
