@@ -201,7 +201,7 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
     decode = ServingLayout(tp=row.decode_tp or 1, attention_dp=row.decode_attention_dp or 1, ep=row.decode_ep or 1)
     ranks = row.decode_workers * decode.attention_dp
     concurrency = max(round(row.concurrency or (row.decode_batch_per_rank or 1) * ranks), 1)
-    first, memory = _pool(row, profile, prefill, row.prefill_workers, concurrency, row.prefill_batch_per_rank)
+    first, memory = _pool(row, profile, prefill, row.prefill_workers, concurrency, None)
     second, more = _pool(row, profile, decode, row.decode_workers, concurrency, row.decode_batch_per_rank)
     transfer_s = _transfer_s_per_token(row, decode)
     served = simulate(
