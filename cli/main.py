@@ -19,6 +19,7 @@ from .plan import plan
 from .profile import profile_app
 from .recipes import recipes
 from .rehearse import rehearse
+from .replay import replay
 from .studio import studio
 from .terminal import begin, headed_table, show
 from .validate import calibrate, validate
@@ -37,6 +38,7 @@ app.command(short_help="What binds a plan, what more of each resource is worth, 
 app.command(short_help="Draw a plan: a page for a browser, a trace for Perfetto.")(report)
 app.command(short_help="Plan in a browser, as controls move.")(studio)
 app.command(short_help="A plan's step on every kind of rank, without a device.")(rehearse)
+app.command(short_help="A serving plan under recorded requests, simulated one by one.")(replay)
 app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
 app.command()(tokens)
 app.command()(export)

@@ -1,0 +1,181 @@
+"""A serving plan under recorded requests: the deployment simulated request by request, percentiles and what every instance did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..cost_models.serving.engine import EngineProfile
+from ..cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
+from ..cost_models.serving.step import StepCosts
+from ..schema import ClusterSpec, ConfigError
+from ..schema.base import Frozen
+from ..schema.requests_file import Trace
+from ..schema.serving import LatencyLimit, Pool
+from ..schema.serving_plan import ServingPlan
+from ..schema.units import FloatArray, IntArray
+
+QUANTILES = (0.5, 0.9, 0.99)
+METRICS = ("ttft", "tpot", "e2e", "queue")
+"""queue: from the arrival at an engine to the first step with the prompt."""
+
+
+class Latency(Frozen):
+    """Seconds of one metric: mean, percentiles, the longest."""
+
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+
+class InstanceReplay(Frozen):
+    """What one engine instance did, averaged over the time of the replay.
+
+    Attributes:
+        pool: index in the plan; instance: of its replicas (and their stages, which have steps of their own in flight).
+        utilisation: share of the time that it steps; running, waiting: requests; cache_use: share of its blocks.
+    """
+
+    pool: int
+    instance: int
+    steps: int
+    utilisation: float
+    running: float
+    waiting: float
+    max_waiting: int
+    cache_use: float
+    max_cache_use: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+class LimitReplay(Frozen):
+    """A limit of the plan: the seconds at its quantile, and the share of requests within it."""
+
+    limit: LatencyLimit
+    seconds: float
+    within: float
+
+
+class Replay(Frozen):
+    """The answer of ``meshwright replay``."""
+
+    num_requests: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    mean_in_flight: float
+    preemptions: int
+    latencies: dict[str, Latency]
+    limits: tuple[LimitReplay, ...]
+    instances: tuple[InstanceReplay, ...]
+
+
+def replay(plan: ServingPlan, trace: Trace, *, rate: float | None = None, concurrency: int | None = None) -> Replay:
+    """Serve recorded requests with a plan's pools: as they arrived, at another mean rate, or a number of them in flight.
+
+    Raises:
+        ConfigError: a request is longer than a cache, or all arrive at once and no rate is given.
+    """
+    arrival = trace.arrival_s
+    if rate is not None:
+        if not trace.rate:
+            raise ConfigError(f"{trace.file.path}: all requests arrive at once, which no --rate changes")
+        arrival = arrival * (trace.rate / rate)
+    prefix = trace.prefix_len if plan.serving.prefix_cache else np.zeros_like(trace.prefix_len)
+    table = RequestTable(arrival - arrival[0], trace.prompt_len, trace.output_len, prefix)
+    served, places = [], []
+    for pools, which in _ways(plan, table):
+        part = RequestTable(*(getattr(table, name)[which] for name in table.__dataclass_fields__))
+        if not len(part):
+            continue
+        share = None if concurrency is None else max(round(concurrency * len(part) / len(table)), 1)
+        engines = [engine_pool(plan, plan.pools[idx]) for idx in pools]
+        sent_s = plan.estimate.transfer_s / max(plan.serving.requests.mean_prompt_len, 1.0)
+        served.append(simulate(engines, part, concurrency=share, transfer_s_per_token=sent_s))
+        places.append(pools)
+    return _answer(plan, served, places)
+
+
+def engine_pool(plan: ServingPlan, pool: Pool) -> EnginePool:
+    """Return the engine instances of a pool for a simulation."""
+    serving, layout = plan.serving, pool.layout
+    step = StepCosts.build(
+        plan.model, _devices(plan.cluster, pool.device), layout, weights=pool.weights, cache=pool.cache
+    )
+    profile = EngineProfile.named(serving.engine, serving.engine_version)
+    return EnginePool.of(step, profile, pool.limits, replicas=pool.replicas, ranks=layout.attention_dp, lanes=layout.pp)
+
+
+def _devices(cluster: ClusterSpec, device: str) -> ClusterSpec:
+    """Return the nodes of a cluster that have a device."""
+    for part in cluster.parts:
+        if part.device == device:
+            return part.cluster
+    if cluster.weakest_device.name == device:
+        return cluster
+    raise ConfigError(f"the plan's cluster has no {device}")
+
+
+def _ways(plan: ServingPlan, table: RequestTable) -> Iterator[tuple[tuple[int, ...], IntArray]]:
+    """Yield the pools of each way through a deployment, and the requests that take it.
+
+    A request is of the class whose lengths are nearest; those of a class go round by the shares of its routes.
+    """
+    classes = plan.serving.requests.classes
+    ways = sorted({(route.pool, -1 if route.decode_pool is None else route.decode_pool) for route in plan.routes})
+    lengths = np.log([table.prompt_len, table.output_len])
+    centres = np.log([[entry.prompt_len for entry in classes], [entry.output_len for entry in classes]])
+    of_class = np.argmin(((lengths[:, :, None] - centres[:, None, :]) ** 2).sum(0), axis=1)
+    taken = np.zeros(len(table), dtype=np.int64)
+    for idx in range(len(classes)):
+        members = np.flatnonzero(of_class == idx)
+        shares = np.zeros(len(ways))
+        for route in plan.routes:
+            if route.request_class == idx:
+                shares[ways.index((route.pool, -1 if route.decode_pool is None else route.decode_pool))] += route.share
+        turns = (np.arange(len(members)) * 0.6180339887498949) % 1  # a golden-ratio sequence: even at every length
+        taken[members] = np.minimum(np.searchsorted(np.cumsum(shares), turns, side="right"), len(ways) - 1)
+    for way, (first, last) in enumerate(ways):
+        yield (first,) if last < 0 else (first, last), np.flatnonzero(taken == way)
+
+
+def _answer(plan: ServingPlan, served: Sequence[SimulatedRequests], places: Sequence[tuple[int, ...]]) -> Replay:
+    values = {metric: np.concatenate([getattr(part, f"{metric}_s") for part in served]) for metric in METRICS}
+    outputs = np.concatenate([part.output_len for part in served])
+    values["tpot"] = values["tpot"][outputs > 1]
+    duration = max(part.duration_s for part in served)
+    instances = [
+        InstanceReplay(
+            pool=pool, instance=idx, steps=use.steps, utilisation=use.busy_s / duration, running=use.running_s / duration,
+            waiting=use.waiting_s / duration, max_waiting=use.max_waiting, cache_use=use.cache_s / duration,
+            max_cache_use=use.max_cache, prompt_tokens=use.prompt_tokens, output_tokens=use.decode_tokens,
+        )
+        for part, pools in zip(served, places, strict=True)
+        for pool, uses in zip(pools, part.pools, strict=True)
+        for idx, use in enumerate(uses)
+    ]  # fmt: skip
+    return Replay(
+        num_requests=len(outputs),
+        duration_s=duration,
+        requests_per_s=len(outputs) / duration,
+        output_tokens_per_s=float(outputs.sum()) / duration,
+        mean_in_flight=sum(part.mean_in_flight * part.duration_s for part in served) / duration,
+        preemptions=int(sum(part.preemptions.sum() for part in served)),
+        latencies={metric: _latency(found) for metric, found in values.items() if len(found)},
+        limits=tuple(_limit(limit, values[limit.metric]) for limit in plan.serving.limits if len(values[limit.metric])),
+        instances=tuple(instances),
+    )
+
+
+def _latency(values: FloatArray) -> Latency:
+    p50, p90, p99 = (float(value) for value in np.quantile(values, QUANTILES))
+    return Latency(mean_s=float(values.mean()), p50_s=p50, p90_s=p90, p99_s=p99, max_s=float(values.max()))
+
+
+def _limit(limit: LatencyLimit, values: FloatArray) -> LimitReplay:
+    seconds = float(np.quantile(values, limit.quantile))
+    return LimitReplay(limit=limit, seconds=seconds, within=float((values <= limit.seconds).mean()))
