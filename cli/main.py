@@ -10,6 +10,7 @@ import json as json_module
 import typer
 
 from .apply import ApplyCommand, apply, tokens
+from .batch import batch
 from .compare import compare
 from .estimate import estimate
 from .experts import experts_app
@@ -41,6 +42,7 @@ app.command(short_help="A plan's step on every kind of rank, without a device.")
 app.command(short_help="A serving plan under recorded requests, simulated one by one.")(replay)
 app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
 app.command()(tokens)
+app.command(short_help="Groups of ranks for a batch of unequal lengths.")(batch)
 app.command()(export)
 app.command("import", short_help="Read an engine's configuration as a layout.")(import_configuration)
 app.command(short_help="What the job that runs today loses, and what to change.")(compare)

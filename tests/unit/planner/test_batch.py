@@ -1,0 +1,95 @@
+"""A batch of unequal lengths under a plan: seconds of its layout, memory of its ranks, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from meshwright.cli.main import app
+from meshwright.planner import plan
+from meshwright.planner.batch import instance_of_plan
+from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
+from meshwright.schema.batch import Batch, SequenceCosts, read_lengths
+from meshwright.solvers.batch_groups import check_batch, schedule_batch
+from typer.testing import CliRunner
+
+LENGTHS = [700, 1_500, 3_000, 9_000, 2_000, 90_000, 400, 400]
+
+
+@pytest.fixture(scope="module")
+def trained() -> TrainingPlan:
+    workload = Workload(seq_len=4_096, global_batch_size=64)
+    fixed = {"pp": 1, "tp": 1, "recompute": "full"}
+    return plan(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB"), workload, fixed=fixed)
+
+
+def test_seconds_of_a_plan_fall_with_the_group_and_rise_with_the_length(trained: TrainingPlan) -> None:
+    instance = instance_of_plan(trained, LENGTHS)
+    assert instance.degrees == (1, 2, 4, 8)
+    assert (np.diff(instance.seconds, axis=1) < 0).all()
+    order = np.argsort(instance.lengths, kind="stable")
+    assert (np.diff(instance.seconds[order], axis=0) >= 0).all()
+    # Rank seconds: more ranks never make the work less than a hundredth cheaper.
+    work = instance.seconds * np.array(instance.degrees)
+    assert (work[:, 1:] >= 0.99 * work[:, :1]).all()
+    answer = schedule_batch(instance)
+    assert check_batch(instance, answer) == []
+    assert answer.seconds <= 1.5 * answer.bound_seconds
+
+
+def test_costs_add_up_as_stated() -> None:
+    costs = SequenceCosts(fixed_s=1.0, linear_s=2.0, quadratic_s=0.5, exchange_s={2: 1.0, 8: 4.0})
+    lengths = np.array([4.0, 10.0])
+    assert costs.seconds(lengths, 1).tolist() == [16.0, 70.0]
+    assert costs.seconds(lengths, 2).tolist() == [10.0, 40.0]
+    assert costs.seconds(lengths, 4).tolist() == [5.0, 20.0]
+    assert costs.seconds(lengths, 8).tolist() == [4.0, 13.75]
+
+
+def test_the_command_schedules_plans_and_batches(trained: TrainingPlan, tmp_path: Path) -> None:
+    path, lengths = tmp_path / "plan.json", tmp_path / "lengths.txt"
+    trained.save(path)
+    lengths.write_text("\n".join(map(str, LENGTHS)))
+    result = CliRunner().invoke(app, ["batch", str(path), "--lengths", str(lengths), "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    members = [idx for groups in answer["micro_batches"] for group in groups for idx in group["sequences"]]
+    assert sorted(members) == list(range(len(LENGTHS)))
+    assert answer["bound_seconds"] <= answer["seconds"] * (1 + 1e-9)
+    batch = Batch(lengths=(5, 6, 7), num_ranks=2, tokens_per_rank=8, costs=SequenceCosts(linear_s=1.0), name="own")
+    own = tmp_path / "batch.json"
+    own.write_text(batch.model_dump_json())
+    result = CliRunner().invoke(app, ["batch", str(own)])
+    assert result.exit_code == 0, result.output
+    assert "own: 3 sequences, 18 tokens on 2 ranks" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("5\n0\n", "line 2"), ("-3\n", "line 1"), ("4\nfour\n", "'four'"), ("", "no lengths"), ("9" * 30, "no length")],
+)
+def test_lengths_that_are_none_are_refused_by_line(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_lengths(path)
+
+
+def test_what_does_not_go_together_is_refused(trained: TrainingPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    trained.save(path)
+    refused = CliRunner().invoke(app, ["batch", str(path)])
+    assert refused.exit_code == 2
+    assert "--lengths" in refused.output
+    with pytest.raises(ConfigError, match="one shape"):
+        instance_of_plan(
+            plan(
+                trained.model,
+                trained.cluster,
+                Workload(seq_len=4_096, global_batch_size=64),
+                fixed={"pp": 2},
+            ),
+            LENGTHS,
+        )
