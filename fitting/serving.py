@@ -95,44 +95,51 @@ def _latent_rows(path: Path) -> pd.DataFrame:
     )
 
 
+def _columns(table: pd.DataFrame, *names: str) -> list[FloatArray]:
+    return [table[name].to_numpy(dtype=float) for name in names]
+
+
 def decode_shape(table: pd.DataFrame) -> DecodeShape:
     """Return the calls of a table."""
-    column = lambda name: table[name].to_numpy(dtype=float)  # noqa: E731
+    names = ("batch_size", "tokens", "num_heads", "kv_heads", "key_dim", "value_dim", "latent")
+    rows, tokens, heads, kv_heads, key_dim, value_dim, latent = _columns(table, *names)
     element = np.where(table.kv_cache_dtype == "fp8", 1.0, 2.0)
-    width = np.where(table.latent > 0, table.key_dim, table.key_dim + table.value_dim).astype(float)
-    return DecodeShape(
-        column("batch_size"), column("tokens"), column("num_heads"), column("kv_heads"), column("key_dim"), column("value_dim"),
-        width * column("kv_heads") * element, element, column("latent"),
-    )  # fmt: skip
+    width = np.where(latent > 0, key_dim, key_dim + value_dim)
+    return DecodeShape(rows, tokens, heads, kv_heads, key_dim, value_dim, width * kv_heads * element, element, latent)
 
 
 def expert_shape(table: pd.DataFrame) -> ExpertShape:
     """Return the calls of a table."""
-    column = lambda name: table[name].to_numpy(dtype=float)  # noqa: E731
-    experts = column("num_experts") / column("moe_ep_size")
-    reached = experts * (1 - (1 - column("topk") / column("num_experts")) ** column("num_tokens"))
-    rows = column("num_tokens") * column("topk") / column("moe_ep_size")
-    device = device_of(table)
+    names = ("num_tokens", "topk", "num_experts", "moe_ep_size", "moe_tp_size", "hidden_size", "inter_size")
+    tokens, top_k, all_experts, ep, tp, hidden_dim, ffn_dim = _columns(table, *names)
+    experts = all_experts / ep
     return ExpertShape(
-        rows, reached, experts, column("hidden_size"), column("inter_size") / column("moe_tp_size"), np.ones(len(table)),
-        table.dtype.map(BYTES_OF).to_numpy(dtype=float), np.asarray(device.flops_per_s / _sheets(table, "bf16")),
-    )  # fmt: skip
+        rows=tokens * top_k / ep,
+        reached=experts * (1 - (1 - top_k / all_experts) ** tokens),
+        experts=experts,
+        hidden_dim=hidden_dim,
+        ffn_dim=ffn_dim / tp,
+        gated=np.ones(len(table)),
+        weight_bytes=table.dtype.map(BYTES_OF).to_numpy(dtype=float),
+        faster=np.asarray(device_of(table).flops_per_s / _peaks(table, "bf16")),
+    )
 
 
-def _sheets(table: pd.DataFrame, dtype: str) -> FloatArray:
+def _peaks(table: pd.DataFrame, dtype: str) -> FloatArray:
     peaks = {name: find_device(device)[1]["peak_flops_per_s"].get(dtype, np.nan) for name, device in SYSTEMS.items()}
-    return table.system.map(peaks).to_numpy(dtype=float)
+    return np.asarray(table.system.map(peaks).to_numpy(dtype=float))
 
 
 def device_of(table: pd.DataFrame) -> KernelDevice:
     """Return the data sheets of a table's devices, with the peak of the operands' type."""
-    entries = {name: find_device(device)[1] for name, device in SYSTEMS.items()}
-    of = lambda key: table.system.map({name: entry[key] for name, entry in entries.items()}).to_numpy(dtype=float)  # noqa: E731
-    peak = _sheets(table, "bf16")
-    for column, dtype in (("fp8", "fp8"), ("fp4", "fp4")):
-        if column in table:
-            peak = np.where(table[column] & ~np.isnan(_sheets(table, dtype)), _sheets(table, dtype), peak)
-    return KernelDevice(of("memory_bandwidth_bytes_per_s"), peak, of("num_sms"), of("cache_bytes"))
+    peak = _peaks(table, "bf16")
+    for dtype in ("fp8", "fp4"):
+        if dtype in table:
+            faster = _peaks(table, dtype)
+            peak = np.where(table[dtype] & ~np.isnan(faster), faster, peak)
+    sheets = pd.DataFrame({name: find_device(device)[1] for name, device in SYSTEMS.items()}).T.loc[table.system]
+    bandwidth, processors, cache = _columns(sheets, "memory_bandwidth_bytes_per_s", "num_sms", "cache_bytes")
+    return KernelDevice(bandwidth, peak, processors, cache)
 
 
 Shape = Callable[[pd.DataFrame], Any]

@@ -17,6 +17,7 @@ Artefacts: decode_attention.npz, experts.npz, written by fitting/serving.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -118,7 +119,7 @@ def decode_features(shape: DecodeShape, device: KernelDevice) -> dict[str, Float
     cache: traffic over the second-level cache.
     """
     traffic, compute = decode_terms(shape, device)
-    columns = {
+    columns: dict[str, FloatArray | float] = {
         "memory": np.log2(traffic / _ATTENTION_LAUNCH_S),
         "balance": np.log2(compute / traffic),
         "waves": np.log2(shape.rows * shape.kv_heads / device.processors),
@@ -137,7 +138,7 @@ def decode_features(shape: DecodeShape, device: KernelDevice) -> dict[str, Float
 def expert_features(shape: ExpertShape, device: KernelDevice) -> dict[str, FloatArray]:
     """Return the features [N]: as of attention; rows: of an expert; tiles: of 128 columns of both products over processors."""
     traffic, compute = expert_terms(shape, device)
-    columns = {
+    columns: dict[str, FloatArray | float] = {
         "memory": np.log2(traffic / _EXPERTS_LAUNCH_S),
         "balance": np.log2(compute / traffic),
         "rows": np.log2(np.maximum(shape.rows / shape.reached, 1e-3)),
@@ -155,7 +156,7 @@ def expert_features(shape: ExpertShape, device: KernelDevice) -> dict[str, Float
     return _broadcast(columns)
 
 
-def _broadcast(columns: dict[str, FloatArray]) -> dict[str, FloatArray]:
+def _broadcast(columns: Mapping[str, FloatArray | float]) -> dict[str, FloatArray]:
     arrays = np.broadcast_arrays(*(np.asarray(value, dtype=np.float64) for value in columns.values()))
     return dict(zip(columns, (array.ravel() for array in arrays), strict=True))
 

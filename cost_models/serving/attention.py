@@ -76,7 +76,7 @@ def decode_s(
         width = heads.key_dim if heads.is_latent else heads.key_dim + heads.value_dim
         sizes = (heads.num_heads, heads.num_kv_heads, heads.key_dim, heads.value_dim, heads.token_bytes)
         element = heads.token_bytes / (width * heads.num_kv_heads)
-        shape = DecodeShape(rows, seen, *map(np.float64, (*sizes, element, heads.is_latent)))
+        shape = DecodeShape(rows, seen, *map(np.asarray, (*sizes, element, float(heads.is_latent))))
         return decode_attention_s(shape, device)
     moved = rows * seen * heads.token_bytes
     flops = 2 * rows * seen * heads.num_heads * (heads.key_dim + heads.value_dim)
@@ -123,8 +123,7 @@ def prompt_s(
             window / 2 if attention.chunked else window - window * window / (2 * np.maximum(seq_len, window)), context
         )
         context, longest = np.maximum(new, 1.0), np.minimum(longest, window)
-    latent = isinstance(attention, LatentAttention)
-    value_dim = attention.v_head_dim if latent else attention.head_dim
+    value_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
     heads = max(attention.num_heads / tp, 1.0)
     group = attention.num_heads / attention.num_kv_heads
     width = (attention.head_dim + value_dim) / 2

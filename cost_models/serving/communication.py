@@ -39,14 +39,15 @@ def all_reduce_s(num_bytes: FloatArray, group: int, cluster: ClusterSpec, coeffi
         return np.zeros_like(num_bytes)
     library = group_s("all_reduce", num_bytes, group, 1, cluster)
     level, c = cluster.levels[0], coefficients["serving"]
+    least_s = c["all_reduce_s"].get(cluster.weakest_device.vendor)
     # Over PCIe peers are read through the host: engines use these kernels for pairs only.
     reaches = level.link.kind == "scale-up" and (group == 2 or level.link.shared_by == "device")
-    if group > level.domain_size or not reaches or cluster.weakest_device.backend.is_host:
+    if group > level.domain_size or not reaches or least_s is None:
         return library
     rate = _rate(level, cluster, group)
-    one_shot = c["all_reduce_s"] + (group - 1) * num_bytes / (c["one_shot_efficiency"] * rate)
+    one_shot = least_s + (group - 1) * num_bytes / (c["one_shot_efficiency"] * rate)
     two_shot = 2 * (group - 1) / group * num_bytes / (c["two_shot_efficiency"] * rate)
-    return np.asarray(np.minimum(library, np.minimum(one_shot, c["all_reduce_s"] + c["two_shot_s"] + two_shot)))
+    return np.asarray(np.minimum(library, np.minimum(one_shot, least_s + c["two_shot_s"] + two_shot)))
 
 
 def _rate(level: LinkLevel, cluster: ClusterSpec, group: int) -> float:
@@ -80,7 +81,7 @@ def to_experts_s(
         "reduce_scatter", gathered, group, stride, cluster
     )
     level, c = cluster.levels[0], coefficients["serving"]
-    if level.link.kind != "scale-up" or level.link.shared_by != "device" or cluster.weakest_device.backend.is_host:
+    if level.link.kind != "scale-up" or level.link.shared_by != "device" or cluster.weakest_device.vendor != "nvidia":
         return least
     in_node = max(min(group, level.domain_size // stride), 1)
     spans = group > in_node

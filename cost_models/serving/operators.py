@@ -128,12 +128,19 @@ def _experts_s(instance: Instance, moe: MoE, rows: FloatArray) -> FloatArray:
     """Return the seconds of all routed experts of one rank for ``rows`` of each attention rank."""
     layout, everyone = instance.layout, rows * instance.layout.attention_dp
     experts = moe.num_experts / layout.ep
+    sizes = {
+        "hidden_dim": instance.model.hidden_dim,
+        "ffn_dim": moe.ffn_dim / layout.moe_tp,
+        "experts": experts,
+        "gated": moe.gated,
+        "weight_bytes": BYTES_OF[instance.experts],
+        "faster": instance.products.faster.get(instance.experts, 1.0),
+    }
     shape = ExpertShape(
-        rows=everyone * moe.top_k / layout.ep, reached=experts * reached_fraction(moe, everyone), experts=np.float64(experts),
-        hidden_dim=np.float64(instance.model.hidden_dim), ffn_dim=np.float64(moe.ffn_dim / layout.moe_tp),
-        gated=np.float64(moe.gated), weight_bytes=np.float64(BYTES_OF[instance.experts]),
-        faster=np.float64(instance.products.faster.get(instance.experts, 1.0)),
-    )  # fmt: skip
+        rows=everyone * moe.top_k / layout.ep,
+        reached=experts * reached_fraction(moe, everyone),
+        **{name: np.asarray(size, dtype=np.float64) for name, size in sizes.items()},
+    )
     return instance.products.experts(shape, instance.experts)
 
 

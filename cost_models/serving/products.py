@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Products:
     element_bytes: float
     faster: dict[str, float]
     peak_flops_per_s: float
-    c: Mapping[str, float]
+    c: Mapping[str, Any]
 
     @classmethod
     def of(cls, cluster: ClusterSpec, rates: DeviceRates, weights: WeightDtype, coefficients: Coefficients) -> Products:

@@ -8,6 +8,7 @@ tabulated when the costs are built, so that a call only interpolates.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +90,7 @@ class StepCosts:
         stages = _cut(model, layout.pp)
         counts = [_counted(stage) for stage in stages]
         costs = {layer: row_costs(instance, layer) for stage in counts for layer in stage}
-        planes = {layer: _attention(instance, layer) for layer in costs if isinstance(layer, Block)}
+        planes: dict[Layer, Any] = {layer: _attention(instance, layer) for layer in costs if isinstance(layer, Block)}
         sizes = [sum(count * weight_bytes(instance, layer) for layer, count in stage.items()) for stage in counts]
         caches = [_cache_bytes(instance, stage) for stage in counts]
         fullest = int(np.argmax([sum(of_window.values()) for of_window, _ in caches]))
@@ -134,7 +135,7 @@ class StepCosts:
     ) -> FloatArray:
         """Return the seconds of the slowest stage; ``pp`` steps are in flight."""
         sizes = _floats(decode_rows, cached_tokens, prefill_tokens, prefill_context, prompts)
-        totals = [sum(stage.parts(*sizes).values()) for stage in self.stages]
+        totals = [np.asarray(sum(stage.parts(*sizes).values())) for stage in self.stages]
         return np.asarray(np.maximum.reduce(totals))
 
     def parts(
@@ -202,7 +203,7 @@ def _stage(
     instance: Instance,
     layers: dict[Layer, int],
     costs: dict[Layer, dict[str, FloatArray]],
-    planes: dict[Layer, Any],
+    planes: Mapping[Layer, Any],
     idx: int,
 ) -> _Stage:
     body = {layer: count for layer, count in layers.items() if not isinstance(layer, Head)}
