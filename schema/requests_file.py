@@ -173,7 +173,12 @@ def read_trace(path: str | Path) -> Trace:
         prompt_len=sizes[:, 0],
         output_len=sizes[:, 1],
         prefix_len=np.array(prefixes, dtype=np.int64)[order],
-        file=TraceFile(path=str(path), sha256=hashlib.sha256(content).hexdigest(), num_requests=len(arrivals)),
+        file=TraceFile(
+            path=str(path),
+            sha256=hashlib.sha256(content).hexdigest(),
+            num_requests=len(arrivals),
+            longest=int(sizes.sum(axis=1).max()),
+        ),
     )
 
 

@@ -51,13 +51,14 @@ class TraceFile(Frozen):
     """Recorded requests that classes were made of; a replay reads them again.
 
     Attributes:
-        path, sha256: of the file as it was read; num_requests: in it.
+        path, sha256: of the file as it was read; num_requests: in it; longest: tokens of prompt and output of the longest.
         rate_scale: arrivals are so much closer together than recorded.
     """
 
     path: str
     sha256: str
     num_requests: Count
+    longest: Count
     rate_scale: PositiveFloat = 1.0
 
 
@@ -85,6 +86,12 @@ class Requests(Frozen):
         if abs(total - 1) > 1e-6:
             raise ValueError(f"the shares of the classes sum to {total:g}, not to 1")
         return self
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest request."""
+        of_classes = max(entry.prompt_len + entry.output_len for entry in self.classes)
+        return of_classes if self.trace is None else max(of_classes, self.trace.longest)
 
     @property
     def mean_prompt_len(self) -> float:

@@ -1,0 +1,219 @@
+"""A deployment served request by request: the simulation that every printed percentile of a serving plan comes from.
+
+Requests before the engines are warm, and those after which the load ebbs, are simulated and not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..cost_models.serving.simulation import RequestTable, SimulatedRequests, simulate
+from ..schema import ConfigError
+from ..schema.requests_file import read_trace
+from ..schema.serving import LatencyLimit, LatencyMetric, Requests, Serving
+from ..schema.serving_plan import ClassEstimate, LimitEstimate, Percentiles
+from ..schema.units import BoolArray, FloatArray, IntArray
+from .serving_space import InstanceKind
+
+MIN_COUNTED, MAX_COUNTED = 800, 4000
+"""Requests over which percentiles are taken."""
+
+LIVES = 3.0
+"""Counted requests over those in flight at a time: what was met is then not one long wave of the load."""
+
+MAX_CV = 4.0
+"""Arrivals are drawn from gamma distributions up to this variation; recorded ones may have more."""
+
+CONFIDENCE = 1.959964
+"""Of a normal distribution: 95 %."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Pools of instances: one that prefills and decodes, or one for each."""
+
+    kinds: tuple[InstanceKind, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Return whether another pool decodes."""
+        return len(self.kinds) > 1
+
+    @property
+    def num_devices(self) -> int:
+        """Return the devices of all instances."""
+        return sum(kind.size * count for kind, count in zip(self.kinds, self.counts, strict=True))
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Return the price of all instances."""
+        prices = [(kind.usd_per_hour, count) for kind, count in zip(self.kinds, self.counts, strict=True)]
+        return None if any(p is None for p, _ in prices) else sum((p or 0) * count for p, count in prices)
+
+    @property
+    def sent_s_per_token(self) -> float:
+        """Return the seconds to send what a token of a prompt left: at the pace of the side whose device has more of it."""
+        return max(kind.sent_s_per_token for kind in self.kinds) if self.is_disaggregated else 0.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a simulation of a deployment gave.
+
+    Attributes:
+        counted: requests that are counted, of ``result``; classes: of all of them.
+        requests_per_s: that ended.
+    """
+
+    deployment: Deployment
+    serving: Serving
+    result: SimulatedRequests
+    counted: BoolArray
+    classes: IntArray
+    requests_per_s: float
+    tokens_per_s: float
+
+    def values(self, metric: LatencyMetric, request_class: int | None = None) -> FloatArray:
+        """Return the seconds of the counted requests, of TPOT those with more than one token."""
+        kept = self.counted if request_class is None else self.counted & (self.classes == request_class)
+        if metric == "tpot":
+            kept = kept & (self.result.output_len > 1)
+        found: FloatArray = getattr(self.result, f"{metric}_s")
+        return found[kept]
+
+    @property
+    def limits(self) -> tuple[LimitEstimate, ...]:
+        """Return each limit with what was simulated."""
+        return tuple(self._limit(limit) for limit in self.serving.limits)
+
+    @property
+    def meets_limits(self) -> bool:
+        """Return whether every limit is met at its quantile."""
+        return all(limit.is_met for limit in self.limits)
+
+    def _limit(self, limit: LatencyLimit) -> LimitEstimate:
+        values = self.values(limit.metric)
+        if not len(values):
+            return LimitEstimate(
+                metric=limit.metric, quantile=limit.quantile, limit_s=limit.seconds, simulated_s=0, within=1,
+                within_low=1, within_high=1,
+            )  # fmt: skip
+        share = float((values <= limit.seconds).mean())
+        low, high = wilson(share, len(values))
+        return LimitEstimate(
+            metric=limit.metric, quantile=limit.quantile, limit_s=limit.seconds,
+            simulated_s=float(np.quantile(values, limit.quantile)), within=share, within_low=low, within_high=high,
+        )  # fmt: skip
+
+    def estimate(self, request_class: int | None = None) -> ClassEstimate | None:
+        """Return the latencies of all requests or of a class; None where none of it was simulated."""
+        kept = self.counted if request_class is None else self.counted & (self.classes == request_class)
+        if not kept.any():
+            return None
+        within = np.ones(int(kept.sum()), dtype=bool)
+        for limit in self.serving.limits:
+            within &= getattr(self.result, f"{limit.metric}_s")[kept] <= limit.seconds
+        share = float(kept.sum() / self.counted.sum())
+        load = self.serving.requests.classes
+        return ClassEstimate(
+            requests=None if request_class is None else load[request_class],
+            num_simulated=int(kept.sum()),
+            ttft=percentiles(self.values("ttft", request_class)),
+            tpot=percentiles(self.values("tpot", request_class)),
+            e2e=percentiles(self.values("e2e", request_class)),
+            goodput_requests_per_s=self.requests_per_s * share * float(within.mean()),
+            attainment=float(within.mean()),
+        )
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share that was found in so many requests (Wilson, JASA 22, 1927)."""
+    z = CONFIDENCE
+    centre = share + z * z / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    total = 1 + z * z / count
+    return max((centre - half) / total, 0.0), min((centre + half) / total, 1.0)
+
+
+def percentiles(values: FloatArray) -> Percentiles:
+    """Return mean and percentiles; zero of nothing."""
+    if not len(values):
+        return Percentiles(mean_s=0, p50_s=0, p90_s=0, p99_s=0)
+    p50, p90, p99 = np.quantile(values, (0.5, 0.9, 0.99)).tolist()
+    return Percentiles(mean_s=float(values.mean()), p50_s=p50, p90_s=p90, p99_s=p99)
+
+
+def serve(deployment: Deployment, serving: Serving, *, rate: float | None, in_flight: float) -> Served:
+    """Simulate a deployment under the load, at this rate or in a closed loop.
+
+    Args:
+        rate: requests a second; None: the load's concurrency is kept.
+        in_flight: about how many requests there are at a time.
+    """
+    counted = int(np.clip(LIVES * in_flight, MIN_COUNTED, MAX_COUNTED))
+    warm = int(min(in_flight * 1.5, 4 * MAX_COUNTED)) + 20
+    after = int(min(in_flight, 4 * MAX_COUNTED)) if rate is not None else 0
+    concurrency = serving.requests.concurrency if rate is None else None
+    if concurrency is not None:
+        warm = 2 * concurrency  # as load generators do: the first burst is gone then
+        after = concurrency
+    table, classes = drawn_requests(serving.requests, warm + counted + after, 1.0 if rate is None else rate)
+    if not serving.prefix_cache:
+        table = RequestTable(table.arrival_s, table.prompt_len, table.output_len, 0 * table.prefix_len)
+    pools = [kind.engine_pool(count) for kind, count in zip(deployment.kinds, deployment.counts, strict=True)]
+    result = simulate(
+        pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token
+    )  # fmt: skip
+    kept = np.zeros(len(table), dtype=bool)
+    kept[warm : warm + counted] = True
+    ends = np.sort((result.sent_s + result.e2e_s)[kept])
+    # Between the tenth and the ninth tenth of the ends: neither the ramp before nor the tail after.
+    first, last = int(0.1 * len(ends)), int(0.9 * len(ends))
+    span = float(ends[last] - ends[first])
+    ended = (result.sent_s + result.e2e_s >= ends[first]) & (result.sent_s + result.e2e_s < ends[last])
+    per_s = float(ended.sum()) / span if span > 0 else 1 / float(result.e2e_s[kept].mean())
+    tokens = per_s * float(result.output_len[kept].mean())
+    return Served(deployment, serving, result, kept, classes, per_s, tokens)
+
+
+@lru_cache(maxsize=8)
+def _lengths(requests: Requests, count: int) -> tuple[FloatArray, IntArray, IntArray]:
+    """Return gaps of mean one, lengths [count, 3] and classes of requests, the same for every deployment."""
+    rng = np.random.default_rng(20)
+    cv = min(requests.arrival_cv, MAX_CV)
+    gaps = rng.gamma(1 / cv**2, cv**2, count) if cv > 0 else np.ones(count)
+    gaps /= gaps.mean()
+    known = np.array([(c.prompt_len, c.output_len, c.prefix_len) for c in requests.classes], dtype=np.int64)
+    recorded = _recorded(requests)
+    if recorded is not None:
+        lengths = recorded[rng.integers(0, len(recorded), count)]
+        apart = np.log(lengths[:, None, :2]) - np.log(known[None, :, :2])
+        return gaps, lengths, np.asarray((apart**2).sum(axis=2).argmin(axis=1))
+    # Each class as often as its share says, in an order without pattern.
+    shares = np.cumsum([entry.share for entry in requests.classes])
+    classes = np.searchsorted(shares, (np.arange(count) + 0.5) / count).clip(0, len(shares) - 1)
+    classes = rng.permutation(classes)
+    return gaps, known[classes], classes
+
+
+def _recorded(requests: Requests) -> IntArray | None:
+    if requests.trace is None:
+        return None
+    try:
+        trace = read_trace(requests.trace.path)
+    except ConfigError:
+        return None
+    if trace.file.sha256 != requests.trace.sha256:
+        return None
+    return np.stack([trace.prompt_len, trace.output_len, trace.prefix_len], axis=1)
+
+
+def drawn_requests(requests: Requests, count: int, rate: float) -> tuple[RequestTable, IntArray]:
+    """Return requests as the load has them, lengths of a recorded one as recorded, and the class of each."""
+    gaps, lengths, classes = _lengths(requests, count)
+    return RequestTable(np.cumsum(gaps) / rate, lengths[:, 0], lengths[:, 1], lengths[:, 2]), classes

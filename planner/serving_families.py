@@ -1,0 +1,198 @@
+"""Families of deployments: one kind of instance, or one that prefills and one that decodes; how many instances a load takes.
+
+Every figure comes twice from the steady state: as a bound (``fluid``: no waiting, nothing varies) and as an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..cost_models.serving.steady_state import (
+    Largest,
+    Mix,
+    OperatingPoints,
+    largest_per_step,
+    largest_rate,
+    operating_points,
+    prefill_points,
+)
+from ..schema.serving import LatencyLimit, Serving
+from ..schema.units import FloatArray
+from .serving_checks import Deployment
+from .serving_space import InstanceKind, mix_of
+
+CURVE = 64
+"""Points of the curves for closed loops and for the front."""
+
+
+class KindRates:
+    """What an instance of a kind carries in each role, worked out once."""
+
+    def __init__(self, kind: InstanceKind, serving: Serving) -> None:
+        self.kind, self.serving, self.mix = kind, serving, mix_of(serving)
+        self._known: dict[tuple[str, bool, int], Largest] = {}
+
+    def limits(self, role: str) -> tuple[LatencyLimit, ...]:
+        """Return the limits that one pool alone decides."""
+        metrics = {"agg": ("ttft", "tpot", "e2e"), "prefill": ("ttft",), "decode": ("tpot",)}[role]
+        return tuple(limit for limit in self.serving.limits if limit.metric in metrics)
+
+    def largest(self, role: str, *, fluid: bool, replicas: int = 1, sent_s_per_token: float = 0.0) -> Largest:
+        """Return the largest rate of an instance; in a closed loop limits on the first token are the queue's."""
+        # Pooled waiting changes little beyond a few replicas.
+        near = 1 if fluid else 2 ** round(math.log2(max(replicas, 1)))
+        key = (f"{role} {sent_s_per_token:.6e}", fluid, near)
+        if key not in self._known:
+            mix = self.mix.decoding if role == "decode" else self.mix
+            self._known[key] = largest_rate(
+                self.kind.model, mix, self.limits(role), fluid=fluid, replicas=near, prefill=role == "prefill",
+                transfer_s_per_token=sent_s_per_token,
+            )  # fmt: skip
+        return self._known[key]
+
+    @cached_property
+    def fluid_curve(self) -> OperatingPoints:
+        """Points of an aggregated instance at its best."""
+        return self._curve(self.mix, fluid=True)
+
+    @cached_property
+    def curve(self) -> OperatingPoints:
+        """The same as estimated."""
+        return self._curve(self.mix, fluid=False)
+
+    @cached_property
+    def fluid_decode_curve(self) -> OperatingPoints:
+        """Points of an instance that only decodes."""
+        return self._curve(self.mix.decoding, fluid=True)
+
+    @cached_property
+    def decode_curve(self) -> OperatingPoints:
+        """The same as estimated."""
+        return self._curve(self.mix.decoding, fluid=False)
+
+    @cached_property
+    def prefill_service_s(self) -> float:
+        """Seconds of the mean request's first token without waiting."""
+        return float(prefill_points(self.kind.model, self.mix, np.zeros(1), fluid=True).ttft_s[0])
+
+    def _curve(self, mix: Mix, *, fluid: bool) -> OperatingPoints:
+        end = largest_per_step(self.kind.model, mix)
+        return operating_points(self.kind.model, mix, np.geomspace(2e-4 * end, end, CURVE), fluid=fluid)
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One kind of instance, or a kind that prefills and one that decodes."""
+
+    rates: tuple[KindRates, ...]
+
+    @property
+    def kinds(self) -> tuple[InstanceKind, ...]:
+        """Return the kinds of the pools."""
+        return tuple(each.kind for each in self.rates)
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Return whether another pool decodes."""
+        return len(self.rates) > 1
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Return the roles of the pools."""
+        return ("prefill", "decode") if self.is_disaggregated else ("agg",)
+
+    @property
+    def sent_s_per_token(self) -> float:
+        """Return the seconds to send what a token of a prompt left."""
+        return Deployment(self.kinds, (1,) * len(self.kinds)).sent_s_per_token
+
+    def largest(self, pool: int, *, fluid: bool, replicas: int = 1) -> float:
+        """Return the requests a second of an instance of a pool, also within what its link sends (E4)."""
+        each, sent = self.rates[pool], self.sent_s_per_token
+        found = each.largest(self.roles[pool], fluid=fluid, replicas=replicas, sent_s_per_token=sent)
+        mean_prompt = float(each.mix.share @ each.mix.prompt_len)
+        return min(found.requests_per_s, 1 / (sent * mean_prompt)) if sent else found.requests_per_s
+
+    def binds(self, pool: int) -> str:
+        """Return what keeps an instance of a pool from more."""
+        return self.rates[pool].largest(self.roles[pool], fluid=False, sent_s_per_token=self.sent_s_per_token).binds
+
+    def fits(self, counts: tuple[int, ...]) -> bool:
+        """Return whether the stock of each device pool has so many instances (E3)."""
+        used: dict[int, int] = {}
+        for kind, count in zip(self.kinds, counts, strict=True):
+            used[kind.part] = used.get(kind.part, 0) + kind.size * count
+        stock = {kind.part: kind.stock for kind in self.kinds}
+        return all(count > 0 for count in counts) and all(size <= stock[part] for part, size in used.items())
+
+    def least_counts(self, rate: float, *, fluid: bool) -> tuple[int, ...] | None:
+        """Return the instances that carry a rate within the limits; None where an instance carries nothing."""
+        counts = []
+        for pool in range(len(self.rates)):
+            found = self.largest(pool, fluid=fluid)
+            if not found:
+                return None
+            count = math.ceil(rate / found * (1 - 1e-9))
+            if not fluid:  # many replicas wait less
+                count = math.ceil(rate / self.largest(pool, fluid=False, replicas=count) * (1 - 1e-9))
+            counts.append(max(count, 1))
+        return tuple(counts)
+
+    def counts_near(self, low: tuple[int, ...], high: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yield counts from the bound's to a little above the estimate's, those that the stock has."""
+        ranges = [range(a, max(a, b) + 2) for a, b in zip(low, high, strict=True)]
+        every = [(n,) for n in ranges[0]] if len(ranges) == 1 else [(p, d) for p in ranges[0] for d in ranges[1]]
+        yield from (counts for counts in every if self.fits(counts))
+
+    def best_split(self, *, fluid: bool) -> tuple[tuple[int, ...], float]:
+        """Return the counts that carry most on all devices, and their rate."""
+        first = self.kinds[0]
+        if not self.is_disaggregated:
+            return (first.most,), first.most * self.largest(0, fluid=fluid, replicas=first.most)
+        best: tuple[tuple[int, ...], float] = ((0, 0), 0.0)
+        second = self.kinds[1]
+        per_prefill, per_decode = self.largest(0, fluid=fluid), self.largest(1, fluid=fluid)
+        for prefill in range(1, first.most + 1):
+            left = second.stock - (first.size * prefill if first.part == second.part else 0)
+            decode = left // second.size
+            rate = min(prefill * per_prefill, decode * per_decode)
+            if decode and rate > best[1]:
+                best = (prefill, decode), rate
+        return best
+
+    def in_closed_loop(self, counts: tuple[int, ...], concurrency: int, *, fluid: bool) -> tuple[float, float, float]:
+        """Return requests a second, mean seconds of the first token and of a token, of a load that is kept in flight."""
+        last = self.rates[-1]
+        lanes = last.kind.model.lanes * counts[-1]
+        if not self.is_disaggregated:
+            curve = last.fluid_curve if fluid else last.curve
+            first_s, cap = curve.ttft_s, math.inf
+        else:
+            curve = last.fluid_decode_curve if fluid else last.decode_curve
+            mean_prompt = float(last.mix.share @ last.mix.prompt_len)
+            sent_s = self.sent_s_per_token * mean_prompt
+            first_s = np.full(CURVE, self.rates[0].prefill_service_s + sent_s)
+            cap = counts[0] * self.largest(0, fluid=True)
+        rate: FloatArray = curve.requests_per_s * counts[-1]
+        there = rate * (first_s + last.mix.decode_steps * curve.step_s)
+        idx = int(min(np.searchsorted(np.maximum.accumulate(there), concurrency), CURVE - 1))
+        carried, step_s = float(rate[idx]), float(curve.step_s[idx])
+        if there[idx] >= concurrency and idx:  # between two points
+            part = (concurrency - there[idx - 1]) / max(there[idx] - there[idx - 1], 1e-30)
+            # The bound takes the better end of both.
+            carried = carried if fluid else float(rate[idx - 1] + part * (rate[idx] - rate[idx - 1]))
+            step_s = (
+                float(curve.step_s[idx - 1]) if fluid else float(curve.step_s[idx - 1] * (1 - part) + part * step_s)
+            )
+        if carried > cap:
+            carried = cap
+            before = np.flatnonzero(rate >= cap)
+            step_s = float(curve.step_s[max(int(before[0]) - 1, 0)]) if len(before) else step_s
+        waiting = concurrency / carried - last.mix.decode_steps * step_s if carried else math.inf
+        del lanes
+        return carried, max(float(first_s[idx]), waiting), step_s

@@ -1,0 +1,313 @@
+"""Serving: which engine instances, how many, and how requests go through them (docs/serving.md).
+
+A node is a family of deployments (planner/serving_families.py) with the counts that are still open, or one deployment; its bound is
+the steady state without waiting, its leaf a simulation that meets the limits. More instances of a family never serve worse, so that
+a simulation that fails closes all deployments with fewer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ...schema import ConfigError
+from ...schema.serving import Serving
+from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
+from ..request import PlanRequest
+from ..serving_checks import Deployment, Served, serve
+from ..serving_families import Family, KindRates
+from ..serving_space import ServingSpace, mix_of
+
+Goal = Literal["gpus", "cost", "throughput", "latency"]
+
+MAX_SIMULATED = 24
+"""Simulations of one search; what is open then is in the gap."""
+
+MAX_PAIRS = 48
+"""Pairs of kinds with the best bounds are opened one by one; all others wait behind their best bound."""
+
+RATE_STEP = 0.01
+"""The largest rate of a deployment is simulated to this part of it."""
+
+GAP = 0.005
+
+
+@dataclass(frozen=True)
+class Open:
+    """What a node keeps: a family and the counts that may still be best, with their costs, cheapest first."""
+
+    family: Family
+    counts: tuple[tuple[float, tuple[int, ...]], ...]
+    tried: bool = False
+
+
+class ServingProblem:
+    """Deployments of a request.
+
+    Attributes:
+        served: simulations, in order.
+    """
+
+    def __init__(self, request: PlanRequest) -> None:
+        assert isinstance(request.task, Serving)
+        self.request, self.serving = request, request.task
+        self.goal: Goal = goal_of(self.serving)
+        self.space = ServingSpace.build(request, self.serving)
+        self.mix = mix_of(self.serving)
+        self.rates = [KindRates(kind, self.serving) for kind in self.space.kinds]
+        self.served: list[Served] = []
+        self.families = list(self._families())
+
+    def _families(self) -> Iterator[Family]:
+        if "agg" in self.serving.modes:
+            yield from (Family((each,)) for each in self.rates)
+        if "disagg" in self.serving.modes and self.mix.decode_steps:
+            yield from (Family(pair) for pair in itertools.product(self.rates, self.rates))
+
+    # Objectives: all are minimised.
+
+    def cost(self, family: Family, counts: tuple[int, ...]) -> float:
+        """Return devices or dollars an hour."""
+        deployment = Deployment(family.kinds, counts)
+        if self.goal != "cost":
+            return float(deployment.num_devices)
+        assert deployment.usd_per_hour is not None
+        return deployment.usd_per_hour
+
+    def roots(self) -> Step[Open, Served]:
+        """Return a node for every family, or for every deployment where the load is fixed and any number serves it."""
+        make = {"gpus": self._fewest, "cost": self._fewest, "throughput": self._most, "latency": self._quickest}
+        return Step([node for node in map(make[self.goal], self.families) for node in node])
+
+    def _fewest(self, family: Family) -> list[Node[Open]]:
+        requests = self.serving.requests
+        if requests.rate is None:
+            return self._fewest_in_closed_loop(family)
+        low = family.least_counts(requests.rate, fluid=True)
+        if low is None or not family.fits(low):
+            return []
+        high = family.least_counts(requests.rate, fluid=False) or low
+        counts = tuple(sorted((self.cost(family, c), c) for c in family.counts_near(low, high)))
+        return [Node(counts[0][0], Open(family, counts), self._key(family, high))]
+
+    def _key(self, family: Family, estimated: tuple[int, ...]) -> tuple[float, bool, int]:
+        """Order nodes of equal bounds: what is estimated to cost least, one pool before two, few devices in an instance."""
+        return self.cost(family, estimated), family.is_disaggregated, max(kind.size for kind in family.kinds)
+
+    def _fewest_in_closed_loop(self, family: Family) -> list[Node[Open]]:
+        counts = []
+        for entry in self._loop_counts(family):
+            if self._may_meet(family, entry):
+                counts.append((self.cost(family, entry), entry))
+        if not counts:
+            return []
+        return [Node(min(counts)[0], Open(family, tuple(sorted(counts))), (min(counts)[0], family.is_disaggregated, 0))]
+
+    def _loop_counts(self, family: Family) -> Iterator[tuple[int, ...]]:
+        """Yield deployments of a load that is kept in flight: of pools that prefill those that may keep up, and one fewer."""
+        concurrency = self.serving.requests.concurrency or 1
+        last = family.kinds[-1]
+        for count in range(1, min(last.most, concurrency) + 1):
+            if not family.is_disaggregated:
+                yield (count,)
+                continue
+            per_prefill = family.largest(0, fluid=True)
+            if not per_prefill:
+                return
+            carried, _, _ = family.in_closed_loop((10**6, count), concurrency, fluid=True)
+            enough = max(math.ceil(carried / per_prefill), 1)
+            for prefill in {max(enough - 1, 1), enough}:
+                if family.fits((prefill, count)):
+                    yield prefill, count
+
+    def _may_meet(self, family: Family, counts: tuple[int, ...]) -> bool:
+        """Return whether the bound of a closed loop is within the limits on tokens."""
+        _, _, step_s = family.in_closed_loop(counts, self.serving.requests.concurrency or 1, fluid=True)
+        return all(limit.metric != "tpot" or step_s <= limit.seconds for limit in self.serving.limits)
+
+    def _most(self, family: Family) -> list[Node[Open]]:
+        """Return nodes by tokens a second and device: of all devices where a rate is free, else of those that are used."""
+        concurrency = self.serving.requests.concurrency
+        if concurrency is None:
+            counts, rate = family.best_split(fluid=True)
+            if not rate:
+                return []
+            estimated = family.best_split(fluid=False)[1]
+            bound = -rate * self.tokens / self.request.cluster.num_devices
+            return [Node(bound, Open(family, ((bound, counts),)), (-estimated, family.is_disaggregated))]
+        nodes = []
+        for counts in self._loop_counts(family):
+            if self._may_meet(family, counts):
+                carried, _, _ = family.in_closed_loop(counts, concurrency, fluid=True)
+                estimated, _, _ = family.in_closed_loop(counts, concurrency, fluid=False)
+                devices = Deployment(family.kinds, counts).num_devices
+                bound = -carried * self.tokens / devices
+                nodes.append(
+                    Node(bound, Open(family, ((bound, counts),)), (-estimated / devices, family.is_disaggregated))
+                )
+        return nodes
+
+    def _quickest(self, family: Family) -> list[Node[Open]]:
+        """Return nodes by the mean seconds of a request, each family with all devices."""
+        requests = self.serving.requests
+        counts, largest = family.best_split(fluid=True)
+        if not largest:
+            return []
+        if requests.rate is not None:
+            if largest < requests.rate:
+                return []
+            first_s, step_s = self._fluid_latency(family, counts, requests.rate)
+        else:
+            _, first_s, step_s = family.in_closed_loop(counts, requests.concurrency or 1, fluid=True)
+            if family.is_disaggregated:
+                first_s = family.rates[0].prefill_service_s
+        bound = first_s + self.mix.decode_steps * step_s
+        return [Node(bound, Open(family, ((bound, counts),)), (bound, family.is_disaggregated))]
+
+    def _fluid_latency(self, family: Family, counts: tuple[int, ...], rate: float) -> tuple[float, float]:
+        last = family.rates[-1]
+        curve = last.fluid_decode_curve if family.is_disaggregated else last.fluid_curve
+        idx = max(int(np.searchsorted(curve.requests_per_s, rate / counts[-1])) - 1, 0)  # the better side
+        first_s = family.rates[0].prefill_service_s if family.is_disaggregated else float(curve.ttft_s[idx])
+        return first_s, float(curve.step_s[idx])
+
+    @property
+    def tokens(self) -> float:
+        """Generated tokens of a mean request."""
+        return float(self.mix.share @ self.mix.output_len)
+
+    def expand(self, node: Node[Open], incumbent: float) -> Step[Open, Served]:
+        """Simulate one of the deployments of a node."""
+        state = node.state
+        if self.goal in ("gpus", "cost"):
+            return self._expand_counts(node, incumbent)
+        _, counts = state.counts[0]
+        deployment = Deployment(state.family.kinds, counts)
+        requests = self.serving.requests
+        if self.goal == "throughput" and requests.concurrency is None:
+            return self._saturate(node, state.family, deployment, incumbent)
+        served = self._serve(state.family, deployment, requests.rate)
+        if not served.meets_limits:
+            return Step(evaluated=1, effort=1)
+        value = served.estimate()
+        assert value is not None
+        objective = value.e2e.mean_s if self.goal == "latency" else -served.tokens_per_s / deployment.num_devices
+        return Step((), [Leaf(objective, served, key=node.key)], evaluated=1, effort=1)
+
+    def _expand_counts(self, node: Node[Open], incumbent: float) -> Step[Open, Served]:
+        """Try the estimate's counts first, then the dearest that is cheaper, or the cheapest that is not excluded."""
+        family, rate = node.state.family, self.serving.requests.rate
+        open_counts = [entry for entry in node.state.counts if entry[0] < incumbent]
+        if not open_counts:
+            return Step()
+        chosen = self._first_try(node.state) if not node.state.tried else open_counts[-1]
+        if chosen not in open_counts:
+            chosen = open_counts[-1]
+        cost, counts = chosen
+        served = self._serve(family, Deployment(family.kinds, counts), rate)
+        if served.meets_limits:
+            left = tuple(entry for entry in open_counts if entry[0] < cost)
+            leaves = [Leaf(cost, served, key=node.key)]
+        else:
+            left = tuple(
+                entry
+                for entry in open_counts
+                if any(more > tried for more, tried in zip(entry[1], counts, strict=True))
+            )
+            leaves = []
+        nodes = [Node(max(left[0][0], node.bound), Open(family, left, tried=True), node.key)] if left else []
+        return Step(nodes, leaves, evaluated=1, effort=1)
+
+    def _first_try(self, state: Open) -> tuple[float, tuple[int, ...]]:
+        rate = self.serving.requests.rate
+        if rate is None:
+            return state.counts[len(state.counts) // 2]
+        estimated = state.family.least_counts(rate, fluid=False)
+        found = [entry for entry in state.counts if entry[1] == estimated]
+        return found[0] if found else state.counts[-1]
+
+    def _saturate(
+        self, node: Node[Open], family: Family, deployment: Deployment, incumbent: float
+    ) -> Step[Open, Served]:
+        """Simulate a deployment at growing rates between the estimate and the bound."""
+        devices = self.request.cluster.num_devices
+        high = -node.bound * devices / self.tokens
+        low, best, effort = 0.0, None, 0
+        rate = min(family.best_split(fluid=False)[1] or 0.5 * high, high)
+        while effort < 6 and high > 0 and (high - low) / high > RATE_STEP:
+            served = self._serve(family, deployment, rate)
+            effort += 1
+            if served.meets_limits:
+                low, best = rate, served
+            else:
+                high = rate
+                if -high * self.tokens / devices >= incumbent:
+                    return Step(evaluated=1, effort=effort)
+            rate = (low + high) / 2 if low else 0.7 * high
+        if best is None:
+            return Step(evaluated=1, effort=effort)
+        leaf = Leaf(-low * self.tokens / devices, best, -high * self.tokens / devices, node.key)
+        return Step((), [leaf], evaluated=1, effort=effort)
+
+    def _serve(self, family: Family, deployment: Deployment, rate: float | None) -> Served:
+        requests = self.serving.requests
+        if rate is None:
+            in_flight = float(requests.concurrency or 1)
+        else:
+            last = family.rates[-1]
+            curve = last.decode_curve if family.is_disaggregated else last.curve
+            idx = min(int(np.searchsorted(curve.requests_per_s, rate / deployment.counts[-1])), len(curve.step_s) - 1)
+            in_flight = rate * (float(curve.ttft_s[idx]) + self.mix.decode_steps * float(curve.step_s[idx]))
+        serving = self.serving
+        if rate is None and requests.concurrency is None:
+            serving = serving.replace(requests=requests.replace(concurrency=1))
+        served = serve(deployment, serving, rate=rate, in_flight=in_flight)
+        self.served.append(served)
+        return served
+
+
+def goal_of(serving: Serving) -> Goal:
+    """Return what is minimised or maximised; at a rate that is given, tokens a second and device are most on fewest devices.
+
+    Raises:
+        ConfigError: the objective needs a rate or a concurrency.
+    """
+    requests, goal = serving.requests, serving.goal
+    if goal == "throughput" and requests.rate is not None:
+        return "gpus"
+    if goal in ("gpus", "cost") and requests.rate is None and requests.concurrency is None:
+        raise ConfigError(
+            f"objective {goal} needs a load: how many requests a second", help="add --rate R, or --concurrency N"
+        )
+    return goal
+
+
+@dataclass
+class ServingSearch:
+    """A search and its answer."""
+
+    problem: ServingProblem
+    answer: Answer[Served] = field(default_factory=Answer)
+
+
+def search_serving(request: PlanRequest) -> ServingSearch:
+    """Search the deployment that is best for the load.
+
+    Raises:
+        ConfigError: the load and the objective do not go together, or devices have no price.
+    """
+    problem = ServingProblem(request)
+    if problem.goal == "cost" and any(kind.usd_per_hour is None for kind in problem.space.kinds):
+        nameless = next(kind.device for kind in problem.space.kinds if kind.usd_per_hour is None)
+        raise ConfigError(
+            f"objective cost: {nameless} has no price",
+            help="a cluster.toml with price_per_hour, or --offers (docs/cluster.md)",
+        )
+    gap = 0.0 if problem.goal == "gpus" else GAP
+    stop = Stop(rel_gap=gap, max_effort=MAX_SIMULATED, deadline=request.deadline)
+    return ServingSearch(problem, Search(problem).run(stop, on_progress=request.on_progress))
