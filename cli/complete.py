@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 
 def complete_models(incomplete: str) -> list[str]:
     """Return the models of the catalogue that begin so; where none does, the shell offers files."""
@@ -41,6 +43,14 @@ def complete_engines(incomplete: str) -> list[str]:
     from ..engines import ENGINES
 
     return [name for name in ENGINES if name.startswith(incomplete)]
+
+
+def complete_engine_names(incomplete: str) -> list[str]:
+    """Return who trains or serves and begins so."""
+    from ..schema.engine_facts import PLANNED_ENGINES
+    from ..schema.serving import ServingEngine
+
+    return [name for name in (*PLANNED_ENGINES, *get_args(ServingEngine)) if name.startswith(incomplete)]
 
 
 def complete_targets(incomplete: str) -> list[str]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engines import SERVING_TARGETS, TARGETS
-from ..schema import Plan, TrainingPlan
+from ..schema import Plan, ServingPlan, TrainingPlan
 from ..schema.errors import ConfigError
 from .complete import complete_engines, complete_layout, complete_targets
 from .options import JsonOption, OptionModel, PlanArgument, command, option
 from .plan_options import SearchOptions
-from .terminal import INTERRUPTED, progress_bar, stopping_on_interrupt
+from .terminal import INTERRUPTED, progress_bar, show_answer, stopping_on_interrupt
 
 if TYPE_CHECKING:
     from ..engines import Imported
@@ -41,14 +41,17 @@ def explain(plan: PlanArgument, question: QuestionOptions, json: JsonOption = Fa
     Each part is printed as soon as it is known; Ctrl-C leaves out the searches that are still to come.
 
     --why-not completes the given fields as well as can be and compares that with the plan; where a rule or the memory excludes
-    them, this is the answer (exit code 0), with its numbers. Everything comes from the plan file, and every figure from estimating
-    or searching again.
+    them, this is the answer (exit code 0), with its numbers; of a serving plan they may be a mode: aggregated or disaggregated.
+    Everything comes from the plan file, and every figure from estimating or searching again.
     """
     from ..planner.explain.report import explain_in_parts
     from ..planner.request import Deadline
     from ..schema.layout import parse_assignments
     from .show.explain import part_tables
 
+    if isinstance(serving := Plan.load(plan), ServingPlan):
+        _explain_serving(serving, question, as_json=json)
+        return
     fields, given = parse_assignments(question.why_not), TrainingPlan.load(plan)
     deadline = Deadline(question.time_limit_s)
     with progress_bar("searching again", quiet=json) as bar, stopping_on_interrupt(deadline):
@@ -62,6 +65,19 @@ def explain(plan: PlanArgument, question: QuestionOptions, json: JsonOption = Fa
     if deadline.is_stopped:
         raise typer.Exit(INTERRUPTED)
     typer.echo(f"next: meshwright explain {plan} --why-not tp=2,... compares any other layout", err=True)
+
+
+def _explain_serving(plan: ServingPlan, question: QuestionOptions, *, as_json: bool) -> None:
+    from ..planner.explain.serving import explain_serving
+    from ..planner.request import Deadline
+    from .show.serving import explanation_tables
+
+    deadline = Deadline(question.time_limit_s)
+    with stopping_on_interrupt(deadline):
+        explanation = explain_serving(plan, why_not=question.why_not, deadline=deadline)
+    show_answer(explanation, *explanation_tables(plan, explanation), as_json=as_json)
+    if deadline.is_stopped:
+        raise typer.Exit(INTERRUPTED)
 
 
 class DrawingOptions(OptionModel):

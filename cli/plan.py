@@ -19,34 +19,47 @@ from .plan_options import (
     OffloadOptions,
     PrecisionOptions,
     SearchOptions,
-    TrainingOptions,
+    StepOptions,
 )
+from .serving_options import ServingOptions
 from .terminal import INTERRUPTED, search_progress, show_answer, stopping_on_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..planner.request import Deadline
-    from ..schema import ClusterSpec, GenerationPlan, Offer, Plan, TrainingPlan
+    from ..schema import ClusterSpec, GenerationPlan, Offer, Plan, ServingPlan, TrainingPlan
 
 
 class PlanOptions(PrecisionOptions):
     """What is planned, and where the plan goes."""
 
-    objective: Literal["throughput", "cost", "energy"] = option(
+    objective: Literal["throughput", "cost", "energy", "gpus", "latency"] = option(
         "throughput",
         "the fastest layout on the cluster; or, of all its sizes (and all offers), the one that takes the least money or energy "
-        "for a token.",
+        "for a token. With --serve: most tokens a second and device, least money, fewest devices (default where a rate is "
+        "given), least latency.",
     )
     infer: bool = option(False, "plan generation instead of training: batch and places of weights and keys and values.")
+    serve: bool = option(False, "plan a deployment that serves requests within limits on latency (docs/serving.md).")
     top: int = option(4, "runner-ups to report.", ge=0, le=50, metavar="K")
     out: Path = option(Path("plan.json"), "where the plan is written.")
     as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
 
 
 _ALWAYS = (ClusterOptions, OffloadOptions, PlanOptions)
-_TRAINING = (*_ALWAYS, TrainingOptions, SearchOptions)
+_TRAINING = (*_ALWAYS, StepOptions, SearchOptions)
 
+SERVING = Mode(
+    name="--serve",
+    when=lambda values: values["serve"],
+    takes=(*_ALWAYS, ServingOptions, SearchOptions),
+    without=frozenset({
+        "infer", "offload", "host_memory_gib", "nvme", "nvme_gib", "solver", "write_lp", "precision", "space", "prefer",
+        "batch_tolerance", "pareto", "expert_load", "report", "trace", "explain_limit_s",
+    }),
+    why="plans no training",
+)  # fmt: skip
 GENERATION = Mode(
     name="--infer",
     when=lambda values: values["infer"],
@@ -65,14 +78,15 @@ ENERGY = replace(COST, name="--objective energy", when=lambda values: values["ob
 TRAINING = Mode(takes=_TRAINING, fix="or plan generation: --infer --prompt-len N")
 
 
-@command(GENERATION, COST, ENERGY, TRAINING)
+@command(SERVING, GENERATION, COST, ENERGY, TRAINING)
 def plan(
     model: ModelArgument,
-    step: TrainingOptions | None,
+    step: StepOptions | None,
     cluster: ClusterOptions,
     search: SearchOptions | None,
     cost: CostOptions | None,
     generation: GenerationOptions | None,
+    serving: ServingOptions | None,
     offload: OffloadOptions,
     output: PlanOptions,
 ) -> None:
@@ -81,7 +95,8 @@ def plan(
     Ctrl-C ends the search with the best so far, which is shown and written; the exit code is then 130, so that no command chained
     after this one runs. Where nothing was found yet, nothing is written.
 
-    With --infer the plan is for generating text: a batch, and where weights and keys and values lie (docs/inference.md).
+    With --infer the plan is for generating text: a batch, and where weights and keys and values lie (docs/inference.md). With
+    --serve it is a deployment under load: engine instances, their layouts and limits, within limits on latency (docs/serving.md).
 
     With --engine the search is over what that engine executes, and the plan can be exported to it; `meshwright apply` runs plans
     of its own engine only.
@@ -93,11 +108,16 @@ def plan(
     deadline = Deadline() if search is None else Deadline(search.time_limit_s)
     if generation is not None:
         answer: Plan = _plan_generation(model, cluster, generation, offload, output)
+    elif serving is not None:
+        assert search is not None
+        answer = _plan_serving(model, cluster, serving, search, output, deadline)
     else:
         assert step is not None and search is not None
         answer = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
     hint = f"it is an estimate: meshwright runs no {answer.task_name}"
-    if isinstance(answer, TrainingPlan):
+    if serving is not None:
+        hint = f"next: meshwright explain {output.out}, meshwright replay {output.out} --requests FILE"
+    elif isinstance(answer, TrainingPlan):
         is_code = answer.model.code is not None
         script = " SCRIPT, which calls parallelize(model, plan)" if is_code else ""
         hint = f"next: meshwright apply {output.out}{script}"
@@ -120,7 +140,7 @@ def plan(
 
 def _plan_training(
     model: str,
-    step: TrainingOptions,
+    step: StepOptions,
     cluster: ClusterOptions,
     search: SearchOptions,
     cost: CostOptions | None,
@@ -136,9 +156,13 @@ def _plan_training(
     from ..planner.request import resolve_model
     from ..schema.layout import parse_assignments
 
+    if output.objective in ("gpus", "latency"):
+        raise ConfigError(f"--objective {output.objective} without --serve", help="add --serve, or use throughput")
     spec, fixed = resolve_model(model, step.seq_len), parse_assignments(search.fix)
-    machine, offers = _machines(cluster, step, cost, lambda read: step.calibrated(read, spec, output.precision))
-    workload = step.workload(spec, machine, output.precision)
+    machine, offers = _machines(
+        cluster, step, cost, lambda read: step.calibrated(read, spec, output.precision, search.engine)
+    )
+    workload = step.workload(spec, machine, output.precision, search.engine)
     cluster.require_layers(machine, spec, workload)
     loads = None if search.expert_load is None else read_loads([search.expert_load])
     request: dict[str, Any] = {
@@ -166,7 +190,7 @@ def _plan_training(
 
 def _machines(
     cluster: ClusterOptions,
-    step: TrainingOptions,
+    step: StepOptions,
     cost: CostOptions | None,
     calibrated: Callable[[ClusterSpec], ClusterSpec],
 ) -> tuple[ClusterSpec, tuple[Offer, ...]]:
@@ -219,3 +243,25 @@ def _plan_generation(
     fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
     limit_s = generation.latency_limit_s
     return most_tokens(spec, machine, task, top=output.top, fixed=fixed, offload=allowed, latency_limit_s=limit_s)
+
+
+def _plan_serving(
+    model: str,
+    cluster: ClusterOptions,
+    serving: ServingOptions,
+    search: SearchOptions,
+    output: PlanOptions,
+    deadline: Deadline,
+) -> ServingPlan:
+    from ..planner import plan as best_deployment
+    from ..schema import ModelSpec
+    from ..schema.layout import parse_assignments
+
+    if output.objective == "energy":
+        raise ConfigError("--objective energy with --serve", help="use throughput, gpus, cost or latency")
+    task = serving.task(search.engine or "vllm", None if output.objective == "throughput" else output.objective)
+    with search_progress(quiet=output.as_json) as on_progress, stopping_on_interrupt(deadline):
+        return best_deployment(
+            ModelSpec.resolve(model), cluster.read(), task, top=output.top, fixed=parse_assignments(search.fix),
+            deadline=deadline, on_progress=on_progress,
+        )  # fmt: skip

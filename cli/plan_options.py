@@ -8,23 +8,28 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import typer
 from pydantic import model_validator
 
 from ..schema.base import Count
-from ..schema.engine_facts import OWN_ENGINE, Engine
+from ..schema.engine_facts import ENGINES, OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
+from ..schema.serving import ServingEngine
 from ..schema.task import Workload
 from ..schema.units import GIB, parse_count, parse_decimal
-from .complete import complete_clusters, complete_layout
+from .complete import complete_clusters, complete_engine_names, complete_layout
 from .options import OptionModel, ProfileOptions, SolverOptions, option
 from .terminal import spinner
 
 if TYPE_CHECKING:
     from ..planner.request import OffloadRequest
     from ..schema import ClusterSpec, ModelSpec
+
+    Runner = str
+else:
+    Runner = Literal[(*ENGINES, *get_args(ServingEngine))]
 
 
 class TokensOfBatch(int):
@@ -110,8 +115,8 @@ def _fraction(name: str, text: str, limit: int) -> float:
     return percent / 100
 
 
-class TrainingOptions(OptionModel):
-    """One training step."""
+class StepOptions(OptionModel):
+    """One training step, without who runs it."""
 
     mirrors = Workload
 
@@ -127,9 +132,6 @@ class TrainingOptions(OptionModel):
     token_dispatch: str
     recompute_modules: tuple[str, ...] = option(
         (), "what selective recompute of megatron and nemo makes again: layernorm, moe_act, mlp, moe, ...; repeat.", metavar="NAME"
-    )  # fmt: skip
-    engine: Engine = option(
-        OWN_ENGINE, "who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.", metavar="NAME"
     )  # fmt: skip
     train: str = option(
         "full",
@@ -155,19 +157,23 @@ class TrainingOptions(OptionModel):
             )
         return {**data, "global_batch_size": batch // seq_len}
 
-    def calibrated(self, cluster: ClusterSpec, model: ModelSpec, precision: str | None) -> ClusterSpec:
+    def calibrated(
+        self, cluster: ClusterSpec, model: ModelSpec, precision: str | None, engine: str | None = None
+    ) -> ClusterSpec:
         """Return a cluster with the correction that the runs of --calibrate make of its device's rates."""
         if self.calibrate is None:
             return cluster
         from ..validation.table_calibration import calibration_from_table
 
-        workload = self.workload(model, cluster, precision)
+        workload = self.workload(model, cluster, precision, engine)
         cluster = cluster.replace(calibration=calibration_from_table(self.calibrate, cluster, model, workload))
         typer.echo(f"calibration of {cluster.weakest_device.name}: {cluster.calibration}", err=True)
         return cluster
 
-    def workload(self, model: ModelSpec, cluster: ClusterSpec, precision: str | None) -> Workload:
-        """Return the workload; without a precision in the best one that the devices train in.
+    def workload(
+        self, model: ModelSpec, cluster: ClusterSpec, precision: str | None, engine: str | None = None
+    ) -> Workload:
+        """Return the workload, of an engine where one is named; without a precision in the best one that the devices train in.
 
         Raises:
             ConfigError: a name or number means nothing, or the sequence is longer than the model allows.
@@ -181,11 +187,20 @@ class TrainingOptions(OptionModel):
                 help=f"use --seq-len {model.embedding.num_positions} or less",
             )
         typed, changes = self.model_dump(include={*Workload.model_fields}), parse_training(self.train)
+        typed |= {} if engine is None else {"engine": engine}
         if "passes" in changes and self.optimizer != Workload.model_fields["optimizer"].default:
             raise ConfigError(
                 f"--optimizer {self.optimizer} with --train {self.train}, which has none", help="leave it out"
             )
         return Workload(**typed, precision=precision or default_precision(cluster), **changes)
+
+
+class TrainingOptions(StepOptions):
+    """One training step."""
+
+    engine: Engine = option(
+        OWN_ENGINE, "who runs it: fsdp2 (`meshwright apply`), or megatron or deepspeed, for their own layouts.", metavar="NAME"
+    )  # fmt: skip
 
 
 class PrecisionOptions(OptionModel):
@@ -243,7 +258,14 @@ class OffloadOptions(SolverOptions):
 
 
 class SearchOptions(OptionModel):
-    """What a search keeps to, and what it finds next to the plan."""
+    """Who runs what is planned, what a search keeps to, and what it finds next to the plan."""
+
+    engine: Runner | None = option(
+        None,
+        "who runs it: fsdp2 (`meshwright apply`, the default), megatron or deepspeed, for their own layouts; with --serve vllm "
+        "(the default), sglang, trtllm or meshwright.",
+        metavar="NAME", complete=complete_engine_names,
+    )  # fmt: skip
 
     fix: str = option(
         "", "layout fields to keep, e.g. tp=8,recompute=full.", metavar="A=B,...", complete=complete_layout

@@ -7,6 +7,8 @@ choose (choice.py): the simplest of the layouts that may be as fast as the faste
 plan_layout (tasks/training.py): the plan of it, with its runner-ups and its notes.
 search_offload (tasks/offload.py), where offload is allowed: layouts with a schedule, where that is faster or nothing else fits.
 For generation: search_generation and build_generation_plan (tasks/generation.py).
+For serving: search_serving (tasks/serving.py) over instances (serving_space.py) and families (serving_families.py), each finalist
+simulated (serving_checks.py), and build_serving_plan (serving_answer.py).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from ..schema import (
     Layout,
     ModelSpec,
     Plan,
+    Serving,
+    ServingPlan,
     TrainingEstimate,
     TrainingPlan,
     Workload,
@@ -50,6 +54,10 @@ def plan(
 ) -> GenerationPlan: ...
 @overload
 def plan(
+    model: ModelInput, cluster: ClusterInput, task: Serving, *, top: int = 4, **options: Unpack[RequestOptions]
+) -> ServingPlan: ...
+@overload
+def plan(
     model: ModelInput, cluster: ClusterInput, *, global_batch_size: int, seq_len: int, **options: Any
 ) -> TrainingPlan: ...
 @overload
@@ -69,8 +77,9 @@ def plan(
 
     Args:
         model, cluster: as objects or as one types them for the command line: ``"llama-3.1-8b"``, ``"64xH100-SXM-80GB"``.
-        task: a Workload is trained as fast as possible, a Generation generates as many tokens a second as possible; without one its
-            fields stand among the options: ``global_batch_size=1024, seq_len=8192`` or ``prompt_len=512, generate_len=128``.
+        task: a Workload is trained as fast as possible, a Generation generates as many tokens a second as possible, a Serving
+            serves a load within limits on latency; without one its fields stand among the options: ``global_batch_size=1024,
+            seq_len=8192`` or ``prompt_len=512, generate_len=128``.
         top: runner-ups to report.
         expert_load: of training: tokens of each expert [layers with experts, experts], several workloads in front; what their
             imbalance costs enters the choice of ep, and the plan says where experts stand.
@@ -176,7 +185,23 @@ def plan_generation(request: PlanRequest, *, top: int) -> GenerationPlan:
     return build_generation_plan(request, problem, answer, top=top)
 
 
-PLANNERS: dict[type[Task], Callable[..., Plan]] = {Workload: plan_training, Generation: plan_generation}
+def plan_serving(request: PlanRequest, *, top: int) -> ServingPlan:
+    """Return the deployment that serves a load best within its limits on latency."""
+    from .explain.serving import explain_unserved
+    from .serving_answer import build_serving_plan
+    from .tasks.serving import search_serving
+
+    search = search_serving(request)
+    if search.answer.best is None:
+        raise explain_unserved(request, search)
+    return build_serving_plan(request, search, top=top)
+
+
+PLANNERS: dict[type[Task], Callable[..., Plan]] = {
+    Workload: plan_training,
+    Generation: plan_generation,
+    Serving: plan_serving,
+}
 """What answers a request, by its task."""
 
 

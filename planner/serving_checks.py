@@ -28,6 +28,9 @@ LIVES = 3.0
 MAX_CV = 4.0
 """Arrivals are drawn from gamma distributions up to this variation; recorded ones may have more."""
 
+KEEPS_UP = 0.95
+"""Requests that end over those that arrive, below which a queue grows: what is counted varies by a few percent."""
+
 CONFIDENCE = 1.959964
 """Of a normal distribution: 95 %."""
 
@@ -67,7 +70,7 @@ class Served:
 
     Attributes:
         counted: requests that are counted, of ``result``; classes: of all of them.
-        requests_per_s: that ended.
+        requests_per_s: that ended; keeps_up: as many as arrived.
     """
 
     deployment: Deployment
@@ -77,6 +80,7 @@ class Served:
     classes: IntArray
     requests_per_s: float
     tokens_per_s: float
+    keeps_up: bool
 
     def values(self, metric: LatencyMetric, request_class: int | None = None) -> FloatArray:
         """Return the seconds of the counted requests, of TPOT those with more than one token."""
@@ -93,8 +97,8 @@ class Served:
 
     @property
     def meets_limits(self) -> bool:
-        """Return whether every limit is met at its quantile."""
-        return all(limit.is_met for limit in self.limits)
+        """Return whether every limit is met at its quantile, and no queue grows."""
+        return self.keeps_up and all(limit.is_met for limit in self.limits)
 
     def _limit(self, limit: LatencyLimit) -> LimitEstimate:
         values = self.values(limit.metric)
@@ -162,7 +166,8 @@ def serve(deployment: Deployment, serving: Serving, *, rate: float | None, in_fl
     if concurrency is not None:
         warm = 2 * concurrency  # as load generators do: the first burst is gone then
         after = concurrency
-    table, classes = drawn_requests(serving.requests, warm + counted + after, 1.0 if rate is None else rate)
+    sizes = (warm, counted, after)
+    table, classes = drawn_requests(serving.requests, sizes, 1.0 if rate is None else rate)
     if not serving.prefix_cache:
         table = RequestTable(table.arrival_s, table.prompt_len, table.output_len, 0 * table.prefix_len)
     pools = [kind.engine_pool(count) for kind, count in zip(deployment.kinds, deployment.counts, strict=True)]
@@ -171,6 +176,7 @@ def serve(deployment: Deployment, serving: Serving, *, rate: float | None, in_fl
     )  # fmt: skip
     kept = np.zeros(len(table), dtype=bool)
     kept[warm : warm + counted] = True
+    # Counted arrivals come at the load's rate: what ends is compared with them.
     ends = np.sort((result.sent_s + result.e2e_s)[kept])
     # Between the tenth and the ninth tenth of the ends: neither the ramp before nor the tail after.
     first, last = int(0.1 * len(ends)), int(0.9 * len(ends))
@@ -178,16 +184,16 @@ def serve(deployment: Deployment, serving: Serving, *, rate: float | None, in_fl
     ended = (result.sent_s + result.e2e_s >= ends[first]) & (result.sent_s + result.e2e_s < ends[last])
     per_s = float(ended.sum()) / span if span > 0 else 1 / float(result.e2e_s[kept].mean())
     tokens = per_s * float(result.output_len[kept].mean())
-    return Served(deployment, serving, result, kept, classes, per_s, tokens)
+    keeps_up = rate is None or per_s >= KEEPS_UP * rate
+    return Served(deployment, serving, result, kept, classes, per_s, tokens, keeps_up)
 
 
 @lru_cache(maxsize=8)
-def _lengths(requests: Requests, count: int) -> tuple[FloatArray, IntArray, IntArray]:
-    """Return gaps of mean one, lengths [count, 3] and classes of requests, the same for every deployment."""
-    rng = np.random.default_rng(20)
-    cv = min(requests.arrival_cv, MAX_CV)
-    gaps = rng.gamma(1 / cv**2, cv**2, count) if cv > 0 else np.ones(count)
-    gaps /= gaps.mean()
+def _drawn(requests: Requests, sizes: tuple[int, ...]) -> tuple[FloatArray, IntArray, IntArray]:
+    """Return gaps, lengths [count, 3] and classes of requests, the same for every deployment; gaps of each part have mean one."""
+    rng, count, cv = np.random.default_rng(20), sum(sizes), min(requests.arrival_cv, MAX_CV)
+    parts = [rng.gamma(1 / cv**2, cv**2, size) if cv > 0 else np.ones(size) for size in sizes if size]
+    gaps = np.concatenate([part / part.mean() for part in parts])
     known = np.array([(c.prompt_len, c.output_len, c.prefix_len) for c in requests.classes], dtype=np.int64)
     recorded = _recorded(requests)
     if recorded is not None:
@@ -213,7 +219,7 @@ def _recorded(requests: Requests) -> IntArray | None:
     return np.stack([trace.prompt_len, trace.output_len, trace.prefix_len], axis=1)
 
 
-def drawn_requests(requests: Requests, count: int, rate: float) -> tuple[RequestTable, IntArray]:
-    """Return requests as the load has them, lengths of a recorded one as recorded, and the class of each."""
-    gaps, lengths, classes = _lengths(requests, count)
+def drawn_requests(requests: Requests, sizes: tuple[int, ...], rate: float) -> tuple[RequestTable, IntArray]:
+    """Return requests as the load has them, in parts of so many, lengths of a recorded one as recorded, and the class of each."""
+    gaps, lengths, classes = _drawn(requests, sizes)
     return RequestTable(np.cumsum(gaps) / rate, lengths[:, 0], lengths[:, 1], lengths[:, 2]), classes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from ...cost_models.stage.step import has_power_limits, step_energy_j
-from ...schema import GenerationPlan, Plan, TrainingPlan
+from ...schema import GenerationPlan, Plan, ServingPlan, TrainingPlan
 from ...schema.units import counted, format_bytes, format_count, format_joules, format_percent, format_seconds
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
 from .generation import generation_table
@@ -49,6 +49,10 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
     """Yield the tables of a plan of any task; where a task has none of its own, the figures of its estimate by their units."""
     if isinstance(plan, GenerationPlan):
         yield generation_table(plan)
+    elif isinstance(plan, ServingPlan):
+        from .serving import serving_tables
+
+        yield from serving_tables(plan)
     elif isinstance(plan, TrainingPlan):
         yield plan_table(plan)
         if plan.cost is not None:

@@ -100,10 +100,8 @@ class ServingProblem:
         return self.cost(family, estimated), family.is_disaggregated, max(kind.size for kind in family.kinds)
 
     def _fewest_in_closed_loop(self, family: Family) -> list[Node[Open]]:
-        counts = []
-        for entry in self._loop_counts(family):
-            if self._may_meet(family, entry):
-                counts.append((self.cost(family, entry), entry))
+        found = [entry for entry in self._loop_counts(family) if self._may_meet(family, entry)]
+        counts = [(self.cost(family, entry), entry) for entry in found]
         if not counts:
             return []
         return [Node(min(counts)[0], Open(family, tuple(sorted(counts))), (min(counts)[0], family.is_disaggregated, 0))]
@@ -251,6 +249,7 @@ class ServingProblem:
             rate = (low + high) / 2 if low else 0.7 * high
         if best is None:
             return Step(evaluated=1, effort=effort)
+        low = min(low, best.requests_per_s)
         leaf = Leaf(-low * self.tokens / devices, best, -high * self.tokens / devices, node.key)
         return Step((), [leaf], evaluated=1, effort=effort)
 

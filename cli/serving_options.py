@@ -1,0 +1,65 @@
+"""What is asked of a deployment, in options: the load, limits on latency, types of weights and caches, modes."""
+
+from __future__ import annotations
+
+from ..schema.errors import ConfigError
+from ..schema.serving import CacheDtype, LatencyLimit, Serving, ServingEngine, ServingObjective, WeightDtype
+from .options import OptionModel, option
+
+
+class ServingOptions(OptionModel):
+    """A load and its limits."""
+
+    requests: str = option(
+        ..., "isl=4096,osl=512[,rate=20][,cv=1.5][,prefix=0.4], several classes apart by ;, or a trace: a csv or csv.gz with "
+        "columns arrival_s, prompt_tokens, output_tokens.",
+        metavar="LOAD",
+    )  # fmt: skip
+    ttft: str | None = option(None, "limit on the seconds to the first token, e.g. 500ms@p90.", metavar="T@pQ")
+    tpot: str | None = option(None, "limit on the seconds of each further token, e.g. 30ms@p90.", metavar="T@pQ")
+    e2e: str | None = option(None, "limit on the seconds of a request, e.g. 20s@p99.", metavar="T@pQ")
+    rate: float | None = option(None, "requests a second, in place of the load's.", ge=1e-6)
+    concurrency: int | None = option(None, "requests that are kept in flight (closed loop), in place of a rate.", ge=1)
+    weights: WeightDtype | None = option(None, "type of the weights. Default: bf16.")
+    kv: CacheDtype | None = option(None, "type of keys and values. Default: bf16.")
+    modes: str = option(
+        "agg,disagg", "agg: instances prefill and decode; disagg: pools of their own for each.", metavar="M,..."
+    )
+    prefix_cache: str = option(
+        "on", "on: prefixes of the load are in the cache; off: every prompt is computed.", metavar="on|off"
+    )
+
+    def task(self, engine: str, objective: str | None) -> Serving:
+        """Return the task.
+
+        Raises:
+            ConfigError: an option means nothing, with what would.
+        """
+        from ..schema.requests_file import parse_limit, parse_requests
+
+        engines, goals = ServingEngine.__args__, ServingObjective.__args__  # type: ignore[attr-defined]
+        if engine not in engines:
+            raise ConfigError(f"--engine {engine} does not serve", help=f"one of {', '.join(engines)}")
+        if objective is not None and objective not in goals:
+            raise ConfigError(f"--objective {objective} with --serve", help=f"one of {', '.join(goals)}")
+        modes = tuple(dict.fromkeys(name.strip() for name in self.modes.split(",")))
+        if not modes or not {*modes} <= {"agg", "disagg"}:
+            raise ConfigError(f"--modes {self.modes}: not modes of deployment", help="agg, disagg or agg,disagg")
+        if self.prefix_cache not in ("on", "off"):
+            raise ConfigError(f"--prefix-cache {self.prefix_cache}: neither on nor off", help="use on or off")
+        texts: tuple[tuple[str, str | None], ...] = (("ttft", self.ttft), ("tpot", self.tpot), ("e2e", self.e2e))
+        limits: tuple[LatencyLimit, ...] = tuple(
+            parse_limit(metric, text)
+            for metric, text in texts
+            if text is not None  # type: ignore[arg-type]
+        )
+        return Serving(
+            requests=parse_requests(self.requests, rate=self.rate, concurrency=self.concurrency),
+            limits=limits,
+            engine=engine,  # type: ignore[arg-type]
+            objective=objective,  # type: ignore[arg-type]
+            modes=modes,  # type: ignore[arg-type]
+            weights=self.weights,
+            cache=self.kv,
+            prefix_cache=self.prefix_cache == "on",
+        )

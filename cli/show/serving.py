@@ -1,0 +1,163 @@
+"""Show a serving plan: pools, latencies by class against the limits, what binds, the front, runner-ups; and its explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from ...schema.serving_plan import layout_title
+from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
+
+if TYPE_CHECKING:
+    from ...planner.explain.serving import ServingExplanation
+    from ...schema.serving import Pool
+    from ...schema.serving_plan import ClassEstimate, PoolEstimate, ServingPlan
+
+
+def serving_tables(plan: ServingPlan) -> Iterator[Table]:
+    """Yield the deployment, its classes where there are several, the front and the runner-ups."""
+    yield serving_table(plan)
+    if plan.estimate.classes:
+        yield _classes(plan)
+    if plan.front:
+        yield _front(plan)
+    if plan.alternatives:
+        yield _alternatives(plan)
+
+
+def serving_table(plan: ServingPlan) -> Table:
+    """Show what a deployment gives, its latencies against the limits, its pools, and what was proved."""
+    cost, serving = plan.estimate, plan.serving
+    version = f" {serving.engine_version}" if serving.engine_version else ""
+    table = figures_table(f"{model_title(plan.model, plan.cluster)}: serving with {serving.engine}{version}")
+    rate = f"{cost.requests_per_s:.4g} requests/s; {cost.tokens_per_s_per_device:,.4g} tokens/s a device"
+    table.add_row("[bold]throughput", f"[bold]{cost.tokens_per_s:,.4g}", "", f"tokens/s generated, {rate}")
+    more = f"of {plan.cluster.num_devices}"
+    if cost.usd_per_hour is not None:
+        more += f"; {cost.usd_per_hour:,.2f} USD/h, {cost.usd_per_million_tokens:,.3g} USD per million tokens"
+    table.add_row("[bold]devices", f"[bold]{plan.num_devices}", "", more)
+    table.add_section()
+    for limit in cost.limits:
+        verdict = "[green]within[/]" if limit.is_met else "[red]beyond[/]"
+        low, high = format_percent(limit.within_low), format_percent(limit.within_high)
+        words = (
+            f"{verdict} {format_seconds(limit.limit_s)} at p{100 * limit.quantile:g}; {low} to {high} of requests are"
+        )
+        table.add_row(
+            f"[bold]{limit.metric}", f"[bold]{format_seconds(limit.simulated_s)}", format_percent(limit.within), words
+        )
+    for name in ("ttft", "tpot", "e2e"):
+        times = getattr(cost.overall, name)
+        words = f"p50; p90 {format_seconds(times.p90_s)}, p99 {format_seconds(times.p99_s)}, mean {format_seconds(times.mean_s)}"
+        table.add_row(f"  {name}", format_seconds(times.p50_s), "", words)
+    if cost.transfer_s:
+        table.add_row("  transfer", format_seconds(cost.transfer_s), "", "of the keys and values of a mean prompt")
+    for pool, of_pool in zip(plan.pools, cost.pools, strict=True):
+        _add_pool(table, pool, of_pool)
+    _add_search(table, plan)
+    add_notes(table, plan)
+    return table
+
+
+def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
+    table.add_section()
+    name = {"agg": "instances", "prefill": "prefill", "decode": "decode"}[pool.role]
+    limits = pool.limits
+    table.add_row(
+        f"[bold]{name}", f"[bold]{pool.replicas}", "", f"[bold]{layout_title(pool.layout)}[/] on {escape(pool.device)}"
+    )
+    chunk = "" if limits.chunk is None else f", chunks of {limits.chunk:,}"
+    steps = f"{limits.max_batch} requests, {limits.max_batched_tokens:,} tokens a step{chunk}"
+    words = f"{steps}; {pool.weights} weights, {pool.cache} cache"
+    table.add_row("  limits", "", "", words)
+    held = f"of {format_bytes(cost.cache_bytes)} a device hold keys and values of requests"
+    cache = f"{held}; weights {format_bytes(cost.weight_bytes)}"
+    table.add_row("  cache", format_percent(cost.cache_use, 0), "", cache)
+    rows = f"{cost.decode_rows:.3g} rows decode, {cost.prefill_tokens:.4g} tokens of prompts"
+    table.add_row("  step", format_seconds(cost.step_s), format_percent(cost.utilisation, 0), f"busy; {rows}")
+    total = sum(cost.step_parts_s.values())
+    for part, seconds in sorted(cost.step_parts_s.items(), key=lambda entry: -entry[1]):
+        if seconds > 0.01 * total:
+            share = seconds / total
+            table.add_row(
+                f"    {part.replace('_', ' ')}", format_seconds(seconds), format_percent(share, 0), share=share
+            )
+    if cost.binds == "rate":
+        why = f"the load; an instance carries {cost.largest_requests_per_s:.3g} of its {cost.requests_per_s:.3g} requests/s"
+    else:
+        why = f"{cost.binds}, at {cost.largest_requests_per_s:.3g} requests/s an instance"
+    table.add_row("  binds", "", "", why)
+
+
+def _add_search(table: Table, plan: ServingPlan) -> None:
+    if (search := plan.search) is None:
+        return
+    unit = search.unit.replace("_per_", "/").replace("_", " ")
+    resource = "" if plan.resource_bound is None else f", by peaks alone {plan.resource_bound:,.4g}"
+    bound = f"; none of this space has better than {search.bound:,.4g} {unit} in this model{resource}"
+    add_search(table, search, f"{counted(search.evaluated, 'deployment')} simulated", bound)
+
+
+def _classes(plan: ServingPlan) -> Table:
+    table = headed_table(
+        "classes of requests", "", "share", "prompt", "output", "ttft p50", "p90", "tpot p50", "p90", "within limits"
+    )
+    for idx, cost in enumerate(plan.estimate.classes):
+        table.add_row(str(idx), *_class_row(cost))
+    return table
+
+
+def _class_row(cost: ClassEstimate) -> tuple[str, ...]:
+    entry = cost.requests
+    assert entry is not None
+    times = (cost.ttft.p50_s, cost.ttft.p90_s, cost.tpot.p50_s, cost.tpot.p90_s)
+    return (
+        format_percent(entry.share), f"{entry.prompt_len:,}", f"{entry.output_len:,}", *map(format_seconds, times),
+        format_percent(cost.attainment),
+    )  # fmt: skip
+
+
+def _front(plan: ServingPlan) -> Table:
+    table = headed_table(
+        "one user against one device: nothing of the space is better in both, by the steady state",
+        "tokens/s a user", "tokens/s a device", "mode", "instances", text=("mode", "instances"), num_keys=0,
+    )  # fmt: skip
+    for point in plan.front:
+        figures = (f"{point.tokens_per_s_per_user:,.4g}", f"{point.tokens_per_s_per_device:,.4g}")
+        table.add_row(*figures, point.mode, escape(point.pools))
+    return table
+
+
+def _alternatives(plan: ServingPlan) -> Table:
+    table = headed_table(
+        "runner-ups", "pools", "devices", "requests/s", "tokens/s a device", "why not", text=("pools", "why not")
+    )
+    for other in plan.alternatives:
+        table.add_row(
+            escape(other.pools), str(other.num_devices), f"{other.requests_per_s:.3g}", f"{other.tokens_per_s_per_device:,.4g}",
+            escape(other.reason),
+        )  # fmt: skip
+    return table
+
+
+def explanation_tables(plan: ServingPlan, explanation: ServingExplanation) -> Iterator[Table]:
+    """Yield what binds, and changes with what they give."""
+    table = figures_table(f"{model_title(plan.model, plan.cluster)}: why this deployment", num_figures=0)
+    for line in explanation.binds:
+        table.add_row("[bold]binds", escape(line))
+    yield table
+    changes = (explanation.why_not,) if explanation.why_not is not None else explanation.changes
+    if not changes:
+        return
+    others = headed_table(
+        "each change searched and simulated again", "change", "devices", "requests/s", "pools", "to the plan",
+        text=("change", "pools", "to the plan"),
+    )  # fmt: skip
+    for change in changes:
+        devices = "" if change.num_devices is None else str(change.num_devices)
+        rate = "" if change.requests_per_s is None else f"{change.requests_per_s:.3g}"
+        others.add_row(escape(change.change), devices, rate, escape(change.pools), escape(change.difference))
+    yield others

@@ -1,0 +1,268 @@
+"""Why a serving plan is as it is: what binds, what a change is worth, why not another mode; or why nothing serves the load.
+
+Every figure comes from searching and simulating again with the change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...cost_models.serving.steady_state import largest_rate
+from ...schema import ClusterSpec, ConfigError, InfeasibleError, MeshwrightError
+from ...schema.base import Frozen
+from ...schema.layout import format_assignments, parse_assignments
+from ...schema.serving import LatencyLimit, Serving
+from ...schema.serving_plan import ServingPlan, pools_title
+from ...schema.units import counted, format_seconds
+from ..request import Deadline, PlanRequest
+from ..serving_answer import build_serving_plan
+from ..tasks.serving import ServingProblem, ServingSearch, search_serving
+from .advice import grow_cluster
+
+LOOSER = (1.25, 1.5, 2.0, 4.0)
+"""Factors by which a limit is loosened, the smallest that helps is said."""
+
+MAX_GROWTH = 8
+"""Times the devices of the cluster, tried in doublings."""
+
+MODES = {"agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg"}
+
+
+class ServingChange(Frozen):
+    """A change of what was asked, and the plan that it has.
+
+    Attributes:
+        change: in words; pools: of the plan with it, empty where there is none.
+        difference: to the plan, in words.
+    """
+
+    change: str
+    pools: str = ""
+    num_devices: int | None = None
+    requests_per_s: float | None = None
+    tokens_per_s_per_device: float | None = None
+    difference: str
+
+
+class ServingExplanation(Frozen):
+    """What binds a serving plan, and what changes would give.
+
+    Attributes:
+        binds: for each pool, in words.
+        changes: verified by another search; why_not: of what was asked.
+    """
+
+    binds: tuple[str, ...]
+    changes: tuple[ServingChange, ...] = ()
+    why_not: ServingChange | None = None
+
+
+def request_of(plan: ServingPlan, deadline: Deadline | None = None) -> PlanRequest:
+    """Return what a plan answers."""
+    fixed = parse_assignments(plan.provenance.fixed) if plan.provenance is not None else {}
+    return PlanRequest(plan.model, plan.cluster, plan.serving, fixed, deadline=deadline or Deadline())
+
+
+def explain_serving(plan: ServingPlan, *, why_not: str = "", deadline: Deadline | None = None) -> ServingExplanation:
+    """Return what binds a plan and what changes are worth, or with ``why_not`` how the plan with that compares.
+
+    Raises:
+        ConfigError: why_not is neither a mode nor fields of a layout of an instance.
+    """
+    request = request_of(plan, deadline)
+    binds = tuple(_binding(plan))
+    if why_not:
+        return ServingExplanation(binds=binds, why_not=_why_not(plan, request, why_not))
+    found = []
+    for text, changed in _changes(plan, request):
+        if request.deadline.is_over:
+            break
+        found.append(_compared(plan, text, changed))
+    return ServingExplanation(binds=binds, changes=tuple(found))
+
+
+def _binding(plan: ServingPlan) -> Iterator[str]:
+    for pool, cost in zip(plan.pools, plan.estimate.pools, strict=True):
+        largest = max(cost.step_parts_s, key=lambda part: cost.step_parts_s[part])
+        share = cost.step_parts_s[largest] / max(sum(cost.step_parts_s.values()), 1e-12)
+        why = {
+            "rate": f"the load alone: {cost.requests_per_s:.3g} of {cost.largest_requests_per_s:.3g} requests/s an instance",
+            "cache": "the cache: no more requests fit",
+            "max_batch": f"max_batch {pool.limits.max_batch}",
+            "max_batched_tokens": f"max_batched_tokens {pool.limits.max_batched_tokens}",
+            "prompts": "prompts: all the time of the instance is theirs",
+        }.get(cost.binds, f"the limit on {cost.binds}")
+        yield (
+            f"{pool.replicas} x {pool.role} bound by {why}; its step of {format_seconds(cost.step_s)} is "
+            f"{100 * share:.0f} % {largest.replace('_', ' ')}"
+        )
+
+
+def _changes(plan: ServingPlan, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    serving = plan.serving
+    for idx, limit in enumerate(serving.limits):
+        looser = limit.replace(seconds=1.25 * limit.seconds)
+        text = f"{limit.metric} {format_seconds(looser.seconds)} instead of {format_seconds(limit.seconds)}"
+        yield text, replace(request, task=_with_limit(serving, idx, looser))
+    other = "agg" if plan.mode == "disagg" else "disagg"
+    yield f"mode {other} instead of {plan.mode}", replace(request, task=serving.replace(modes=(other,)))
+    if plan.pools[-1].weights in ("bf16", "fp16"):
+        yield "weights in fp8", replace(request, task=serving.replace(weights="fp8"))
+    if plan.pools[-1].cache in ("bf16", "fp16"):
+        yield "cache in fp8", replace(request, task=serving.replace(cache="fp8"))
+    if serving.requests.rate is not None:
+        size = min(pool.layout.num_devices for pool in plan.pools)
+        tight = replace(request, task=_free_rate(serving))
+        for devices in (plan.num_devices, plan.num_devices + size):
+            cluster = _of_size(plan.cluster, devices)
+            if cluster is not None:
+                yield f"as many requests as {counted(devices, 'device')} serve", replace(tight, cluster=cluster)
+
+
+def _of_size(cluster: ClusterSpec, devices: int) -> ClusterSpec | None:
+    """Return the cluster with so many devices in whole nodes, where it has nodes of one kind."""
+    if len(cluster.groups) > 1:
+        return None
+    if devices % cluster.largest_node == 0 and devices < cluster.num_devices:
+        from ...schema.offers import with_nodes
+
+        return with_nodes(cluster, devices // cluster.largest_node)
+    if devices == cluster.num_devices:
+        return cluster
+    return grow_cluster(cluster, devices) if devices % cluster.largest_node == 0 else None
+
+
+def _free_rate(serving: Serving) -> Serving:
+    requests = serving.requests.replace(rate=None)
+    return serving.replace(requests=requests, objective="throughput")
+
+
+def _with_limit(serving: Serving, idx: int, limit: LatencyLimit) -> Serving:
+    return serving.replace(limits=(*serving.limits[:idx], limit, *serving.limits[idx + 1 :]))
+
+
+def _searched(request: PlanRequest) -> ServingPlan | None:
+    """Return the plan of a changed request; None where nothing serves it."""
+    try:
+        search = search_serving(request)
+    except MeshwrightError:
+        return None
+    return None if search.answer.best is None else build_serving_plan(request, search, top=0)
+
+
+def _compared(plan: ServingPlan, text: str, request: PlanRequest) -> ServingChange:
+    other = _searched(request)
+    if other is None:
+        return ServingChange(change=text, difference="nothing serves the load so")
+    more = other.num_devices - plan.num_devices
+    now, then = plan.estimate.tokens_per_s_per_device, other.estimate.tokens_per_s_per_device
+    words = [counted(abs(more), "device") + (" fewer" if more < 0 else " more")] if more else ["as many devices"]
+    if other.serving.requests.rate is None and plan.serving.requests.rate is not None:
+        words = [f"{other.estimate.requests_per_s:.3g} requests/s"]
+    elif abs(then / now - 1) > 0.005:
+        words.append(f"{100 * (then / now - 1):+.1f} % tokens/s a device")
+    return ServingChange(
+        change=text,
+        pools=pools_title(other.pools),
+        num_devices=other.num_devices,
+        requests_per_s=other.estimate.requests_per_s,
+        tokens_per_s_per_device=then,
+        difference=", ".join(words),
+    )
+
+
+def _why_not(plan: ServingPlan, request: PlanRequest, asked: str) -> ServingChange:
+    assert isinstance(request.task, Serving)
+    if asked in MODES:
+        if plan.mode == MODES[asked]:
+            raise ConfigError(f"the plan is {asked}: {pools_title(plan.pools)}")
+        changed = replace(request, task=request.task.replace(modes=(MODES[asked],)))
+        return _compared(plan, asked, changed)
+    fields: Mapping[str, Any] = parse_assignments(asked)
+    checked = PlanRequest.create(plan.model, plan.cluster, plan.serving, fixed=fields, deadline=request.deadline)
+    return _compared(plan, format_assignments(checked.fixed), checked)
+
+
+def explain_unserved(request: PlanRequest, search: ServingSearch) -> MeshwrightError:
+    """Return the error for a load that no deployment serves within the limits: what lacks, and the least change that helps."""
+    problem, cluster = search.problem, request.cluster
+    if search.answer.ended == "deadline":
+        return request.deadline.error(f"for {request.model.name}", f"{len(problem.served)} deployments simulated")
+    devices = " and ".join(f"{group.num_devices} x {group.device.name}" for group in cluster.groups)
+    details = list(_lacks(problem))
+    if request.fixed:
+        details.append(f"fixed: {format_assignments(request.fixed)}")
+    changes = list(_helping(request))
+    details += [f"also serves it: {change}" for change in changes[1:]]
+    return InfeasibleError(
+        f"no deployment of {request.model.name} on {devices} serves the load within its limits",
+        details=tuple(details),
+        help=changes[0]
+        if changes
+        else "nothing that was tried serves it: more devices, fp8, looser limits, a lower rate",
+    )
+
+
+def _lacks(problem: ServingProblem) -> Iterator[str]:
+    """Yield which limit or resource is short, with the numbers."""
+    serving = problem.serving
+    if not problem.space.kinds:
+        layout, reason = min(problem.space.too_large, key=lambda entry: -entry[0].num_devices)
+        yield f"memory: no layout of an instance fits; with {layout.num_devices} devices: {reason}"
+        return
+    for limit in serving.limits:
+        alone = max(
+            (
+                largest_rate(kind.model, problem.mix, (limit,), fluid=True).requests_per_s
+                for kind in problem.space.kinds
+            ),
+            default=0.0,
+        )
+        if not alone:
+            yield f"{limit.metric}: no layout has {format_seconds(limit.seconds)} even for a lone request"
+            return
+    tried = [served for served in problem.served if not served.meets_limits]
+    for served in tried[:2]:
+        broken = ", ".join(
+            f"{limit.metric} {format_seconds(limit.simulated_s)} at p{100 * limit.quantile:g} of {format_seconds(limit.limit_s)}"
+            for limit in served.limits
+            if not limit.is_met
+        )
+        names = " + ".join(
+            f"{count} x {kind.size} devices"
+            for kind, count in zip(served.deployment.kinds, served.deployment.counts, strict=True)
+        )
+        yield f"simulated {names}: {broken or 'the queue grows'}"
+    rate = serving.requests.rate
+    if rate is not None:
+        best = max(problem.families, key=lambda family: family.best_split(fluid=False)[1])
+        carried = best.best_split(fluid=False)[1]
+        yield f"devices: {rate:.3g} requests/s are asked for; all of them carry about {carried:.3g} within the limits"
+
+
+def _helping(request: PlanRequest) -> Iterator[str]:
+    """Yield changes after which a deployment serves the load, each verified: types, devices, limits."""
+    assert isinstance(request.task, Serving)
+    serving = request.task
+    for name, value in (("weights", "fp8"), ("cache", "fp8")):
+        if getattr(serving, name) in (None, "bf16", "fp16") and (
+            other := _searched(replace(request, task=serving.replace(**{name: value})))
+        ):
+            option = "--kv" if name == "cache" else "--weights"
+            yield f"{option} {value}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
+    times = 2
+    while times <= MAX_GROWTH:
+        cluster = grow_cluster(request.cluster, times * request.cluster.num_devices)
+        if cluster is not None and (other := _searched(replace(request, cluster=cluster))):
+            yield f"more devices, of {cluster.num_devices}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
+            break
+        times *= 2
+    for idx, limit in enumerate(serving.limits):
+        for factor in LOOSER:
+            looser = limit.replace(seconds=factor * limit.seconds)
+            if other := _searched(replace(request, task=_with_limit(serving, idx, looser))):
+                text = f"--{limit.metric} {1000 * looser.seconds:g}ms@p{100 * limit.quantile:g}"
+                yield f"{text}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
+                break

@@ -1,0 +1,287 @@
+"""Write the answer of a search for a serving plan: pools, routes, estimates of the simulation, front, runner-ups and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..cost_models.serving.simulation import InstanceUse
+from ..schema import Certificate
+from ..schema.plan import Unit
+from ..schema.serving import Pool, Role
+from ..schema.serving_plan import (
+    PoolEstimate,
+    Route,
+    ServingAlternative,
+    ServingEstimate,
+    ServingFrontPoint,
+    ServingPlan,
+    pools_title,
+)
+from ..schema.units import counted, format_seconds
+from .request import PlanRequest
+from .serving_bound import resource_bound
+from .serving_checks import Deployment, Served
+from .serving_families import Family
+from .serving_space import InstanceKind
+from .tasks.serving import ServingProblem, ServingSearch
+
+MAX_FRONT = 12
+FRONT_REPLICAS = 4
+"""Instances that prefill side by side: more wait less."""
+
+UNIT_OF: dict[str, Unit] = {
+    "gpus": "devices", "cost": "usd_per_hour", "throughput": "tokens_per_s_per_device", "latency": "s",
+}  # fmt: skip
+
+
+def build_serving_plan(request: PlanRequest, search: ServingSearch, *, top: int) -> ServingPlan:
+    """Return the plan of a search that found a deployment."""
+    problem, answer = search.problem, search.answer
+    assert answer.best is not None
+    served, serving = answer.best.candidate, search.problem.serving
+    sign = -1 if problem.goal == "throughput" else 1
+    least = resource_bound(problem)
+    bound = sign * answer.bound
+    if least is not None:
+        bound = max(bound, least) if sign > 0 else min(bound, least)
+    objective = sign * answer.best.objective
+    pools = pools_of(served.deployment)
+    return ServingPlan(
+        model=request.model,
+        cluster=request.cluster,
+        serving=serving.replace(weights=pools[-1].weights, cache=pools[-1].cache),
+        pools=pools,
+        routes=routes_of(len(serving.requests.classes), served.deployment),
+        estimate=estimate_of(problem, served),
+        resource_bound=least,
+        search=Certificate.proved(
+            objective=objective,
+            bound=min(bound, objective) if sign > 0 else max(bound, objective),
+            unit=UNIT_OF[problem.goal],
+            finished=answer.is_proved,
+            evaluated=len(problem.served),
+            pruned=max(len(problem.families) - answer.evaluated, 0),
+            search_s=answer.solve_s,
+        ),
+        front=front_of(problem),
+        alternatives=tuple(_alternatives(problem, served, top)),
+        notes=tuple(_notes(request, problem, served)),
+        provenance=request.provenance(),
+    )
+
+
+def pools_of(deployment: Deployment) -> tuple[Pool, ...]:
+    """Return the pools of a deployment."""
+    roles: tuple[Role, ...] = ("prefill", "decode") if deployment.is_disaggregated else ("agg",)
+    pairs = zip(roles, deployment.kinds, deployment.counts, strict=True)
+    return tuple(kind.pool(role, count) for role, kind, count in pairs)
+
+
+def routes_of(num_classes: int, deployment: Deployment) -> tuple[Route, ...]:
+    """Return the routes of classes that all go the same way."""
+    second = 1 if deployment.is_disaggregated else None
+    return tuple(Route(request_class=idx, pool=0, decode_pool=second, share=1.0) for idx in range(num_classes))
+
+
+def estimate_of(problem: ServingProblem, served: Served) -> ServingEstimate:
+    """Return the figures of a simulated deployment."""
+    deployment = served.deployment
+    overall = served.estimate()
+    assert overall is not None
+    family = family_of(problem, deployment)
+    by_class = [served.estimate(idx) for idx in range(len(served.serving.requests.classes))]
+    largest = [
+        count * family.largest(pool, fluid=False, replicas=count) for pool, count in enumerate(deployment.counts)
+    ]
+    price = deployment.usd_per_hour
+    mean_prompt = float(problem.mix.share @ problem.mix.prompt_len)
+    return ServingEstimate(
+        tokens_per_s=served.tokens_per_s,
+        num_devices=deployment.num_devices,
+        tokens_per_s_per_device=served.tokens_per_s / deployment.num_devices,
+        tokens_per_s_per_user=1 / overall.tpot.mean_s if overall.tpot.mean_s else 1 / overall.ttft.mean_s,
+        requests_per_s=served.requests_per_s,
+        max_requests_per_s=max(min(largest), 1e-9),
+        usd_per_hour=price,
+        usd_per_million_tokens=None if price is None else price / served.tokens_per_s / 3600 * 1e6,
+        transfer_s=deployment.sent_s_per_token * mean_prompt,
+        overall=overall,
+        classes=tuple(entry for entry in by_class if entry is not None) if len(by_class) > 1 else (),
+        limits=served.limits,
+        pools=tuple(
+            _pool_estimate(problem, served, family, pool, uses) for pool, uses in enumerate(served.result.pools)
+        ),
+    )
+
+
+def family_of(problem: ServingProblem, deployment: Deployment) -> Family:
+    """Return the family of a deployment."""
+    return next(
+        family
+        for family in problem.families
+        if all(a is b for a, b in zip(family.kinds, deployment.kinds, strict=False))
+        and len(family.kinds) == len(deployment.kinds)
+    )
+
+
+def _pool_estimate(
+    problem: ServingProblem, served: Served, family: Family, pool: int, uses: Sequence[InstanceUse]
+) -> PoolEstimate:
+    kind, count = served.deployment.kinds[pool], served.deployment.counts[pool]
+    duration = float((served.result.sent_s + served.result.e2e_s).max() - served.result.sent_s.min())
+    steps = max(sum(use.steps for use in uses), 1)
+    ranks = kind.layout.attention_dp
+    rows = sum(use.decode_tokens for use in uses) / steps / ranks
+    prompts = sum(use.prompt_tokens for use in uses) / steps / ranks
+    mix = problem.mix
+    context = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
+    ends = prompts / mix.new_tokens if mix.new_tokens else 0.0
+    parts = kind.step.parts(rows, rows * context, prompts, mix.mean_context, prompts=ends)
+    seconds = {name: float(value) for name, value in parts.items()}
+    mean_s = sum(use.busy_s for use in uses) / steps
+    seconds["overhead"] = max(mean_s - sum(seconds.values()), 0.0)
+    per_instance = served.requests_per_s / count
+    largest = family.largest(pool, fluid=False, replicas=count)
+    is_full = per_instance > 0.8 * largest
+    memory = kind.memory
+    used = memory.weight_bytes + memory.workspace_bytes + memory.graph_bytes + memory.context_bytes + memory.cache_bytes
+    return PoolEstimate(
+        requests_per_s=per_instance,
+        decode_rows=rows,
+        prefill_tokens=prompts,
+        step_s=max(mean_s, 1e-9),
+        step_parts_s=seconds,  # type: ignore[arg-type]
+        binds=family.binds(pool) if is_full else "rate",
+        cache_bytes=round(memory.cache_bytes),
+        cache_use=sum(use.cache_s for use in uses) / len(uses) / duration,
+        weight_bytes=round(memory.weight_bytes),
+        free_bytes=round(memory.device_bytes - used),
+        utilisation=sum(use.busy_s for use in uses) / len(uses) / duration,
+        largest_requests_per_s=max(largest, 1e-9),
+    )
+
+
+def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
+    """Return what no other deployment beats in tokens a second of a user and of a device, by the steady state.
+
+    Pools of two kinds stand in the ratio in which neither waits for the other.
+    """
+    points: list[tuple[Any, ...]] = []
+    mix = problem.mix
+    tokens = problem.tokens
+    if not mix.decode_steps:
+        return ()
+    for family in problem.families:
+        last = family.rates[-1]
+        curve = last.decode_curve if family.is_disaggregated else last.curve
+        devices = float(last.kind.size)
+        rates = curve.requests_per_s
+        sizes = devices + 0 * rates
+        if family.is_disaggregated:
+            per_prefill = family.largest(0, fluid=False, replicas=FRONT_REPLICAS)
+            if not per_prefill:
+                continue
+            sizes = sizes + rates / per_prefill * family.kinds[0].size
+        keeps = curve.load < 0.98
+        columns = (1 / curve.step_s, rates * tokens / sizes, rates)
+        points += [(*(float(column[idx]) for column in columns), family) for idx in np.flatnonzero(keeps)[::4].tolist()]
+    points.sort(key=lambda point: (-point[0], -point[1]))
+    front: list[ServingFrontPoint] = []
+    best = 0.0
+    for user, device, rate, family in points:
+        if device > best * 1.02:
+            best = device
+            front.append(
+                ServingFrontPoint(
+                    mode="disagg" if family.is_disaggregated else "agg",
+                    pools=kinds_title(family.kinds),
+                    tokens_per_s_per_user=user,
+                    tokens_per_s_per_device=device,
+                    requests_per_s=rate,
+                )
+            )
+    step = max(len(front) / MAX_FRONT, 1)
+    return tuple(front[int(idx * step)] for idx in range(min(len(front), MAX_FRONT)))
+
+
+def kinds_title(kinds: Sequence[InstanceKind]) -> str:
+    """Return the layouts of a family in a line."""
+    roles = ("prefill", "decode") if len(kinds) > 1 else ("",)
+    from ..schema.serving_plan import layout_title
+
+    return " + ".join(f"{role} {layout_title(kind.layout)}".strip() for role, kind in zip(roles, kinds, strict=True))
+
+
+def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator[ServingAlternative]:
+    """Yield runner-ups: first what was simulated and failed or lost, then families by the estimate, of both modes."""
+    chosen = served.deployment
+    simulated = {id(served)}
+    rows: list[tuple[float, ServingAlternative]] = []
+    for other in problem.served:
+        if id(other) in simulated or (
+            other.deployment.kinds == chosen.kinds and other.deployment.counts == chosen.counts
+        ):
+            continue
+        broken = [limit for limit in other.limits if not limit.is_met]
+        reason = "; ".join(
+            f"simulated {limit.metric} {format_seconds(limit.simulated_s)} of {format_seconds(limit.limit_s)}"
+            for limit in broken
+        ) or ("the queue grows" if not other.keeps_up else "simulated: not better")
+        rows.append((0.0, _alternative(other.deployment, other.requests_per_s, other.tokens_per_s, reason)))
+    yield from (entry for _, entry in rows[: max(top // 2, 1) if top else 0])
+    left = top - min(len(rows), max(top // 2, 1))
+    rate = problem.serving.requests.rate
+    estimated = []
+    for family in problem.families:
+        if family.kinds == chosen.kinds:
+            continue
+        counts = family.least_counts(rate, fluid=False) if rate is not None else family.best_split(fluid=False)[0]
+        if counts is None or not all(counts):
+            continue
+        deployment = Deployment(family.kinds, counts)
+        carried = min(count * family.largest(pool, fluid=False, replicas=count) for pool, count in enumerate(counts))
+        value = deployment.num_devices if rate is not None else -carried
+        fits = "" if family.fits(counts) else f"needs {counted(deployment.num_devices, 'device')} by the estimate"
+        estimated.append((value, family.is_disaggregated, deployment, carried if rate is None else rate, fits))
+    estimated.sort(key=lambda entry: (entry[0], entry[1]))
+    other_mode = [entry for entry in estimated if entry[1] != chosen.is_disaggregated][:1]
+    for _, _, deployment, carried, reason in [*other_mode, *(e for e in estimated if e not in other_mode)][
+        : max(left, 0)
+    ]:
+        more = deployment.num_devices - chosen.num_devices
+        why = reason or (
+            f"{counted(more, 'device')} more by the estimate" if more > 0 else "not better by the estimate"
+        )
+        yield _alternative(deployment, carried, carried * problem.tokens, why)
+
+
+def _alternative(deployment: Deployment, requests_per_s: float, tokens_per_s: float, reason: str) -> ServingAlternative:
+    return ServingAlternative(
+        mode="disagg" if deployment.is_disaggregated else "agg",
+        pools=pools_title(pools_of(deployment)),
+        num_devices=deployment.num_devices,
+        requests_per_s=requests_per_s,
+        tokens_per_s_per_device=tokens_per_s / deployment.num_devices,
+        usd_per_hour=deployment.usd_per_hour,
+        reason=reason,
+    )
+
+
+def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Iterator[str]:
+    requests = problem.serving.requests
+    if problem.serving.objective == "throughput" and requests.rate is not None:
+        yield "a rate is given: most tokens a second and device are those of the fewest devices"
+    if not problem.serving.limits:
+        yield "no limit on latency is given: requests may wait as long as the load lets them (--ttft, --tpot)"
+    if requests.trace is not None and requests.concurrency is None:
+        yield (
+            f"lengths are drawn from the {requests.trace.num_requests:,} requests of {requests.trace.path}, arrivals with their "
+            f"variation (cv {requests.arrival_cv:.2g}); meshwright replay serves them as recorded"
+        )
+    if served.deployment.is_disaggregated:
+        yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
+    if problem.space.too_large:
+        yield f"{counted(len(problem.space.too_large), 'layout')} of an instance do not fit the memory of a device"

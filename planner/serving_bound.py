@@ -1,0 +1,79 @@
+"""Bound (R) of a serving plan: device-seconds that any schedule of these requests takes, from peaks and bytes alone.
+
+    F_w   2 P_active (i_w + o_w - 1)                                           FLOPs of a request's tokens (without attention)
+    B_w   (o_w - 1) (W / b + kv (i_w + o_w / 2))                               bytes that its decoding reads, batched with b
+    b     at most what the caches of all devices hold, (n M - W) / (kv mean context), and what TPOT allows
+    n >= rate sum_w share_w max(F_w / peak, B_w / bandwidth)                   (R)
+
+P_active counts what one token goes through; a batch may read fewer experts than all, so that W is the part that every token reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..schema.serving import BYTES_OF
+
+if TYPE_CHECKING:
+    from ..schema import ClusterSpec
+    from .serving_space import InstanceKind
+    from .tasks.serving import ServingProblem
+
+
+def resource_bound(problem: ServingProblem) -> float | None:
+    """Return the bound in the unit of the objective: devices, dollars an hour, or tokens a second and device; None of latency."""
+    kinds, requests = problem.space.kinds, problem.serving.requests
+    if problem.goal == "latency" or not kinds:
+        return None
+    per_request = min(
+        device_seconds(problem, cluster)
+        for cluster in ([part.cluster for part in problem.request.cluster.parts] or [problem.request.cluster])
+    )
+    if problem.goal == "throughput":
+        return problem.tokens / per_request
+    if requests.rate is None:
+        return None
+    devices = requests.rate * per_request
+    if problem.goal == "cost":
+        return devices * min(kind.usd_per_hour / kind.size for kind in kinds if kind.usd_per_hour is not None)
+    return devices
+
+
+def device_seconds(problem: ServingProblem, cluster: ClusterSpec) -> float:
+    """Return the seconds of a device that a mean request takes at least (R)."""
+    serving, mix, model = problem.serving, problem.mix, problem.request.model
+    device = cluster.weakest_device
+    kind = problem.space.kinds[0]
+    peaks = device.peak_flops_per_s
+    fastest = max(
+        peak or 0.0
+        for peak in (
+            peaks.bf16, peaks.fp16, peaks.fp32, peaks.tf32, *((peaks.fp8,) if BYTES_OF[kind.weights] <= 1 else ()),
+            *((peaks.fp4,) if BYTES_OF[kind.weights] < 1 else ()),
+        )
+    ) or 1e30  # fmt: skip
+    active = sum(
+        run.count * run.layer.num_active_params(model.hidden_dim) for run in model.layers if run.layer.is_block
+    )
+    tokens = float(mix.share @ (mix.new_len + mix.output_len - 1))
+    flops = 2 * active * tokens
+    read = 0.0
+    if mix.decode_steps:
+        kv = min(_cache_bytes(entry) for entry in problem.space.kinds)
+        context = mix.cached_steps / mix.decode_steps
+        weights = active * BYTES_OF[kind.weights]
+        total = cluster.num_devices * device.memory_bytes
+        batch = max((total - weights) / max(kv * context, 1e-9), 1.0)
+        limits = [limit.seconds for limit in serving.limits if limit.metric == "tpot"]
+        if limits:
+            room = min(limits) * device.memory_bandwidth_bytes_per_s * cluster.num_devices - weights
+            batch = min(batch, max(room / max(kv * context, 1e-9), 1.0))
+        read = mix.decode_steps * weights / batch + kv * mix.cached_steps
+    return max(flops / fastest, read / device.memory_bandwidth_bytes_per_s)
+
+
+def _cache_bytes(kind: InstanceKind) -> float:
+    """Return the bytes of a cached token over all devices of an attention rank, windows left out."""
+    step = kind.step
+    windowed = sum(size for _, size in step.window_cache_bytes)
+    return float(step.cache_bytes_per_token - windowed)

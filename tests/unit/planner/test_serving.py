@@ -1,0 +1,139 @@
+"""Serving plans: their bound, every deployment of a small space, laws, and what the document says."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from meshwright.planner import plan
+from meshwright.planner.request import PlanRequest
+from meshwright.planner.serving_checks import Deployment, drawn_requests, serve, wilson
+from meshwright.planner.tasks.serving import ServingProblem, search_serving
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Serving, ServingPlan
+from meshwright.schema.requests_file import parse_limit, parse_requests
+
+LIMITS = {"ttft": "400ms@p90", "tpot": "12ms@p90"}
+
+
+def task(
+    requests: str = "isl=1024,osl=128,rate=25", *, ttft: str | None = "", tpot: str | None = "", **fields: Any
+) -> Serving:
+    texts = {"ttft": LIMITS["ttft"] if ttft == "" else ttft, "tpot": LIMITS["tpot"] if tpot == "" else tpot}
+    limits = tuple(parse_limit(name, text) for name, text in texts.items() if text)
+    return Serving(requests=parse_requests(requests), limits=limits, **fields)
+
+
+@cache
+def planned(serving: Serving, cluster: str = "8xH100-SXM-80GB", fixed: str = "") -> ServingPlan:
+    options = dict(item.split("=") for item in fixed.split(",") if item)
+    return plan("llama-3.1-8b", cluster, serving, fixed={name: int(value) for name, value in options.items()})
+
+
+def test_the_plan_meets_its_limits_and_is_read_back(tmp_path: Path) -> None:
+    answer = planned(task())
+    assert all(limit.is_met for limit in answer.estimate.limits)
+    assert answer.search is not None and answer.search.unit == "devices"
+    assert answer.search.objective == answer.num_devices
+    assert answer.resource_bound is not None and answer.resource_bound <= answer.search.bound <= answer.num_devices
+    assert answer.estimate.requests_per_s == pytest.approx(25, rel=0.1)
+    answer.save(tmp_path / "serve.json")
+    assert Plan.load(tmp_path / "serve.json") == answer
+
+
+@pytest.mark.parametrize("objective", ["gpus", "cost"])
+def test_no_deployment_of_a_small_space_is_better(objective: str) -> None:
+    """Every count of every family simulated: the search has the least that meets the limits, and its bound is below all."""
+    serving = task("isl=1024,osl=128,rate=40", objective=objective)
+    request = PlanRequest.create(
+        ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("4xH100-SXM-80GB"), serving, fixed={"pp": 1}
+    )
+    search = search_serving(request)
+    problem, costs = ServingProblem(request), list[float]()
+    for family in problem.families:
+        ranges = [range(1, kind.most + 1) for kind in family.kinds]
+        for counts in itertools.product(*ranges):
+            if family.fits(counts):
+                served = serve(Deployment(family.kinds, counts), serving, rate=40, in_flight=30)
+                if served.meets_limits:
+                    costs.append(problem.cost(family, counts))
+    assert costs and search.answer.best is not None
+    assert search.answer.best.objective == pytest.approx(min(costs))
+    assert search.answer.bound <= min(costs) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mode", ["agg", "disagg"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_no_simulation_is_above_the_bound(mode: str, engine: str) -> None:
+    serving = task("isl=1024,osl=128", modes=(mode,), engine=engine)
+    request = PlanRequest.create(
+        ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("4xH100-SXM-80GB"), serving, fixed={"pp": 1}
+    )
+    problem = ServingProblem(request)
+    for family in problem.families[:4]:
+        counts, bound = family.best_split(fluid=True)
+        if not bound:
+            continue
+        beyond = problem._serve(family, Deployment(family.kinds, counts), 1.03 * bound)
+        assert not beyond.meets_limits
+
+
+def test_looser_limits_and_more_devices_are_never_worse() -> None:
+    tight, loose = planned(task()), planned(task(ttft="800ms@p90", tpot="24ms@p90"))
+    assert loose.num_devices <= tight.num_devices
+    free = task("isl=1024,osl=128", modes=("agg",))
+    small, large = planned(free, "4xH100-SXM-80GB"), planned(free, "8xH100-SXM-80GB")
+    assert large.estimate.requests_per_s >= 1.9 * small.estimate.requests_per_s
+    assert planned(task("isl=1024,osl=128,rate=50")).num_devices >= tight.num_devices
+
+
+def test_a_closed_loop_keeps_its_requests_in_flight() -> None:
+    answer = planned(task("isl=1024,osl=128,concurrency=16", ttft=None, tpot=None))
+    cost = answer.estimate
+    assert cost.requests_per_s * cost.overall.e2e.mean_s == pytest.approx(16, rel=0.03)
+
+
+def test_latency_takes_all_that_helps_and_fixed_degrees_are_kept() -> None:
+    quick = planned(task("isl=1024,osl=128,rate=2", objective="latency"))
+    few = planned(task("isl=1024,osl=128,rate=2"))
+    assert quick.estimate.overall.e2e.mean_s < few.estimate.overall.e2e.mean_s
+    assert {pool.layout.tp for pool in planned(task(), fixed="tp=2").pools} == {2}
+    assert {pool.limits.max_batch for pool in planned(task(), fixed="max_batch=48").pools} == {48}
+
+
+def test_classes_have_latencies_of_their_own_and_prefixes_help() -> None:
+    classes = "isl=256,osl=64,share=0.8,rate=10;isl=8192,osl=128,share=0.2"
+    answer = planned(task(classes, ttft="2s@p90", tpot="30ms@p90"))
+    short, long = answer.estimate.classes
+    assert short.ttft.p50_s < long.ttft.p50_s
+    with_prefix = task("isl=4096,osl=64,rate=40,prefix=0.9", ttft="2s@p90", tpot="30ms@p90")
+    assert planned(with_prefix).num_devices < planned(with_prefix.replace(prefix_cache=False)).num_devices
+
+
+def test_what_nothing_serves_names_the_limit_and_what_helps() -> None:
+    with pytest.raises(InfeasibleError) as error:
+        planned(task("isl=1024,osl=128,rate=400", tpot="30ms@p90"), "2xH100-SXM-80GB")
+    assert "devices: 400 requests/s" in str(error.value)
+    assert "--rate" in str(error.value) or "more devices" in str(error.value)
+    with pytest.raises(InfeasibleError, match="tpot: no layout has 1 ms"):
+        planned(task(tpot="1ms@p90"))
+    with pytest.raises(InfeasibleError, match="memory"):
+        plan("llama-3.1-405b", "2xH100-SXM-80GB", task())
+
+
+def test_objectives_without_a_load_are_refused() -> None:
+    with pytest.raises(ConfigError, match="needs a load"):
+        planned(task("isl=1024,osl=128", objective="gpus"))
+    with pytest.raises(ConfigError, match="tp=3"):
+        planned(task(), fixed="tp=3")
+
+
+def test_drawn_requests_have_the_rate_and_the_shares() -> None:
+    load = parse_requests("isl=100,osl=10,share=3;isl=1000,osl=20,share=1,cv=2")
+    table, classes = drawn_requests(load, (100, 1000, 100), 5.0)
+    assert (table.arrival_s[1099] - table.arrival_s[99]) == pytest.approx(200)
+    assert (classes == 0).mean() == pytest.approx(0.75, abs=0.01)
+    low, high = wilson(0.9, 400)
+    assert low == pytest.approx(0.8668, abs=1e-3) and high == pytest.approx(0.9257, abs=1e-3)
