@@ -24,44 +24,31 @@ Rank 0 of an instance drives: it schedules, sends the rows to all ranks, and tak
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ...schema.errors import ConfigError
 from ...schema.model import ModelSpec
 from ...schema.serving import Pool
 from .executor import Executor
+from .front import REMEMBERED, Accepted, EngineFront, max_request_len, resolve_model
 from .instance import Instance, require_servable
 from .ranks import InstanceRanks
-from .requests import (
-    EngineBusyError,
-    EngineStats,
-    Finish,
-    Listener,
-    Request,
-    RequestTimes,
-    StepRecord,
-    TokenEvent,
-)
+from .requests import EngineStats, Finish, Request, StepRecord, TokenEvent
 from .scheduler import Running, Scheduler, Step
-
-_REMEMBERED = 10_000
-"""Steps and ended requests whose times are kept."""
+from .transfer import Peer
 
 
-class ServingEngine:
+class ServingEngine(EngineFront):
     """One engine instance, driven from this process.
 
     Attributes:
-        spec: of the model.
         pool: what the engine was told; its ``replicas`` are other engines' business.
-        max_len: tokens of a prompt and its answer at most.
+        num_records: of steps of attention ranks so far.
     """
 
     def __init__(
@@ -69,28 +56,20 @@ class ServingEngine:
     ) -> None:
         """Drive an instance; see `build`."""
         limits, layout = pool.limits, pool.layout
-        self.spec, self.pool, self._instance, self._max_queue = instance.spec, pool, instance, max_queue
-        capacity = limits.cache_blocks * limits.block_size
-        uncut = capacity if limits.chunk is not None else limits.max_batched_tokens
-        learned = self.spec.embedding.num_positions or self.spec.max_seq_len
-        self.max_len = min(self.spec.max_seq_len, learned, capacity, uncut)
+        super().__init__(instance.spec, max_request_len(instance.spec, pool), max_queue)
+        self.pool, self._instance = pool, instance
         self._schedulers = [
             Scheduler(limits, reuses_prefixes=reuses_prefixes, steps_under_way=layout.pp)
             for _ in range(layout.attention_dp)
         ]
         self._under_way: deque[tuple[list[Step | None], float]] = deque()
-        self._lock = threading.Lock()
-        self._arrived = threading.Event()
-        self._inbox: deque[Running] = deque()
-        self._cancelled: deque[str] = deque()
-        self._live: dict[str, tuple[Running, Listener | None, Scheduler | None]] = {}
-        self._ended: OrderedDict[str, RequestTimes] = OrderedDict()
-        self._counts = EngineStats(total_blocks=limits.cache_blocks * layout.attention_dp)
-        self._records: deque[StepRecord] = deque(maxlen=_REMEMBERED)
-        self._next_id = 0
-        self._is_draining = False
-        self._thread: threading.Thread | None = None
-        self._stops = threading.Event()
+        self._running: dict[str, tuple[Running, Scheduler]] = {}
+        self._arriving: deque[tuple[Running, Scheduler, int]] = deque()
+        self._hand_to: dict[str, Peer] = {}
+        self._handed_by: dict[str, int] = {}
+        self._tickets = self.num_records = 0
+        self._counts.total_blocks = limits.cache_blocks * layout.attention_dp
+        self._records: deque[StepRecord] = deque(maxlen=REMEMBERED)
 
     @classmethod
     def build(
@@ -122,69 +101,58 @@ class ServingEngine:
         executor = Executor(spec, ranks, pool, device=torch.device(device), seed=seed, weights=folder)
         return cls(Instance(executor), pool, max_queue=max_queue, reuses_prefixes=prefix_cache)
 
-    # --- any thread ---------------------------------------------------------------------------------------------------
-
-    def submit(self, request: Request, on_token: Listener | None = None, *, id: str | None = None) -> str:  # noqa: A002
-        """Take a request in; return its id (``id`` where given).
-
-        Raises:
-            ConfigError: it cannot be served.
-            EngineBusyError: the queue is full, or the engine drains.
-        """
-        self._check(request)
-        with self._lock:
-            if self._is_draining:
-                raise EngineBusyError("the engine is draining and takes no further requests")
-            waiting = len(self._inbox) + sum(len(one.waiting) for one in self._schedulers)
-            if self._max_queue is not None and waiting >= self._max_queue:
-                raise EngineBusyError(
-                    f"{waiting} requests wait already, as many as the queue takes", help="try again later"
-                )
-            name = id or f"request-{self._next_id}"
-            if name in self._live:
-                raise ConfigError(f"there is a request {name} already")
-            self._next_id += 1
-            times = RequestTimes(submitted_s=time.monotonic(), prompt_tokens=len(request.prompt))
-            running = Running(name, request, times, list(request.prompt))
-            self._live[name] = (running, on_token, None)
-            self._inbox.append(running)
-        self._arrived.set()
-        return name
-
-    def cancel(self, request: str) -> bool:
-        """End a request; its last event comes with the next step. False where it has ended already."""
-        with self._lock:
-            if request not in self._live:
-                return False
-            self._cancelled.append(request)
-        self._arrived.set()
-        return True
-
-    @property
-    def has_work(self) -> bool:
-        """Tell whether a request has not ended."""
-        return bool(self._live)
-
-    def times(self, request: str) -> RequestTimes | None:
-        """Return when things happened to a request; None for one that is unknown or long ended."""
-        with self._lock:
-            live = self._live.get(request)
-            return live[0].times if live is not None else self._ended.get(request)
-
     def stats(self) -> EngineStats:
         """Return counters, and the last steps and requests."""
+        counted = self.counters()
+        with self._lock:
+            return replace(counted, records=list(self._records), requests=list(self._ended.values()))
+
+    def _num_waiting(self) -> int:
+        return sum(len(one.waiting) for one in self._schedulers)
+
+    def close(self) -> None:
+        """End the thread and the other ranks; what has not ended is lost."""
+        super().close()
+        self._instance.stop()
+
+    def submit_for(self, peer: Peer, request: Request, id: str) -> str:  # noqa: A002
+        """Take a request in whose tokens after the first another instance decodes; see `submit`."""
+        with self._lock:
+            self._hand_to[id] = peer
+        return self.submit(request, id=id)
+
+    def take(self, accepted: Accepted, token: int, source: Peer, attention_rank: int) -> None:
+        """Go on with a request whose prompt and first token another instance computed: its cache is on its way from there.
+
+        Only from the thread that steps.
+        """
+        self._tickets += 1
+        with self._lock:
+            self._live[accepted.id] = accepted
+        one = Running(accepted.id, accepted.request, accepted.times, [*accepted.request.prompt, token])
+        scheduler = self._schedulers[attention_rank]
+        self._running[one.id] = one, scheduler
+        self._arriving.append((one, scheduler, self._tickets))
+        self._instance.expect(self._tickets, source, attention_rank, len(accepted.request.prompt))
+
+    def handed_by(self, request: str) -> int:
+        """Return which attention rank sent the cache of a request that was handed over; may be asked once."""
+        return self._handed_by.pop(request)
+
+    def last_records(self, count: int) -> list[StepRecord]:
+        """Return the records of the last steps, as far as they are kept."""
+        return list(self._records)[-count:] if count else []
+
+    def counters(self) -> EngineStats:
+        """Return the counters of `stats` alone."""
         with self._lock:
             return replace(
                 self._counts,
-                waiting=len(self._inbox) + sum(len(one.waiting) for one in self._schedulers),
+                waiting=len(self._inbox) + self._num_waiting(),
                 running=sum(len(one.running) for one in self._schedulers),
                 preemptions=sum(one.num_preemptions for one in self._schedulers),
                 used_blocks=sum(one.pool.num_used for one in self._schedulers),
-                records=list(self._records),
-                requests=list(self._ended.values()),
             )
-
-    # --- the thread that steps ----------------------------------------------------------------------------------------
 
     def step(self, timeout_s: float = 0.0) -> list[TokenEvent]:
         """Run one step and return what it brought; listeners have been called. Without work, wait so long for some."""
@@ -192,6 +160,7 @@ class ServingEngine:
             self._arrived.wait(timeout_s)
         self._arrived.clear()
         events = list(self._take_in())
+        self._adopt()
         self._begin_steps()
         if self._under_way:
             events += self._end_step()
@@ -199,84 +168,34 @@ class ServingEngine:
             self._tell(event)
         return events
 
-    def drain(self) -> list[TokenEvent]:
-        """Take no further requests and step until those accepted have ended; return the events."""
-        self._is_draining = True
-        if self._thread is not None:
-            while self.has_work:
-                time.sleep(0.005)
-            return []
-        return [event for _ in iter(lambda: self.has_work, False) for event in self.step()]
-
-    def refuse_further(self) -> None:
-        """Take no further requests, without waiting for those accepted."""
-        self._is_draining = True
-
-    def start(self) -> None:
-        """Step in a thread of its own from now on."""
-        assert self._thread is None
-        self._stops.clear()
-        self._thread = threading.Thread(target=self._run, name="serving-engine", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread after its step."""
-        self._stops.set()
-        self._arrived.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def close(self) -> None:
-        """End the thread and the other ranks; what has not ended is lost."""
-        self.stop()
-        self._instance.stop()
-
-    def __enter__(self) -> ServingEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        while not self._stops.is_set():
-            self.step(timeout_s=0.1)
-
-    def _check(self, request: Request) -> None:
-        length, vocabulary = len(request.prompt), self.spec.vocab_size
-        if not length:
-            raise ConfigError("the prompt is empty")
-        if request.max_tokens < 1:
-            raise ConfigError(f"max_tokens {request.max_tokens} is below 1")
-        outside = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
-        if outside is not None:
-            raise ConfigError(f"token {outside} of the prompt is not in the vocabulary of {vocabulary}")
-        if length + request.max_tokens > self.max_len:
-            raise ConfigError(
-                f"a prompt of {length} tokens and {request.max_tokens} to generate are more than the {self.max_len} "
-                "that a request may have here",
-                help="a shorter prompt, or smaller max_tokens",
-            )
-        if request.adapter is not None:
-            raise ConfigError(f"there is no adapter {request.adapter}")
-
     def _take_in(self) -> Iterator[TokenEvent]:
         """Give new requests to the least loaded attention rank, and end those that were cancelled."""
         with self._lock:
             while self._inbox:
-                one = self._inbox.popleft()
+                accepted = self._inbox.popleft()
+                one = Running(accepted.id, accepted.request, accepted.times, list(accepted.request.prompt))
+                one.hand_to = self._hand_to.pop(one.id, None)
                 scheduler = min(self._schedulers, key=lambda candidate: candidate.load)
                 scheduler.add(one)
-                _, listener, _ = self._live[one.id]
-                self._live[one.id] = (one, listener, scheduler)
+                self._running[one.id] = one, scheduler
             cancelled, self._cancelled = list(self._cancelled), deque()
         for name in dict.fromkeys(cancelled):
-            if name in self._live:
-                one, _, scheduler = self._live[name]
-                assert scheduler is not None
+            if name in self._running:
+                one, scheduler = self._running.pop(name)
                 with self._lock:
                     scheduler.drop(one)
                 yield TokenEvent(request=name, index=-1, token=None, finish="cancelled", time_s=time.monotonic())
+
+    def _adopt(self) -> None:
+        """Let requests run whose caches came from another instance, in the order of their arrival, as blocks are free."""
+        while self._arriving:
+            one, scheduler, ticket = self._arriving[0]
+            with self._lock:
+                is_gone = one.is_cancelled or one.id not in self._running
+                if not is_gone and not scheduler.adopt(one):
+                    return
+            self._instance.ingest(ticket, [] if is_gone else one.blocks, len(one.request.prompt))
+            self._arriving.popleft()
 
     def _begin_steps(self) -> None:
         """Send steps out until each stage has one, or nothing is left to do."""
@@ -298,48 +217,25 @@ class ServingEngine:
                 if step is None:
                     continue
                 self._records.append(replace(step.record, seconds=now - start_s))
+                self.num_records += 1
                 for one, token in scheduler.finish(step, sampled):
                     events.append(self._event(one, token, now))
+                    if events[-1].finish == "handed":
+                        assert one.hand_to is not None
+                        self._handed_by[one.id] = self._schedulers.index(scheduler)
+                        self._instance.give(one.hand_to, self._handed_by[one.id], one.blocks, one.computed)
                     if events[-1].finish is not None:
                         scheduler.drop(one)
+                        del self._running[one.id]
             self._counts.steps += 1
-            self._counts.tokens += len(events)
         return events
 
     def _event(self, one: Running, token: int, now: float) -> TokenEvent:
-        times = one.times
-        if not times.output_tokens:
-            times.first_s = now
-        times.last_s, times.output_tokens = now, times.output_tokens + 1
         finish: Finish | None = None
         if token in one.request.stop_tokens:
             finish = "stop"
         elif one.num_generated >= one.request.max_tokens:
             finish = "length"
+        elif one.hand_to is not None:
+            finish = "handed"
         return TokenEvent(request=one.id, index=one.num_generated - 1, token=token, finish=finish, time_s=now)
-
-    def _tell(self, event: TokenEvent) -> None:
-        with self._lock:
-            one, listener, _ = self._live[event.request]
-            if event.finish is not None:
-                del self._live[event.request]
-                self._ended[event.request] = one.times
-                if len(self._ended) > _REMEMBERED:
-                    self._ended.popitem(last=False)
-                if event.finish == "cancelled":
-                    self._counts.cancelled += 1
-                else:
-                    self._counts.finished += 1
-        if listener is not None:
-            listener(event)
-
-
-def resolve_model(model: str | Path | ModelSpec, weights: str | Path | None) -> tuple[ModelSpec, Path | None]:
-    """Return a model's spec, and the folder of its weights where there are any."""
-    if isinstance(model, ModelSpec):
-        return model, None if weights is None else Path(weights)
-    spec = ModelSpec.resolve(str(model))
-    folder = Path(model)
-    if weights is None and folder.is_dir() and any(folder.glob("*.safetensors")):
-        weights = folder
-    return spec, None if weights is None else Path(weights)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...schema.layers import Block, LatentAttention, SoftmaxAttention
+from ...schema.layers import LatentAttention, SoftmaxAttention
 from ...schema.model import ModelSpec
 from ...schema.serving import Pool
 from ..models.attention import Rotary
@@ -22,9 +22,10 @@ from ..models.decoder import Decoder, DecoderBlock
 from ..models.experts import MixtureOfExperts
 from .batch import StepBatch
 from .paged_attention import PagedAttention, StepState
-from .part import build_part, require_dtype
+from .part import blocks_of, build_part, require_dtype
 from .ranks import InstanceRanks
 from .sampling import sample
+from .transfer import CacheTransfer, Place
 
 
 class Executor:
@@ -32,6 +33,7 @@ class Executor:
 
     Attributes:
         outbox: for what other ranks wait for.
+        transfer: to and from other instances of the job; None without any.
         caches: of its layers, by block of the model: [slots, P, K, C] (see paged_attention.py).
     """
 
@@ -44,6 +46,8 @@ class Executor:
         device: torch.device,
         seed: int = 0,
         weights: Path | None = None,
+        places: Sequence[Place] = (),
+        instance: int = 0,
     ) -> None:
         """Build this rank's part of a pool's instance; see `build_part`."""
         limits, weight_dtype, cache_dtype = pool.limits, require_dtype(pool.weights), require_dtype(pool.cache)
@@ -66,6 +70,7 @@ class Executor:
             attention.context = PagedAttention(cache, self._state, _window(spec, int(name)))
             if attention.rotary is not None and attention.rotary not in self._rotaries:
                 self._rotaries.append(attention.rotary)
+        self.transfer = CacheTransfer(spec, self.caches, limits.block_size, places, instance) if places else None
 
     @property
     def cache_bytes(self) -> int:
@@ -175,8 +180,3 @@ def cache_shape(spec: ModelSpec, block_idx: int, tp: int) -> tuple[int, int, int
 def _window(spec: ModelSpec, block_idx: int) -> int | None:
     attention = blocks_of(spec)[block_idx].attention
     return attention.window if isinstance(attention, SoftmaxAttention) else None
-
-
-def blocks_of(spec: ModelSpec) -> list[Block]:
-    """Return the blocks of a model in order."""
-    return [layer for layer in spec.iter_layers() if isinstance(layer, Block)]

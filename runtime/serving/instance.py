@@ -18,11 +18,13 @@ from ...schema.model import ModelSpec
 from ...schema.serving import Pool
 from .batch import StepBatch, decode, encode
 from .executor import Executor
+from .part import require_divisible, require_dtype
+from .transfer import Peer
 
 _WORDS = 4096
 """Words of the first message of a step; what is longer follows in a second one."""
 
-_STEP, _STOP = 1, 2
+_STEP, _STOP, _GIVE, _EXPECT, _INGEST = range(1, 6)
 
 
 class Instance:
@@ -51,6 +53,22 @@ class Instance:
         """Wait for the oldest step; return the tokens sampled for each attention rank."""
         return [part if isinstance(part, list) else part.tokens() for part in self._under_way.popleft()]
 
+    def give(self, target: Peer, attention_rank: int, blocks: Sequence[int], length: int) -> None:
+        """Send the first tokens' cache of a request to another instance."""
+        self._transfer(_GIVE, [target.instance, target.attention_rank, attention_rank, length, *blocks])
+
+    def expect(self, ticket: int, source: Peer, attention_rank: int, length: int) -> None:
+        """Begin to receive a cache under a number."""
+        self._transfer(_EXPECT, [source.instance, source.attention_rank, attention_rank, length, ticket])
+
+    def ingest(self, ticket: int, blocks: Sequence[int], length: int) -> None:
+        """Put a cache that was expected into blocks; without blocks it is dropped."""
+        self._transfer(_INGEST, [ticket, length, *blocks])
+
+    def _transfer(self, kind: int, words: list[int]) -> None:
+        self._channel.send(kind, words)
+        transfer(self.executor, kind, words)
+
     def stop(self) -> None:
         """Let the other ranks return from `follow`."""
         self._channel.send(_STOP, [])
@@ -78,9 +96,27 @@ def follow(executor: Executor) -> None:
         kind, words = channel.receive()
         if kind == _STOP:
             return
+        if kind != _STEP:
+            transfer(executor, kind, words)
+            continue
         tokens = executor.forward(decode(words))
         if tokens:
             executor.outbox.send(torch.tensor(tokens), driver)
+
+
+def transfer(executor: Executor, kind: int, words: Sequence[int]) -> None:
+    """Do this rank's part of what the driver says about a cache that moves."""
+    caches = executor.transfer
+    assert caches is not None
+    if kind == _INGEST:
+        ticket, length, *blocks = words
+        caches.ingest(ticket, blocks, length)
+        return
+    instance, other_rank, attention_rank, length, *rest = words
+    if kind == _GIVE:
+        caches.give(Peer(instance, other_rank), attention_rank, rest, length)
+    else:
+        caches.expect(rest[0], Peer(instance, other_rank), attention_rank, length)
 
 
 class Channel:
@@ -118,17 +154,21 @@ class Channel:
         return kind, words
 
 
-def require_servable(spec: ModelSpec, pool: Pool) -> None:
-    """Refuse what this version cannot serve.
+def require_servable(spec: ModelSpec, pool: Pool, *, is_alone: bool = True) -> None:
+    """Refuse what this version cannot serve; ``is_alone``: this process is the only rank.
 
     Raises:
+        ConfigError: types that our engine lacks.
         RuntimeMismatchError: with every reason.
     """
     lacking = why_not_runnable(spec)
     if lacking:
         raise RuntimeMismatchError(f"our engine cannot serve {spec.name}", details=lacking)
-    if pool.layout.num_devices > 1 and not dist.is_initialized():
+    require_dtype(pool.weights)
+    require_dtype(pool.cache)
+    require_divisible(spec, pool.layout)
+    if is_alone and pool.layout.num_devices > 1:
         raise RuntimeMismatchError(
             f"the layout needs {pool.layout.num_devices} ranks, and this process is alone",
-            help="start them with `meshwright.runtime.serving.job.open_engine`",
+            help="start them with `meshwright.runtime.serving.deployment.open_engine`",
         )

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ...schema.errors import ConfigError, RuntimeMismatchError
 from ...schema.layers import Block, LatentAttention, SoftmaxAttention
 from ...schema.model import ModelSpec
+from ...schema.serving import ServingLayout
 from ..models.attention import LatentSelfAttention, SelfAttention
 from ..models.decoder import Decoder, DecoderBlock, init_weights
 from ..models.experts import MixtureOfExperts
@@ -52,7 +53,7 @@ def build_part(
         ConfigError: the weights are damaged or of another model.
         RuntimeMismatchError: this version cannot serve the model, or the layout does not divide it.
     """
-    require_divisible(spec, ranks)
+    require_divisible(spec, ranks.layout)
     with torch.device("meta"):
         part = Decoder(spec)
     part.keep(stage_layers(spec, ranks))
@@ -86,13 +87,18 @@ def blocks_of_stages(num_blocks: int, pp: int) -> tuple[range, ...]:
     return tuple(range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(pp))
 
 
-def require_divisible(spec: ModelSpec, ranks: InstanceRanks) -> None:
+def blocks_of(spec: ModelSpec) -> list[Block]:
+    """Return the blocks of a model in order."""
+    return [layer for layer in spec.iter_layers() if isinstance(layer, Block)]
+
+
+def require_divisible(spec: ModelSpec, layout: ServingLayout) -> None:
     """Refuse a layout that does not divide a model's heads, widths or experts."""
-    layout, wrong = ranks.layout, []
+    wrong = []
     if layout.pp > spec.num_blocks:
         wrong.append(f"pp {layout.pp} is more than its {spec.num_blocks} blocks")
     for block, _ in spec.block_runs:
-        wrong += _why_not(block, ranks)
+        wrong += _why_not(block, layout)
     if layout.ep > 1 and not spec.is_moe:
         wrong.append(f"ep {layout.ep} without experts")
     if wrong:
@@ -103,8 +109,8 @@ def require_divisible(spec: ModelSpec, ranks: InstanceRanks) -> None:
         )
 
 
-def _why_not(block: Block, ranks: InstanceRanks) -> list[str]:
-    layout, attention, wrong = ranks.layout, block.attention, []
+def _why_not(block: Block, layout: ServingLayout) -> list[str]:
+    attention, wrong = block.attention, []
     if attention.num_heads % layout.tp:
         wrong.append(f"tp {layout.tp} does not divide {attention.num_heads} heads")
     if isinstance(attention, SoftmaxAttention):

@@ -9,7 +9,8 @@ from typing import Literal
 
 from ...schema.errors import ConfigError, MeshwrightError
 
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "cancelled", "handed"]
+"""``handed``: to the instance that decodes; inside a deployment only."""
 
 MAX_SEED = 2**63
 """Seeds are numbers of 63 bits: they travel between ranks as signed words."""

@@ -18,6 +18,7 @@ from ...schema.serving import EngineLimits
 from .batch import Row, StepBatch, order
 from .blocks import BlockPool, extend_digests
 from .requests import Request, RequestTimes, StepRecord
+from .transfer import Peer
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Running:
         adapter: index of its adapter, 0 for none.
         is_under_way: in a step that has not ended.
         is_cancelled: to be dropped when that step ends.
+        hand_to: who decodes it, where another instance does.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Running:
     adapter: int = 0
     is_under_way: bool = False
     is_cancelled: bool = False
+    hand_to: Peer | None = None
 
     @property
     def num_generated(self) -> int:
@@ -84,6 +87,14 @@ class Scheduler:
     def add(self, request: Running) -> None:
         """Put a request at the end of the queue."""
         self.waiting.append(request)
+
+    def adopt(self, one: Running) -> bool:
+        """Let a request run whose cache of all tokens but the last comes from elsewhere; False where there is no room yet."""
+        if len(self.running) >= self.limits.max_batch or not self._has_blocks(one, len(one.tokens) - 1):
+            return False
+        one.computed = len(one.tokens) - 1
+        self.running.append(one)
+        return True
 
     def schedule(self, now: float) -> Step | None:
         """Return the next step, its blocks taken; None where no request can do anything."""
