@@ -84,15 +84,15 @@ class Instance:
     def dtype_of(self, op: Gemm) -> WeightDtype:
         """Return the type of a product's weights.
 
-        Mixtures are published in 4 bits for their feed-forward parts (nvfp4: DeepSeek-R1, Kimi-K2.5) or for their routed experts
-        alone (mxfp4: gpt-oss; int4: Kimi-K2.5); attention stays in 16 bits.
+        Mixtures are published in 4 bits for their routed experts alone (mxfp4: gpt-oss; int4: Kimi-K2.5), all else in 16; or for
+        their feed-forward parts (nvfp4: DeepSeek-R1, Kimi-K2.5), where engines and later files take attention in 8 bits.
         """
         if op.routed:
             return self.experts
-        in_experts_alone = self.weights in ("mxfp4", "int4")
-        is_feed_forward = op.name.startswith(("mlp_", "shared_"))
-        kept = self.model.is_moe and (in_experts_alone or (self.weights == "nvfp4" and not is_feed_forward))
-        return self.weights if op.quantized and not kept else self.plain_dtype
+        if not op.quantized or (self.model.is_moe and self.weights in ("mxfp4", "int4")):
+            return self.plain_dtype
+        is_attention = not op.name.startswith(("mlp_", "shared_"))
+        return "fp8" if self.model.is_moe and self.weights == "nvfp4" and is_attention else self.weights
 
 
 def operators(instance: Instance, layer: Layer) -> tuple[Operator, ...]:

@@ -40,7 +40,7 @@ class Products:
 
     Attributes:
         plain: those in 16 bits (or fp32); rates: of the device.
-        faster: peak of a type over that of 16 bits, for the types that the device has units for; peak_flops_per_s: of 16 bits.
+        faster: peak of a type over that of 16 bits; casts: types that inputs are cast to; peak_flops_per_s: of 16 bits.
         c: coefficients of section ``serving``.
     """
 
@@ -48,6 +48,7 @@ class Products:
     rates: DeviceRates
     element_bytes: float
     faster: dict[str, float]
+    casts: frozenset[str]
     peak_flops_per_s: float
     c: Mapping[str, Any]
 
@@ -57,7 +58,7 @@ class Products:
         device, precision = cluster.weakest_device, plain_precision(cluster.weakest_device, weights)
         element_bytes = 4.0 if precision == "fp32" else 2.0
         if device.backend.is_host:
-            return cls(None, rates, element_bytes, {}, 0.0, coefficients["serving"])
+            return cls(None, rates, element_bytes, {}, frozenset(), 0.0, coefficients["serving"])
         plain = gemm_rates(device, precision, cluster.calibration.products, (), coefficients)
         peak = peak_flops_per_s(device, precision)
         faster = {
@@ -65,7 +66,12 @@ class Products:
             for name, unit in _UNITS.items()
             if (found := getattr(device.peak_flops_per_s, unit)) is not None
         }
-        return cls(plain, rates, element_bytes, faster, peak * cluster.calibration.products, coefficients["serving"])
+        casts = frozenset(faster)
+        slower = coefficients["serving"]["dequantized_peak"].get(device.architecture, 1.0)
+        faster |= {name: slower for name in ("int4", "int8", "mxfp4", "nvfp4", "fp8") if name not in faster}
+        return cls(
+            plain, rates, element_bytes, faster, casts, peak * cluster.calibration.products, coefficients["serving"]
+        )
 
     def seconds(self, rows: FloatArray, n: FloatArray, k: FloatArray, dtype: WeightDtype) -> FloatArray:
         """Return the seconds [N] of [rows, k] x [k, n] with weights of ``dtype``, the cast of its input included."""
@@ -81,7 +87,7 @@ class Products:
             sheet = sheet._replace(peak_flops_per_s=sheet.peak_flops_per_s * ratio)
             rates = rates._replace(coefficients=fit, hardware=sheet, element_bytes=BYTES_OF[dtype])
         seconds = gemm_seconds(rows, n, k, rates)
-        if dtype not in self.faster:
+        if dtype not in self.casts:
             return seconds
         return np.asarray(
             seconds
