@@ -12,14 +12,15 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from ..cost_models.serving.dispatch import step_kernels
 from ..cost_models.serving.engine import EngineProfile
 from ..cost_models.serving.memory import ServingMemory, serving_memory
 from ..cost_models.serving.simulation import EnginePool
 from ..cost_models.serving.steady_state import Host, InstanceModel, Mix
 from ..cost_models.serving.step import StepCosts
 from ..schema import ClusterSpec, ConfigError, ModelSpec
-from ..schema.layers import Block
 from ..schema.serving import CacheDtype, EngineLimits, Pool, Role, Serving, ServingLayout, WeightDtype
 from ..schema.units import format_bytes
 from .request import PlanRequest
@@ -48,7 +49,6 @@ class InstanceKind:
     limits: EngineLimits
     profile: EngineProfile
     model: InstanceModel
-    num_layers: int
     weights: WeightDtype
     cache: CacheDtype
     usd_per_hour: float | None
@@ -74,7 +74,6 @@ class InstanceKind:
         """Return instances for a simulation."""
         return EnginePool.of(
             self.step, self.profile, self.limits, replicas=replicas, ranks=self.layout.attention_dp, lanes=self.layout.pp,
-            num_layers=self.num_layers,
         )  # fmt: skip
 
     def pool(self, role: Role, replicas: int) -> Pool:
@@ -96,6 +95,7 @@ class ServingSpace:
 
     kinds: list[InstanceKind] = field(default_factory=list)
     too_large: list[tuple[ServingLayout, str]] = field(default_factory=list)
+    _known: dict[int, dict[Any, Any]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, request: PlanRequest, serving: Serving) -> ServingSpace:
@@ -140,22 +140,35 @@ class ServingSpace:
                 (layout, f"weights of {format_bytes(least)} exceed the {format_bytes(device.memory_bytes)} of a device")
             )
             return
-        step = StepCosts.build(model, cluster, layout, weights=weights, cache=cache)
+        known = self._known.setdefault(part, {})
+        step = StepCosts.build(model, cluster, layout, weights=weights, cache=cache, known=known)
         fixed_batch = request.fixed.get("max_batch")
         memory = serving_memory(step, profile, request_len=float(serving.requests.longest), max_batch=fixed_batch)
         if memory.reason is not None:
             self.too_large.append((layout, memory.reason))
             return
         limits = profile.limits(
-            device_bytes=float(device.memory_bytes), cache_tokens=memory.cache_tokens, max_batch=fixed_batch
+            device_bytes=float(device.memory_bytes),
+            cache_tokens=memory.cache_tokens,
+            max_batch=fixed_batch,
+            longest_prompt=max(entry.prompt_len for entry in serving.requests.classes),
         )
         price = device.price_per_hour
         kind = InstanceKind(
-            part=part, device=device.name, stock=cluster.num_devices, layout=layout, step=step, memory=memory, limits=limits,
-            profile=profile, model=_instance_model(step, profile, limits, model, layout), num_layers=model.num_blocks,
-            weights=weights, cache=cache, usd_per_hour=None if price is None else price * layout.num_devices,
+            part=part,
+            device=device.name,
+            stock=cluster.num_devices,
+            layout=layout,
+            step=step,
+            memory=memory,
+            limits=limits,
+            profile=profile,
+            model=_instance_model(step, profile, limits, layout),
+            weights=weights,
+            cache=cache,
+            usd_per_hour=None if price is None else price * layout.num_devices,
             sent_s_per_token=step.cache_bytes_per_token / _link_bytes_per_s(cluster),
-        )  # fmt: skip
+        )
         self.kinds.append(kind)
 
 
@@ -197,19 +210,20 @@ def _least_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: Weight
 
 
 def _instance_model(
-    step: StepCosts, profile: EngineProfile, limits: EngineLimits, model: ModelSpec, layout: ServingLayout
+    step: StepCosts, profile: EngineProfile, limits: EngineLimits, layout: ServingLayout
 ) -> InstanceModel:
     overhead, request = profile.overhead, profile.request
-    blocks = sum(1 for layer in model.iter_layers() if isinstance(layer, Block))
     return InstanceModel(
         steps=step,
         host=Host(
             overlapped=overhead.overlapped,
             step_s=overhead.step_s,
             row_s=overhead.row_s,
-            eager_s=overhead.eager_layer_s * blocks,
+            device_s=overhead.device_s,
+            eager_s=overhead.eager_kernel_s
+            * step_kernels(step.instance.model, step.instance.weights, step.instance.experts),
             graph_rows=float(max(limits.graph_sizes, default=0)),
-            request_s=request.fixed_s + request.finish_s,
+            request_s=request.fixed_s + 2 * request.way_s,
             token_s=request.token_s,
         ),
         lanes=layout.attention_dp * layout.pp,

@@ -129,7 +129,7 @@ class Host:
     """What the engine's host adds to a step (`EngineProfile.overhead`), and to a request before its first step.
 
     Attributes:
-        overlapped: beside the device's work; step_s, row_s: of a step and of a row of it.
+        overlapped: beside the device's work; step_s, row_s: of a step and of a row of it; device_s: between two steps of it.
         eager_s: least time of a step that no captured graph holds; graph_rows: rows of the largest graph.
         request_s, token_s: of a request and a token of its prompt.
     """
@@ -137,6 +137,7 @@ class Host:
     overlapped: bool = True
     step_s: float = 0.0
     row_s: float = 0.0
+    device_s: float = 0.0
     eager_s: float = 0.0
     graph_rows: float = 0.0
     request_s: float = 0.0
@@ -146,6 +147,7 @@ class Host:
         """Return the seconds of steps with what the host adds."""
         host = self.step_s + self.row_s * (np.asarray(rows) + prompts)
         seconds = np.maximum(seconds, np.where(np.asarray(rows) + tokens > self.graph_rows, self.eager_s, 0.0))
+        seconds = seconds + self.device_s
         return np.maximum(seconds, host) if self.overlapped else seconds + host
 
 

@@ -76,8 +76,13 @@ class StepCosts:
         cache: CacheDtype,
         experts: WeightDtype | None = None,
         coefficients: Coefficients | None = None,
+        known: dict[Any, Any] | None = None,
     ) -> StepCosts:
-        """Return the costs of an engine instance; ``experts``: the type of experts' weights (None: as the others).
+        """Return the costs of an engine instance.
+
+        Args:
+            experts: the type of experts' weights; None: as the others.
+            known: attention by kind and tp, which layouts of the same model, devices and types share: filled here.
 
         Raises:
             ConfigError: the layout does not fit the model, or the model was traced from code.
@@ -90,7 +95,11 @@ class StepCosts:
         stages = _cut(model, layout.pp)
         counts = [_counted(stage) for stage in stages]
         costs = {layer: row_costs(instance, layer) for stage in counts for layer in stage}
-        planes: dict[Layer, Any] = {layer: _attention(instance, layer) for layer in costs if isinstance(layer, Block)}
+        planes, known = dict[Layer, Any](), {} if known is None else known
+        for layer in (layer for layer in costs if isinstance(layer, Block)):
+            if (key := (layer.attention, layout.tp)) not in known:
+                known[key] = _attention(instance, layer)
+            planes[layer] = known[key]
         sizes = [sum(count * weight_bytes(instance, layer) for layer, count in stage.items()) for stage in counts]
         caches = [_cache_bytes(instance, stage) for stage in counts]
         fullest = int(np.argmax([sum(of_window.values()) for of_window, _ in caches]))

@@ -28,13 +28,11 @@ Goal = Literal["gpus", "cost", "throughput", "latency"]
 MAX_SIMULATED = 24
 """Simulations of one search; what is open then is in the gap."""
 
-MAX_PAIRS = 48
-"""Pairs of kinds with the best bounds are opened one by one; all others wait behind their best bound."""
-
 RATE_STEP = 0.01
 """The largest rate of a deployment is simulated to this part of it."""
 
-GAP = 0.005
+GAP = 0.02
+"""Searches for most tokens or least latency end there: a simulation of some thousand requests does not tell less apart."""
 
 
 @dataclass(frozen=True)
