@@ -227,7 +227,7 @@ def _predicted_by(path: Path, profile: ProfileOptions) -> Iterator[tuple[Path, T
 
     if cluster.num_devices != plan.cluster.num_devices:
         raise ConfigError(
-            f"{profile.profile} is of {cluster.num_devices} devices, the plan is for {plan.cluster.num_devices}"
+            f"{profile.profile[0]} is of {cluster.num_devices} devices, the plan is for {plan.cluster.num_devices}"
         )
     predicted = plan.replace(cluster=cluster, estimate=reestimate(plan, cluster))
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:

@@ -136,7 +136,9 @@ def _next(job: Job, cluster: ClusterOptions, options: JobOptions) -> str:
     model, work = options.model or job.model.name, job.workload
     if options.model is None and model not in model_names():
         return "change these settings, and compare again"
-    where = f"--cluster {cluster.cluster}" if cluster.cluster else f"--profile {cluster.profile}"
+    where = (
+        f"--cluster {cluster.cluster}" if cluster.cluster else " ".join(f"--profile {path}" for path in cluster.profile)
+    )
     unusual = [
         f" --{name.replace('_', '-')} {getattr(work, name)}"
         for name in ("optimizer", "update", "attention", "loss", "token_dispatch")

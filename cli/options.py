@@ -395,26 +395,38 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead
 class ProfileOptions(OptionModel):
     """Measurements of the machines."""
 
-    profile: Path | None = option(None, "what `meshwright profile` measured of this machine.")
+    profile: tuple[Path, ...] = option((), "what `meshwright profile` measured of this machine.", metavar="FILE")
     allow_foreign_profile: bool = option(
         False, "use a profile of other hardware or software, or one that was edited.", needs=("profile",)
     )
 
-    def profiled_cluster(self) -> ClusterSpec | None:
-        """Return the cluster of the profile; None without one. What is foreign about an allowed one is said on stderr.
+    def profiled_clusters(self) -> list[ClusterSpec]:
+        """Return the cluster of each profile. What is foreign about an allowed one is said on stderr.
 
         Raises:
-            ProfileError: it is not of this machine.
+            ProfileError: one is not of this machine.
         """
-        if self.profile is None:
-            return None
         from ..profilers.files import load_profile
         from ..profilers.profiled_cluster import profiled_cluster
 
-        profile, problems = load_profile(self.profile, allow_foreign=self.allow_foreign_profile)
-        for problem in problems:
-            typer.echo(f"foreign profile {self.profile}: {problem}", err=True)
-        return profiled_cluster(profile)
+        clusters = []
+        for path in self.profile:
+            profile, problems = load_profile(path, allow_foreign=self.allow_foreign_profile)
+            for problem in problems:
+                typer.echo(f"foreign profile {path}: {problem}", err=True)
+            clusters.append(profiled_cluster(profile))
+        return clusters
+
+    def profiled_cluster(self) -> ClusterSpec | None:
+        """Return the cluster of the profile; None without one.
+
+        Raises:
+            ConfigError: there are several.
+            ProfileError: it is not of this machine.
+        """
+        if len(self.profile) > 1:
+            raise ConfigError("several profiles describe kinds of device, and no cluster", help="add --cluster NAME")
+        return next(iter(self.profiled_clusters()), None)
 
     def require_layers(self, cluster: ClusterSpec, model: ModelSpec, workload: Workload) -> None:
         """Require that what the profile says of the model's layers is of the plan's engine, unless it may be foreign.
@@ -422,10 +434,13 @@ class ProfileOptions(OptionModel):
         Raises:
             ProfileError: it is of other engines.
         """
-        if cluster.profile is not None and cluster.profile.layers and not self.allow_foreign_profile:
-            from ..profilers.files import require_layers_of_engine
+        if self.allow_foreign_profile:
+            return
+        for profile in (cluster.profile, *(group.profile for group in cluster.groups)):
+            if profile is not None and profile.layers:
+                from ..profilers.files import require_layers_of_engine
 
-            require_layers_of_engine(cluster.profile, model, workload)
+                require_layers_of_engine(profile, model, workload)
 
 
 def complete_solvers(incomplete: str) -> list[str]:

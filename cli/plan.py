@@ -125,7 +125,7 @@ def plan(
             from .show.next_step import instead_of_apply
 
             hint = instead_of_apply(answer, output.out)
-        elif cluster.profile is None and not str(cluster.cluster).startswith("local"):
+        elif not cluster.profile and not str(cluster.cluster).startswith("local"):
             hint = f"next: meshwright explain {output.out}, and on the cluster meshwright apply {output.out}{script}"
     answer.save(output.out)
     show_answer(answer, *plan_tables(answer), as_json=output.as_json)
@@ -205,14 +205,14 @@ def _machines(
     from ..schema.offers import Offer, offers_from_file
 
     if cost is None or cost.offers is None:
-        if cost is not None and cluster.cluster is None and cluster.profile is None:
+        if cost is not None and cluster.cluster is None and not cluster.profile:
             raise ConfigError(
                 "cost and energy need --cluster or --offers: neither is given",
                 help="for one kind of machine: --cluster 64xH100-SXM-80GB",
             )
         machine = calibrated(cluster.read())
         return machine, () if cost is None else (Offer.from_cluster(machine),)
-    if cluster.profile is not None:
+    if cluster.profile:
         raise ConfigError("--profile is of one machine, not of offers of several", help="use --cluster")
     if cluster.cluster is not None:
         raise ConfigError("cost and energy need --cluster or --offers: both are given", help="leave out --cluster")

@@ -49,9 +49,10 @@ def parse_batch(text: str) -> int:
 class ClusterOptions(ProfileOptions):
     """The machines."""
 
-    profile: Path | None = option(
-        None, "what `meshwright profile` measured: the cluster, or with --cluster its devices."
-    )
+    profile: tuple[Path, ...] = option(
+        (), "what `meshwright profile` measured: the cluster, or with --cluster its devices; repeat for each kind of them.",
+        metavar="FILE",
+    )  # fmt: skip
     cluster: str | None = option(
         None,
         "GPUSxDEVICE (256xH100-SXM-80GB), NODESxGPUSxDEVICE[/LINK], a cluster.toml, local (this machine, measured) or "
@@ -85,18 +86,19 @@ class ClusterOptions(ProfileOptions):
         """
         from ..schema import ClusterSpec
 
-        measured = self.profiled_cluster()
         if self.cluster is None:
+            measured = self.profiled_cluster()
             if measured is None:
                 raise ConfigError("no cluster is given", help="add --cluster or --profile")
             return measured
+        of_kinds = self.profiled_clusters()
         with spinner(f"cluster {self.cluster}: a machine is measured once, in about ten seconds"):
             named = ClusterSpec.parse(self.cluster)
-        if measured is None:
+        if not of_kinds:
             return named
         from ..profilers.profiled_cluster import with_measured_devices
 
-        return with_measured_devices(named, measured)
+        return with_measured_devices(named, *of_kinds)
 
 
 def _fraction(name: str, text: str, limit: int) -> float:

@@ -17,6 +17,8 @@ from ..schema.cluster import (
     LinkLevel,
     NodeGroup,
     default_reserved_bytes,
+    joined_levels,
+    product_rate,
 )
 from ..schema.errors import ConfigError, ProfileError
 from ..schema.profile import CollectivePoint, Profile
@@ -67,27 +69,55 @@ def profiled_cluster(profile: Profile) -> ClusterSpec:
     )  # fmt: skip
 
 
-def with_measured_devices(cluster: ClusterSpec, measured: ClusterSpec) -> ClusterSpec:
-    """Return a cluster of the same devices with their measured rates; its own links, and measured ones where nodes are as large."""
-    known = measured.groups[0]
-    others = sorted({group.device.name for group in cluster.groups} - {known.device.name})
-    if others:
+def with_measured_devices(cluster: ClusterSpec, *measured: ClusterSpec) -> ClusterSpec:
+    """Return a cluster of the same devices with their measured rates, given a profile's cluster of each kind of device.
+
+    Its links are its own, and measured ones where nodes are as large. Ranks that are all treated alike count on the slowest kind.
+
+    Raises:
+        ProfileError: kinds of device of the cluster and of the profiles differ, or two profiles are of one kind.
+    """
+    known = {each.groups[0].device.name: each for each in measured}
+    names = {group.device.name for group in cluster.groups}
+    if known.keys() != names or len(known) < len(measured):
         raise ProfileError(
-            f"the profile is of {known.device.name}, the cluster has {', '.join(others)}",
-            help="give the profile without --cluster to plan for what was measured",
+            f"the profiles are of {', '.join(each.groups[0].device.name for each in measured)}, the cluster has "
+            f"{', '.join(sorted(names))}",
+            help="give one profile of each kind of device, or a profile without --cluster to plan for what was measured",
         )
-    device = known.device.replace(price_per_hour=cluster.groups[0].device.price_per_hour)
-    groups = tuple(
-        group.replace(device=device, host_link_bytes_per_s=known.host_link_bytes_per_s or group.host_link_bytes_per_s)
-        for group in cluster.groups
+    if len(measured) == 1:
+        groups = tuple(_with_measured_device(group, measured[0]) for group in cluster.groups)
+        levels = _with_measured_links(cluster.levels, measured[0])
+        return cluster.replace(
+            groups=groups, levels=levels, profile=measured[0].profile, calibration=measured[0].calibration
+        )
+    of_kind = []
+    for group in cluster.groups:
+        measured_kind = known[group.device.name]
+        levels = _with_measured_links(group.levels or joined_levels(cluster.levels, group.num_devices), measured_kind)
+        of_kind.append(
+            _with_measured_device(group, measured_kind).replace(levels=levels, profile=measured_kind.profile)
+        )
+    slowest = min(measured, key=lambda each: product_rate(each.groups[0].device))
+    return cluster.replace(groups=tuple(of_kind), profile=slowest.profile, calibration=slowest.calibration)
+
+
+def _with_measured_device(group: NodeGroup, measured: ClusterSpec) -> NodeGroup:
+    known = measured.groups[0]
+    device = known.device.replace(price_per_hour=group.device.price_per_hour)
+    return group.replace(
+        device=device, host_link_bytes_per_s=known.host_link_bytes_per_s or group.host_link_bytes_per_s
     )
-    levels = tuple(
-        level.model_copy(update={"link": measured.levels[0].link})
-        if level.domain_size == measured.levels[0].domain_size and level.link.kind == measured.levels[0].link.kind
+
+
+def _with_measured_links(levels: tuple[LinkLevel, ...], measured: ClusterSpec) -> tuple[LinkLevel, ...]:
+    inner = measured.levels[0]
+    return tuple(
+        level.model_copy(update={"link": inner.link})
+        if level.domain_size == inner.domain_size and level.link.kind == inner.link.kind
         else level
-        for level in cluster.levels
+        for level in levels
     )
-    return cluster.replace(groups=groups, levels=levels, profile=measured.profile, calibration=measured.calibration)
 
 
 def _widest(points: Sequence[CollectivePoint]) -> tuple[CollectivePoint, ...]:

@@ -231,6 +231,7 @@ class NodeGroup(Frozen):
         zone: where they stand, a name of the user's; groups of different zones are never alike.
         levels: links among the devices of this group, innermost first, where they are not those of the cluster; the last one joins
             them all. Only in a cluster of several groups.
+        profile: measurements of this kind of node, where every kind of a mixed cluster has its own.
     """
 
     device: Device
@@ -241,6 +242,7 @@ class NodeGroup(Frozen):
     storage_bytes_per_s: PositiveFloat | None = None
     levels: tuple[LinkLevel, ...] = ()
     zone: str = ""
+    profile: Profile | None = Field(default=None, repr=False)
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Self:
@@ -269,7 +271,7 @@ class ClusterSpec(Frozen):
         bandwidth_matrix: measured node x node bandwidth, bytes/s: what one device of a node (row) gets to its counterpart on
             another while the other devices of the node send as well. The diagonal is not read.
         any_node_order: for bounds: groups get what no order of the nodes exceeds, not what the listed one gives them.
-        profile: the measurements this spec was made from, where there are any.
+        profile: the measurements this spec was made from, where there are any; of a mixed cluster those of its slowest kind.
         calibration: what measured runs on it say about the model's rates (`validation.table_calibration.calibrate`).
     """
 
@@ -344,13 +346,16 @@ class ClusterSpec(Frozen):
         for k, kind in enumerate(kinds):
             nodes = tuple(node for i in kind for node in range(first[i], first[i + 1]))
             group = max((self.groups[i] for i in kind), key=lambda group: len(group.levels))
-            joined = group.replace(num_nodes=len(nodes), levels=())
+            joined = group.replace(num_nodes=len(nodes), levels=(), profile=None)
+            profile = group.profile or self.profile
             cluster = self.replace(
                 name=f"{self.name}[{k}]",
                 groups=(joined,),
                 levels=joined_levels(group.levels or self.levels, joined.num_devices),
                 bandwidth_matrix=self.bandwidths_of(nodes),
                 zone_links=(),
+                profile=profile,
+                calibration=self.calibration if group.profile is None else group.profile.calibration,
             )
             parts.append(ClusterPart(cluster, tuple(kind), nodes))
         return tuple(parts)
@@ -382,10 +387,7 @@ class ClusterSpec(Frozen):
         devices = [group.device for group in self.groups]
         rates = {dtype: [getattr(d.peak_flops_per_s, dtype) for d in devices] for dtype in PeakFlops.model_fields}
         peaks = {dtype: None if None in of_dtype else min(of_dtype) for dtype, of_dtype in rates.items()}
-        slowest = min(
-            devices, key=lambda d: d.peak_flops_per_s.bf16 or d.peak_flops_per_s.fp16 or d.peak_flops_per_s.fp32 or 0
-        )
-        return slowest.replace(
+        return min(devices, key=product_rate).replace(
             peak_flops_per_s=PeakFlops(**peaks),
             memory_bytes=min(d.memory_bytes for d in devices),
             memory_bandwidth_bytes_per_s=min(d.memory_bandwidth_bytes_per_s for d in devices),
@@ -446,6 +448,11 @@ class ClusterPart(NamedTuple):
     def device(self) -> str:
         """Name of its device."""
         return self.cluster.groups[0].device.name
+
+
+def product_rate(device: Device) -> float:
+    """Return the rate of products in 16 bits, or in what a device has of them, by which kinds are slower or faster."""
+    return device.peak_flops_per_s.bf16 or device.peak_flops_per_s.fp16 or device.peak_flops_per_s.fp32 or 0.0
 
 
 def _are_alike(one: NodeGroup, other: NodeGroup) -> bool:

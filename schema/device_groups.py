@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cluster import ClusterPart, ClusterSpec, LinkLevel
+from .cluster import ClusterPart, ClusterSpec, LinkLevel, product_rate
 
 
 def part_label(parts: Sequence[ClusterPart], g: int) -> str:
@@ -39,6 +39,7 @@ def with_parts_only(cluster: ClusterSpec, used: Sequence[int]) -> ClusterSpec:
     chosen = [parts[g] for g in used]
     groups = tuple(cluster.groups[i] for i in sorted(i for part in chosen for i in part.groups))
     zones, sizes = {group.zone for group in groups}, [part.cluster.num_devices for part in chosen]
+    slowest = min((part.cluster for part in chosen), key=lambda part: product_rate(part.weakest_device))
     inner = [level for level in cluster.levels[:-1] if all(size % level.domain_size == 0 for size in sizes)]
     return cluster.replace(
         name=name,
@@ -46,6 +47,8 @@ def with_parts_only(cluster: ClusterSpec, used: Sequence[int]) -> ClusterSpec:
         levels=(*inner, _joining_level(cluster, zones, sum(sizes))),
         bandwidth_matrix=cluster.bandwidths_of(sorted(n for part in chosen for n in part.nodes)),
         zone_links=tuple(join for join in cluster.zone_links if zones.issuperset(join.zones)),
+        profile=slowest.profile,
+        calibration=slowest.calibration,
     )
 
 

@@ -169,10 +169,10 @@ class _Pairs:
         lists, self.columns, width = list[IntArray](), list[int](), 0
         for axis, first in zip(axes, self.first, strict=True):
             ends = [first + np.flatnonzero(np.any(axis.pairs == k, axis=1)) for k in range(size)]
-            most = max(map(len, ends))
-            lists.append(np.array([[*each, *[len(self.tables) - 1] * (most - len(each))] for each in ends]))
+            longest = max(map(len, ends))
+            lists.append(np.array([[*each, *[len(self.tables) - 1] * (longest - len(each))] for each in ends]))
             self.columns.append(width)
-            width += 2 * most
+            width += 2 * longest
         self.of_position = lists
 
     def of_swap(self, i: IntArray, j: IntArray) -> IntArray:

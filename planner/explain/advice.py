@@ -284,7 +284,7 @@ def grow_cluster(cluster: ClusterSpec, num_devices: int) -> ClusterSpec | None:
     else:
         common = _common_nodes(cluster)
         times = num_devices * common // cluster.num_devices
-        groups = [group.resized(group.num_nodes * times // common) for group in cluster.groups]
+        groups = [group.resized(group.num_nodes * times // common).replace(profile=None) for group in cluster.groups]
         inner = [level for level in cluster.levels if level is not cluster.levels[-1] or level.link.kind != "scale-out"]
     levels = [level for level in inner if level.domain_size > 1]
     if not levels or levels[-1].domain_size != num_devices:

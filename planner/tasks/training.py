@@ -307,8 +307,9 @@ def _notes(request: PlanRequest, choice: Choice) -> list[str]:
         )
     if cluster.is_mixed:
         notes.append(_note_on_pools(cluster, chosen))
-    if cluster.profile is not None and cluster.profile.foreign_load_fraction > 0.2:
-        load = 100 * cluster.profile.foreign_load_fraction
+    profiles = [profile for profile in (cluster.profile, *(group.profile for group in cluster.groups)) if profile]
+    load = 100 * max((profile.foreign_load_fraction for profile in profiles), default=0.0)
+    if load > 20:
         notes.append(
             f"other work used {load:.0f} % of the cores while this machine was measured: its figures are too low"
         )

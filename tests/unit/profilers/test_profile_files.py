@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from meshwright.planner import estimate
 from meshwright.profilers.files import compare, load_profile, machine_differences, merge_profiles, summary
 from meshwright.profilers.machine import identify
 from meshwright.profilers.profiled_cluster import profiled_cluster, with_measured_devices
-from meshwright.schema import ConfigError
+from meshwright.schema import ConfigError, Workload
+from meshwright.schema.device_groups import with_parts_only
 from meshwright.schema.errors import ProfileError
-from meshwright.schema.profile import CollectivePoint, HostCopyPoint, MatmulPoint, Profile, StoragePoint
+from meshwright.schema.profile import Calibration, CollectivePoint, HostCopyPoint, MatmulPoint, Profile, StoragePoint
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
@@ -121,6 +123,35 @@ def test_larger_cluster_of_the_measured_devices_takes_their_rates() -> None:
     other = larger.replace(groups=(larger.groups[0].replace(device=larger.groups[0].device.replace(name="other")),))
     with pytest.raises(ProfileError, match="the cluster has other"):
         with_measured_devices(other, measured)
+
+
+def test_every_kind_of_device_has_its_own_profile() -> None:
+    machines = [profile().machine.replace(device=name) for name in ("quick", "slow")]
+    quick = profiled_cluster(profile(machine=machines[0], calibration=Calibration(products=0.5)))
+    slower = tuple(point.replace(time_s=4 * point.time_s) for point in profile().matmuls)
+    slow = profiled_cluster(profile(machine=machines[1], matmuls=slower, rate=5e8))
+    groups = tuple(each.groups[0].replace(num_nodes=2) for each in (quick, slow))
+    mixed = quick.replace(groups=groups, levels=profiled_cluster(profile(num_nodes=4)).levels, profile=None)
+
+    planned = with_measured_devices(mixed, slow, quick)
+    assert planned.profile == slow.profile  # of ranks that are all treated alike
+    assert [part.cluster.profile for part in planned.parts] == [quick.profile, slow.profile]
+    assert [part.cluster.levels[0].link for part in planned.parts] == [quick.levels[0].link, slow.levels[0].link]
+    assert with_parts_only(planned, [0]).profile == quick.profile
+
+    work = Workload(global_batch_size=16, seq_len=256, precision="fp32")
+    stages = estimate("smollm2-135m", planned, work, "pp=2 dp_shard=4 zero=1").stages
+    without = planned.replace(groups=tuple(group.replace(profile=None) for group in planned.groups))
+    others = estimate("smollm2-135m", without, work, "pp=2 dp_shard=4 zero=1").stages
+    ratio = {one.device: one.forward_s / other.forward_s for one, other in zip(stages, others, strict=True)}
+    # What runs said of the quick ones is said of them alone; blocks move to the others.
+    assert 1.7 < ratio["quick / 2"] < 2.0
+    assert 1.0 <= ratio["slow / 2"] < 1.1
+
+    with pytest.raises(ProfileError, match="the cluster has quick / 2, slow / 2"):
+        with_measured_devices(planned, slow)
+    with pytest.raises(ProfileError, match="of quick / 2, quick / 2, slow / 2"):
+        with_measured_devices(planned, quick, quick, slow)
 
 
 def test_storage_is_that_of_a_node_with_all_its_ranks() -> None:
