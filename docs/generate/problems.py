@@ -24,6 +24,7 @@ TITLES = {
     "solvers/rank_mapping.py": "Which node holds which ranks",
     "solvers/offload/instance.py": "What lies on the host, and what is recomputed",
     "solvers/generation.py": "Where weights, keys and values lie while text is generated",
+    "solvers/deployment.py": "Engine instances that serve a load",
     "solvers/experts/instance.py": "Where experts stand",
     "solvers/experts/bounds.py": "Where experts stand, exactly",
     "solvers/experts/shares.py": "Shares of the replicas of an expert",
@@ -38,8 +39,8 @@ Each is stated in the file named below it: sets, data, variables, (O) the object
 constraints. The labels are the same in the code, in `check` functions, which recompute an answer from the definition, and
 in error messages. How they work together: [method](../method.md)."""
 
-_LABEL = re.compile(r"""[("'_](O'?|C\d+)[)"'_:]""")
-_STATEMENT = re.compile(r"^(\s*)\((O'?|C\d+)\)\s+(.*)$")
+_LABEL = re.compile(r"""[("'_](O'?|[CE]\d+)[)"'_:]""")
+_STATEMENT = re.compile(r"^(\s*)\((O'?|[CE]\d+)\)\s+(.*)$")
 _HEADING = re.compile(r"^(Sets|Data|Variables?|Objective|Constraints)\b\s*(.*)$")
 _NAME = re.compile(r"^([a-z][a-z ,-]{1,30}): +(.*)$")
 
@@ -122,7 +123,7 @@ def _taken_apart(lines: list[str]) -> tuple[tuple[Statement, ...], str]:
             statement = _STATEMENT.match(heading[2])
         if statement:
             section, indent = "statements", len(statement[1])
-            first, *more = re.split(r";\s+(?=\(C\d+\))", f"({statement[2]}) {statement[3]}")
+            first, *more = re.split(r";\s+(?=\([CE]\d+\))", f"({statement[2]}) {statement[3]}")
             found += [list(_STATEMENT.match(part).groups()[1:]) for part in (first, *more)]  # type: ignore[union-attr]
         elif heading:
             section = "setting" if heading[1] not in ("Objective", "Constraints") else "statements"

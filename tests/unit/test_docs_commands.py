@@ -29,6 +29,7 @@ import tour  # noqa: E402
 SHORT = [
     "docs/errors.md",
     "docs/inference.md",
+    "docs/serving.md",
     *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/howto/*.md"))),
 ]
 """Pages whose commands take about a second each. Those of README and tutorial measure and train too: .ci/run runs them."""
