@@ -14,7 +14,9 @@ from ...schema.serving import BYTES_OF, WeightDtype
 
 _SOFTMAX = 6  # norm, qkv, rotation, attention, output, all-reduce
 _QK_NORM = 2
-_LATENT = 14  # norm, two down-projections and their norms, two up-projections, rotation, cache, two copies, attention, output, sum
+_LATENT = (
+    20  # norm, two projections down with norms and splits, two up, rotation, cache, six copies, attention, output, sum
+)
 _RECURRENT = 16  # norm, two projections, convolution, gates, a scan of eight kernels, norm, output, all-reduce
 _DENSE = 5  # norm, up, activation, down, all-reduce
 _MIXTURE = 11  # norm, router, choice, two to sort, up, activation, down, scale, sum over experts, all-reduce

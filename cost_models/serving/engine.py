@@ -27,6 +27,8 @@ class Scheduler(Frozen):
             prompts alone while there are any that may start.
         chunks_prompts: a prompt is cut where the budget ends; else it waits for a step that holds all of it.
         lookahead_steps: steps that are decided ahead of the one that runs (scheduling beside the device).
+        balance_steps: steps for which prompts wait until every attention rank has one, so that none idles (TensorRT-LLM's
+            attention_dp_config.timeout_iters).
         poll_steps: decoding steps between two looks at what has arrived (SGLang's --scheduler-recv-interval).
         max_batched_tokens, max_batch: defaults of the server; small_*: on devices below ``small_device_gib``; embedded_*: where the
             engine is called from another server's process.
@@ -36,6 +38,7 @@ class Scheduler(Frozen):
     chunks_prompts: bool
     lookahead_steps: NonNegativeInt = 0
     poll_steps: PositiveInt = 1
+    balance_steps: NonNegativeInt = 0
     max_batched_tokens: PositiveInt
     max_batch: PositiveInt
     small_device_gib: NonNegativeFloat = 0.0
@@ -69,8 +72,13 @@ class MemoryUse(Frozen):
 
 
 class Graphs(Frozen):
-    """Rows for which a step of decoding is captured: ``first`` and ranges (from, to, by), both ends included."""
+    """Rows for which a step of decoding is captured: ``first`` and ranges (from, to, by), both ends included.
 
+    Attributes:
+        with_prompts: steps with prompts are replayed too, where all their rows are so few.
+    """
+
+    with_prompts: bool = False
     first: tuple[PositiveInt, ...]
     steps: tuple[tuple[PositiveInt, PositiveInt, PositiveInt], ...]
 

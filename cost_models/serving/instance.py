@@ -100,8 +100,11 @@ class Rank:
         self.waiting.popleft()
         return True
 
-    def select(self, now_s: float) -> tuple[int, float, int]:
-        """Choose the prompts of the next step; return their tokens, the sum of what each attends to, and how many end."""
+    def select(self, now_s: float, *, hold: bool = False) -> tuple[int, float, int]:
+        """Choose the prompts of the next step; return their tokens, the sum of what each attends to, and how many end.
+
+        ``hold``: no further request begins.
+        """
         limits, states = self.limits, self.states
         preempted = self._make_room()
         budget = limits.max_batched_tokens - (self.num if self.mixed else 0)
@@ -112,7 +115,7 @@ class Rank:
             take = min(total - done, budget)
             self.now.append((idx, take))
             budget -= take
-        while self.waiting and not preempted and self.running < limits.max_batch:
+        while self.waiting and not (preempted or hold) and self.running < limits.max_batch:
             request = self.waiting[0]
             if states.has_cache[request]:
                 if not self._admit(request):
@@ -287,6 +290,7 @@ class Instance:
         self.front_free_s = self.link_free_s = 0.0
         self.poll_steps, self.since_poll = profile.scheduler.poll_steps, 0
         self.inbox: list[tuple[Rank, int]] = []
+        self.balance_steps, self.held_steps, self.holds = profile.scheduler.balance_steps, 0, False
         self.load = 0
 
     @property
@@ -332,7 +336,8 @@ class Instance:
         """Choose the next steps; return False where there is nothing to do."""
         if self.inbox and (self.since_poll % self.poll_steps == 0 or not any(rank.running for rank in self.ranks)):
             self._poll()
-        chosen = [rank.select(now_s) for rank in self.ranks]
+        hold = self.holds = self._waits_for_ranks()
+        chosen = [rank.select(now_s, hold=hold) for rank in self.ranks]
         tokens = max(entry[0] for entry in chosen)
         decoding = [rank for rank in self.ranks if rank.num]
         self.version += 1
@@ -349,6 +354,8 @@ class Instance:
         mean = sum(rank.num for rank in decoding) / len(self.ranks)
         if self.inbox:
             steps = min(steps, self.poll_steps - self.since_poll % self.poll_steps)
+        if hold:
+            steps = min(steps, self.balance_steps - self.held_steps)
         if steps <= 2:
             self.times, ends = [], now_s
             for step in range(steps):
@@ -357,6 +364,19 @@ class Instance:
         else:
             self.times = now_s + np.cumsum(self.table.decode_steps_s(fullest.num, fullest.cached, steps, mean))
         self.steps, self.end_s = steps, float(self.times[-1])
+        return True
+
+    def _waits_for_ranks(self) -> bool:
+        """Return whether prompts wait until every rank has one."""
+        if not self.balance_steps or len(self.ranks) == 1:
+            return False
+        without = sum(not (rank.waiting or rank.prompts) for rank in self.ranks)
+        if without in (0, len(self.ranks)) or not any(rank.num for rank in self.ranks):
+            self.held_steps = 0
+            return False
+        if self.held_steps >= self.balance_steps:
+            self.held_steps = 0
+            return False
         return True
 
     def _poll(self) -> None:
@@ -385,6 +405,7 @@ class Instance:
         self.account(self.end_s)
         use.busy_s += self.end_s - self.begun_s
         use.steps += self.steps
+        self.held_steps += self.steps if self.holds else 0
         # A step with prompts is followed by a look at what has arrived.
         self.since_poll = 0 if any(rank.now for rank in self.ranks) else self.since_poll + self.steps
         for rank in self.ranks:

@@ -54,7 +54,7 @@ class StepTable:
     """A step's seconds under an engine's limits, as one attention rank sees them."""
 
     def __init__(self, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, num_kernels: int = 0) -> None:
-        self.overhead, self.sizes = profile.overhead, limits.graph_sizes
+        self.overhead, self.sizes, self.with_prompts = profile.overhead, limits.graph_sizes, profile.graphs.with_prompts
         self.eager_s = profile.overhead.eager_kernel_s * num_kernels
         self.batches = _row_grid(limits.max_batch)
         rows = _row_grid(limits.max_batch + limits.max_batched_tokens)
@@ -100,7 +100,7 @@ class StepTable:
         if rows:
             seconds += _between_pairs(self._batches, _DECODE_CONTEXTS_LIST, self._attend, rows, cached / rows)
         seconds += _between_pairs(self._token_list, self._context_list, self._prompt_attend, tokens, context)
-        captured = bool(self.sizes) and every <= self.sizes[-1]
+        captured = self.with_prompts and bool(self.sizes) and every <= self.sizes[-1]
         return self._with_host(seconds, heads, captured)
 
     def _with_host(self, seconds: float, rows: float, captured: bool) -> float:

@@ -231,3 +231,39 @@ def test_limits_keep_to_the_given_ones() -> None:
         max_batch=50, max_batched_tokens=8192, chunk=8192, block_size=16, cache_blocks=6250,
         graph_sizes=(1, 2, 4, 8, 16, 24, 32, 40, 48, 56), cache_fraction=0.9,
     )  # fmt: skip
+
+
+def test_prompts_that_wait_for_all_ranks_come_later_and_interrupt_less() -> None:
+    profile = EngineProfile.named("trtllm")
+    limits = pool("trtllm").limits
+    requests = RequestTable.of(np.full(240, 3000), np.random.default_rng(0).integers(150, 200, 240))
+
+    def served(balance_steps: int) -> SimulatedRequests:
+        balanced = profile.replace(scheduler=profile.scheduler.replace(balance_steps=balance_steps))
+        return simulate(EnginePool.of(ConstantCosts(), balanced, limits, ranks=4), requests, concurrency=32)
+
+    at_once, together = served(0), served(50)
+    assert together.ttft_s.mean() > at_once.ttft_s.mean()
+    assert together.tpot_s.mean() < at_once.tpot_s.mean()
+
+
+def test_arrivals_are_seen_every_few_steps() -> None:
+    profile = EngineProfile.named("sglang")
+    requests = RequestTable.of([100, 100], [2000, 10], [0.0, 1.0])
+
+    def second_ttft(poll_steps: int) -> float:
+        polled = profile.replace(scheduler=profile.scheduler.replace(poll_steps=poll_steps))
+        return float(simulate(EnginePool.of(ConstantCosts(), polled, pool("sglang").limits), requests).ttft_s[1])
+
+    step = pool("sglang").table.decode_s(1, 300)
+    assert second_ttft(1) < second_ttft(40) <= second_ttft(1) + 41 * step
+
+
+def test_prompts_take_the_time_of_their_launches_where_no_graph_holds_them() -> None:
+    profile, limits = EngineProfile.named("trtllm"), pool("trtllm").limits
+    few, many = (EnginePool.of(ConstantCosts(), profile, limits, num_kernels=kernels).table for kernels in (0, 5000))
+    assert many.prompt_s(0, 0, 10, 5, 1) == pytest.approx(
+        5000 * profile.overhead.eager_kernel_s + profile.overhead.device_s
+    )
+    assert few.prompt_s(0, 0, 10, 5, 1) < many.prompt_s(0, 0, 10, 5, 1)
+    assert few.decode_s(4, 400) == many.decode_s(4, 400)
