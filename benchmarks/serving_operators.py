@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from meshwright.cost_models.serving.step import StepCosts
+from meshwright.cost_models.serving.operators import row_costs
+from meshwright.cost_models.serving.step import StepCosts, attention_planes
+from meshwright.cost_models.serving.tables import Plane, over_rows
+from meshwright.fitting.gemm import SYSTEMS
 from meshwright.schema import ClusterSpec, MeshwrightError, ModelSpec
 from meshwright.schema.serving import ServingLayout
 
@@ -213,6 +216,31 @@ def end_to_end(data: Path) -> pd.DataFrame:
     return ends
 
 
+def latent_modules(data: Path) -> pd.DataFrame:
+    """Return DeepSeek-V3's attention, projections included, on kernels that no fit has seen: rows that decode, and prompts."""
+    block = model("deepseek-v3").block_runs[-1][0]
+    half = block.halves[0]
+    found = []
+    for name in ("decode_latent_module", "prefill_latent_module"):
+        table = pd.read_parquet(data / f"operators/{name}.parquet")
+        usual = (table.engine == "trtllm") & (table.num_heads >= 16) & (table.gemm_type != "nvfp4")
+        table = table[usual & table.system.isin(["h100_sxm", "h200_sxm", "b200_sxm", "gb200"])]
+        for key, part in table.groupby(["system", "num_heads", "kv_cache_dtype", "gemm_type"]):
+            gpu, tp = SYSTEMS[key[0]], 128 // key[1]
+            dtypes = ("fp8" if "fp8" in key[3] else "bf16",) * 2 + ("fp8" if key[2] == "fp8" else "bf16",)
+            step = step_costs("deepseek-v3", gpu, (tp, 1, 1, 1), dtypes)
+            costs = row_costs(step.instance, half)["products"]
+            planes = [Plane.of(seconds) for seconds in attention_planes(step.instance, half)]
+            rows, isl = part.batch_size.to_numpy(dtype=float), part.isl.to_numpy(dtype=float)
+            if name.startswith("decode"):
+                seconds = over_rows(rows, costs) + planes[0](rows, part.step + 1.0)
+            else:
+                seconds = over_rows(rows * isl, costs) + planes[1](rows * isl, (isl + 1) / 2)
+            label = f"{name} {gpu} {key[3]}"
+            found.append(pd.DataFrame({"table": label, "predicted": seconds, "measured": part.latency / 1e3}))
+    return pd.concat(found)
+
+
 def cache_of(row: Any) -> str:
     """Return the cache's type of a row that does not say: fp8 where weights are, and that of 16 bits for weights alone in 4."""
     return "fp8" if row.gemm_dtype in ("fp8", "nvfp4") and row.model != "gpt-oss-120b" else "bf16"
@@ -252,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", nargs="?", type=Path, default=DATA)
     parser.add_argument("--rows", type=Path, help="every row as CSV")
-    parser.add_argument("--only", default="static_batches,splitwise,tensorrt_llm,end_to_end")
+    parser.add_argument("--only", default="static_batches,splitwise,tensorrt_llm,end_to_end,latent_modules")
     options = parser.parse_args()
     parts = [globals()[name](options.data) for name in options.only.split(",")]
     rows = pd.concat(parts, ignore_index=True)

@@ -63,7 +63,9 @@ class Instance:
     def scenario(self) -> Scenario:
         """Return the scenario whose rates of the device hold."""
         precision = plain_precision(self.cluster.weakest_device, self.weights)
-        workload = Workload(seq_len=4096, global_batch_size=1, precision=precision, engine=OWN_ENGINE)
+        workload = Workload(
+            seq_len=4096, global_batch_size=1, precision=precision, engine=OWN_ENGINE, flash_generation=3
+        )
         return Scenario.build(workload, self.cluster, self.coefficients)
 
     @cached_property

@@ -98,7 +98,7 @@ class StepCosts:
         planes, known = dict[Layer, Any](), {} if known is None else known
         for layer in (layer for layer in costs if isinstance(layer, Block)):
             if (key := (layer.attention, layout.tp)) not in known:
-                known[key] = _attention(instance, layer)
+                known[key] = attention_planes(instance, layer)
             planes[layer] = known[key]
         sizes = [sum(count * weight_bytes(instance, layer) for layer, count in stage.items()) for stage in counts]
         caches = [_cache_bytes(instance, stage) for stage in counts]
@@ -194,7 +194,7 @@ def _counted(layers: list[Layer]) -> dict[Layer, int]:
     return counts
 
 
-def _attention(instance: Instance, block: Block) -> tuple[FloatArray, FloatArray]:
+def attention_planes(instance: Instance, block: Block) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of decoding and of prompts in one block over the sizes of a `Plane`."""
     rows, tokens = Plane.sizes()
     tp, rates, cache_bytes = instance.layout.tp, instance.rates, BYTES_OF[instance.cache]
