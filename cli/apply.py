@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 _BETWEEN_S = 1.0
 """Between two tries to meet."""
 
-RETAINED_FIELDS = frozenset({"recompute", "sequence_parallel", "micro_batch_size", "offload_fraction"})
-"""Of the layout's fields that the plan had to keep: those that do not say how many devices share something."""
-
 
 class ApplyCommand(TyperCommand):
     """Options end at the script: what follows it is the script's, even where it looks like ours."""
@@ -304,18 +301,9 @@ def replanned(plan: TrainingPlan, path: Path, *, nnodes: int) -> tuple[TrainingP
     cluster = remaining_cluster(plan.cluster, nnodes=nnodes, devices_here=count_devices())
     if cluster is None:
         return plan, path
-    from ..planner import plan as make_plan
-    from ..planner.request import OffloadRequest
-    from ..schema.layout import parse_assignments
+    from ..planner.goodput import plan_on
 
-    fixed = {name: value for name, value in parse_assignments(plan.provenance.fixed).items() if name in RETAINED_FIELDS}
-    offload = OffloadRequest.from_plan(plan)
-    try:
-        smaller = make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload)
-    except (InfeasibleError, ConfigError):
-        if not fixed:
-            raise
-        smaller = make_plan(plan.model, cluster, plan.workload, runnable=True, offload=offload)
+    smaller = plan_on(plan, cluster)
     target = path.with_name(f"{path.stem}.{cluster.num_devices}-devices.json")
     smaller.save(target)
     return smaller, target

@@ -15,6 +15,7 @@ from .compare import compare
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain, export, import_configuration, report
+from .goodput import goodput
 from .options import CommandGroup, JsonOption, command
 from .plan import plan
 from .profile import profile_app
@@ -42,6 +43,7 @@ app.command(short_help="A plan's step on every kind of rank, without a device.")
 app.command(short_help="A serving plan under recorded requests, simulated one by one.")(replay)
 app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
 app.command()(tokens)
+app.command(short_help="How often to save, and what faults leave of a plan's speed.")(goodput)
 app.command(short_help="Groups of ranks for a batch of unequal lengths.")(batch)
 app.command()(export)
 app.command("import", short_help="Read an engine's configuration as a layout.")(import_configuration)

@@ -325,7 +325,7 @@ def _parser(parse: Callable[[str], Any], flag: str, **bounds: float) -> Callable
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=flag) from None
         for name, holds in (("min", operator.ge), ("max", operator.le)):
-            if name in bounds and not holds(value, bounds[name]):
+            if name in bounds and not isinstance(value, str) and not holds(value, bounds[name]):
                 word = "or more" if name == "min" else "or less"
                 raise typer.BadParameter(f"{text}: must be {bounds[name]} {word}", param_hint=flag)
         return value

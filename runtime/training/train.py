@@ -33,6 +33,7 @@ from .metrics import RETAINED_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, St
 from .optimizer import RouterBalance, build_optimizer, build_scheduler, take_step
 from .options import TrainOptions, list_checkpoints, prepare_options
 from .samples import TokenBatches, open_batches
+from .save_schedule import SaveSchedule
 from .step_clock import StepPart, StepTrace, clock_waiting
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class TrainingRun:
         self._progress = ProgressFile()
         self._trace = StepTrace(self.model.plan, self.model.clock, options.trace) if options.trace else None
         self._traced_step = min(self.steps + WARMUP_STEPS + 1, options.steps)
-        self._saves = None
+        self._saves, self._due = None, SaveSchedule(options, done=self.steps)
         if options.checkpoint_dir is not None:
             self._saves = CheckpointWriter(
                 options.checkpoint_dir, self.model, self.optimizer, keep=options.keep_checkpoints,
@@ -188,17 +189,19 @@ class TrainingRun:
         options = self.options
         if self._saves is None:
             return
-        if self.steps % (options.checkpoint_every or options.steps) and not self.is_finished:
+        if not self._due.is_due(self.steps) and not self.is_finished:
             self._saves.poll()
             return
         self._progress.rest()
         self.meter.pause()
+        self._due.begin()
         scale = self.model.loss_scale
         progress = TrainingProgress(
             step=self.steps, seed=options.seed, samples=self.samples, data=self.data,
             loss_scale=scale.value if scale.is_dynamic else None, scale_steps=scale.steps,
         )  # fmt: skip
         self._saves.save(progress)
+        self._due.end(self.steps, self.step_times_s)
         if self.is_finished:
             self._saves.finish()
             folder = os.environ.get(FOLDER_VARIABLE)

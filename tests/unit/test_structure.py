@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "solvers": {"schema", "cost_models"},
     # Of the runtime only rehearsals, by the file of that name.
     "planner": {"schema", "profilers", "cost_models", "solvers", "runtime"},
-    # Of cost models only the orders of pipelines and their text form.
+    # Of cost models only the orders of pipelines and their text form, and the best interval between checkpoints.
     "runtime": {"schema", "profilers", "cost_models"},
     "engines": {"schema", "cost_models"},
     # Offline: tables of measured runs against predictions, and the fits of coefficients and learned models.

@@ -15,7 +15,7 @@ from meshwright.runtime.training.checkpoint import (
     checkpoint_state,
     load_checkpoint,
 )
-from meshwright.runtime.training.options import TrainOptions, list_checkpoints
+from meshwright.runtime.training.options import TrainOptions, list_checkpoints, prepare_options
 from meshwright.schema import ConfigError, MeshwrightError
 from small_jobs import losses, small_plan, train_here
 
@@ -146,3 +146,24 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, monk
     with pytest.raises(ConfigError, match="--steps 5 leaves none"):
         train_here(monkeypatch, plan, options.replace(resume=True), tmp_path / "again.jsonl")
     dist.destroy_process_group()
+
+
+def test_automatic_saves_are_as_frequent_as_faults_make_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = TrainOptions(
+        steps=24, checkpoint_dir=str(tmp_path / "c"), checkpoint_every="auto", keep_checkpoints=24,
+        mtbf_hours_per_device=1e-6,
+    )  # fmt: skip
+    train_here(monkeypatch, small_plan(), options, tmp_path / "often.jsonl")
+    often = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "c")]
+    options = options.replace(checkpoint_dir=str(tmp_path / "d"), mtbf_hours_per_device=1e9)
+    train_here(monkeypatch, small_plan(), options, tmp_path / "seldom.jsonl")
+    seldom = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "d")]
+    assert often[0] == seldom[0] == 5
+    assert often[-1] == seldom[-1] == 24
+    assert len(seldom) == 2 < len(often)
+
+
+def test_hours_between_faults_are_refused_where_the_interval_is_given(tmp_path: Path) -> None:
+    options = TrainOptions(checkpoint_dir=str(tmp_path), checkpoint_every=3, mtbf_hours_per_device=10)
+    with pytest.raises(ConfigError, match="--checkpoint-every auto"):
+        prepare_options(small_plan(), options)

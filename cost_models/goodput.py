@@ -1,0 +1,83 @@
+"""Goodput: the part of the time in which a job that devices interrupt makes progress that stays.
+
+    (G1) restarting   goodput = T / (M e^(R/M) (e^((T + s)/M) - 1))
+    (G2) continuing   goodput = sum_f PI[f] RATE[f]/RATE[0] (1 - c) - sum_f PI[f] (LOSS[f] LOST[f] + BACK[f] MOVE[f])
+
+M seconds between faults of the job, s of a save that stops the step, R from a fault to the first step after it, T of useful work
+between saves. (G1) is Daly's complete form (Future Generation Computer Systems 22(3), 2006, eq. 13): faults are a Poisson process,
+and may come during saves and restarts. R does not move the best T, which solves e^-((T + s)/M) = 1 - T/M:
+
+    T* = M (1 + W(-e^(-1 - s/M)))        W: the principal branch of Lambert's function
+
+(G2): f = 0..F of N units are lost; each is lost at 1 / MTBF and back at 1 / REPAIR, so that PI is the stationary distribution of a
+birth-death chain with LOSS[f] = (N - f) / MTBF, BACK[f] = f / REPAIR. While f are lost the job runs at RATE[f] and spends a part c
+of its time on copies; a loss takes LOST[f] seconds (detection, new groups, states, work done again), a return MOVE[f]. A loss
+beyond F ends in a restart from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import lambertw
+
+from ..schema.units import FloatArray
+
+
+def restart_goodput(interval_s: float, *, mtbf_s: float, save_s: float, restart_s: float) -> float:
+    """Return (G1): the goodput of saving after every ``interval_s`` seconds of work and restarting from the last save."""
+    exponent = (interval_s + save_s) / mtbf_s
+    if exponent > 700 or restart_s / mtbf_s > 700:  # no interval is ever completed
+        return 0.0
+    return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent))
+
+
+def best_interval_s(*, mtbf_s: float, save_s: float) -> float:
+    """Return the seconds of work between saves that maximise (G1)."""
+    ratio = save_s / mtbf_s
+    if ratio < 1e-5:  # the series of W at its branch point, where the function itself loses digits
+        p = math.sqrt(-2 * math.expm1(-ratio))
+        return mtbf_s * (p - p**2 / 3 + 11 * p**3 / 72)
+    return mtbf_s * (1 + float(lambertw(-math.exp(-1 - ratio)).real))
+
+
+def lost_units(*, units: int, unit_mtbf_s: float, repair_s: float, tolerated: int) -> FloatArray:
+    """Return PI [F + 1]: the part of the time in which f units are lost, where at most ``tolerated`` are."""
+    weights = [1.0]
+    for lost in range(tolerated):
+        weights.append(weights[-1] * (units - lost) / unit_mtbf_s * repair_s / (lost + 1))
+    return np.array(weights) / sum(weights)
+
+
+def continuing_goodput(
+    rates: Sequence[float],
+    *,
+    units: int,
+    unit_mtbf_s: float,
+    repair_s: float,
+    lost_s: Sequence[float],
+    move_s: Sequence[float],
+    beyond_s: float,
+    copies: float = 0.0,
+) -> float:
+    """Return (G2).
+
+    Args:
+        rates: of work with f = 0..F units lost; the first is that of the entire job.
+        units: nodes or devices that are lost one at a time; ``unit_mtbf_s``: between the faults of one.
+        repair_s: until a lost unit is back.
+        lost_s, move_s: seconds that a loss in state f takes, a return in state f; [F + 1] each.
+        beyond_s: of a restart, which a loss in the last state takes.
+        copies: part of the time that copies for the others take.
+    """
+    tolerated = len(rates) - 1
+    states = np.arange(tolerated + 1)
+    shares = lost_units(units=units, unit_mtbf_s=unit_mtbf_s, repair_s=repair_s, tolerated=tolerated)
+    relative = np.array(rates) / rates[0]
+    losses = shares * (units - states) / unit_mtbf_s
+    returns = shares * states / repair_s
+    seconds = np.where(states < tolerated, np.array(lost_s), beyond_s)
+    away = losses * seconds * relative + returns * np.array(move_s) * relative
+    return max(float((shares * relative).sum() * (1 - copies) - away.sum()), 0.0)

@@ -1,0 +1,71 @@
+"""Faults of a cluster, and what they leave of a plan's speed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from .base import CountOrNone, Frozen, PositiveInt
+
+Hours = Annotated[float, Field(gt=0, le=1e12)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
+class Faults(Frozen):
+    """Faults and what they take.
+
+    Attributes:
+        mtbf_hours_per_device: mean hours between faults of one device, with its share of the node.
+        save_s: seconds that a checkpoint stops the training.
+        restart_s: seconds from a fault to the first step after it: detection, start, load, warm-up.
+        repair_hours: until a lost node is back.
+        tolerate: nodes, or devices of a single one, for whose loss there is a plan.
+        spares: nodes, or devices, that stand by besides those of the plan.
+    """
+
+    mtbf_hours_per_device: Hours
+    save_s: Seconds
+    restart_s: Seconds
+    repair_hours: Hours = 24.0
+    tolerate: Annotated[CountOrNone, Field(le=64)] = 0
+    spares: Annotated[CountOrNone, Field(le=10_000)] = 0
+
+
+class Fallback(Frozen):
+    """The plan for a number of lost units; ``share_of_time``: in which so many are lost, those that spares replace besides."""
+
+    lost: PositiveInt
+    num_devices: PositiveInt
+    layout: str
+    step_s: PositiveFloat
+    share_of_time: NonNegativeFloat
+
+
+class GoodputReport(Frozen):
+    """Goodput of a plan: the part of the time in which it makes progress that stays.
+
+    Attributes:
+        mtbf_s: of the job; interval_s: of work between checkpoints, the best; interval_steps: the same as ``--checkpoint-every``.
+        goodput: where a lost unit is replaced at once (G1); tokens_per_day: with it.
+        second_of_save, second_of_restart: goodput that one second less of each adds; tenth_of_faults: that a tenth fewer adds.
+        waiting: goodput where the job stops until a lost unit that no spare replaces is repaired.
+        falling_back: where it goes on with the fallbacks (G2); None without fallbacks and spares.
+        not_tolerated: why there are no fallbacks for further losses.
+    """
+
+    faults: Faults
+    num_units: PositiveInt
+    mtbf_s: PositiveFloat
+    step_s: PositiveFloat
+    interval_s: PositiveFloat
+    interval_steps: PositiveInt
+    goodput: NonNegativeFloat
+    tokens_per_day: NonNegativeFloat
+    second_of_save: NonNegativeFloat
+    second_of_restart: NonNegativeFloat
+    tenth_of_faults: NonNegativeFloat
+    waiting: NonNegativeFloat
+    falling_back: NonNegativeFloat | None = None
+    fallbacks: tuple[Fallback, ...] = ()
+    not_tolerated: str = ""
