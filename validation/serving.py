@@ -2,8 +2,8 @@
 
 A row says model, devices, engine, layout, lengths and how many requests are in flight (docs/accuracy.md lists the columns). What it
 leaves unsaid follows the engine's defaults and what is usual: a cache of the weights' width, requests sent as one burst and each
-followed by another. Rows whose client is described have lengths drawn between 0.8 and 1 of the stated ones (InferenceX); a table
-of another client has equal ones.
+followed by another. Rows whose client is described have lengths drawn between 0.8 and 1 of the stated ones (InferenceX); those of
+another client have equal ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +37,10 @@ ROUNDS = 10
 POLL_STEPS, POLL_STEPS_OF_FEW, POLLS_MANY = 30, 10, 16
 """--scheduler-recv-interval of the SGLang servers beside the described client, from 16 in flight on and below."""
 
+ALMOST_EQUAL = 0.995
+"""Answers of another client over the stated length, at least: were they equal to the token, requests would begin and end together
+for ever, as no server's do."""
+
 _MAX_REQUESTS = 6000
 _MIN_ROUNDS = 3
 _WEIGHTS: dict[str, WeightDtype] = {
@@ -53,7 +57,11 @@ _MXFP4_MODELS = ("gpt-oss",)
 
 @dataclass(frozen=True, kw_only=True)
 class ServingRow:
-    """One measured point; None or "" where the table does not say. Names are the table's."""
+    """One measured point; None or "" where the table does not say. Names are the table's.
+
+    Attributes:
+        described: the client is the described one, beside a server of the engine's own (`_has_day`).
+    """
 
     id: str
     model: str
@@ -90,6 +98,7 @@ class ServingRow:
     out_of_order: int | None = None
     measured: str = ""
     dump: str = ""
+    described: bool = False
 
     @property
     def is_scored(self) -> bool:
@@ -136,13 +145,24 @@ def read_serving(path: Path) -> list[ServingRow]:
         values: dict[str, Any] = {"id": cells.get("id") or str(line - 1)}
         for name, kind in kinds.items():
             text = (cells.get(name) or "").strip()
-            if name == "id" or not text:
+            if name in ("id", "described") or not text:
                 continue
             values[name] = text if kind == "str" else _number(text, kind, f"{path}, line {line}, {name}")
         if absent := [name for name in ("isl", "osl") if name not in values]:
             raise ConfigError(f"{path}, line {line}: {absent[0]} is empty")
         rows.append(ServingRow(**values))
-    return rows
+    described = {_load(row) for row in rows if _has_day(row)}
+    return [replace(row, described=_load(row) in described) for row in rows]
+
+
+def _has_day(row: ServingRow) -> bool:
+    """Return whether the table that a row is from has a day for a name, as those of the described client have."""
+    return re.fullmatch(r"\d{4}-\d\d-\d\d", row.dump or row.measured) is not None
+
+
+def _load(row: ServingRow) -> tuple[object, ...]:
+    """Return what rows of one client have in common: tables of others list its measurements again, without their day."""
+    return (row.model, row.gpu, row.engine, row.isl, row.osl)
 
 
 def _number(text: str, kind: str, where: str) -> int | float:
@@ -185,7 +205,7 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
         ConfigError: the model, device, engine or layout is not known.
     """
     profile = profile_of(row)
-    if row.engine == "sglang" and is_described(row):
+    if row.engine == "sglang" and row.described:
         polls = POLL_STEPS if (row.concurrency or 0) >= POLLS_MANY else POLL_STEPS_OF_FEW
         profile = profile.replace(scheduler=profile.scheduler.replace(poll_steps=polls))
     if row.mode == "agg":
@@ -211,19 +231,15 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
     return served, memory.fits and more.fits, devices
 
 
-def is_described(row: ServingRow) -> bool:
-    """Return whether the row's client is the described one, beside a server of the engine's own: its table has a day for a name."""
-    return re.fullmatch(r"\d{4}-\d\d-\d\d", row.dump or row.measured) is not None
-
-
 def load_of(row: ServingRow, concurrency: int) -> RequestTable:
     """Return the requests of a load test: lengths drawn where its client is described, the same for the same row."""
     rounds = min(ROUNDS, max(_MAX_REQUESTS // concurrency, _MIN_ROUNDS))
     count = rounds * concurrency
-    if not is_described(row):
-        return RequestTable.of(np.full(count, row.isl), row.osl)
     draw = np.random.default_rng((row.isl, row.osl, concurrency))
-    prompt, output = (draw.integers(math.ceil(0.8 * n), n + 1, count) for n in (row.isl, row.osl))
+    least = (0.8, 0.8) if row.described else (1.0, ALMOST_EQUAL)
+    prompt, output = (
+        draw.integers(math.ceil(part * n), n + 1, count) for part, n in zip(least, (row.isl, row.osl), strict=True)
+    )
     return RequestTable.of(prompt, np.maximum(output, 1))
 
 
@@ -241,7 +257,7 @@ def _pool(
         # What does not fit is served all the same, so that it can be compared.
         cache_tokens=memory.cache_tokens if memory.fits else (row.isl + row.osl) * max(share, 1),
         max_batch=max_batch,
-        max_batched_tokens=None if is_described(row) else profile.scheduler.embedded_batched_tokens,
+        max_batched_tokens=None if row.described else profile.scheduler.embedded_batched_tokens,
         longest_prompt=row.isl,
     )
     limits = limits.replace(max_batch=min(limits.max_batch, max(share, 1) * layout.pp))
