@@ -36,6 +36,7 @@ from ..schema.training_plan import TrainingPlan
 from .expert_parallel import expert_placement
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
+from .models.layers import even_shard
 from .offload.schedule import layer_of
 from .training.step_clock import StepClock
 
@@ -108,17 +109,21 @@ def shard_units(
     mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
     reshard = plan.layout.zero_stage == 3
+    num_shards = mesh.fsdp.size(mesh.fsdp.ndim - 1)
 
-    def shard(unit: nn.Module | list[nn.Module], *, streams: bool, reshards: bool, placed: Any = None) -> None:
+    def placed_evenly(parameter: nn.Parameter) -> Any:
+        return (placement(parameter) if placement is not None else None) or even_shard(parameter, num_shards)
+
+    def shard(unit: nn.Module | list[nn.Module], *, streams: bool, reshards: bool) -> None:
         offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if streams else OffloadPolicy()
         fully_shard(
-            unit, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshards, shard_placement_fn=placed,
+            unit, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshards, shard_placement_fn=placed_evenly,
             offload_policy=offload,
         )  # fmt: skip
 
     for layer_idx, block in blocks:
         streams = layer_idx in streamed
-        shard(block, streams=streams, reshards=reshard or streams, placed=placement)
+        shard(block, streams=streams, reshards=reshard or streams)
     for modules in outer:
         # The head's backward pass follows its forward pass at once: dropping its parameters between would gain nothing.
         keep = head is not None and head in modules

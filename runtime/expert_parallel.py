@@ -27,6 +27,7 @@ from ..schema.training_plan import TrainingPlan
 from .mesh import ParallelMesh
 from .models.decoder import Decoder
 from .models.experts import ExpertRanks, ExpertSlots, MixtureOfExperts
+from .models.layers import even_shard
 
 
 def apply_expert_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> None:
@@ -83,6 +84,12 @@ def expert_placement(stage: Decoder, mesh: ParallelMesh) -> Callable[[nn.Paramet
         ) from None
     ranks = mesh.expert_fsdp
     info = FSDPMeshInfo(ranks, 0) if ranks.ndim == 1 else HSDPMeshInfo(ranks, shard_mesh_dim=1, replicate_mesh_dim=0)
-    placed = ShardPlacementResult(None, info)
+    num_shards = ranks.size(ranks.ndim - 1)
     of_experts = {id(parameter) for mixture in _mixtures(stage).values() for parameter in mixture.experts.parameters()}
-    return lambda parameter: placed if id(parameter) in of_experts else None
+
+    def placement(parameter: nn.Parameter) -> Any:
+        if id(parameter) not in of_experts:
+            return None
+        return ShardPlacementResult(even_shard(parameter, num_shards), info)
+
+    return placement

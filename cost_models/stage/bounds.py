@@ -238,6 +238,7 @@ def _balanced_contents(costs: CostTable) -> StageContents:
         working_bytes=costs.working_bytes,
         logits=np.where(pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
+        ends_are_one=costs.model.tie_embeddings & (pp == 1),
     )
     return with_vocabulary(costs, contents)
 

@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 
 from ...schema.layout_table import MIXED, LayoutTable
+from ...schema.schedules import by_schedule
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..layer.vocabulary import MORE_IN_FLIGHT
-from ..pipeline.replay import PipelineShape, in_flight, in_flight_of_stage, peak_in_flight_by_chunk
+from ..pipeline.replay import (
+    PENDING_GRADIENTS,
+    PipelineShape,
+    in_flight,
+    in_flight_of_stage,
+    peak_in_flight_by_chunk,
+)
 from .memory import (
     MemoryTerms,
     StageContents,
@@ -25,9 +32,20 @@ from .table import CostTable, KnownCosts
 
 
 def step_shape(
-    layouts: LayoutTable, in_flight: IntArray | FloatArray, *, num_neighbours: IntArray, idx: int | slice = slice(None)
+    layouts: LayoutTable,
+    in_flight: IntArray | FloatArray,
+    *,
+    num_neighbours: IntArray,
+    logits_in_flight: Any = None,
+    idx: int | slice = slice(None),
 ) -> StepShape:
-    """Return what memory depends on of the layouts ``idx``, given micro-batches in flight and neighbours of a stage."""
+    """Return what memory depends on of the layouts ``idx``, given micro-batches in flight and neighbours of a stage.
+
+    Logits wait with the activations of the head: of all micro-batches where forward passes come first, else of one unless given.
+    """
+    if logits_in_flight is None:
+        all_first = by_schedule("all_forward_first")[layouts.schedule[idx]] & (layouts.pp[idx] > 1)
+        logits_in_flight = np.where(all_first, layouts.num_microbatches[idx], 1)
     return StepShape(
         dp_replicate=layouts.num_replicas[idx],
         dp_shard=layouts.num_shards[idx],
@@ -43,6 +61,7 @@ def step_shape(
         experts=(layouts.ep[idx], layouts.expert_tp[idx]),
         num_microbatches=layouts.num_microbatches[idx],
         in_flight=in_flight,
+        logits_in_flight=logits_in_flight,
         num_neighbours=num_neighbours,
         offload=layouts.offload[idx],
         offload_fraction=layouts.offload_fraction[idx],
@@ -76,15 +95,17 @@ def more_in_flight(costs: CostTable, in_flight: Any, idx: int | slice = slice(No
 
 def shape_of_stages(costs: CostTable, idx: int, stage_idx: IntArray) -> StepShape:
     """Return what memory depends on of stages ``stage_idx`` of layout ``idx``."""
-    b, shape = costs.layouts, pipeline_shape(costs, idx)
+    b, shape, of_logits = costs.layouts, pipeline_shape(costs, idx), None
     if shape.record.splits_backward:
         flight = in_flight(shape)[stage_idx]
+        of_logits = np.maximum(flight / (1 + PENDING_GRADIENTS), 1.0)  # the graph of each waits for its weight pass
     else:
         flight = in_flight_of_stage(
             b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx, b.num_model_chunks[idx]
         )
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
-    return step_shape(b, more_in_flight(costs, flight, idx), num_neighbours=num_neighbours, idx=idx)
+    flight = more_in_flight(costs, flight, idx)
+    return step_shape(b, flight, num_neighbours=num_neighbours, logits_in_flight=of_logits, idx=idx)
 
 
 def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray) -> StageContents:
@@ -107,6 +128,7 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         working_bytes=_working_between(costs, idx, first, last),
         logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
+        ends_are_one=costs.model.tie_embeddings & (costs.layouts.pp[idx] == 1),
     )
     return with_vocabulary(costs, contents, idx)
 
@@ -156,7 +178,7 @@ def shape_of_ranks(costs: CostTable, idx: int, in_flight: FloatArray) -> StepSha
     neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
     if costs.workload.engine_facts.receives_by_stage:
         neighbours = np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
-    return step_shape(costs.layouts, in_flight, num_neighbours=neighbours[: shape.pp], idx=idx)
+    return step_shape(costs.layouts, in_flight, num_neighbours=neighbours[: shape.pp], logits_in_flight=1, idx=idx)
 
 
 def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray) -> MemoryTerms:
@@ -171,9 +193,22 @@ def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tu
     """
     shape = pipeline_shape(costs, idx)
     ranks = np.array(shape.rank_of_stage)
-    activations = np.asarray(contents.activation_bytes)
+    activations, workload = np.asarray(contents.activation_bytes), costs.workload
+    # Logits of a micro-batch are there from its forward to its backward pass; those of one are a term of their own.
+    own = workload.engine_facts.memory is None and workload.loss == "engine"
+    logits = np.asarray(contents.logits) * (workload.compute_bytes if own else 0.0)
+    counted = 1 + PENDING_GRADIENTS if shape.record.splits_backward else 1.0
     by_rank = enumerate(peak_in_flight_by_chunk(shape))
-    peak = np.stack([(activations[..., ranks == r] @ counts.T).max(axis=-1) for r, counts in by_rank], axis=-1)
+    peak = np.stack(
+        [
+            (
+                activations[..., ranks == r] @ counts.T
+                + logits[..., ranks == r] @ np.maximum(counts / counted - 1, 0.0).T
+            ).max(axis=-1)
+            for r, counts in by_rank
+        ],
+        axis=-1,
+    )
     of_ranks = contents_of_ranks(costs, idx, contents)
     saved = of_ranks.activation_bytes
     flight = np.divide(peak, saved, out=np.zeros_like(peak), where=saved > 0)

@@ -11,7 +11,8 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
                  stay within fewer ranks (zero 3) are a copy of b P / N besides, counted as unsharded
     unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: this unit and the block gathered in advance
     activations  i * (saved by the stage's layers)
-    logits       b T V / tp on the stage with the head, turned into their gradient in place
+    logits       b T V / tp on the stage with the head, turned into their gradient in place; of every micro-batch between its
+                 forward and its backward pass there (all of them under gpipe)
     temporary    of the moment (`transients`): what the loss makes of a chunk, the gradients of the head and their reduction, or
                  the working set of one layer, its gradients and theirs; under a pipeline the receive buffers of all m
                  micro-batches, hidden states from one side and gradients from the other
@@ -72,7 +73,7 @@ class StepShape:
         is_replicated: ranks hold replicas of one stage and nothing more.
         tp_overlap, cuda_graphs, reduces_in_compute_dtype: as of a LayoutTable.
         tp, experts: ranks that share a stage's matrices; its experts, and one of them (ep, expert_tp).
-        in_flight: micro-batches whose activations are stored.
+        in_flight: micro-batches whose activations are stored; ``logits_in_flight`` those whose logits are.
         num_neighbours: stages that activations or gradients are received from.
     """
 
@@ -90,6 +91,7 @@ class StepShape:
     experts: tuple[Array, Array]
     num_microbatches: Array
     in_flight: Array
+    logits_in_flight: Array
     num_neighbours: Array
     offload: Array
     offload_fraction: Array
@@ -118,7 +120,10 @@ class StepShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StageContents:
-    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``."""
+    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``.
+
+    ``ends_are_one``: embedding and head are one parameter, whose gradient is reduced after the last block's.
+    """
 
     params: Array
     expert_params: Array
@@ -131,6 +136,7 @@ class StageContents:
     working_bytes: Array
     logits: Array
     boundary_bytes: Array
+    ends_are_one: Array = False  # type: ignore[assignment]
 
     def frozen(self, step: StepShape, workload: Workload) -> Array:
         """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard where fully_shard has it."""
@@ -164,21 +170,24 @@ def stage_memory(stage: StageContents, step: StepShape, scenario: Scenario) -> M
     second_copy = b * np.where(step.has_second_copy, stage.stored(step), 0.0)
     receive = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
     passing = _fullest(transients(stage, step, scenario))
+    waiting = (step.logits_in_flight - 1) * (b * stage.logits if workload.loss == "engine" else 0.0)
     full = {
         "gradients": before,
         "unsharded": passing["unsharded"] + np.where(copies, second_copy, 0.0),
         "activations": step.in_flight * stage.activation_bytes,
-        "logits": passing["logits"],
+        "logits": passing["logits"] + waiting,
         "temporary": passing["temporary"] + receive,
     }
     unit = np.maximum(stage.root_params, stage.block_params)
-    gathered = np.where(step.is_piped, _gathered(stage.trained, stage, step, workload), b * stage.root_params)
+    # Under a pipeline one unit's sum in fp32 is reduced, which is counted, after its copy in the compute dtype is dropped.
+    added = np.where(step.is_piped & copies, b * np.minimum(unit, stage.trained), 0.0)
+    gathered = np.where(step.is_piped, _gathered(stage.trained, stage, step, workload) - added, b * stage.root_params)
     update = {
         "gradients": final,
         "unsharded": np.where(copies, gathered, 0.0),
         "activations": 0.0 * full["activations"],
         "logits": 0.0 * full["logits"],
-        "temporary": _reduction(unit, stage, step, scenario) + receive,
+        "temporary": _reduction(unit, stage, step, scenario) - added + receive,
     }
     return {
         "parameters": _parameters(stage, step, workload),
@@ -220,16 +229,20 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
     The loss; then the backward pass of the head and the reduction of its gradients, of a block and the reduction of its.
     Where parameters are gathered in pieces a unit's are present in its backward pass, with those of the block gathered in advance;
     what goes into a reduction stays until the next one begins (torch's FSDPParamGroup.post_backward). Under a pipeline reductions
-    come after the last backward pass of all, when no activations remain.
+    come after the last backward pass of all, when no activations remain; the gradient of a tied embedding waits for the first
+    layer's backward pass.
     """
     workload = scenario.workload
     b, block, none = workload.compute_bytes, stage.block_params, 0.0 * stage.logits
     head = np.where(stage.logits > 0, stage.root_params, 0.0)
     grads, of_head = (block, head) if workload.adapters is None else (stage.block_trained, none)
-    stays = np.where(has_copies(step, workload) & ~step.is_piped, 4.0 * np.maximum(of_head, grads), 0.0)
+    waits = step.is_piped | stage.ends_are_one
+    reduced = np.where(waits, 0.0, of_head)
+    stays = np.where(has_copies(step, workload) & ~step.is_piped, 4.0 * np.maximum(reduced, grads), 0.0)
+    waiting = np.where(stage.ends_are_one & ~step.is_piped, b * of_head, 0.0)
 
-    def reduction(params: Array) -> Array:
-        return np.where(step.is_piped, b * params, _reduction(params, stage, step, scenario))
+    def reduction(params: Array, is_later: Array) -> Array:
+        return np.where(is_later, b * params, _reduction(params, stage, step, scenario))
 
     return [
         {
@@ -244,9 +257,9 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
                 b * of_head if workload.loss == "fused" else 0.0,
             ),
             (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
-            (block, none, reduction(of_head)),
-            (2 * block, none, stage.working_bytes + b * grads + stays),
-            (block, none, reduction(block)),
+            (block, none, reduction(of_head, waits)),
+            (2 * block, none, stage.working_bytes + b * grads + stays + waiting),
+            (block, none, reduction(block, step.is_piped) + waiting),
         )
     ]
 

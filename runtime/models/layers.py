@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from ...schema.layers import DenseMLP, NormKind
 
@@ -173,6 +173,20 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, placements_of: Callabl
     for name, parameter in list(module.named_parameters(recurse=False)):
         sharded = distribute_tensor(parameter.data, mesh, placements_of(name), src_data_rank=None)
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def even_shard(parameter: Tensor, num_ranks: int) -> Shard | None:
+    """Return the dimension along which a parameter is shared out where its first one would leave more than a tenth empty.
+
+    None: the first one, also where no other divides evenly, as torch demands of others. 64 experts over 128 ranks, say, would fill
+    half of what is gathered.
+    """
+    sizes = local_tensor(parameter).shape
+    if not sizes or -(-sizes[0] // num_ranks) * num_ranks <= 1.1 * sizes[0]:
+        return None
+    taken = {getattr(placement, "dim", None) for placement in getattr(parameter, "placements", ())}
+    free = [dim for dim, size in enumerate(sizes) if dim and dim not in taken and size % num_ranks == 0]
+    return Shard(free[0]) if free else None
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
+GROUPED_PRODUCT = _aten._grouped_mm.default
+FLASH_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BLOCK = 128
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
 _TWO_BYTES = (torch.float16, torch.bfloat16)
@@ -79,6 +82,33 @@ def gpu_kernels() -> Iterator[None]:
         yield
     finally:
         F.rms_norm, F.scaled_dot_product_attention = norm, attention  # type: ignore[assignment]
+
+
+def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Return what attention's kernel on a CPU does; torch's own fake one is made of others."""
+    batch, heads, tokens, _ = query.shape
+    out = torch.empty(batch, tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
+    lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device=query.device)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return what a product of groups does in any precision; torch's own fake one knows bf16 only."""
+    shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
+    if a.shape[-1] != b.shape[-2]:
+        raise RuntimeError(f"_grouped_mm of {list(a.shape)} and {list(b.shape)}: the inner sizes differ")
+    if a.dim() == b.dim():
+        assert offs is not None or a.dim() == 3
+        shape = (len(offs) if a.dim() == 2 and offs is not None else a.shape[0], *shape)
+    return torch.empty(shape, dtype=a.dtype, device=a.device)
+
+
+def reduced_at_once(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Reduce DDP's bucket as its own hook does; the future of a message that nobody sends has no value."""
+    tensor, future = bucket.buffer(), torch.futures.Future[Tensor]()
+    dist.all_reduce(tensor.div_(group.size()), group=group)
+    future.set_result(tensor)
+    return future
 
 
 def _rounded(size: int, to: int) -> int:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ...schema.errors import MeshwrightError, RuntimeMismatchError
 from ...schema.training_plan import TrainingPlan
+from .. import data_parallel
 from ..mesh import ParallelMesh
 from ..models.experts import MixtureOfExperts
 from ..parallel_model import ParallelModel
@@ -35,7 +38,7 @@ from ..parallelize_model import parallelize
 from ..training.optimizer import build_optimizer, take_step
 from ..training.options import TrainOptions
 from ..user_modules import LossFunction
-from .kernels import gpu_kernels, gpu_workspace, host_workspace
+from .kernels import gpu_kernels, gpu_workspace, host_workspace, reduced_at_once
 from .recorder import Log, Recorder, tensors_of
 
 _OURS = Path(__file__).resolve().parents[1]
@@ -75,6 +78,7 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
     axes: dict[str, list[str]] = {}
     recorder = Recorder(axes, host_workspace if is_host else gpu_workspace)
     stack = contextlib.ExitStack()
+    stack.enter_context(_quietly())
 
     def begin(mesh: ParallelMesh) -> None:
         for _ in (mesh.pipeline_ranks, mesh.tp, mesh.fsdp):  # slices of meshes cannot be made of fake tensors
@@ -99,6 +103,21 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
         dist.destroy_process_group()
         _forget_meshes()
         gc.collect()
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Let torch log nothing of what fails here, and DDP's hook end without a peer, while inside."""
+    hook, level = data_parallel.allreduce_hook, logging.root.manager.disable
+    data_parallel.allreduce_hook = reduced_at_once
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        data_parallel.allreduce_hook = hook
+        logging.disable(level)
 
 
 def _forget_meshes() -> None:

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ...cost_models.pipeline.orders import Action
 from ...schema.errors import RuntimeMismatchError
 from ..context_parallel import RING_ATTENTION, _ring_attention
+from .kernels import FLASH_ON_CPU, GROUPED_PRODUCT, flash_on_cpu, grouped_product
 
 Category = Literal[
     "parameters", "gradients", "optimizer", "unsharded", "activations", "logits", "communication", "temporaries"
@@ -45,16 +46,7 @@ _FLASH_ON_CPU: dict[Any, Callable[..., int]] = {
 }
 """torch counts no operations of these."""
 
-_FLASH_FORWARD = _aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Return what attention's kernel on a CPU does; torch's own fake one fails outside autograd."""
-    batch, heads, tokens, _ = query.shape
-    out = torch.empty(batch, tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device)
-    lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device=query.device)
-    return out.transpose(1, 2), lse.transpose(1, 2)
-
+_FAKES = {FLASH_ON_CPU: flash_on_cpu, GROUPED_PRODUCT: grouped_product}
 
 _STREAMS = {torch.ops.c10d._allgather_base_.default: 1, torch.ops.c10d._reduce_scatter_base_.default: 2}
 """fully_shard allocates what these write to on streams of their own (torch's foreach_all_gather, foreach_reduce)."""
@@ -221,7 +213,7 @@ class Recorder(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         kind = self._kinds.get(func) or self._learn(func)
-        run = _flash_on_cpu if func is _FLASH_FORWARD else func
+        run = _FAKES.get(func, func)
         if kind == "view":
             return func(*args, **(kwargs or {}))
         self.current = func, args

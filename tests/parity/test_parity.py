@@ -226,6 +226,7 @@ MORE_OF_FOUR = (
     Setup("pp 4", Layout(pp=4), model="five tied", rank_map=(1, 3, 0, 2)),
     Setup("tp 4", Layout(tp=4, micro_batch_size=4), model="mha"),
     Setup("ep 2 of 4", Layout(dp_shard=4, ep=2), model="shared experts"),
+    Setup("experts cut within", Layout(dp_shard=4), model="shared experts"),  # 6 over 4 ranks: along another dimension
     Setup("ep 2, replicas of shards", Layout(dp_replicate=2, dp_shard=2, ep=2), model="experts"),
     Setup("ep 4 over dp and tp", Layout(dp_shard=2, tp=2, ep=4, micro_batch_size=2), model="experts"),
     Setup("ep 2, etp 1, tp 4", Layout(tp=4, ep=2, micro_batch_size=4), model="mixed experts"),
