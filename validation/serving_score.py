@@ -65,7 +65,7 @@ class ServingScore:
 def score_serving(rows: Sequence[ServingRow], predictions: Sequence[ServingPrediction]) -> dict[str, ServingScore]:
     """Score the rows of each mode that count (`ServingRow.is_scored`), and those of each engine and model."""
     pairs = [pair for pair in zip(rows, predictions, strict=True) if pair[0].is_scored]
-    scores = {}
+    scores: dict[str, ServingScore] = {}
     for columns in (("mode",), ("mode", "engine", "model", "gpu", "gemm_dtype")):
         groups: dict[str, list[Pair]] = defaultdict(list)
         for pair in pairs:

@@ -7,7 +7,7 @@ for every product that converts its input.
 
 from __future__ import annotations
 
-from ...schema.layers import Block, LatentAttention, MoE
+from ...schema.layers import Block, LatentAttention, MoE, SoftmaxAttention
 from ...schema.model import ModelSpec
 from ...schema.recurrences import Recurrence
 from ...schema.serving import BYTES_OF, WeightDtype
@@ -34,8 +34,10 @@ def _block_kernels(block: Block, weights: WeightDtype, experts: WeightDtype) -> 
         attention = _RECURRENT + 3 * narrow
     elif isinstance(block.attention, LatentAttention):
         attention = _LATENT + 4 * narrow
-    else:
+    elif isinstance(block.attention, SoftmaxAttention):
         attention = _SOFTMAX + _QK_NORM * (block.attention.qk_norm != "none") + 2 * narrow
+    else:
+        attention = 0
     if isinstance(block.mlp, MoE):
         return attention + _MIXTURE + (_SHARED if block.mlp.shared_ffn_dim else 0) + 2 * narrow_experts
     return attention + _DENSE + 2 * narrow

@@ -28,6 +28,8 @@ from .instance import Instance, InstanceUse, RequestStates
 from .step import StepCosts
 from .step_table import StepParts, StepTable
 
+__all__ = ["EnginePool", "InstanceUse", "RequestTable", "SimulatedRequests", "simulate"]
+
 Router = Literal["round_robin", "least_loaded"]
 _SEND, _QUEUE, _STEP, _LEAVE = range(4)
 

@@ -123,7 +123,7 @@ class StepTable:
             attend = (1 - weight) * self._attend[idx] + weight * self._attend[after]
             captured = bool(self.sizes) and rows <= self.sizes[-1]
             seconds = np.array([self._with_host(fixed + value, rows, captured) for value in attend.tolist()])
-            cached = _DECODE_CONTEXTS * rows
+            cached = np.asarray(_DECODE_CONTEXTS * rows, dtype=np.float64)
             self._curves[key] = cached, seconds, cached.tolist(), seconds.tolist()
         return self._curves[key]
 
