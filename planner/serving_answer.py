@@ -43,10 +43,10 @@ def build_serving_plan(request: PlanRequest, search: ServingSearch, *, top: int)
     assert answer.best is not None
     served, serving = answer.best.candidate, search.problem.serving
     sign = -1 if problem.goal == "throughput" else 1
-    least = resource_bound(problem)
+    by_resources = resource_bound(problem)
     bound = sign * answer.bound
-    if least is not None:
-        bound = max(bound, least) if sign > 0 else min(bound, least)
+    if by_resources is not None:
+        bound = max(bound, by_resources) if sign > 0 else min(bound, by_resources)
     objective = sign * answer.best.objective
     pools = pools_of(served.deployment)
     return ServingPlan(
@@ -56,7 +56,7 @@ def build_serving_plan(request: PlanRequest, search: ServingSearch, *, top: int)
         pools=pools,
         routes=routes_of(len(serving.requests.classes), served.deployment),
         estimate=estimate_of(problem, served),
-        resource_bound=least,
+        resource_bound=by_resources,
         search=Certificate.proved(
             objective=objective,
             bound=min(bound, objective) if sign > 0 else max(bound, objective),
@@ -232,13 +232,13 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
         ) or ("the queue grows" if not other.keeps_up else "simulated: not better")
         rows.append((0.0, _alternative(other.deployment, other.requests_per_s, other.tokens_per_s, reason)))
     yield from (entry for _, entry in rows[: max(top // 2, 1) if top else 0])
-    left = top - min(len(rows), max(top // 2, 1))
+    remaining = top - min(len(rows), max(top // 2, 1))
     rate = problem.serving.requests.rate
     estimated = []
     for family in problem.families:
         if family.kinds == chosen.kinds:
             continue
-        counts = family.least_counts(rate, fluid=False) if rate is not None else family.best_split(fluid=False)[0]
+        counts = family.min_counts(rate, fluid=False) if rate is not None else family.best_split(fluid=False)[0]
         if counts is None or not all(counts):
             continue
         deployment = Deployment(family.kinds, counts)
@@ -249,7 +249,7 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
     estimated.sort(key=lambda entry: (entry[0], entry[1]))
     other_mode = [entry for entry in estimated if entry[1] != chosen.is_disaggregated][:1]
     for _, _, deployment, carried, reason in [*other_mode, *(e for e in estimated if e not in other_mode)][
-        : max(left, 0)
+        : max(remaining, 0)
     ]:
         more = deployment.num_devices - chosen.num_devices
         why = reason or (

@@ -25,11 +25,14 @@ MIN_COUNTED, MAX_COUNTED = 800, 4000
 LIVES = 3.0
 """Counted requests over those in flight at a time: what was met is then not one long wave of the load."""
 
+WARM_LIVES = 2.5
+"""Requests before the counted ones over those in flight: lives lengthen as the instances fill."""
+
 MAX_CV = 4.0
 """Arrivals are drawn from gamma distributions up to this variation; recorded ones may have more."""
 
-KEEPS_UP = 0.95
-"""Requests that end over those that arrive, below which a queue grows: what is counted varies by a few percent."""
+GROWTH = 0.02
+"""Requests in flight may grow by this part of those that are counted, and by twice what chance makes of them."""
 
 CONFIDENCE = 1.959964
 """Of a normal distribution: 95 %."""
@@ -84,11 +87,11 @@ class Served:
 
     def values(self, metric: LatencyMetric, request_class: int | None = None) -> FloatArray:
         """Return the seconds of the counted requests, of TPOT those with more than one token."""
-        kept = self.counted if request_class is None else self.counted & (self.classes == request_class)
+        mask = self.counted if request_class is None else self.counted & (self.classes == request_class)
         if metric == "tpot":
-            kept = kept & (self.result.output_len > 1)
-        found: FloatArray = getattr(self.result, f"{metric}_s")
-        return found[kept]
+            mask = mask & (self.result.output_len > 1)
+        values: FloatArray = getattr(self.result, f"{metric}_s")
+        return values[mask]
 
     @property
     def limits(self) -> tuple[LimitEstimate, ...]:
@@ -116,17 +119,17 @@ class Served:
 
     def estimate(self, request_class: int | None = None) -> ClassEstimate | None:
         """Return the latencies of all requests or of a class; None where none of it was simulated."""
-        kept = self.counted if request_class is None else self.counted & (self.classes == request_class)
-        if not kept.any():
+        mask = self.counted if request_class is None else self.counted & (self.classes == request_class)
+        if not mask.any():
             return None
-        within = np.ones(int(kept.sum()), dtype=bool)
+        within = np.ones(int(mask.sum()), dtype=bool)
         for limit in self.serving.limits:
-            within &= getattr(self.result, f"{limit.metric}_s")[kept] <= limit.seconds
-        share = float(kept.sum() / self.counted.sum())
+            within &= getattr(self.result, f"{limit.metric}_s")[mask] <= limit.seconds
+        share = float(mask.sum() / self.counted.sum())
         load = self.serving.requests.classes
         return ClassEstimate(
             requests=None if request_class is None else load[request_class],
-            num_simulated=int(kept.sum()),
+            num_simulated=int(mask.sum()),
             ttft=percentiles(self.values("ttft", request_class)),
             tpot=percentiles(self.values("tpot", request_class)),
             e2e=percentiles(self.values("e2e", request_class)),
@@ -160,7 +163,7 @@ def serve(deployment: Deployment, serving: Serving, *, rate: float | None, in_fl
         in_flight: about how many requests there are at a time.
     """
     counted = int(np.clip(LIVES * in_flight, MIN_COUNTED, MAX_COUNTED))
-    warm = int(min(in_flight * 1.5, 4 * MAX_COUNTED)) + 20
+    warm = int(min(in_flight * WARM_LIVES, 4 * MAX_COUNTED)) + 20
     after = int(min(in_flight, 4 * MAX_COUNTED)) if rate is not None else 0
     concurrency = serving.requests.concurrency if rate is None else None
     if concurrency is not None:
@@ -174,18 +177,31 @@ def serve(deployment: Deployment, serving: Serving, *, rate: float | None, in_fl
     result = simulate(
         pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token
     )  # fmt: skip
-    kept = np.zeros(len(table), dtype=bool)
-    kept[warm : warm + counted] = True
-    # Counted arrivals come at the load's rate: what ends is compared with them.
-    ends = np.sort((result.sent_s + result.e2e_s)[kept])
+    mask = np.zeros(len(table), dtype=bool)
+    mask[warm : warm + counted] = True
+    per_s, keeps_up = _ended_per_s(result, mask, rate)
+    tokens = per_s * float(result.output_len[mask].mean())
+    return Served(deployment, serving, result, mask, classes, per_s, tokens, keeps_up)
+
+
+def _ended_per_s(result: SimulatedRequests, mask: BoolArray, rate: float | None) -> tuple[float, bool]:
+    """Return the requests that end in a second while the counted ones do, and whether they keep up with those that arrive.
+
+    Where they do, as many end as arrive: what is counted would differ by what chance leaves in flight.
+    """
+    ends = result.sent_s + result.e2e_s
+    if rate is not None:
+        begin, end = result.sent_s[mask][[0, -1]]
+        before, after = (int(((result.sent_s <= t) & (ends > t)).sum()) for t in (begin, end))
+        allowed = GROWTH * int(mask.sum()) + 2 * math.sqrt(before + 1)
+        if after - before <= allowed:
+            return rate, True
+        return float(((ends > begin) & (ends <= end)).sum()) / max(end - begin, 1e-9), False
     # Between the tenth and the ninth tenth of the ends: neither the ramp before nor the tail after.
-    first, last = int(0.1 * len(ends)), int(0.9 * len(ends))
-    span = float(ends[last] - ends[first])
-    ended = (result.sent_s + result.e2e_s >= ends[first]) & (result.sent_s + result.e2e_s < ends[last])
-    per_s = float(ended.sum()) / span if span > 0 else 1 / float(result.e2e_s[kept].mean())
-    tokens = per_s * float(result.output_len[kept].mean())
-    keeps_up = rate is None or per_s >= KEEPS_UP * rate
-    return Served(deployment, serving, result, kept, classes, per_s, tokens, keeps_up)
+    in_order = np.sort(ends[mask])
+    begin, end = in_order[int(0.1 * len(in_order))], in_order[int(0.9 * len(in_order))]
+    ended = int(((ends >= begin) & (ends < end)).sum())
+    return (ended / (end - begin) if end > begin else 1 / float(result.e2e_s[mask].mean())), True
 
 
 @lru_cache(maxsize=8)

@@ -114,9 +114,9 @@ class Family:
     def largest(self, pool: int, *, fluid: bool, replicas: int = 1) -> float:
         """Return the requests a second of an instance of a pool, also within what its link sends (E4)."""
         each, sent = self.rates[pool], self.sent_s_per_token
-        found = each.largest(self.roles[pool], fluid=fluid, replicas=replicas, sent_s_per_token=sent)
+        result = each.largest(self.roles[pool], fluid=fluid, replicas=replicas, sent_s_per_token=sent)
         mean_prompt = float(each.mix.share @ each.mix.prompt_len)
-        return min(found.requests_per_s, 1 / (sent * mean_prompt)) if sent else found.requests_per_s
+        return min(result.requests_per_s, 1 / (sent * mean_prompt)) if sent else result.requests_per_s
 
     def binds(self, pool: int) -> str:
         """Return what keeps an instance of a pool from more."""
@@ -130,14 +130,14 @@ class Family:
         stock = {kind.part: kind.stock for kind in self.kinds}
         return all(count > 0 for count in counts) and all(size <= stock[part] for part, size in used.items())
 
-    def least_counts(self, rate: float, *, fluid: bool) -> tuple[int, ...] | None:
+    def min_counts(self, rate: float, *, fluid: bool) -> tuple[int, ...] | None:
         """Return the instances that carry a rate within the limits; None where an instance carries nothing."""
         counts = []
         for pool in range(len(self.rates)):
-            found = self.largest(pool, fluid=fluid)
-            if not found:
+            result = self.largest(pool, fluid=fluid)
+            if not result:
                 return None
-            count = math.ceil(rate / found * (1 - 1e-9))
+            count = math.ceil(rate / result * (1 - 1e-9))
             if not fluid:  # many replicas wait less
                 count = math.ceil(rate / self.largest(pool, fluid=False, replicas=count) * (1 - 1e-9))
             counts.append(max(count, 1))
@@ -153,13 +153,13 @@ class Family:
         """Return the counts that carry most on all devices, and their rate."""
         first = self.kinds[0]
         if not self.is_disaggregated:
-            return (first.most,), first.most * self.largest(0, fluid=fluid, replicas=first.most)
+            return (first.max_count,), first.max_count * self.largest(0, fluid=fluid, replicas=first.max_count)
         best: tuple[tuple[int, ...], float] = ((0, 0), 0.0)
         second = self.kinds[1]
         per_prefill, per_decode = self.largest(0, fluid=fluid), self.largest(1, fluid=fluid)
-        for prefill in range(1, first.most + 1):
-            left = second.stock - (first.size * prefill if first.part == second.part else 0)
-            decode = left // second.size
+        for prefill in range(1, first.max_count + 1):
+            remaining = second.stock - (first.size * prefill if first.part == second.part else 0)
+            decode = remaining // second.size
             rate = min(prefill * per_prefill, decode * per_decode)
             if decode and rate > best[1]:
                 best = (prefill, decode), rate
@@ -179,11 +179,11 @@ class Family:
             first_s = np.full(CURVE, self.rates[0].prefill_service_s + sent_s)
             cap = counts[0] * self.largest(0, fluid=True)
         rate: FloatArray = curve.requests_per_s * counts[-1]
-        there = rate * (first_s + last.mix.decode_steps * curve.step_s)
-        idx = int(min(np.searchsorted(np.maximum.accumulate(there), concurrency), CURVE - 1))
+        in_flight = rate * (first_s + last.mix.decode_steps * curve.step_s)
+        idx = int(min(np.searchsorted(np.maximum.accumulate(in_flight), concurrency), CURVE - 1))
         carried, step_s = float(rate[idx]), float(curve.step_s[idx])
-        if there[idx] >= concurrency and idx:  # between two points
-            part = (concurrency - there[idx - 1]) / max(there[idx] - there[idx - 1], 1e-30)
+        if in_flight[idx] >= concurrency and idx:  # between two points
+            part = (concurrency - in_flight[idx - 1]) / max(in_flight[idx] - in_flight[idx - 1], 1e-30)
             # The bound takes the better end of both.
             carried = carried if fluid else float(rate[idx - 1] + part * (rate[idx] - rate[idx - 1]))
             step_s = (

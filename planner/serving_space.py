@@ -60,7 +60,7 @@ class InstanceKind:
         return self.layout.num_devices
 
     @property
-    def most(self) -> int:
+    def max_count(self) -> int:
         """Instances that the stock holds."""
         return self.stock // self.size
 
@@ -116,9 +116,9 @@ class ServingSpace:
                 request.deadline.require("costing the layouts of engine instances")
                 space._add(request, serving, profile, index, part, layout)
         if not seen:
-            told = ", ".join(f"{key}={value}" for key, value in request.fixed.items())
+            fixed_text = ", ".join(f"{key}={value}" for key, value in request.fixed.items())
             raise ConfigError(
-                f"no engine instance of {request.model.name} on {cluster.name} has {told}",
+                f"no engine instance of {request.model.name} on {cluster.name} has {fixed_text}",
                 help="degrees divide the heads and experts of the model, and instances fill whole nodes or divide them",
             )
         return space
@@ -135,9 +135,12 @@ class ServingSpace:
         model, device = request.model, cluster.weakest_device
         weights: WeightDtype = serving.weights or "bf16"
         cache: CacheDtype = serving.cache or ("fp32" if weights == "fp32" else "fp16" if weights == "fp16" else "bf16")
-        if (least := _least_weight_bytes(model, layout, weights)) > device.memory_bytes:
+        if (min_bytes := _min_weight_bytes(model, layout, weights)) > device.memory_bytes:
             self.too_large.append(
-                (layout, f"weights of {format_bytes(least)} exceed the {format_bytes(device.memory_bytes)} of a device")
+                (
+                    layout,
+                    f"weights of {format_bytes(min_bytes)} exceed the {format_bytes(device.memory_bytes)} of a device",
+                )
             )
             return
         known = self._known.setdefault(part, {})
@@ -202,7 +205,7 @@ def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving) -> Iterato
         )
 
 
-def _least_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDtype) -> float:
+def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDtype) -> float:
     """Return weights that a device has at least, without building the layout: everything cut over all of its devices."""
     from ..schema.serving import BYTES_OF
 

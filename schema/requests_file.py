@@ -229,8 +229,8 @@ def _binned(trace: Trace) -> tuple[RequestClass, ...]:
             idxs = members[by_output == output_bin]
             if len(idxs):
                 prompt, output, prefix = (
-                    max(round(float(values[idxs].mean())), least)
-                    for values, least in ((trace.prompt_len, 1), (trace.output_len, 1), (trace.prefix_len, 0))
+                    max(round(float(values[idxs].mean())), minimum)
+                    for values, minimum in ((trace.prompt_len, 1), (trace.output_len, 1), (trace.prefix_len, 0))
                 )
                 classes.append(
                     RequestClass(

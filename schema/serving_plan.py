@@ -59,8 +59,8 @@ class ClassEstimate(Frozen):
 
     def of(self, metric: LatencyMetric) -> Percentiles:
         """Return the percentiles of a metric."""
-        found: Percentiles = getattr(self, metric)
-        return found
+        value: Percentiles = getattr(self, metric)
+        return value
 
 
 class PoolEstimate(Frozen):

@@ -58,7 +58,7 @@ class DeploymentInstance:
     stock: FloatArray
     roles: tuple[Role, ...]
     sent_s: FloatArray | None = None
-    most: FloatArray | None = None
+    max_count: FloatArray | None = None
 
     def __post_init__(self) -> None:
         shape = len(self.rates), len(self.roles)
@@ -88,11 +88,11 @@ def solve(instance: DeploymentInstance, *, time_limit_s: float = 10.0, rel_gap: 
     solve_s = time.perf_counter() - start
     if answer is None:
         return Solution(status=status, choice=None, solve_s=solve_s, backend="highs")
-    whole = np.round(answer.values[counts]).astype(np.int64)
+    integers = np.round(answer.values[counts]).astype(np.int64)
     parts = np.zeros(instance.seconds.shape)
     parts[shares >= 0] = np.clip(answer.values[shares[shares >= 0]], 0, 1)
-    choice = Counts(whole, parts)
-    bound = min(answer.bound, float(instance.cost @ whole))
+    choice = Counts(integers, parts)
+    bound = min(answer.bound, float(instance.cost @ integers))
     return Solution(
         status=status if status is not Status.UNKNOWN else Status.FEASIBLE,
         choice=choice,
@@ -115,8 +115,8 @@ def _program(instance: DeploymentInstance) -> tuple[LinearProgram, IntArray, Int
     """Return the program, the indices of the counts [E], and of the shares [W, E] (-1: the kind does not serve the class)."""
     program = LinearProgram("deployment")
     num_classes, num_kinds = instance.seconds.shape
-    most = np.full(num_kinds, np.inf) if instance.most is None else instance.most
-    counts = program.add_variables(num_kinds, x_max=most, cost=instance.cost)  # (E5), (O)
+    max_count = np.full(num_kinds, np.inf) if instance.max_count is None else instance.max_count
+    counts = program.add_variables(num_kinds, x_max=max_count, cost=instance.cost)  # (E5), (O)
     program.integer.extend(counts.tolist())
     shares = np.full((num_classes, num_kinds), -1, dtype=np.int64)
     served = np.isfinite(instance.seconds)
@@ -179,8 +179,8 @@ def check(instance: DeploymentInstance, choice: Counts) -> float:
     if instance.sent_s is not None:
         sent = (instance.sent_s * instance.rates[:, None] * shares).sum(axis=0)
         _require("E4", np.where([role == "agg" for role in instance.roles], 0.0, sent - counts), np.maximum(counts, 1))
-    if instance.most is not None:
-        _require("E5", counts - instance.most)
+    if instance.max_count is not None:
+        _require("E5", counts - instance.max_count)
     return float(instance.cost @ counts)
 
 
@@ -192,8 +192,8 @@ def _require(label: str, excess: FloatArray, scale: FloatArray | float = 1.0) ->
 def one_type_cost(instance: DeploymentInstance) -> Sequence[float]:
     """Return the cost of serving everything with one kind that prefills and decodes; infinite where it does not."""
     need = (np.where(np.isfinite(instance.seconds), instance.seconds, np.inf) * instance.rates[:, None]).sum(axis=0)
-    whole = np.array([math.ceil(value - SOLVER) if math.isfinite(value) else np.inf for value in need])
+    integers = np.array([math.ceil(value - SOLVER) if math.isfinite(value) else np.inf for value in need])
     return [
         float(cost * max(count, 1)) if role == "agg" else math.inf
-        for cost, count, role in zip(instance.cost, whole, instance.roles, strict=True)
+        for cost, count, role in zip(instance.cost, integers, instance.roles, strict=True)
     ]

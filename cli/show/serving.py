@@ -73,8 +73,8 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
     steps = f"{limits.max_batch} requests, {limits.max_batched_tokens:,} tokens a step{chunk}"
     words = f"{steps}; {pool.weights} weights, {pool.cache} cache"
     table.add_row("  limits", "", "", words)
-    held = f"of {format_bytes(cost.cache_bytes)} a device hold keys and values of requests"
-    cache = f"{held}; weights {format_bytes(cost.weight_bytes)}"
+    usage = f"of {format_bytes(cost.cache_bytes)} a device hold keys and values of requests"
+    cache = f"{usage}; weights {format_bytes(cost.weight_bytes)}"
     table.add_row("  cache", format_percent(cost.cache_use, 0), "", cache)
     rows = f"{cost.decode_rows:.3g} rows decode, {cost.prefill_tokens:.4g} tokens of prompts"
     table.add_row("  step", format_seconds(cost.step_s), format_percent(cost.utilisation, 0), f"busy; {rows}")

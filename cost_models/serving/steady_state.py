@@ -36,7 +36,7 @@ from ...schema.units import FloatArray
 POINTS = 48
 """Points of a curve; the largest rate is looked for between two of them with as many again, twice."""
 
-_LEAST = 1e-3
+_START = 1e-3
 """The curve begins at this part of its end."""
 
 _BISECTIONS = 40
@@ -186,8 +186,8 @@ class InstanceModel:
     def step_s(self, rows: Any, cached: Any, tokens: Any, context: float, prompts: Any, part: Any) -> FloatArray:
         """Return the mean seconds between two tokens of a request; ``part`` of the steps have prompts (S4)."""
         plain = self.pass_s(rows, cached)
-        at_once = np.maximum(part, 1e-12)
-        mixed = self.prompt_s(rows, cached, tokens / at_once, context, prompts / at_once)
+        share = np.maximum(part, 1e-12)
+        mixed = self.prompt_s(rows, cached, tokens / share, context, prompts / share)
         return np.asarray(plain + part * mixed if self.prefill_first else (1 - part) * plain + part * mixed)
 
 
@@ -249,7 +249,7 @@ class OperatingPoints:
             return self.step_s
         return np.asarray(self.step_s + max(_normal(quantile), 0.0) * (self.slow_step_s - self.step_s))
 
-    def at(self, idx: int) -> OperatingPoints:
+    def point_of(self, idx: int) -> OperatingPoints:
         """Return one point, as a curve of one."""
         arrays = {
             name: getattr(self, name)[idx : idx + 1]
@@ -267,8 +267,8 @@ def largest_per_step(instance: InstanceModel, mix: Mix) -> float:
     """Return the requests a step that (S6) allows."""
     needs = mix.new_tokens if instance.prefill_first else mix.decode_steps + mix.new_tokens
     by_rows = instance.max_batch / mix.decode_steps if mix.decode_steps else np.inf
-    held = mix.reserved_steps if instance.reserves_output else mix.cached_steps
-    by_cache = instance.cache_tokens / held if held else np.inf
+    cache_need = mix.reserved_steps if instance.reserves_output else mix.cached_steps
+    by_cache = instance.cache_tokens / cache_need if cache_need else np.inf
     by_tokens = instance.max_batched_tokens / needs if needs else np.inf
     if instance.prefill_first:  # as many steps of prompts as it takes
         by_tokens = np.inf if np.isfinite(min(by_rows, by_cache)) else by_tokens
@@ -292,11 +292,11 @@ def operating_points(
         if not mix.new_tokens:
             return instance.pass_s(rows, rows * per_row)
         room = instance.max_batched_tokens - (0.0 if instance.prefill_first else rows)
-        least = more * tokens / np.maximum(room, 1.0)
-        parts = [np.maximum(-np.expm1(-more * x * chunks), least)]
+        lowest = more * tokens / np.maximum(room, 1.0)
+        parts = [np.maximum(-np.expm1(-more * x * chunks), lowest)]
         if fluid:
-            most = np.maximum(more * x * chunks, least)
-            parts = [least + share * (most - least) for share in (0.0, 0.5, 0.9, 1.0)]
+            highest = np.maximum(more * x * chunks, lowest)
+            parts = [lowest + share * (highest - lowest) for share in (0.0, 0.5, 0.9, 1.0)]
         if not instance.prefill_first:
             parts = [np.minimum(part, 1.0) for part in parts]
         every = [instance.step_s(rows, rows * per_row, more * tokens, context, more * prompts, part) for part in parts]
@@ -360,8 +360,8 @@ def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: 
     room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
     best = np.zeros(rows.shape)
     # Fewer prompts a step may be quicker for each of them than as many as it takes.
-    for at_once in (1.0, 2.0, 4.0, np.inf):
-        tokens = np.minimum(at_once * mix.new_tokens, room)
+    for count in (1.0, 2.0, 4.0, np.inf):
+        tokens = np.minimum(count * mix.new_tokens, room)
         prompts = tokens / mix.new_tokens
         best = np.maximum(best, prompts / instance.prompt_s(rows, cached, tokens, mix.mean_context, prompts))
     return best
@@ -374,12 +374,12 @@ def _service_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: Floa
     room = np.full(rows.shape, instance.max_batched_tokens)
     room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
     room, new = room[:, None], mix.new_len[None, :]
-    whole = np.ceil(new / room) - 1
+    full_chunks = np.ceil(new / room) - 1
     sides, context = (rows[:, None] + 0 * new, cached[:, None] + 0 * new), mix.context[None, :] + 0 * room
-    last_s = instance.prompt_s(*sides, new - whole * room, context, 1.0 + 0 * new)
-    chunk_s = instance.prompt_s(*sides, room + 0 * new, context, 0 * new) if np.any(whole) else last_s
+    last_s = instance.prompt_s(*sides, new - full_chunks * room, context, 1.0 + 0 * new)
+    chunk_s = instance.prompt_s(*sides, room + 0 * new, context, 0 * new) if np.any(full_chunks) else last_s
     of_host = instance.host.request_s + instance.host.token_s * mix.prompt_len
-    return np.asarray(whole * chunk_s + last_s + of_host)
+    return np.asarray(full_chunks * chunk_s + last_s + of_host)
 
 
 @dataclass(frozen=True)
@@ -410,17 +410,17 @@ def largest_rate(
     if not end > 0 or not np.isfinite(end):
         return Largest(0.0, None, "cache")
 
-    def points(at: FloatArray) -> OperatingPoints:
+    def points(positions: FloatArray) -> OperatingPoints:
         if prefill:
             return prefill_points(
-                instance, mix, at, transfer_s_per_token=transfer_s_per_token, fluid=fluid, replicas=replicas
+                instance, mix, positions, transfer_s_per_token=transfer_s_per_token, fluid=fluid, replicas=replicas
             )
-        return operating_points(instance, mix, at, fluid=fluid, replicas=replicas)
+        return operating_points(instance, mix, positions, fluid=fluid, replicas=replicas)
 
-    low, high, best, binds = _LEAST * end, end, Largest(0.0, None, ""), ""
+    low, high, best, binds = _START * end, end, Largest(0.0, None, ""), ""
     for spacing in (np.geomspace, np.linspace, np.linspace):
-        at = spacing(low, high, POINTS)
-        curve = points(at)
+        positions = spacing(low, high, POINTS)
+        curve = points(positions)
         broken, names = _broken(instance, curve, limits, prefill=prefill)
         met = np.flatnonzero(~broken)
         if not len(met):
@@ -428,20 +428,20 @@ def largest_rate(
         rates = np.where(broken, -np.inf, curve.requests_per_s)
         idx = int(rates.argmax())
         if rates[idx] > best.requests_per_s:
-            best = Largest(float(rates[idx]), curve.at(idx), "")
+            best = Largest(float(rates[idx]), curve.point_of(idx), "")
         last = int(met[-1])
-        if last == len(at) - 1:
+        if last == len(positions) - 1:
             binds = "prompts" if prefill else _binding_resource(instance, mix)
             break
-        low, high, binds = at[last], at[last + 1], names[last + 1]
+        low, high, binds = positions[last], positions[last + 1], names[last + 1]
     return replace(best, binds=binds)
 
 
 def _binding_resource(instance: InstanceModel, mix: Mix) -> str:
     """Return which of (S6) ends the curve."""
     end = largest_per_step(instance, mix)
-    held = mix.reserved_steps if instance.reserves_output else mix.cached_steps
-    if held and end * held >= 0.999 * instance.cache_tokens:
+    cache_need = mix.reserved_steps if instance.reserves_output else mix.cached_steps
+    if cache_need and end * cache_need >= 0.999 * instance.cache_tokens:
         return "cache"
     if mix.decode_steps and end * mix.decode_steps >= 0.999 * instance.max_batch:
         return "max_batch"
@@ -467,7 +467,7 @@ def _broken(
 def point_at_rate(curve: OperatingPoints, requests_per_s: float) -> OperatingPoints:
     """Return the first point of a curve that carries a rate, the last where none does."""
     enough = np.flatnonzero(curve.requests_per_s >= requests_per_s)
-    return curve.at(int(enough[0]) if len(enough) else len(curve.per_step) - 1)
+    return curve.point_of(int(enough[0]) if len(enough) else len(curve.per_step) - 1)
 
 
 def point_in_flight(curve: OperatingPoints, in_flight: float) -> OperatingPoints:
@@ -475,6 +475,6 @@ def point_in_flight(curve: OperatingPoints, in_flight: float) -> OperatingPoints
     its points have fewer: the rest of the requests wait.
     """
     ranks = curve.requests_per_s / np.maximum(curve.per_step / curve.step_s, 1e-30)
-    there = curve.requests_per_s / ranks * (curve.ttft_s + curve.mix.decode_steps * curve.step_s)
-    enough = np.flatnonzero(there >= in_flight)
-    return curve.at(int(enough[0]) if len(enough) else len(curve.per_step) - 1)
+    in_flight_by_point = curve.requests_per_s / ranks * (curve.ttft_s + curve.mix.decode_steps * curve.step_s)
+    enough = np.flatnonzero(in_flight_by_point >= in_flight)
+    return curve.point_of(int(enough[0]) if len(enough) else len(curve.per_step) - 1)

@@ -5,27 +5,32 @@ Every figure comes from searching and simulating again with the change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...cost_models.serving.steady_state import largest_rate
-from ...schema import ClusterSpec, ConfigError, InfeasibleError, MeshwrightError
+import numpy as np
+
+from ...cost_models.serving.steady_state import largest_rate, operating_points
+from ...schema import ConfigError, InfeasibleError, MeshwrightError
 from ...schema.base import Frozen
 from ...schema.layout import format_assignments, parse_assignments
 from ...schema.serving import LatencyLimit, Serving
 from ...schema.serving_plan import ServingPlan, pools_title
 from ...schema.units import counted, format_seconds
 from ..request import Deadline, PlanRequest
-from ..serving_answer import build_serving_plan
+from ..serving_answer import build_serving_plan, family_of, pools_of
+from ..serving_checks import Deployment
+from ..serving_space import InstanceKind
 from ..tasks.serving import ServingProblem, ServingSearch, search_serving
 from .advice import grow_cluster
 
 LOOSER = (1.25, 1.5, 2.0, 4.0)
 """Factors by which a limit is loosened, the smallest that helps is said."""
 
-MAX_GROWTH = 8
-"""Times the devices of the cluster, tried in doublings."""
+MAX_GROWTH = 64
+"""Times the devices of the cluster that are tried at most."""
 
 MODES = {"agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg"}
 
@@ -75,12 +80,14 @@ def explain_serving(plan: ServingPlan, *, why_not: str = "", deadline: Deadline 
     binds = tuple(_binding(plan))
     if why_not:
         return ServingExplanation(binds=binds, why_not=_why_not(plan, request, why_not))
-    found = []
+    rows = []
     for text, changed in _changes(plan, request):
         if request.deadline.is_over:
             break
-        found.append(_compared(plan, text, changed))
-    return ServingExplanation(binds=binds, changes=tuple(found))
+        rows.append(_compared(plan, text, changed))
+    if plan.serving.requests.rate is not None and not request.deadline.is_over:
+        rows += _one_more(plan, request)
+    return ServingExplanation(binds=binds, changes=tuple(rows))
 
 
 def _binding(plan: ServingPlan) -> Iterator[str]:
@@ -112,26 +119,33 @@ def _changes(plan: ServingPlan, request: PlanRequest) -> Iterator[tuple[str, Pla
         yield "weights in fp8", replace(request, task=serving.replace(weights="fp8"))
     if plan.pools[-1].cache in ("bf16", "fp16"):
         yield "cache in fp8", replace(request, task=serving.replace(cache="fp8"))
-    if serving.requests.rate is not None:
-        size = min(pool.layout.num_devices for pool in plan.pools)
-        tight = replace(request, task=_free_rate(serving))
-        for devices in (plan.num_devices, plan.num_devices + size):
-            cluster = _of_size(plan.cluster, devices)
-            if cluster is not None:
-                yield f"as many requests as {counted(devices, 'device')} serve", replace(tight, cluster=cluster)
 
 
-def _of_size(cluster: ClusterSpec, devices: int) -> ClusterSpec | None:
-    """Return the cluster with so many devices in whole nodes, where it has nodes of one kind."""
-    if len(cluster.groups) > 1:
-        return None
-    if devices % cluster.largest_node == 0 and devices < cluster.num_devices:
-        from ...schema.offers import with_nodes
-
-        return with_nodes(cluster, devices // cluster.largest_node)
-    if devices == cluster.num_devices:
-        return cluster
-    return grow_cluster(cluster, devices) if devices % cluster.largest_node == 0 else None
+def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange]:
+    """Yield the requests a second that the pools carry as they are, and with one more instance of each."""
+    fields = {name: getattr(plan.pools[0].layout, name) for name in ("tp", "pp", "attention_dp", "ep")}
+    alike = all(pool.layout == plan.pools[0].layout for pool in plan.pools)
+    problem = ServingProblem(replace(request, task=_free_rate(plan.serving), fixed=fields if alike else request.fixed))
+    kinds = []
+    for pool in plan.pools:
+        same = [kind for kind in problem.space.kinds if (kind.layout, kind.device) == (pool.layout, pool.device)]
+        kinds.append(same[0])
+    now = tuple(pool.replicas for pool in plan.pools)
+    before = 0.0
+    for idx in range(-1, len(now)):
+        counts = tuple(count + (pool == idx) for pool, count in enumerate(now))
+        deployment = Deployment(tuple(kinds), counts)
+        served = problem.saturated(family_of(problem, deployment), deployment)[0]
+        if served is None:
+            continue
+        rate = served.requests_per_s
+        what = "as it is, at its largest rate" if idx < 0 else f"one more {plan.pools[idx].role} instance"
+        words = f"carries {rate:.3g} requests/s" + (f", {rate - before:+.2g}" if before else "")
+        before = before or rate
+        yield ServingChange(
+            change=what, pools=pools_title(pools_of(deployment)), num_devices=deployment.num_devices, requests_per_s=rate,
+            tokens_per_s_per_device=served.tokens_per_s / deployment.num_devices, difference=words,
+        )  # fmt: skip
 
 
 def _free_rate(serving: Serving) -> Serving:
@@ -173,14 +187,14 @@ def _compared(plan: ServingPlan, text: str, request: PlanRequest) -> ServingChan
     )
 
 
-def _why_not(plan: ServingPlan, request: PlanRequest, asked: str) -> ServingChange:
+def _why_not(plan: ServingPlan, request: PlanRequest, question: str) -> ServingChange:
     assert isinstance(request.task, Serving)
-    if asked in MODES:
-        if plan.mode == MODES[asked]:
-            raise ConfigError(f"the plan is {asked}: {pools_title(plan.pools)}")
-        changed = replace(request, task=request.task.replace(modes=(MODES[asked],)))
-        return _compared(plan, asked, changed)
-    fields: Mapping[str, Any] = parse_assignments(asked)
+    if question in MODES:
+        if plan.mode == MODES[question]:
+            raise ConfigError(f"the plan is {question}: {pools_title(plan.pools)}")
+        changed = replace(request, task=request.task.replace(modes=(MODES[question],)))
+        return _compared(plan, question, changed)
+    fields: Mapping[str, Any] = parse_assignments(question)
     checked = PlanRequest.create(plan.model, plan.cluster, plan.serving, fixed=fields, deadline=request.deadline)
     return _compared(plan, format_assignments(checked.fixed), checked)
 
@@ -194,7 +208,7 @@ def explain_unserved(request: PlanRequest, search: ServingSearch) -> MeshwrightE
     details = list(_lacks(problem))
     if request.fixed:
         details.append(f"fixed: {format_assignments(request.fixed)}")
-    changes = list(_helping(request))
+    changes = list(_helping(request, problem))
     details += [f"also serves it: {change}" for change in changes[1:]]
     return InfeasibleError(
         f"no deployment of {request.model.name} on {devices} serves the load within its limits",
@@ -213,15 +227,19 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
         yield f"memory: no layout of an instance fits; with {layout.num_devices} devices: {reason}"
         return
     for limit in serving.limits:
-        alone = max(
+        lone_rate = max(
             (
                 largest_rate(kind.model, problem.mix, (limit,), fluid=True).requests_per_s
                 for kind in problem.space.kinds
             ),
             default=0.0,
         )
-        if not alone:
-            yield f"{limit.metric}: no layout has {format_seconds(limit.seconds)} even for a lone request"
+        if not lone_rate:
+            quickest = min(_quickest_s(problem, kind, limit) for kind in problem.space.kinds)
+            yield (
+                f"{limit.metric}: no layout has {format_seconds(limit.seconds)} even for a lone request; the quickest has "
+                f"{format_seconds(quickest)}"
+            )
             return
     tried = [served for served in problem.served if not served.meets_limits]
     for served in tried[:2]:
@@ -236,32 +254,71 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
         )
         yield f"simulated {names}: {broken or 'the queue grows'}"
     rate = serving.requests.rate
-    if rate is not None:
+    if rate is not None and problem.families:
         best = max(problem.families, key=lambda family: family.best_split(fluid=False)[1])
         carried = best.best_split(fluid=False)[1]
         yield f"devices: {rate:.3g} requests/s are asked for; all of them carry about {carried:.3g} within the limits"
 
 
-def _helping(request: PlanRequest) -> Iterator[str]:
+def _quickest_s(problem: ServingProblem, kind: InstanceKind, limit: LatencyLimit) -> float:
+    """Return the seconds of a metric for a lone request on an instance."""
+    point = operating_points(kind.model, problem.mix, np.array([1e-6]), fluid=True)
+    return float(point.quantile_s(limit.metric, limit.quantile)[0])
+
+
+def _sizes(problem: ServingProblem) -> Iterator[int]:
+    """Yield devices of larger clusters: twice as many, what the estimate says, and a quarter more."""
+    now, rate = problem.request.cluster.num_devices, problem.serving.requests.rate
+    node = problem.request.cluster.largest_node
+    yield 2 * now
+    if rate is None or not problem.families:
+        yield from (4 * now, 8 * now)
+        return
+    needed = []
+    for family in problem.families:
+        counts = family.min_counts(rate, fluid=False)
+        if counts is not None:
+            needed.append(Deployment(family.kinds, counts).num_devices)
+    for factor in (1.0, 1.25):
+        devices = math.ceil(factor * min(needed, default=0) / max(node, 1)) * max(node, 1)
+        if 2 * now < devices <= MAX_GROWTH * now:
+            yield devices
+
+
+def _helping(request: PlanRequest, problem: ServingProblem) -> Iterator[str]:
     """Yield changes after which a deployment serves the load, each verified: types, devices, limits."""
     assert isinstance(request.task, Serving)
     serving = request.task
+    kinds = problem.space.kinds
+    is_unreachable = bool(kinds) and any(
+        min(_quickest_s(problem, kind, limit) for kind in kinds) > limit.seconds for limit in serving.limits
+    )
     for name, value in (("weights", "fp8"), ("cache", "fp8")):
         if getattr(serving, name) in (None, "bf16", "fp16") and (
             other := _searched(replace(request, task=serving.replace(**{name: value})))
         ):
             option = "--kv" if name == "cache" else "--weights"
             yield f"{option} {value}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
-    times = 2
-    while times <= MAX_GROWTH:
-        cluster = grow_cluster(request.cluster, times * request.cluster.num_devices)
-        if cluster is not None and (other := _searched(replace(request, cluster=cluster))):
-            yield f"more devices, of {cluster.num_devices}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
-            break
-        times *= 2
+    if not is_unreachable:
+        for devices in _sizes(problem):
+            cluster = grow_cluster(request.cluster, devices)
+            if cluster is not None and (other := _searched(replace(request, cluster=cluster))):
+                yield f"more devices, of {devices}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
+                break
+        if serving.requests.rate is not None and (other := _searched(replace(request, task=_free_rate(serving)))):
+            for part in (0.97, 0.9):
+                rate = float(f"{part * other.estimate.requests_per_s:.2g}")
+                lower = serving.replace(requests=serving.requests.replace(rate=rate))
+                if rate < serving.requests.rate and (slower := _searched(replace(request, task=lower))):
+                    yield f"--rate {rate:g}: {pools_title(slower.pools)}, {counted(slower.num_devices, 'device')}"
+                    break
     for idx, limit in enumerate(serving.limits):
+        quickest = min((_quickest_s(problem, kind, limit) for kind in problem.space.kinds), default=0.0)
+        # Below the quickest a lone request takes nothing helps: begin there.
+        first = max(1.0, 1.1 * quickest / limit.seconds)
         for factor in LOOSER:
-            looser = limit.replace(seconds=factor * limit.seconds)
+            seconds = float(f"{first * factor * limit.seconds:.3g}")
+            looser = limit.replace(seconds=seconds)
             if other := _searched(replace(request, task=_with_limit(serving, idx, looser))):
                 text = f"--{limit.metric} {1000 * looser.seconds:g}ms@p{100 * limit.quantile:g}"
                 yield f"{text}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"

@@ -28,6 +28,7 @@ Goal = Literal["gpus", "cost", "throughput", "latency"]
 MAX_SIMULATED = 24
 """Simulations of one search; what is open then is in the gap."""
 
+MAX_RATES = 6
 RATE_STEP = 0.01
 """The largest rate of a deployment is simulated to this part of it."""
 
@@ -79,17 +80,22 @@ class ServingProblem:
 
     def roots(self) -> Step[Open, Served]:
         """Return a node for every family, or for every deployment where the load is fixed and any number serves it."""
-        make = {"gpus": self._fewest, "cost": self._fewest, "throughput": self._most, "latency": self._quickest}
+        make = {
+            "gpus": self._by_count,
+            "cost": self._by_count,
+            "throughput": self._by_rate,
+            "latency": self._by_latency,
+        }
         return Step([node for node in map(make[self.goal], self.families) for node in node])
 
-    def _fewest(self, family: Family) -> list[Node[Open]]:
+    def _by_count(self, family: Family) -> list[Node[Open]]:
         requests = self.serving.requests
         if requests.rate is None:
-            return self._fewest_in_closed_loop(family)
-        low = family.least_counts(requests.rate, fluid=True)
+            return self._by_count_in_closed_loop(family)
+        low = family.min_counts(requests.rate, fluid=True)
         if low is None or not family.fits(low):
             return []
-        high = family.least_counts(requests.rate, fluid=False) or low
+        high = family.min_counts(requests.rate, fluid=False) or low
         counts = tuple(sorted((self.cost(family, c), c) for c in family.counts_near(low, high)))
         return [Node(counts[0][0], Open(family, counts), self._key(family, high))]
 
@@ -97,9 +103,9 @@ class ServingProblem:
         """Order nodes of equal bounds: what is estimated to cost least, one pool before two, few devices in an instance."""
         return self.cost(family, estimated), family.is_disaggregated, max(kind.size for kind in family.kinds)
 
-    def _fewest_in_closed_loop(self, family: Family) -> list[Node[Open]]:
-        found = [entry for entry in self._loop_counts(family) if self._may_meet(family, entry)]
-        counts = [(self.cost(family, entry), entry) for entry in found]
+    def _by_count_in_closed_loop(self, family: Family) -> list[Node[Open]]:
+        matches = [entry for entry in self._loop_counts(family) if self._may_meet(family, entry)]
+        counts = [(self.cost(family, entry), entry) for entry in matches]
         if not counts:
             return []
         return [Node(min(counts)[0], Open(family, tuple(sorted(counts))), (min(counts)[0], family.is_disaggregated, 0))]
@@ -108,7 +114,7 @@ class ServingProblem:
         """Yield deployments of a load that is kept in flight: of pools that prefill those that may keep up, and one fewer."""
         concurrency = self.serving.requests.concurrency or 1
         last = family.kinds[-1]
-        for count in range(1, min(last.most, concurrency) + 1):
+        for count in range(1, min(last.max_count, concurrency) + 1):
             if not family.is_disaggregated:
                 yield (count,)
                 continue
@@ -126,7 +132,7 @@ class ServingProblem:
         _, _, step_s = family.in_closed_loop(counts, self.serving.requests.concurrency or 1, fluid=True)
         return all(limit.metric != "tpot" or step_s <= limit.seconds for limit in self.serving.limits)
 
-    def _most(self, family: Family) -> list[Node[Open]]:
+    def _by_rate(self, family: Family) -> list[Node[Open]]:
         """Return nodes by tokens a second and device: of all devices where a rate is free, else of those that are used."""
         concurrency = self.serving.requests.concurrency
         if concurrency is None:
@@ -148,7 +154,7 @@ class ServingProblem:
                 )
         return nodes
 
-    def _quickest(self, family: Family) -> list[Node[Open]]:
+    def _by_latency(self, family: Family) -> list[Node[Open]]:
         """Return nodes by the mean seconds of a request, each family with all devices."""
         requests = self.serving.requests
         counts, largest = family.best_split(fluid=True)
@@ -207,49 +213,64 @@ class ServingProblem:
         cost, counts = chosen
         served = self._serve(family, Deployment(family.kinds, counts), rate)
         if served.meets_limits:
-            left = tuple(entry for entry in open_counts if entry[0] < cost)
+            remaining = tuple(entry for entry in open_counts if entry[0] < cost)
             leaves = [Leaf(cost, served, key=node.key)]
         else:
-            left = tuple(
+            remaining = tuple(
                 entry
                 for entry in open_counts
                 if any(more > tried for more, tried in zip(entry[1], counts, strict=True))
             )
             leaves = []
-        nodes = [Node(max(left[0][0], node.bound), Open(family, left, tried=True), node.key)] if left else []
+        nodes = (
+            [Node(max(remaining[0][0], node.bound), Open(family, remaining, tried=True), node.key)] if remaining else []
+        )
         return Step(nodes, leaves, evaluated=1, effort=1)
 
     def _first_try(self, state: Open) -> tuple[float, tuple[int, ...]]:
         rate = self.serving.requests.rate
         if rate is None:
             return state.counts[len(state.counts) // 2]
-        estimated = state.family.least_counts(rate, fluid=False)
-        found = [entry for entry in state.counts if entry[1] == estimated]
-        return found[0] if found else state.counts[-1]
+        estimated = state.family.min_counts(rate, fluid=False)
+        matches = [entry for entry in state.counts if entry[1] == estimated]
+        return matches[0] if matches else state.counts[-1]
 
     def _saturate(
         self, node: Node[Open], family: Family, deployment: Deployment, incumbent: float
     ) -> Step[Open, Served]:
         """Simulate a deployment at growing rates between the estimate and the bound."""
-        devices = self.request.cluster.num_devices
-        high = -node.bound * devices / self.tokens
+        scale = self.tokens / self.request.cluster.num_devices
+        best, low, high, effort = self.saturated(
+            family, deployment, most=-node.bound / scale, useless=-incumbent / scale
+        )
+        if best is None:
+            return Step(evaluated=1, effort=effort)
+        return Step((), [Leaf(-low * scale, best, -high * scale, node.key)], evaluated=1, effort=effort)
+
+    def saturated(
+        self, family: Family, deployment: Deployment, *, most: float = math.inf, useless: float = -math.inf
+    ) -> tuple[Served | None, float, float, int]:
+        """Return the simulation of a deployment at its largest rate, that rate, one that it does not carry, and the simulations.
+
+        Args:
+            most: a rate that it carries at most; useless: nothing is returned where it carries no more than that.
+        """
+        pairs = list(enumerate(deployment.counts))
+        estimate = min(count * family.largest(pool, fluid=False, replicas=count) for pool, count in pairs)
+        high = min(most, min(count * family.largest(pool, fluid=True) for pool, count in pairs))
         low, best, effort = 0.0, None, 0
-        rate = min(family.best_split(fluid=False)[1] or 0.5 * high, high)
-        while effort < 6 and high > 0 and (high - low) / high > RATE_STEP:
+        rate = min(estimate or 0.5 * high, high)
+        while effort < MAX_RATES and high > 0 and (high - low) / high > RATE_STEP:
             served = self._serve(family, deployment, rate)
             effort += 1
             if served.meets_limits:
                 low, best = rate, served
             else:
                 high = rate
-                if -high * self.tokens / devices >= incumbent:
-                    return Step(evaluated=1, effort=effort)
+                if high <= useless:
+                    return None, 0.0, high, effort
             rate = (low + high) / 2 if low else 0.7 * high
-        if best is None:
-            return Step(evaluated=1, effort=effort)
-        low = min(low, best.requests_per_s)
-        leaf = Leaf(-low * self.tokens / devices, best, -high * self.tokens / devices, node.key)
-        return Step((), [leaf], evaluated=1, effort=effort)
+        return best, low, high, effort
 
     def _serve(self, family: Family, deployment: Deployment, rate: float | None) -> Served:
         requests = self.serving.requests

@@ -23,7 +23,7 @@ def random_instance(seed: int, *, disaggregated: bool) -> DeploymentInstance:
     return DeploymentInstance(
         rates=rng.uniform(0.2, 2, 3), seconds=seconds, cost=rng.uniform(1, 8, len(roles)),
         size=rng.integers(1, 5, len(roles)), device_type=np.arange(len(roles)) % 2, stock=np.array([12.0, 12.0]), roles=roles,
-        sent_s=rng.uniform(0, 0.3, (3, len(roles))) if disaggregated else None, most=np.full(len(roles), 5.0),
+        sent_s=rng.uniform(0, 0.3, (3, len(roles))) if disaggregated else None, max_count=np.full(len(roles), 5.0),
     )  # fmt: skip
 
 
@@ -77,7 +77,8 @@ def test_no_counts_are_cheaper(seed: int, disaggregated: bool) -> None:
 def test_the_definition_names_what_is_broken(label: str) -> None:
     instance = DeploymentInstance(
         rates=np.array([1.0]), seconds=np.array([[0.5, 0.5, 0.5]]), cost=np.ones(3), size=np.array([2, 1, 1]),
-        device_type=np.zeros(3, dtype=np.int64), stock=np.array([8.0]), roles=("agg", "prefill", "decode"), most=np.full(3, 5.0),
+        device_type=np.zeros(3, dtype=np.int64), stock=np.array([8.0]), roles=("agg", "prefill", "decode"),
+        max_count=np.full(3, 5.0),
     )  # fmt: skip
     good = Counts(np.array([1, 1, 1]), np.array([[0.5, 0.5, 0.5]]))
     assert check(instance, good) == 3
