@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .requests import Sampling
+from .requests import Sampling, StepRecord
 
 _HEAD = 9
 """Words of a row before its tokens and blocks."""
@@ -89,6 +89,27 @@ def decode(words: Sequence[int]) -> list[StepBatch]:
             rows.append(Row(tuple(tokens), start, tuple(blocks), sampling, adapter))
         batches.append(StepBatch(tuple(rows)))
     return batches
+
+
+def record_of(
+    rows: Sequence[Row],
+    *,
+    seconds: float = 0.0,
+    start_s: float = 0.0,
+    waiting: int = 0,
+    running: int = 0,
+    used_blocks: int = 0,
+) -> StepRecord:
+    """Return the record of a step's rows: single tokens with something before them decode, others are of prompts."""
+    singles = [row for row in rows if len(row.tokens) == 1 and row.start]
+    parts = [row for row in rows if not (len(row.tokens) == 1 and row.start)]
+    new = sum(len(row.tokens) for row in parts)
+    attended = sum(len(row.tokens) * (row.start + (len(row.tokens) + 1) / 2) for row in parts)
+    return StepRecord(
+        decode_rows=len(singles), cached_tokens=sum(row.end for row in singles), prefill_tokens=new,
+        prefill_context=attended / new if new else 0.0, prompts=sum(row.sampling is not None for row in parts),
+        waiting=waiting, running=running, used_blocks=used_blocks, start_s=start_s, seconds=seconds,
+    )  # fmt: skip
 
 
 def slots(row: Row, block_size: int) -> Iterator[int]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,11 +52,17 @@ class ServingEngine(EngineFront):
     """
 
     def __init__(
-        self, instance: Instance, pool: Pool, *, max_queue: int | None = None, reuses_prefixes: bool = True
+        self,
+        instance: Instance,
+        pool: Pool,
+        *,
+        max_queue: int | None = None,
+        reuses_prefixes: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Drive an instance; see `build`."""
         limits, layout = pool.limits, pool.layout
-        super().__init__(instance.spec, max_request_len(instance.spec, pool), max_queue)
+        super().__init__(instance.spec, max_request_len(instance.spec, pool), max_queue, clock)
         self.pool, self._instance = pool, instance
         self._schedulers = [
             Scheduler(limits, reuses_prefixes=reuses_prefixes, steps_under_way=layout.pp)
@@ -82,6 +88,7 @@ class ServingEngine(EngineFront):
         seed: int = 0,
         max_queue: int | None = None,
         prefix_cache: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> ServingEngine:
         """Return an engine of one rank in this process.
 
@@ -90,6 +97,7 @@ class ServingEngine(EngineFront):
             weights: folder of safetensors, where not ``model``; without any the weights are made from ``seed``.
             max_queue: waiting requests beyond which `submit` refuses; None: no limit.
             prefix_cache: reuse blocks of requests that start alike.
+            clock: of all times that the engine tells.
 
         Raises:
             ConfigError: the model is not to be read, or the pool asks for types that our engine lacks.
@@ -99,7 +107,7 @@ class ServingEngine(EngineFront):
         require_servable(spec, pool)
         ranks = InstanceRanks(pool.layout)
         executor = Executor(spec, ranks, pool, device=torch.device(device), seed=seed, weights=folder)
-        return cls(Instance(executor), pool, max_queue=max_queue, reuses_prefixes=prefix_cache)
+        return cls(Instance(executor), pool, max_queue=max_queue, reuses_prefixes=prefix_cache, clock=clock)
 
     def stats(self) -> EngineStats:
         """Return counters, and the last steps and requests."""
@@ -120,6 +128,11 @@ class ServingEngine(EngineFront):
         with self._lock:
             self._hand_to[id] = peer
         return self.submit(request, id=id)
+
+    @property
+    def instance(self) -> Instance:
+        """Return the ranks behind the engine, for measuring steps while it has no work."""
+        return self._instance
 
     def take(self, accepted: Accepted, token: int, source: Peer, attention_rank: int) -> None:
         """Go on with a request whose prompt and first token another instance computed: its cache is on its way from there.
@@ -184,7 +197,7 @@ class ServingEngine(EngineFront):
                 one, scheduler = self._running.pop(name)
                 with self._lock:
                     scheduler.drop(one)
-                yield TokenEvent(request=name, index=-1, token=None, finish="cancelled", time_s=time.monotonic())
+                yield TokenEvent(request=name, index=-1, token=None, finish="cancelled", time_s=self._clock())
 
     def _adopt(self) -> None:
         """Let requests run whose caches came from another instance, in the order of their arrival, as blocks are free."""
@@ -200,7 +213,7 @@ class ServingEngine(EngineFront):
     def _begin_steps(self) -> None:
         """Send steps out until each stage has one, or nothing is left to do."""
         while len(self._under_way) < self.pool.layout.pp:
-            now = time.monotonic()
+            now = self._clock()
             with self._lock:
                 steps = [scheduler.schedule(now) for scheduler in self._schedulers]
             if not any(steps):
@@ -211,7 +224,7 @@ class ServingEngine(EngineFront):
     def _end_step(self) -> list[TokenEvent]:
         steps, start_s = self._under_way.popleft()
         tokens = self._instance.end()
-        now, events = time.monotonic(), []
+        now, events = self._clock(), []
         with self._lock:
             for scheduler, step, sampled in zip(self._schedulers, steps, tokens, strict=True):
                 if step is None:

@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -40,8 +41,10 @@ class EngineFront:
         max_len: tokens of a prompt and its answer at most.
     """
 
-    def __init__(self, spec: ModelSpec, max_len: int, max_queue: int | None) -> None:
-        self.spec, self.max_len, self._max_queue = spec, max_len, max_queue
+    def __init__(
+        self, spec: ModelSpec, max_len: int, max_queue: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.spec, self.max_len, self._max_queue, self._clock = spec, max_len, max_queue, clock
         self._lock = threading.Lock()
         self._arrived = threading.Event()
         self._inbox: deque[Accepted] = deque()
@@ -76,7 +79,7 @@ class EngineFront:
             if name in self._live:
                 raise ConfigError(f"there is a request {name} already")
             self._next_id += 1
-            times = RequestTimes(submitted_s=time.monotonic(), prompt_tokens=len(request.prompt))
+            times = RequestTimes(submitted_s=self._clock(), prompt_tokens=len(request.prompt))
             self._live[name] = Accepted(name, request, times, on_token)
             self._inbox.append(self._live[name])
         self._arrived.set()

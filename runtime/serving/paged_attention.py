@@ -114,15 +114,16 @@ class StepState:
         self.plan = StepPlan.build(batch, self.block_size, device)
         self._masks.clear()
 
-    def decode_mask(self, group: DecodeGroup, window: int | None) -> Tensor:
-        """Return which tokens each row sees [B, 1, 1, L]."""
-        key = (group.rows.start, window, None)
+    def decode_mask(self, group: DecodeGroup, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return what is added to each row's scores, minus infinity where it does not see a token [B, 1, 1, L]."""
+        key = (group.rows.start, window, dtype)
         if key not in self._masks:
             places = torch.arange(group.width * self.block_size, device=group.lengths.device)[None]
             seen = places < group.lengths[:, None]
             if window is not None:
                 seen &= places >= group.lengths[:, None] - window
-            self._masks[key] = seen[:, None, None]
+            hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            self._masks[key] = hidden[:, None, None]
         return self._masks[key]
 
     def prompt_mask(self, part: PromptPart, length: int, window: int | None, device: torch.device) -> Tensor:
@@ -164,7 +165,7 @@ class PagedAttention:
         num_rows, heads, width = queries.shape
         keys, values = self._read(group.blocks, num_rows, queries.dtype)
         by_kv_head = queries.view(num_rows, keys.shape[1], -1, width)
-        mask = self.state.decode_mask(group, self.window)
+        mask = self.state.decode_mask(group, self.window, queries.dtype)
         mask = mask.expand(num_rows, 1, by_kv_head.shape[2], -1)
         return F.scaled_dot_product_attention(by_kv_head, keys, values, attn_mask=mask).view(num_rows, heads, width)
 

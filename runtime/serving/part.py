@@ -27,14 +27,11 @@ from ..models.layers import FeedForward, shard_parameters
 from ..weights.load import load_weights
 from .experts import place_experts
 from .paged_attention import StepState
+from .products import pack_products
 from .ranks import InstanceRanks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types that our engine computes and caches in."""
-
-
-_PACKED_FOR_ROWS = 16
-"""Rows for which oneDNN chooses the order of packed weights: those of decoding; other counts run as fast."""
 
 
 def build_part(
@@ -73,7 +70,7 @@ def build_part(
         load_weights(part, spec, weights)
     _make_local(part)
     part.tie()
-    _pack(part)
+    pack_products(part)
     _connect(part, ranks, state)
     part.eval()
     return part
@@ -217,38 +214,6 @@ def reduce_output(linear: nn.Linear, group: dist.ProcessGroup) -> None:
         out = product(x)
         dist.all_reduce(out, group=group)
         return out if bias is None else out + bias
-
-    linear.forward = forward  # type: ignore[method-assign]
-
-
-def _pack(part: Decoder) -> None:
-    """Let products read weights in the order of oneDNN's kernels, where these compute them; the plain weights go.
-
-    Of few rows, as in decoding, torch's own product of fp32 takes up to 2.5 times as long: 651 against 258 us for 4 rows with 512 x
-    1408 weights on one core of a Xeon with AMX, 999 against 667 us for 16 rows [python benchmarks/serving_engine.py --only
-    products].
-    """
-    for name, linear in part.named_modules():
-        # Latent attention multiplies by the expansion of keys and values itself.
-        if isinstance(linear, nn.Linear) and not name.endswith("kv_b_proj") and _is_packable(linear.weight):
-            _pack_one(linear, keeps_plain=linear is part.lm_head and part.spec.tie_embeddings)
-
-
-def _is_packable(weight: Tensor) -> bool:
-    known = weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return weight.device.type == "cpu" and known and torch.backends.mkldnn.is_available()
-
-
-def _pack_one(linear: nn.Linear, *, keeps_plain: bool) -> None:
-    packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_FOR_ROWS)
-    if not keeps_plain:
-        linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
-
-    def forward(x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, linear.bias, "none", [], "")
-        return out
 
     linear.forward = forward  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...schema.serving import EngineLimits
-from .batch import Row, StepBatch, order
+from .batch import Row, StepBatch, order, record_of
 from .blocks import BlockPool, extend_digests
 from .requests import Request, RequestTimes, StepRecord
 from .transfer import Peer
@@ -126,7 +126,9 @@ class Scheduler:
             return None
         places = order([row for _, row in entries])
         rows = tuple(entries[i][1] for i in places)
-        record = self._record(rows, num_waiting, now)
+        record = record_of(
+            rows, start_s=now, waiting=num_waiting, running=len(self.running), used_blocks=self.pool.num_used
+        )
         return Step(StepBatch(rows), tuple(entries[i][0] for i in places), record)
 
     def finish(self, step: Step, tokens: Sequence[int]) -> list[tuple[Running, int]]:
@@ -222,24 +224,6 @@ class Scheduler:
             for i in range(one.named, full):
                 self.pool.name(one.blocks[i], one.digests[i])
             one.named = full
-
-    def _record(self, rows: Sequence[Row], num_waiting: int, now: float) -> StepRecord:
-        singles = [row for row in rows if len(row.tokens) == 1 and row.start]
-        parts = [row for row in rows if not (len(row.tokens) == 1 and row.start)]
-        new = sum(len(row.tokens) for row in parts)
-        attended = sum(len(row.tokens) * (row.start + (len(row.tokens) + 1) / 2) for row in parts)
-        return StepRecord(
-            decode_rows=len(singles),
-            cached_tokens=sum(row.end for row in singles),
-            prefill_tokens=new,
-            prefill_context=attended / new if new else 0.0,
-            prompts=sum(row.sampling is not None for row in parts),
-            waiting=num_waiting,
-            running=len(self.running),
-            used_blocks=self.pool.num_used,
-            start_s=now,
-            seconds=0.0,
-        )
 
 
 def _root(one: Running) -> bytes:
