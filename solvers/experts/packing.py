@@ -312,9 +312,10 @@ def relieve_fullest(state: SlotGrid, *, num_others: int | None = None) -> BoolAr
 
 
 @lru_cache(maxsize=8)
-def _splits(num_slots: int) -> tuple[BoolArray, FloatArray]:
-    """Return which of 2K slots the first GPU gets [C, 2K], and the same as numbers [2K, C]."""
+def _splits(num_slots: int, *, are_alike: bool) -> tuple[BoolArray, FloatArray]:
+    """Return which of 2K slots the first GPU gets [C, 2K], also as numbers [2K, C]; of GPUs that are alike it keeps slot 0."""
     chosen = [set(c) for c in itertools.combinations(range(2 * num_slots), num_slots)]
+    chosen = [c for c in chosen if 0 in c] if are_alike else chosen
     is_first = np.array([[i in c for i in range(2 * num_slots)] for c in chosen])
     return is_first, np.ascontiguousarray(is_first.T.astype(np.float64))
 
@@ -323,7 +324,7 @@ def _split_pairs(state: SlotGrid, first: IntArray, second: IntArray) -> None:
     rows, num_slots = np.arange(len(first))[:, None], state.expert.shape[2]
     expert = np.concatenate([state.expert[rows, first], state.expert[rows, second]], axis=2)
     size = np.concatenate([state.size[rows, first], state.size[rows, second]], axis=2)
-    is_first, numbers = _splits(num_slots)
+    is_first, numbers = _splits(num_slots, are_alike=bool(np.all(state.speed == state.speed[0])))
     loads, speeds = (state.load[rows, first], state.load[rows, second]), (state.speed[first], state.speed[second])
     load = np.swapaxes(np.matmul(np.swapaxes(size, 2, 3), numbers), 2, 3)
     others = (loads[0] + loads[1])[:, :, None] - load
