@@ -39,7 +39,7 @@ app.command(short_help="What one given layout costs, whether it fits or not.")(e
 app.command(short_help="What binds a plan, what more of each resource is worth, why not.")(explain)
 app.command(short_help="Draw a plan: a page for a browser, a trace for Perfetto.")(report)
 app.command(short_help="Plan in a browser, as controls move.")(studio)
-app.command(short_help="A plan's step on every kind of rank, without a device.")(rehearse)
+app.command(cls=ApplyCommand, short_help="A plan's step on every kind of rank, without a device.")(rehearse)
 app.command(short_help="A serving plan under recorded requests, simulated one by one.")(replay)
 app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
 app.command()(tokens)

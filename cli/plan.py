@@ -22,7 +22,7 @@ from .plan_options import (
     StepOptions,
 )
 from .serving_options import ServingOptions
-from .terminal import INTERRUPTED, search_progress, show_answer, stopping_on_interrupt
+from .terminal import INTERRUPTED, progress_bar, search_progress, show_answer, stopping_on_interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,11 @@ class PlanOptions(PrecisionOptions):
     infer: bool = option(False, "plan generation instead of training: batch and places of weights and keys and values.")
     serve: bool = option(False, "plan a deployment that serves requests within limits on latency (docs/serving.md).")
     top: int = option(4, "runner-ups to report.", ge=0, le=50, metavar="K")
+    rehearse: bool = option(
+        False,
+        "let every kind of rank go through a step before the answer (docs/rehearsal.md); where the choice does not run or fit, the "
+        "first runner-up that does is taken.",
+    )
     out: Path = option(Path("plan.json"), "where the plan is written.")
     as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
 
@@ -56,7 +61,7 @@ SERVING = Mode(
     takes=(*_ALWAYS, ServingOptions, SearchOptions),
     without=frozenset({
         "infer", "offload", "host_memory_gib", "nvme", "nvme_gib", "solver", "write_lp", "precision", "space", "prefer",
-        "batch_tolerance", "pareto", "expert_load", "report", "trace", "explain_limit_s",
+        "batch_tolerance", "pareto", "expert_load", "report", "trace", "explain_limit_s", "rehearse",
     }),
     why="plans no training",
 )  # fmt: skip
@@ -64,14 +69,14 @@ GENERATION = Mode(
     name="--infer",
     when=lambda values: values["infer"],
     takes=(*_ALWAYS, GenerationOptions),
-    without=frozenset({"objective", "offload"}),
+    without=frozenset({"objective", "offload", "rehearse"}),
     why="plans no training",
 )
 COST = Mode(
     name="--objective cost",
     when=lambda values: values["objective"] == "cost",
     takes=(*_TRAINING, CostOptions),
-    without=frozenset({"expert_load", "batch_tolerance"}),
+    without=frozenset({"expert_load", "batch_tolerance", "rehearse"}),
     why="is not for one cluster",
 )
 ENERGY = replace(COST, name="--objective energy", when=lambda values: values["objective"] == "energy")
@@ -185,7 +190,23 @@ def _plan_training(
         )
         if search.pareto:
             answer = answer.replace(pareto=pareto_front(spec, answer.cluster, answer.workload, **request))
-    return answer
+    return _rehearsed(answer, request, top=output.top, quiet=output.as_json) if output.rehearse else answer
+
+
+def _rehearsed(answer: TrainingPlan, request: dict[str, Any], *, top: int, quiet: bool) -> TrainingPlan:
+    """Return the plan, or the first runner-up that runs and fits where it is rehearsed, with a note on those that do not."""
+    from ..planner import plan as fastest
+    from ..planner.rehearse import first_that_runs
+
+    def again(fields: dict[str, Any]) -> TrainingPlan:
+        options = {**request, "fixed": fields, "on_progress": None, "deadline": None}
+        return fastest(answer.model, answer.cluster, answer.workload, top=top, **options)  # type: ignore[return-value]
+
+    with progress_bar("rehearsing", quiet=quiet) as bar:
+        plan, reasons = first_that_runs(
+            answer, again, progress=lambda done, total: bar.set(done / total, f"{done} of {total} kinds of ranks")
+        )
+    return plan.replace(notes=(*plan.notes, *(f"does not go through its rehearsal: {reason}" for reason in reasons)))
 
 
 def _machines(

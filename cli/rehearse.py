@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -20,7 +21,15 @@ class RehearsalOptions(OptionModel):
 
 
 @command()
-def rehearse(plan: PlanArgument, options: RehearsalOptions, json: JsonOption = False) -> None:
+def rehearse(
+    plan: PlanArgument,
+    options: RehearsalOptions,
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT ARGS", help="Your own script, as under apply; stopped after two steps."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
     """Let every kind of rank of a plan go through a step as `apply` runs it, without devices: what it holds at its fullest
     moment, what it sends, and what of that the plan did not predict.
 
@@ -32,7 +41,7 @@ def rehearse(plan: PlanArgument, options: RehearsalOptions, json: JsonOption = F
     given = TrainingPlan.load(plan)
     with progress_bar("rehearsing", quiet=json) as bar:
         rehearsal = run(
-            given, ranks=options.rank,
+            given, ranks=options.rank, script=tuple(script or ()), plan_path=str(plan.resolve()),
             progress=lambda done, total: bar.set(done / total, f"{done} of {total} kinds of ranks"),
         )  # fmt: skip
     if options.report is not None:

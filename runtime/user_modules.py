@@ -58,7 +58,7 @@ def parallelize_user_module(
     structure = find_structure(module, None if plan.model.code is None else plan.model.code.blocks)
     _check(module, structure, plan)
     is_meta = any(parameter.is_meta for parameter in module.parameters())
-    if is_meta and not structure.is_transformers:
+    if is_meta and not structure.is_transformers and on_split is None:
         raise RuntimeMismatchError(
             f"{type(module).__name__} is on the meta device and cannot say how it is initialised"
         )
@@ -87,7 +87,10 @@ def parallelize_user_module(
     if on_split is not None:
         on_split(mesh)
     for part in parts if is_meta else ():
-        _materialise(part, device)
+        if structure.is_transformers:
+            _materialise(part, device)
+        else:  # rehearsed: nothing has values
+            part.to_empty(device=device)
         _tie(part, structure)
     # A tied head alone on its stage starts as the embedding does.
     aliases = {f"{structure.head}.weight": f"{structure.embedding}.weight"} if structure.is_tied else {}

@@ -40,6 +40,7 @@ from ..training.options import TrainOptions
 from ..user_modules import LossFunction
 from .kernels import gpu_kernels, gpu_workspace, host_workspace, reduced_at_once
 from .recorder import Log, Recorder, tensors_of
+from .script import run_script
 
 _OURS = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent
@@ -52,12 +53,21 @@ class Setting:
     Attributes:
         build: of the module to train, on the meta device; None: the plan's own model.
         loss_fn: of another module than the plan's.
+        script: of the user, with its arguments; it builds the model and trains it.
+        plan_path: the plan's file, for the script.
         is_worst: experts of this rank get every row that the layout lets them have; else their even share.
     """
 
     build: Callable[[], nn.Module] | None = None
     loss_fn: LossFunction | None = None
+    script: tuple[str, ...] = ()
+    plan_path: str = ""
     is_worst: bool = False
+
+    @property
+    def is_user_model(self) -> bool:
+        """Tell whether another module than the plan's model is trained."""
+        return self.build is not None or bool(self.script)
 
 
 class RehearsalError(RuntimeMismatchError):
@@ -88,7 +98,10 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
 
     try:
         with stack, contextlib.nullcontext() if is_host else gpu_kernels():
-            module = None if setting.build is None else setting.build()
+            if setting.script:
+                _run_script(plan, setting, rank, recorder, begin, axes, stack)
+                return recorder.log
+            module = None if setting.build is None else setting.build().to("meta")
             model = parallelize(module, plan, device=torch.device("cpu"), loss_fn=setting.loss_fn, on_split=begin)
             axes.update(_axes(model.mesh))
             _assume_rows(model, is_worst=setting.is_worst)
@@ -96,6 +109,8 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
             return recorder.log
     except MeshwrightError:
         raise
+    except SystemExit as error:
+        raise RehearsalError(f"{setting.script[0] if setting.script else 'torch'} ended with {error.code}") from None
     except Exception as error:
         raise _explained(error, plan, rank, recorder) from error
     finally:
@@ -103,6 +118,34 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
         dist.destroy_process_group()
         _forget_meshes()
         gc.collect()
+
+
+def _run_script(
+    plan: TrainingPlan, setting: Setting, rank: int, recorder: Recorder, begin: Any, axes: dict[str, list[str]],
+    stack: contextlib.ExitStack,
+) -> None:  # fmt: skip
+    def on_model(model: ParallelModel) -> None:
+        axes.update(_axes(model.mesh))
+        _assume_rows(model, is_worst=setting.is_worst)
+        for tensor in (*model.module.parameters(), *model.module.buffers()):
+            recorder.mark(tensor, "parameters")
+        stack.enter_context(recorder.watching(dict(model.module.named_modules())))
+        model.clock.part = recorder.part  # type: ignore[method-assign, assignment]
+        recorder.on_part_end = lambda: _mark(model, recorder)
+        recorder.begin_phase("first step", "between")
+
+    def on_update(optimizer: torch.optim.Optimizer) -> None:
+        _mark_states(optimizer, recorder)
+        recorder.log.messages.clear()  # of the last step only
+        recorder.log.flops.clear()
+        recorder.begin_phase("next step", "between")
+
+    port, device = "29500", str(plan.rank_map[rank])
+    environment = {
+        "MESHWRIGHT_PLAN": setting.plan_path, "RANK": device, "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
+        "WORLD_SIZE": str(plan.layout.world_size), "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": port,
+    }  # fmt: skip
+    run_script(setting.script, environment, on_split=begin, on_model=on_model, on_update=on_update)
 
 
 @contextlib.contextmanager
@@ -142,10 +185,7 @@ def _run(model: ParallelModel, recorder: Recorder) -> None:
     if model.plan.workload.has_backward:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                recorder.mark(value, "optimizer")
+    _mark_states(optimizer, recorder)
     recorder.begin_phase("the batch", "between")
     tokens = torch.zeros(len(model.share.rows), model.plan.workload.seq_len + 1, dtype=torch.long)
     model.clock.part = recorder.part  # type: ignore[method-assign, assignment]
@@ -154,6 +194,13 @@ def _run(model: ParallelModel, recorder: Recorder) -> None:
     recorder.on_part_end = lambda: _mark(model, recorder)
     take_step(model, optimizer, tokens, max_grad_norm=TrainOptions().max_grad_norm)
     _mark(model, recorder)
+
+
+def _mark_states(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                recorder.mark(value, "optimizer")
 
 
 def _mark(model: ParallelModel, recorder: Recorder) -> None:

@@ -42,7 +42,7 @@ def rehearse(
         RuntimeMismatchError: this version does not run such a plan.
     """
     setting = setting or Setting()
-    lacking = plan.why_not_applied(is_user_model=setting.build is not None)
+    lacking = plan.why_not_applied(is_user_model=setting.is_user_model)
     if lacking:
         raise RuntimeMismatchError(
             "`meshwright apply` cannot run this plan, so that there is nothing to rehearse", details=lacking

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from meshwright.planner import plan, rehearse
+from meshwright.planner.rehearse import first_that_runs
 from meshwright.runtime.rehearsal.kinds import rank_kinds
 from meshwright.runtime.rehearsal.rank import Setting
 from meshwright.runtime.rehearsal.run import rehearse as rehearse_with
@@ -126,3 +129,51 @@ def test_bug_in_a_forward_is_said_with_line_rank_and_shapes() -> None:
     assert "test_rehearsal.py" in text
     assert "48" in text
     assert not dist.is_initialized()
+
+
+SCRIPT = """
+import os, torch
+import torch.distributed as dist
+from meshwright.runtime import build_optimizer, parallelize
+from meshwright.schema import TrainingPlan
+
+dist.init_process_group("nccl")
+plan = TrainingPlan.load(os.environ["MESHWRIGHT_PLAN"])
+model = parallelize(None, plan)
+optimizer = build_optimizer(model, learning_rate=1e-3)
+for step in range(100):
+    assert step < 2, "not stopped"
+    model.forward_backward(torch.zeros(len(model.share.rows), plan.workload.seq_len + 1, dtype=torch.long))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_own_script_is_rehearsed_for_two_steps(tmp_path: Path) -> None:
+    given = made("smollm2-135m", "2xH100-SXM-80GB", "dp_shard=2,tp=1,pp=1,zero_stage=3,recompute=none", batch=2)
+    path, script = tmp_path / "plan.json", tmp_path / "train.py"
+    given.save(path)
+    script.write_text(SCRIPT)
+    own = rehearse(given, script=(str(script),), plan_path=str(path))
+    built_in = rehearse(given)
+    assert own.runs, own.failures
+    assert own.kinds[0].memory_bytes["optimizer"] == built_in.kinds[0].memory_bytes["optimizer"]
+    assert own.kinds[0].peak_allocated_bytes == pytest.approx(built_in.kinds[0].peak_allocated_bytes, rel=0.02)
+    with pytest.raises(ConfigError, match="no such script"):
+        rehearse(given, script=("none.py",), plan_path=str(path))
+
+
+def test_runner_up_is_taken_where_the_choice_does_not_fit() -> None:
+    given = made("smollm2-135m", "2xH100-SXM-80GB", "tp=1,pp=1", batch=4)
+    assert given.alternatives
+    small = given.replace(estimate=given.estimate.replace(budget_bytes=2**20))
+
+    def again(fields: dict[str, Any]) -> TrainingPlan:
+        assert fields["dp_shard"] == given.alternatives[0].layout.dp_shard
+        return given
+
+    chosen, reasons = first_that_runs(small, again)
+    assert chosen is given
+    assert len(reasons) == 1
+    assert "reserves" in reasons[0]
+    assert first_that_runs(given, again) == (given, [])
