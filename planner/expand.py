@@ -12,6 +12,7 @@ Vectorised bounds (cost_models/stage/bounds.py) order a space; the bounds here a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -40,7 +41,7 @@ from ..schema.schedules import GIVEN, OVER_A_V
 from ..schema.units import FloatArray, IntArray
 from ..solvers import rank_mapping
 from ..solvers.backend import Status
-from ..solvers.stages import split_bound, splits
+from ..solvers.stages import chunk_cuts, split_bound, splits
 from ..solvers.stages.split_bound import paths_past
 from .rank_map import STEPS_IN_SEARCH, expand_on_pools, in_order, node_order, nodes_in_order
 from .request import PlanRequest
@@ -59,6 +60,9 @@ Cut = tuple[int, ...]
 """Boundaries of stages: first layer of each, and the number of layers."""
 
 Fits = NDArray[np.bool_]
+
+MIN_OPEN = 0.005
+"""Part of a step that another cut of chunks could gain at most, from which cuts are compared by replays."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +156,16 @@ def expand(costs: CostTable, idx: int) -> Candidate:
     return Candidate(idx, cut, estimate_step(costs, idx, cut), 0.0, _uniform_options(costs, idx))
 
 
-def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
+def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0, below_s: float = np.inf) -> Candidate | None:
     """`expand`, or return None where no split into stages is within memory.
 
     Args:
         bound_s: of the layout before it is cut; the result's bound is raised to what its stages can have at best.
+        below_s: seconds of a step that matter: cuts whose bound is not below are not compared further.
     """
     if costs.device_pools and is_aligned(costs.select(np.array([idx])))[0]:
         return _expand_on_pools(costs, idx, bound_s)
-    candidate = _expand_as_listed(costs, idx, bound_s=bound_s)
+    candidate = _expand_as_listed(costs, idx, bound_s=bound_s, below_s=below_s)
     if candidate is not None and costs.device_pools and has_unlike_replicas(costs)[idx]:
         return _with_unlike_shares(costs, replace(candidate, bound_s=bound_s))
     if candidate is None or costs.cluster.bandwidth_matrix is None:
@@ -221,7 +226,7 @@ def _with_rank_map(costs: CostTable, candidate: Candidate, *, annealing_steps: i
     return replace(moved, idx=candidate.idx, bound_s=candidate.bound_s, nodes=nodes)
 
 
-def _expand_as_listed(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Candidate | None:
+def _expand_as_listed(costs: CostTable, idx: int, *, bound_s: float = 0.0, below_s: float = np.inf) -> Candidate | None:
     if costs.layouts.schedule[idx] == SYNTHESISED:
         return _expand_with_order(costs, idx, bound_s)
     if costs.layouts.recompute[idx] == MIXED:
@@ -231,7 +236,7 @@ def _expand_as_listed(costs: CostTable, idx: int, *, bound_s: float = 0.0) -> Ca
         return None
     bound_s, options = max(bound_s, cut_bound_s), _uniform_options(costs, idx)
     candidates = [Candidate(idx, cut, estimate_step(costs, idx, cut), bound_s, options) for cut in cuts]
-    return _with_replayed_cut(costs, min(candidates, key=lambda c: c.step_time_s))
+    return _with_replayed_cut(costs, min(candidates, key=lambda c: c.step_time_s), below_s=below_s)
 
 
 def _expand_with_order(costs: CostTable, idx: int, bound_s: float) -> Candidate | None:
@@ -249,6 +254,8 @@ def _expand_with_order(costs: CostTable, idx: int, bound_s: float) -> Candidate 
     budget, row = costs.cluster.memory_budget_bytes, costs.select(np.array([idx]))
     named = [with_schedule(row, schedule.idx) for schedule in OVER_A_V]
     cuts = dict.fromkeys(cut for under in named for cut in _even_cuts(under, 0, cap_bytes=budget)[0])
+    replayed = (_expand_as_listed(under, 0) for under in named)
+    cuts |= dict.fromkeys(candidate.boundaries for candidate in itertools.islice(filter(None, replayed), 1))
     options = _uniform_options(costs, idx)
     ordered = [(cut, *made) for cut in cuts if (made := synthesise(costs, idx, cut)) is not None]
     candidates = [Candidate(idx, cut, estimate, bound_s, options, order=order) for cut, order, estimate in ordered]
@@ -339,8 +346,11 @@ def _stage_fits(costs: CostTable, idx: int, *, cap_bytes: float) -> Fits:
     return np.asarray(has_block & (np.arange(size) <= last_layers_that_fit((pp,), size, fits)[..., None]))
 
 
-def _with_replayed_cut(costs: CostTable, candidate: Candidate) -> Candidate:
-    """Return the candidate, or the cut that a replay promises most of where that is faster; bounded by what no cut beats."""
+def _with_replayed_cut(costs: CostTable, candidate: Candidate, *, below_s: float = np.inf) -> Candidate:
+    """Return the candidate, or the cut that a replay promises most of where that is faster; bounded by what no cut beats.
+
+    Cuts of chunks are compared by replays where the bound is ``below_s``.
+    """
     idx, cap_bytes = candidate.idx, costs.cluster.memory_budget_bytes
     if int(costs.layouts.pp[idx]) == 1:
         return candidate
@@ -349,19 +359,47 @@ def _with_replayed_cut(costs: CostTable, candidate: Candidate) -> Candidate:
     replayed = replayed_bound(costs, idx, below_s=candidate.step_time_s, fits=fits)
     raised_s = max(candidate.bound_s, min(replayed.bound_s, candidate.step_time_s))
     candidate = replace(candidate, bound_s=raised_s, any_order_s=candidate.bound_s)
-    if not replayed.sizes:
-        return candidate
     required, ranks = _required_bytes(costs, idx), pipeline_shape(costs, idx).rank_of_stage
-    busy = costs.per_layer("busy_s", idx)
-    instance = splits.ChunkSplitInstance(busy, costs.is_block, ranks, required, cap_bytes)
-    boundaries = splits.boundaries_from_blocks(instance, np.array([replayed.sizes]))
-    if in_chunks and np.any(required(boundaries) > cap_bytes):
+    instance = splits.ChunkSplitInstance(costs.per_layer("busy_s", idx), costs.is_block, ranks, required, cap_bytes)
+    cuts = [splits.boundaries_from_blocks(instance, np.array([replayed.sizes]))] if replayed.sizes else []
+    if in_chunks and raised_s < min(below_s, candidate.step_time_s * (1 - MIN_OPEN)):
+        cut, bound_s = _best_chunks(costs, candidate, [*cuts, np.array([candidate.boundaries])], fits, below_s=below_s)
+        candidate = replace(candidate, bound_s=min(max(raised_s, bound_s), candidate.step_time_s))
+        cuts = [cut] if cut is not None else cuts
+    elif in_chunks and cuts and np.any(required(cuts[0]) > cap_bytes):
         return candidate
-    cut = tuple(int(end) for end in boundaries[0])
-    estimate = estimate_step(costs, idx, cut)
-    if estimate.step_time_s >= candidate.step_time_s:
-        return candidate
-    return replace(candidate, boundaries=cut, estimate=estimate)
+    for boundaries in cuts:
+        cut = tuple(int(end) for end in boundaries[0])
+        estimate = estimate_step(costs, idx, cut)
+        if estimate.step_time_s < candidate.step_time_s:
+            return replace(candidate, boundaries=cut, estimate=estimate)
+    return candidate
+
+
+def _best_chunks(
+    costs: CostTable, candidate: Candidate, known: Sequence[IntArray], fits: Fits | None, *, below_s: float
+) -> tuple[IntArray | None, float]:
+    """Return the boundaries [1, S+1] of the best cut of chunks found from known ones, and seconds that none is below."""
+    idx, cap_bytes = candidate.idx, costs.cluster.memory_budget_bytes
+    instance, required = _split_bound_instance(costs, idx, fits), _required_bytes(costs, idx)
+    if instance is None:
+        return None, 0.0
+    edges_s, blocks = float(costs.dp_edges_s[idx]), np.flatnonzero(costs.is_block)
+    before = np.concatenate([[0], np.cumsum(costs.is_block)])
+
+    def boundaries(sizes: IntArray) -> IntArray:
+        ends = blocks[np.cumsum(sizes, axis=1) - 1] + 1
+        ends[:, -1] = len(costs.is_block)
+        return np.concatenate([np.zeros((len(sizes), 1), dtype=np.int64), ends], axis=1)
+
+    def within_memory(sizes: IntArray) -> Fits:
+        return np.asarray(np.all(required(boundaries(sizes)) <= cap_bytes, axis=1))
+
+    starts = [np.diff(before[cut[0]]) for cut in known]
+    best = chunk_cuts.best_cut(instance, starts, within_memory, below_s=below_s - edges_s)
+    if best is None:
+        return None, 0.0
+    return boundaries(best.sizes[None, :]), best.bound_s + edges_s * (best.bound_s > 0)
 
 
 def replayed_bound(costs: CostTable, idx: int, *, below_s: float, fits: Fits | None = None) -> split_bound.SplitBound:

@@ -179,10 +179,10 @@ class LayoutProblem:
             return self._rest()
         if (row := int(self.frontier.rows[0])) in self.scouted:
             self.any_order_s[row] = self.frontier.bound_s
-            return self._expand_first(node)
+            return self._expand_first(node, incumbent)
         window, idx = self._costed(row)
         is_raised = self._may_fit[idx] and self._raise_first(window, idx, min(incumbent, self._worse_than_s))
-        return self._rest() if is_raised else self._expand_first(node)
+        return self._rest() if is_raised else self._expand_first(node, incumbent)
 
     def expand_runner_up(self, node: Node[None], incumbent: float) -> LayoutStep:
         """Bound a block, or cut the first layout into stages unless its combination of degrees was expanded already."""
@@ -193,7 +193,7 @@ class LayoutProblem:
         if degrees in self._feasible_degrees or memory_degrees in self._rejected_degrees:
             self.frontier.pop()
             return self._rest()
-        return self._expand_first(node)
+        return self._expand_first(node, 0.0)
 
     def _degrees(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the degrees of a layout, also with sequence parallelism: without it they may not fit, and are bounded first."""
@@ -223,7 +223,7 @@ class LayoutProblem:
             scouts.learn(row, known.step_time_s)
             return self._rest()
         only = self.pool.costs.select(np.array([row])).compacted()
-        candidate = expand_fitting(only, 0, bound_s=bound_s) if chunks_may_fit(only)[0] else None
+        candidate = expand_fitting(only, 0, bound_s=bound_s, below_s=incumbent) if chunks_may_fit(only)[0] else None
         scouts.learn(row, np.inf if candidate is None else candidate.step_time_s)
         self.scouted[row] = candidate and replace(candidate, idx=row, any_order_s=bound_s)
         return self._rest(_leaves(self.scouted[row]), evaluated=1, effort=1)
@@ -246,12 +246,12 @@ class LayoutProblem:
             self.expanded.append(row)
             self._feasible_degrees.add(self._degrees(row)[0])
 
-    def _expand_first(self, node: Node[None]) -> LayoutStep:
+    def _expand_first(self, node: Node[None], below_s: float) -> LayoutStep:
         row = int(self.frontier.rows[0])
         is_new = row not in self.scouted
         if is_new:
             window, idx = self._costed(row)
-            candidate = expand_fitting(window, idx, bound_s=node.bound) if self._may_fit[idx] else None
+            candidate = expand_fitting(window, idx, bound_s=node.bound, below_s=below_s) if self._may_fit[idx] else None
             any_order_s = self.any_order_s.get(row, node.bound)
             candidate = candidate and replace(candidate, idx=row, any_order_s=any_order_s)
         else:

@@ -21,7 +21,7 @@ from ...schema.schedules import SCHEDULES, Schedule, ScheduleName, by_schedule, 
 from ...schema.units import Array, FloatArray, IntArray
 from .orders import F, Order, Row, W, as_rows, order_of_schedule, rows_in_rounds
 
-_SAME = 1e-11
+SAME = 1e-11
 """Differences within this of the step are equal: they are sums of the same numbers in different order."""
 
 
@@ -193,7 +193,7 @@ def makespan_s(shape: PipelineShape, forward_s: FloatArray, backward_s: FloatArr
         ends = np.array(ends_s(short, forward_s, backward_s, weight_s))
         window = ends[short.positions[:, :, reach : few - reach]]
         later = window[:, :, q:] - window[:, :, :-q]
-        if np.ptp(later) <= _SAME * ends.max():
+        if np.ptp(later) <= SAME * ends.max():
             return float(ends.max() + (m - few) // q * np.mean(later))
         few += q * -(-few // q)
     return max(ends_s(program(shape), forward_s, backward_s, weight_s))

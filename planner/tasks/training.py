@@ -426,13 +426,14 @@ def add_synthesised_orders(result: SearchResult, deadline: Deadline, *, worse_th
 def _rows_over_a_v(result: SearchResult, below_s: float) -> list[tuple[float, int]]:
     """Return layouts over a V and their bounds under any order, if below ``below_s``; of those that differ in the schedule one.
 
-    First the fastest under named schedules, then by their bounds. None is tried where not even the named order that holds least has
-    stages that fit, or where those named orders that seem to fit are estimated to take too long to be shortened so far.
+    First the fastest under named schedules, then by what named orders are estimated to take. None is tried where not even the named
+    order that holds least has stages that fit, or where those named orders that seem to fit are estimated to take too long to be
+    shortened so far.
     """
     batch, pool = result.costs.layouts, result.problem.pool
     too_large = {_all_but_schedule(batch, row) for row in result.problem.rejected if batch.schedule[row] == LEANEST}
     lowest: dict[tuple[float, ...], tuple[float, int]] = {}
-    promising = set[tuple[float, ...]]()
+    estimated = dict[tuple[float, ...], float]()
     met = [
         (row, bound_s) for row, bound_s in result.problem.any_order_s.items() if int(batch.schedule[row]) in _OVER_A_V
     ]
@@ -442,11 +443,12 @@ def _rows_over_a_v(result: SearchResult, below_s: float) -> list[tuple[float, in
         if any_order_s < below_s:
             key = _all_but_schedule(batch, row)
             lowest[key] = min(lowest.get(key, (any_order_s, row)), (any_order_s, row))
-            promising |= {key} if estimate_s <= MAX_SHORTENED * below_s else set()
+            estimated[key] = min(estimated.get(key, math.inf), estimate_s)
+    promising = {key for key, seconds in estimated.items() if seconds <= MAX_SHORTENED * below_s}
     fastest = [_all_but_schedule(batch, c.idx) for c in result.feasible if int(batch.schedule[c.idx]) in _OVER_A_V]
-    by_bound = sorted(promising - too_large, key=lambda key: lowest[key])
+    by_estimate = sorted(promising - too_large, key=lambda key: (estimated[key], lowest[key]))
     known = [key for key in dict.fromkeys(fastest) if key in lowest][:FASTEST_FIRST]
-    return [lowest[key] for key in dict.fromkeys([*known, *by_bound])]
+    return [lowest[key] for key in dict.fromkeys([*known, *by_estimate])]
 
 
 def synthesise_orders(

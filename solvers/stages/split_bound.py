@@ -62,6 +62,7 @@ is a lower bound of (O), which is one of the replayed step.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 
@@ -212,26 +213,12 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
     sizes = _promising_sizes(instance, below_s)
     if not len(sizes):
         return SplitBound(below_s, ())
-    n, pp = instance.num_blocks, instance.shape.pp
-    best, choices = np.full(n + 2, np.inf), []  # the last entry stands for numbers of blocks that cannot be
-    best[0] = 0.0
-    from_before = np.maximum(np.arange(n + 1)[:, None] - sizes, -1)
-    passes, smallest, largest = _Passes.of(instance), int(sizes[0]), int(sizes[-1])
-    edges_s = _edges_of_chunks_s(instance, sizes) if instance.shape.num_model_chunks > 1 else ()
-
-    @cache
-    def cost_s(rank: int) -> FloatArray:
-        splits = _rank_splits(instance.shape, n, smallest, largest, rank)
-        step_s = edges_s[rank] if len(edges_s) else _edges_of_blocks_s(instance, rank, splits)
-        return _rank_cost_s(instance, rank, splits, _longest_chain_s(passes, smallest, largest, rank) + step_s)
-
+    n, pp, cost_s = instance.num_blocks, instance.shape.pp, _costs_of_ranks(instance, sizes)
+    best, choices = _none_placed(n), []
     for rank in range(pp):
         if not max(best.min(), cost_s(pp - 1).min()) < below_s:  # the last rank is often the slowest
             return SplitBound(below_s, ())
-        before = _rank_splits(instance.shape, n, smallest, largest, rank).before
-        reached = np.full((n + 2, len(sizes)), np.inf)
-        reached[before[:, 0]] = np.maximum(best[before], cost_s(rank))
-        arriving = reached[from_before, np.arange(len(sizes))]
+        arriving = _arriving(instance, sizes, rank, best, cost_s(rank))
         choices.append(sizes[np.argmin(arriving, axis=1)])
         best[:-1] = arriving.min(axis=1)
     if not best[n] < below_s:
@@ -240,6 +227,53 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
     for choice in reversed(choices):
         chosen.insert(0, int(choice[n - sum(chosen)]))
     return SplitBound(float(best[n]), tuple(chosen))
+
+
+def least_beyond_s(instance: SplitBoundInstance, num_blocks: int, *, below_s: float) -> float:
+    """Return what no split is below of those with more than so many blocks on some rank; ``below_s`` where none is faster."""
+    sizes = _promising_sizes(instance, below_s)
+    if not len(sizes) or sizes[-1] <= num_blocks:
+        return below_s
+    n, larger, cost_s = instance.num_blocks, sizes > num_blocks, _costs_of_ranks(instance, sizes)
+    within, beyond = _none_placed(n), np.full(n + 2, np.inf)  # no rank so far, or one, has more
+    for rank in range(instance.shape.pp):
+        of_within, of_beyond = (_arriving(instance, sizes, rank, best, cost_s(rank)) for best in (within, beyond))
+        beyond[:-1] = np.minimum(of_beyond.min(axis=1), of_within[:, larger].min(axis=1))
+        within[:-1] = of_within[:, ~larger].min(axis=1, initial=np.inf)
+    return min(below_s, float(beyond[n]))
+
+
+def _none_placed(num_blocks: int) -> FloatArray:
+    """Return `best` [N+2] of no rank; the last entry stands for numbers of blocks that cannot be."""
+    best = np.full(num_blocks + 2, np.inf)
+    best[0] = 0.0
+    return best
+
+
+def _arriving(
+    instance: SplitBoundInstance, sizes: IntArray, rank: int, best: FloatArray, cost_s: FloatArray
+) -> FloatArray:
+    """Return max(best[before], cost) [N+1, Y] of a rank with each number of blocks, by the blocks up to its last one."""
+    n = instance.num_blocks
+    before = _rank_splits(instance.shape, n, int(sizes[0]), int(sizes[-1]), rank).before
+    reached = np.full((n + 2, len(sizes)), np.inf)
+    reached[before[:, 0]] = np.maximum(best[before], cost_s)
+    return np.asarray(reached[np.maximum(np.arange(n + 1)[:, None] - sizes, -1), np.arange(len(sizes))])
+
+
+def _costs_of_ranks(instance: SplitBoundInstance, sizes: IntArray) -> Callable[[int], FloatArray]:
+    """Return a function that gives (O) of one rank at least [B, Y]; each is worked out once."""
+    shape, n, smallest, largest = instance.shape, instance.num_blocks, int(sizes[0]), int(sizes[-1])
+    passes = _Passes.of(instance)
+    edges_s = _edges_of_chunks_s(instance, sizes) if shape.num_model_chunks > 1 else ()
+
+    @cache
+    def cost_s(rank: int) -> FloatArray:
+        splits = _rank_splits(shape, n, smallest, largest, rank)
+        step_s = edges_s[rank] if len(edges_s) else _edges_of_blocks_s(instance, rank, splits)
+        return _rank_cost_s(instance, rank, splits, _longest_chain_s(passes, smallest, largest, rank) + step_s)
+
+    return cost_s
 
 
 def _promising_sizes(instance: SplitBoundInstance, below_s: float) -> IntArray:

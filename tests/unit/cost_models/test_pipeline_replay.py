@@ -23,6 +23,7 @@ from meshwright.cost_models.pipeline.replay import (
     program,
     rows_of,
 )
+from meshwright.cost_models.pipeline.replays import makespans_s
 from meshwright.cost_models.pipeline.simulation import peak_bytes, simulate
 from meshwright.schema import ConfigError
 from meshwright.schema.schedules import OVER_A_V, SCHEDULE_NAMES
@@ -70,6 +71,15 @@ def test_replay_equals_the_simulation(shape: PipelineShape, seed: int, spread: f
     times = stage_times(shape, seed, spread)
     expected = simulate(simulated(shape, times), order_of(shape)).makespan_s
     assert makespan_s(shape, *times) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes(max_rounds=40), seed=st.integers(0, 10**6), spread=st.sampled_from([0.0, 0.1, 2.0]))
+def test_many_cuts_at_once_are_replayed_as_one_by_one(shape: PipelineShape, seed: int, spread: float) -> None:
+    rng = np.random.default_rng(seed)
+    seconds = 1 + spread * rng.uniform(0, 1, (3, shape.num_stages, 5))
+    one_by_one = [makespan_s(shape, *seconds[:, :, cut]) for cut in range(5)]
+    assert makespans_s(shape, seconds) == pytest.approx(one_by_one, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", NAMED)

@@ -145,10 +145,10 @@ def test_scouts_change_neither_the_answer_nor_what_is_expanded_twice(monkeypatch
         request, rows = PlanRequest(spec, cluster, workload), list[int]()
 
         def counted(
-            costs: CostTable, idx: int, bound_s: float = 0.0, rows: list[int] = rows
+            costs: CostTable, idx: int, bound_s: float, below_s: float, rows: list[int] = rows
         ) -> expand.Candidate | None:
             rows.append(idx)
-            return expand.expand_fitting(costs, idx, bound_s=bound_s)
+            return expand.expand_fitting(costs, idx, bound_s=bound_s, below_s=below_s)
 
         with monkeypatch.context() as patched:
             patched.setattr(search, "expand_fitting", counted)
