@@ -185,11 +185,9 @@ def _predict(row: ServingRow) -> ServingPrediction:
         served, fits, devices = serve_row(row)
     except ConfigError as error:
         return ServingPrediction(refused=error.message)
-    tokens = np.maximum(served.output_len - 1, 1)
     rate = served.output_tokens_per_s
-    if row.concurrency:
-        mean = served.ttft_s.mean() + (served.tpot_s * tokens).mean()
-        rate = row.concurrency * served.output_len.mean() / mean
+    if row.concurrency:  # as the table has it: without the ebb at the end of a test
+        rate = row.concurrency * row.osl / (served.ttft_s.mean() + (row.osl - 1) * served.tpot_s.mean())
     return ServingPrediction(
         ttft_ms=float(served.ttft_s.mean() * 1e3),
         tpot_ms=float(served.tpot_s.mean() * 1e3),

@@ -91,14 +91,15 @@ def _score(pairs: Sequence[Pair]) -> ServingScore:
 def _choices(pairs: Sequence[Pair]) -> ChoiceScore | None:
     settings: dict[Hashable, list[Pair]] = defaultdict(list)
     for pair in pairs:
-        settings[pair[0].setting].append(pair)
+        if pair[0].output_tokens_per_s_per_gpu:
+            settings[pair[0].setting].append(pair)
     met, lost = [], []
     for group in settings.values():
         measured, predicted = (np.array([pair[side].tpot_ms for pair in group]) for side in (0, 1))
         rate, guess = (np.array([pair[side].output_tokens_per_s_per_gpu or 0.0 for pair in group]) for side in (0, 1))
         for limit in LIMITS_MS if len(group) > 1 else ():
-            if not np.any(measured <= limit) or np.all(measured <= limit):
-                continue  # nothing to choose
+            if not np.any(measured <= limit):
+                continue
             within = predicted <= limit
             chosen = int(np.argmax(np.where(within, guess, -1.0)) if within.any() else np.argmin(predicted))
             met.append(measured[chosen] <= limit)
