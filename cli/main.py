@@ -22,6 +22,7 @@ from .profile import profile_app
 from .recipes import recipes
 from .rehearse import rehearse
 from .replay import replay
+from .serve import serve
 from .studio import studio
 from .terminal import begin, headed_table, show
 from .validate import calibrate, validate
@@ -42,6 +43,7 @@ app.command(short_help="Plan in a browser, as controls move.")(studio)
 app.command(cls=ApplyCommand, short_help="A plan's step on every kind of rank, without a device.")(rehearse)
 app.command(short_help="A serving plan under recorded requests, simulated one by one.")(replay)
 app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
+app.command(short_help="Serve a plan's model here, and measure.")(serve)
 app.command()(tokens)
 app.command(short_help="How often to save, and what faults leave of a plan's speed.")(goodput)
 app.command(short_help="Groups of ranks for a batch of unequal lengths.")(batch)

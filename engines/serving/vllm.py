@@ -51,6 +51,14 @@ LIMITS = (
         ),
         "plan with --fix ep=1, or with as many as tp x attention_dp",
     ),
+    Limit(
+        "cpu_blocks",
+        lambda p: (
+            not (p.cluster.weakest_device.backend.is_host and any(pool.limits.block_size % 32 for pool in p.pools))
+        ),
+        lambda p: f"blocks of {p.pools[0].limits.block_size} tokens: attention on CPUs takes multiples of 32",
+        "plan with blocks of 32 tokens",
+    ),
     pool_limit(
         "step_holds_batch",
         lambda pool: (

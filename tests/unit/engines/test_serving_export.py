@@ -12,6 +12,7 @@ import pytest
 import yaml
 from meshwright.engines import SERVING_TARGETS, Exported, export, exportable
 from meshwright.schema import ConfigError, RequestClass, Requests, ServingPlan
+from plans import cpu_cluster
 from serving_options import (
     AIPERF,
     DYNAMO,
@@ -288,6 +289,16 @@ def test_pools_that_do_not_lie_on_nodes_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         export(serving_plan(pool_of(tp=8, replicas=4)), "vllm")
     assert "[placed]" in refused.value.details[0]
+
+
+def test_blocks_that_attention_on_cpus_does_not_take_are_refused() -> None:
+    cluster = cpu_cluster(2)
+    on_cpu = pool_of(replicas=1, device=cluster.groups[0].device.name)
+    with pytest.raises(ConfigError) as refused:
+        export(serving_plan(on_cpu, cluster=cluster), "vllm")
+    assert "[cpu_blocks]" in refused.value.details[0]
+    large = on_cpu.replace(limits=LIMITS.replace(block_size=32))
+    assert export(serving_plan(large, cluster=cluster), "vllm").files
 
 
 def test_weights_of_four_bits_need_a_checkpoint() -> None:
