@@ -12,14 +12,14 @@ attention_dp devices holds E / ep experts, each cut over D / ep ranks, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from ...schema import ClusterSpec, ModelSpec, Workload
 from ...schema.engine_facts import OWN_ENGINE, EngineKernels, KernelTraffic
-from ...schema.layers import Block, Head, MoE
+from ...schema.layers import Block, Head, LatentAttention, MoE
 from ...schema.serving import BYTES_OF, CacheDtype, ServingLayout, WeightDtype
 from ...schema.units import FloatArray
 from ..coefficients import Coefficients, Scenario
@@ -99,7 +99,20 @@ class Instance:
 
 def operators(instance: Instance, layer: Layer) -> tuple[Operator, ...]:
     """Return the operators of a layer as serving engines run them."""
-    return layer_operators(layer, OperatorRules(hidden_dim=instance.model.hidden_dim, kernels=KERNELS))
+    found = layer_operators(layer, OperatorRules(hidden_dim=instance.model.hidden_dim, kernels=KERNELS))
+    block = layer.inner_block
+    return _fused_latent(found) if block is not None and isinstance(block.attention, LatentAttention) else found
+
+
+def _fused_latent(found: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return latent attention's operators with both down-projections as one, their norms as one, and no copies of keys."""
+    by_name = {op.name: op for op in found}
+    down, up = by_name["kv_down"], by_name.get("q_down")
+    assert isinstance(down, Gemm)
+    dropped = {"latent_copies"} | ({"q_norm", "q_down"} if up is not None else set())
+    if isinstance(up, Gemm):
+        by_name["kv_down"] = replace(down, n=down.n + up.n)
+    return tuple(by_name[op.name] for op in found if op.name not in dropped)
 
 
 def row_costs(instance: Instance, layer: Layer) -> dict[str, FloatArray]:
