@@ -58,10 +58,11 @@ _TRAINING = (*_ALWAYS, StepOptions, SearchOptions)
 SERVING = Mode(
     name="--serve",
     when=lambda values: values["serve"],
-    takes=(*_ALWAYS, ServingOptions, SearchOptions),
+    takes=(*_ALWAYS, ServingOptions, SearchOptions, CostOptions),
     without=frozenset({
         "infer", "offload", "host_memory_gib", "nvme", "nvme_gib", "solver", "write_lp", "precision", "space", "prefer",
-        "batch_tolerance", "pareto", "expert_load", "report", "trace", "explain_limit_s", "rehearse",
+        "batch_tolerance", "pareto", "expert_load", "report", "trace", "explain_limit_s", "rehearse", "min_tokens_per_s",
+        "tokens", "deadline_h",
     }),
     why="plans no training",
 )  # fmt: skip
@@ -114,8 +115,8 @@ def plan(
     if generation is not None:
         answer: Plan = _plan_generation(model, cluster, generation, offload, output)
     elif serving is not None:
-        assert search is not None
-        answer = _plan_serving(model, cluster, serving, search, output, deadline)
+        assert search is not None and cost is not None
+        answer = _plan_serving(model, cluster, serving, search, cost, output, deadline)
     else:
         assert step is not None and search is not None
         answer = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
@@ -271,6 +272,7 @@ def _plan_serving(
     cluster: ClusterOptions,
     serving: ServingOptions,
     search: SearchOptions,
+    cost: CostOptions,
     output: PlanOptions,
     deadline: Deadline,
 ) -> ServingPlan:
@@ -281,8 +283,17 @@ def _plan_serving(
     if output.objective == "energy":
         raise ConfigError("--objective energy with --serve", help="use throughput, gpus, cost or latency")
     task = serving.task(search.engine or "vllm", None if output.objective == "throughput" else output.objective)
+    if cost.offers is not None:
+        from ..planner.serving_mix import cluster_of_offers
+        from ..schema.offers import offers_from_file
+
+        if cluster.cluster is not None or cluster.profile:
+            raise ConfigError("--offers and a cluster are given", help="leave out --cluster and --profile")
+        machine = cluster_of_offers(offers_from_file(str(cost.offers)))
+    else:
+        machine = cluster.read()
     with search_progress(quiet=output.as_json) as on_progress, stopping_on_interrupt(deadline):
         return best_deployment(
-            ModelSpec.resolve(model), cluster.read(), task, top=output.top, fixed=parse_assignments(search.fix),
+            ModelSpec.resolve(model), machine, task, top=output.top, fixed=parse_assignments(search.fix),
             deadline=deadline, on_progress=on_progress,
         )  # fmt: skip

@@ -25,6 +25,7 @@ from .request import PlanRequest
 from .serving_bound import resource_bound
 from .serving_checks import Deployment, Served
 from .serving_families import Family
+from .serving_mix import Mixture
 from .serving_space import InstanceKind
 from .tasks.serving import ServingProblem, ServingSearch
 
@@ -75,13 +76,16 @@ def build_serving_plan(request: PlanRequest, search: ServingSearch, *, top: int)
 
 def pools_of(deployment: Deployment) -> tuple[Pool, ...]:
     """Return the pools of a deployment."""
-    roles: tuple[Role, ...] = ("prefill", "decode") if deployment.is_disaggregated else ("agg",)
+    roles: tuple[Role, ...] = ("prefill", "decode") if deployment.is_disaggregated else ("agg",) * len(deployment.kinds)
     pairs = zip(roles, deployment.kinds, deployment.counts, strict=True)
     return tuple(kind.pool(role, count) for role, kind, count in pairs)
 
 
 def routes_of(num_classes: int, deployment: Deployment) -> tuple[Route, ...]:
-    """Return the routes of classes that all go the same way."""
+    """Return the routes of classes, which all go the same way where the deployment does not say."""
+    if deployment.routes is not None:
+        shares = ((w, pool, share) for w, row in enumerate(deployment.routes) for pool, share in enumerate(row))
+        return tuple(Route(request_class=w, pool=pool, share=share) for w, pool, share in shares if share > 0)
     second = 1 if deployment.is_disaggregated else None
     return tuple(Route(request_class=idx, pool=0, decode_pool=second, share=1.0) for idx in range(num_classes))
 
@@ -104,7 +108,7 @@ def estimate_of(problem: ServingProblem, served: Served) -> ServingEstimate:
         tokens_per_s_per_device=served.tokens_per_s / deployment.num_devices,
         tokens_per_s_per_user=1 / overall.tpot.mean_s if overall.tpot.mean_s else 1 / overall.ttft.mean_s,
         requests_per_s=served.requests_per_s,
-        max_requests_per_s=max(min(largest), 1e-9),
+        max_requests_per_s=max(min(largest) if deployment.routes is None else served.requests_per_s, 1e-9),
         usd_per_hour=price,
         usd_per_million_tokens=None if price is None else price / served.tokens_per_s / 3600 * 1e6,
         transfer_s=deployment.sent_s_per_token * mean_prompt,
@@ -119,6 +123,8 @@ def estimate_of(problem: ServingProblem, served: Served) -> ServingEstimate:
 
 def family_of(problem: ServingProblem, deployment: Deployment) -> Family:
     """Return the family of a deployment."""
+    if deployment.routes is not None:
+        return Mixture(tuple(each for kind in deployment.kinds for each in problem.rates if each.kind is kind))
     return next(
         family
         for family in problem.families
@@ -281,6 +287,8 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
             f"lengths are drawn from the {requests.trace.num_requests:,} requests of {requests.trace.path}, arrivals with their "
             f"variation (cv {requests.arrival_cv:.2g}); meshwright replay serves them as recorded"
         )
+    if served.deployment.routes is not None:
+        yield "classes go to unlike instances; the bound on such mixes takes their seconds to add up (E2)"
     if served.deployment.is_disaggregated:
         yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
     if problem.space.too_large:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from ..cost_models.serving.simulation import RequestTable, SimulatedRequests, simulate
+from ..cost_models.serving.instance import InstanceUse
+from ..cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ..schema import ConfigError
 from ..schema.requests_file import read_trace
 from ..schema.serving import LatencyLimit, LatencyMetric, Requests, Serving
@@ -40,15 +42,20 @@ CONFIDENCE = 1.959964
 
 @dataclass(frozen=True)
 class Deployment:
-    """Pools of instances: one that prefills and decodes, or one for each."""
+    """Pools of instances: one that prefills and decodes, or one for each; with ``routes`` several that do both.
+
+    Attributes:
+        routes: of each class the share of every pool.
+    """
 
     kinds: tuple[InstanceKind, ...]
     counts: tuple[int, ...]
+    routes: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def is_disaggregated(self) -> bool:
         """Return whether another pool decodes."""
-        return len(self.kinds) > 1
+        return len(self.kinds) > 1 and self.routes is None
 
     @property
     def num_devices(self) -> int:
@@ -155,15 +162,18 @@ def percentiles(values: FloatArray) -> Percentiles:
     return Percentiles(mean_s=float(values.mean()), p50_s=p50, p90_s=p90, p99_s=p99)
 
 
-def serve(deployment: Deployment, serving: Serving, *, rate: float | None, in_flight: float) -> Served:
+def serve(
+    deployment: Deployment, serving: Serving, *, rate: float | None, in_flight: float, longest_s: float = 0.0
+) -> Served:
     """Simulate a deployment under the load, at this rate or in a closed loop.
 
     Args:
         rate: requests a second; None: the load's concurrency is kept.
         in_flight: about how many requests there are at a time.
+        longest_s: of a request of the longest class: engines are warm after one and a half of them.
     """
     counted = int(np.clip(LIVES * in_flight, MIN_COUNTED, MAX_COUNTED))
-    warm = int(min(in_flight * WARM_LIVES, 4 * MAX_COUNTED)) + 20
+    warm = int(min(max(in_flight * WARM_LIVES, 1.5 * (rate or 0.0) * longest_s), 4 * MAX_COUNTED)) + 20
     after = int(min(in_flight, 4 * MAX_COUNTED)) if rate is not None else 0
     concurrency = serving.requests.concurrency if rate is None else None
     if concurrency is not None:
@@ -174,14 +184,45 @@ def serve(deployment: Deployment, serving: Serving, *, rate: float | None, in_fl
     if not serving.prefix_cache:
         table = RequestTable(table.arrival_s, table.prompt_len, table.output_len, 0 * table.prefix_len)
     pools = [kind.engine_pool(count) for kind, count in zip(deployment.kinds, deployment.counts, strict=True)]
-    result = simulate(
-        pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token
-    )  # fmt: skip
+    if deployment.routes is not None:
+        result = _serve_apart(pools, table, classes, deployment.routes)
+    else:
+        result = simulate(pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token)
     mask = np.zeros(len(table), dtype=bool)
     mask[warm : warm + counted] = True
     per_s, keeps_up = _ended_per_s(result, mask, rate)
     tokens = per_s * float(result.output_len[mask].mean())
     return Served(deployment, serving, result, mask, classes, per_s, tokens, keeps_up)
+
+
+def _serve_apart(
+    pools: list[EnginePool], table: RequestTable, classes: IntArray, routes: tuple[tuple[float, ...], ...]
+) -> SimulatedRequests:
+    """Simulate pools side by side, each with its requests: those of a class are dealt as its shares say."""
+    pool_of = np.zeros(len(table), dtype=np.int64)
+    for idx, shares in enumerate(routes):
+        members = np.flatnonzero(classes == idx)
+        # A golden-ratio sequence deals every stretch of requests in proportion.
+        dealt = (np.arange(1, len(members) + 1) * 0.6180339887498949) % 1.0
+        pool_of[members] = np.searchsorted(np.cumsum(shares), dealt).clip(0, len(shares) - 1)
+    columns = ("sent_s", "ttft_s", "tpot_s", "e2e_s", "queue_s", "output_len", "preemptions")
+    merged: dict[str, Any] = {}
+    uses: list[Any] = []
+    for idx, pool in enumerate(pools):
+        members = np.flatnonzero(pool_of == idx)
+        if not len(members):
+            uses.append((InstanceUse(),))
+            continue
+        parts = (table.arrival_s, table.prompt_len, table.output_len, table.prefix_len)
+        result = simulate(pool, RequestTable(*(part[members] for part in parts)))
+        uses.append(result.pools[0])
+        for name in columns:
+            values = getattr(result, name)
+            merged.setdefault(name, np.zeros(len(table), dtype=values.dtype))[members] = values
+    ends = merged["sent_s"] + merged["e2e_s"]
+    duration = float(ends.max() - merged["sent_s"].min())
+    in_flight = float(merged["e2e_s"].sum()) / duration
+    return SimulatedRequests(**merged, pools=tuple(uses), duration_s=duration, mean_in_flight=in_flight)
 
 
 def _ended_per_s(result: SimulatedRequests, mask: BoolArray, rate: float | None) -> tuple[float, bool]:

@@ -21,6 +21,7 @@ from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
 from ..request import PlanRequest
 from ..serving_checks import Deployment, Served, serve
 from ..serving_families import Family, KindRates
+from ..serving_mix import Mixture, kinds_of_each_type, mixed_deployments
 from ..serving_space import ServingSpace, mix_of
 
 Goal = Literal["gpus", "cost", "throughput", "latency"]
@@ -86,7 +87,25 @@ class ServingProblem:
             "throughput": self._by_rate,
             "latency": self._by_latency,
         }
-        return Step([node for node in map(make[self.goal], self.families) for node in node])
+        nodes = [node for family in self.families for node in make[self.goal](family)]
+        return Step(nodes, self._mixes())
+
+    def _mixes(self) -> list[Leaf[Served]]:
+        """Return a mix of instances on unlike devices that meets the limits, where there are some and a rate is given."""
+        rate, by_price = self.serving.requests.rate, self.goal == "cost"
+        is_mixed = len({kind.part for kind in self.space.kinds}) > 1
+        if not is_mixed or rate is None or self.goal not in ("gpus", "cost") or "agg" not in self.serving.modes:
+            return []
+        kinds = kinds_of_each_type(self.rates, by_price=by_price)
+        for deployment, bound in mixed_deployments(kinds, rate, by_price=by_price) if kinds else ():
+            family = Mixture(tuple(each for kind in deployment.kinds for each in kinds if each.kind is kind))
+            served = self._serve(family, deployment, rate)
+            if served.meets_limits:
+                cost = deployment.usd_per_hour if by_price else float(deployment.num_devices)
+                assert cost is not None
+                # A family that costs the same is simpler.
+                return [Leaf(cost * (1 + 1e-6), served, min(bound, cost), (cost, True, 0))]
+        return []
 
     def _by_count(self, family: Family) -> list[Node[Open]]:
         requests = self.serving.requests
@@ -275,16 +294,18 @@ class ServingProblem:
     def _serve(self, family: Family, deployment: Deployment, rate: float | None) -> Served:
         requests = self.serving.requests
         if rate is None:
-            in_flight = float(requests.concurrency or 1)
+            in_flight, longest_s = float(requests.concurrency or 1), 0.0
         else:
             last = family.rates[-1]
             curve = last.decode_curve if family.is_disaggregated else last.curve
-            idx = min(int(np.searchsorted(curve.requests_per_s, rate / deployment.counts[-1])), len(curve.step_s) - 1)
+            servers = deployment.counts[-1] if deployment.routes is None else sum(deployment.counts)
+            idx = min(int(np.searchsorted(curve.requests_per_s, rate / servers)), len(curve.step_s) - 1)
             in_flight = rate * (float(curve.ttft_s[idx]) + self.mix.decode_steps * float(curve.step_s[idx]))
+            longest_s = float(self.mix.output_len.max() * curve.step_s[idx])
         serving = self.serving
         if rate is None and requests.concurrency is None:
             serving = serving.replace(requests=requests.replace(concurrency=1))
-        served = serve(deployment, serving, rate=rate, in_flight=in_flight)
+        served = serve(deployment, serving, rate=rate, in_flight=in_flight, longest_s=longest_s)
         self.served.append(served)
         return served
 

@@ -11,8 +11,9 @@ import pytest
 from meshwright.planner import plan
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.serving_checks import Deployment, drawn_requests, serve, wilson
+from meshwright.planner.serving_mix import cluster_of_offers
 from meshwright.planner.tasks.serving import ServingProblem, search_serving
-from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, Serving, ServingPlan
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Offer, Plan, Serving, ServingPlan
 from meshwright.schema.requests_file import parse_limit, parse_requests
 
 LIMITS = {"ttft": "400ms@p90", "tpot": "12ms@p90"}
@@ -121,6 +122,33 @@ def test_what_nothing_serves_names_the_limit_and_what_helps() -> None:
         planned(task(tpot="1ms@p90"), "1xH100-SXM-80GB")
     with pytest.raises(InfeasibleError, match="memory"):
         plan("llama-3.1-405b", "1xH100-SXM-80GB", task(modes=("agg",)))
+
+
+def offered(text: str, usd_per_hour: float) -> Offer:
+    return Offer.from_cluster(ClusterSpec.parse(text), price_per_device_hour=usd_per_hour)
+
+
+def test_unlike_devices_share_a_load_where_none_carries_it_alone() -> None:
+    both = cluster_of_offers([offered("2xH100-SXM-80GB", 2.95), offered("2xA100-SXM-80GB", 1.35)])
+    load = task("isl=200,osl=100,share=0.8,rate=20;isl=4000,osl=200,share=0.2", ttft="1s", tpot="40ms", modes=("agg",))
+    free = load.replace(requests=load.requests.replace(rate=None), objective="throughput")
+    alone = [
+        plan("llama-3.1-8b", kind, free).estimate.requests_per_s for kind in ("2xH100-SXM-80GB", "2xA100-SXM-80GB")
+    ]
+    rate = max(alone) + 0.5 * min(alone)
+    mixed = plan("llama-3.1-8b", both, load.replace(requests=load.requests.replace(rate=rate), objective="cost"))
+    assert {pool.device for pool in mixed.pools} == {"H100-SXM-80GB", "A100-SXM-80GB"}
+    assert all(limit.is_met for limit in mixed.estimate.limits)
+    assert mixed.search is not None and mixed.search.unit == "usd_per_hour"
+    for idx in range(2):
+        assert sum(route.share for route in mixed.routes if route.request_class == idx) == pytest.approx(1)
+    light = load.replace(requests=load.requests.replace(rate=0.8 * min(alone)), objective="cost")
+    cheap, small = (
+        plan("llama-3.1-8b", both, light),
+        plan("llama-3.1-8b", offered("2xA100-SXM-80GB", 1.35).cluster, light),
+    )
+    assert cheap.search is not None and small.search is not None
+    assert cheap.search.objective <= small.search.objective * (1 + 1e-5)
 
 
 def test_objectives_without_a_load_are_refused() -> None:
