@@ -244,7 +244,7 @@ def _compared(folder: str, case: dict[str, Any], profile: EngineProfile, seed: i
 def fitted(folder: str) -> MeasuredSteps:
     """Return the steps of an engine as just measured."""
     engine = ServingEngine.build(folder, make_pool(max_batch=12), prefix_cache=False)
-    records = measure_steps(engine, max_context=384, repeats=2, clock=time.process_time)
+    records = measure_steps(engine, max_context=384, repeats=3, clock=time.process_time)
     return MeasuredSteps.fit(
         *([getattr(record, name) for record in records]
           for name in ("decode_rows", "cached_tokens", "prefill_tokens", "prefill_context", "prompts", "seconds"))

@@ -71,8 +71,8 @@ class MeasuredSteps:
         rising = hats @ np.tril(np.ones((len(knots), len(knots))))
         terms = np.column_stack([rising, decoding + ending, cached, tokens * context])
         scale = np.maximum(np.abs(terms).max(axis=0), 1e-12)
-        found, _ = nnls(terms / scale / measured[:, None], np.ones(len(measured)))
-        slopes = found / scale
+        solution, _ = nnls(terms / scale / measured[:, None], np.ones(len(measured)))
+        slopes = solution / scale
         error = float(np.abs(terms @ slopes / measured - 1).mean())
         head, decode, prefill = slopes[len(knots) :].tolist()
         return cls(knots, np.cumsum(slopes[: len(knots)]), head, decode, prefill, error)

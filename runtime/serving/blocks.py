@@ -64,7 +64,7 @@ class BlockPool:
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest known start, each with one reader more."""
-        found = []
+        known = []
         for digest in digests:
             block = self._block_of.get(digest)
             if block is None:
@@ -72,8 +72,8 @@ class BlockPool:
             if not self._readers[block]:
                 del self._unread[block]
             self._readers[block] += 1
-            found.append(block)
-        return found
+            known.append(block)
+        return known
 
     def name(self, block: int, digest: bytes) -> None:
         """Let a full block be found; of two with equal contents the first is."""

@@ -70,7 +70,7 @@ def open_engine(
         )
     spec, folder = resolve_model(model, weights)
     for pool in pools:
-        require_servable(spec, pool, is_alone=False)
+        require_servable(spec, pool, is_single=False)
     job = ServingJob(
         model=spec, pools=pools, weights=None if folder is None else str(folder.resolve()), seed=seed, device=device,
         prefix_cache=prefix_cache, socket="",
@@ -237,13 +237,13 @@ class Deployment(EngineFront):
         for accepted in new:
             entry = min(self._entries, key=lambda idx: sum(self._seen[idx].tokens))
             peer = None
-            prompt, most = len(accepted.request.prompt), accepted.request.max_tokens
+            prompt, max_tokens = len(accepted.request.prompt), accepted.request.max_tokens
             if self._decoders:
-                places = [(idx, rank) for idx in self._decoders for rank in range(len(self._seen[idx].tokens))]
-                peer = min(places, key=lambda place: self._seen[place[0]].tokens[place[1]])
-                self._seen[peer[0]].tokens[peer[1]] += prompt + most
-            self._routes[accepted.id] = _Routed(entry, peer, prompt + most)
-            self._seen[entry].tokens[0] += prompt + most
+                candidates = [(idx, rank) for idx in self._decoders for rank in range(len(self._seen[idx].tokens))]
+                peer = min(candidates, key=lambda place: self._seen[place[0]].tokens[place[1]])
+                self._seen[peer[0]].tokens[peer[1]] += prompt + max_tokens
+            self._routes[accepted.id] = _Routed(entry, peer, prompt + max_tokens)
+            self._seen[entry].tokens[0] += prompt + max_tokens
             self._say(entry, {"do": "submit", "id": accepted.id, "request": words_of(accepted.request), "peer": peer})
         for name in dict.fromkeys(cancelled):
             if name in self._routes:

@@ -46,7 +46,7 @@ class Executor:
         device: torch.device,
         seed: int = 0,
         weights: Path | None = None,
-        places: Sequence[Place] = (),
+        sites: Sequence[Place] = (),
         instance: int = 0,
     ) -> None:
         """Build this rank's part of a pool's instance; see `build_part`."""
@@ -70,7 +70,7 @@ class Executor:
             attention.context = PagedAttention(cache, self._state, _window(spec, int(name)))
             if attention.rotary is not None and attention.rotary not in self._rotaries:
                 self._rotaries.append(attention.rotary)
-        self.transfer = CacheTransfer(spec, self.caches, limits.block_size, places, instance) if places else None
+        self.transfer = CacheTransfer(spec, self.caches, limits.block_size, sites, instance) if sites else None
 
     @property
     def cache_bytes(self) -> int:

@@ -20,13 +20,13 @@ def place_experts(mixture: MixtureOfExperts, ranks: InstanceRanks, state: StepSt
     """Let a mixture, whose experts are cut to this rank's, work with the other ranks of the stage."""
     if ranks.stage is None:
         return
-    held = mixture.experts.gate_proj.shape[0]
-    first = (ranks.rank % ranks.layout.stage_devices) // ranks.layout.moe_tp * held
+    num_local = mixture.experts.gate_proj.shape[0]
+    first = (ranks.rank % ranks.layout.stage_devices) // ranks.layout.moe_tp * num_local
 
     def forward(hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, 1)
         everyone = _gathered(tokens, ranks, state.widest)
-        out = _through_held(mixture, everyone, first, held)
+        out = _through_local(mixture, everyone, first, num_local)
         place = slice(0, len(tokens))
         if ranks.attention is not None:
             start = ranks.attention_rank * state.widest
@@ -52,13 +52,13 @@ def _gathered(tokens: Tensor, ranks: InstanceRanks, width: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _through_held(mixture: MixtureOfExperts, tokens: Tensor, first: int, held: int) -> Tensor:
+def _through_local(mixture: MixtureOfExperts, tokens: Tensor, first: int, num_local: int) -> Tensor:
     """Return what the experts first..first + held - 1 add to each token [T, D]."""
     weights, experts = mixture.gate.route(tokens)
     local = experts.flatten() - first
-    mine = ((local >= 0) & (local < held)).nonzero()[:, 0]
-    mine = mine[local[mine].argsort(stable=True)]
-    counts = torch.bincount(local[mine], minlength=held)
-    token_of_row = mine // experts.shape[1]
-    rows = mixture.experts(tokens[token_of_row], counts) * weights.flatten()[mine, None]
+    chosen = ((local >= 0) & (local < num_local)).nonzero()[:, 0]
+    chosen = chosen[local[chosen].argsort(stable=True)]
+    counts = torch.bincount(local[chosen], minlength=num_local)
+    token_of_row = chosen // experts.shape[1]
+    rows = mixture.experts(tokens[token_of_row], counts) * weights.flatten()[chosen, None]
     return torch.zeros_like(tokens).index_add_(0, token_of_row, rows)

@@ -46,8 +46,8 @@ class Instance:
             for batch, source in zip(full, samplers, strict=True)
             if source != driver
         }
-        own = self.executor.forward(full)
-        self._under_way.append([arriving.get(source, own or []) for source in samplers])
+        sampled = self.executor.forward(full)
+        self._under_way.append([arriving.get(source, sampled or []) for source in samplers])
 
     def end(self) -> list[list[int]]:
         """Wait for the oldest step; return the tokens sampled for each attention rank."""
@@ -154,8 +154,8 @@ class Channel:
         return kind, words
 
 
-def require_servable(spec: ModelSpec, pool: Pool, *, is_alone: bool = True) -> None:
-    """Refuse what this version cannot serve; ``is_alone``: this process is the only rank.
+def require_servable(spec: ModelSpec, pool: Pool, *, is_single: bool = True) -> None:
+    """Refuse what this version cannot serve; ``is_single``: this process is the only rank.
 
     Raises:
         ConfigError: types that our engine lacks.
@@ -167,7 +167,7 @@ def require_servable(spec: ModelSpec, pool: Pool, *, is_alone: bool = True) -> N
     require_dtype(pool.weights)
     require_dtype(pool.cache)
     require_divisible(spec, pool.layout)
-    if is_alone and pool.layout.num_devices > 1:
+    if is_single and pool.layout.num_devices > 1:
         raise RuntimeMismatchError(
             f"the layout needs {pool.layout.num_devices} ranks, and this process is alone",
             help="start them with `meshwright.runtime.serving.deployment.open_engine`",

@@ -5,6 +5,7 @@ from.
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ _PROMPTS = (4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048)
 def measure_steps(
     engine: ServingEngine, *, max_context: int, repeats: int = 3, clock: Callable[[], float] = time.perf_counter
 ) -> list[StepRecord]:
-    """Run steps of one attention rank with made rows, and return what the fastest of ``repeats`` took of each kind.
+    """Run steps of one attention rank with made rows, and return what the median of ``repeats`` took of each kind.
 
     Args:
         max_context: tokens that a row attends to at most.
@@ -45,15 +46,17 @@ def measure_steps(
         for kind in kinds
         if kind[3] >= 0 and kind[0] * (kind[1] + limits.block_size) + kind[2] + kind[3] <= room
     ]
-    fastest = [float("inf")] * len(batches)
+    measured: list[list[float]] = [[] for _ in batches]
     # The kinds take turns: what disturbs the machine for a while disturbs one repetition of many.
     for _ in range(repeats):
-        for i, batch in enumerate(batches):
+        for batch, times in zip(batches, measured, strict=True):
             begun = clock()
             engine.instance.begin([batch] * engine.pool.layout.attention_dp)
             engine.instance.end()
-            fastest[i] = min(fastest[i], clock() - begun)
-    return [record_of(batch.rows, seconds=seconds) for batch, seconds in zip(batches, fastest, strict=True)]
+            times.append(clock() - begun)
+    return [
+        record_of(batch.rows, seconds=statistics.median(times)) for batch, times in zip(batches, measured, strict=True)
+    ]
 
 
 def _made(rows: int, context: int, tokens: int, start: int, block_size: int, num_blocks: int) -> StepBatch:

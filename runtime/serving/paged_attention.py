@@ -118,10 +118,10 @@ class StepState:
         """Return what is added to each row's scores, minus infinity where it does not see a token [B, 1, 1, L]."""
         key = (group.rows.start, window, dtype)
         if key not in self._masks:
-            places = torch.arange(group.width * self.block_size, device=group.lengths.device)[None]
-            seen = places < group.lengths[:, None]
+            key_positions = torch.arange(group.width * self.block_size, device=group.lengths.device)[None]
+            seen = key_positions < group.lengths[:, None]
             if window is not None:
-                seen &= places >= group.lengths[:, None] - window
+                seen &= key_positions >= group.lengths[:, None] - window
             hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
             self._masks[key] = hidden[:, None, None]
         return self._masks[key]
@@ -130,11 +130,13 @@ class StepState:
         """Return which tokens each new one sees [T, L]."""
         key = (part.rows.start, window, length)
         if key not in self._masks:
-            places = torch.arange(length, device=device)[None]
-            own = torch.arange(part.start, part.start + part.rows.stop - part.rows.start, device=device)[:, None]
-            seen = places <= own
+            key_positions = torch.arange(length, device=device)[None]
+            query_positions = torch.arange(part.start, part.start + part.rows.stop - part.rows.start, device=device)[
+                :, None
+            ]
+            seen = key_positions <= query_positions
             if window is not None:
-                seen &= places > own - window
+                seen &= key_positions > query_positions - window
             self._masks[key] = seen
         return self._masks[key]
 

@@ -88,7 +88,7 @@ def join(layout: ServingLayout, first_ranks: Sequence[int], device_type: str) ->
 
 def join_all(instances: Sequence[tuple[ServingLayout, int]], device_type: str) -> tuple[InstanceRanks, ...]:
     """Create the groups of instances of any layouts; see `join`."""
-    world, own = dist.get_world_size(), []
+    world, joined = dist.get_world_size(), []
     for layout, first in instances:
         if first + layout.num_devices > world:
             raise RuntimeMismatchError(
@@ -96,8 +96,8 @@ def join_all(instances: Sequence[tuple[ServingLayout, int]], device_type: str) -
             )
         ranks = _join_one(layout, first, device_type)
         if first <= dist.get_rank() < first + layout.num_devices:
-            own.append(ranks)
-    return tuple(own)
+            joined.append(ranks)
+    return tuple(joined)
 
 
 def _join_one(layout: ServingLayout, first: int, device_type: str) -> InstanceRanks:
@@ -131,10 +131,10 @@ def _join_one(layout: ServingLayout, first: int, device_type: str) -> InstanceRa
 
 def _group(parts: list[list[int]]) -> dist.ProcessGroup | None:
     """Return the group of ``parts`` that this process is in, which all processes create together; None for one rank alone."""
-    own = None
+    joined = None
     for members in parts:
         if len(members) > 1:
             group = dist.new_group(members)
             if dist.get_rank() in members:
-                own = group
-    return own
+                joined = group
+    return joined

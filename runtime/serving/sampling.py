@@ -41,14 +41,14 @@ def _draw(logits: Tensor, options: Sequence[Sampling], numbers: Sequence[float])
     # Stable: equal logits (there are many in bf16) keep the order of the vocabulary on every layout.
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = (ordered / column([option.temperature for option in options])).softmax(dim=-1)
-    places = torch.arange(logits.shape[1], device=logits.device)[None]
-    outside = places >= column([option.top_k or logits.shape[1] for option in options])
+    ranks = torch.arange(logits.shape[1], device=logits.device)[None]
+    outside = ranks >= column([option.top_k or logits.shape[1] for option in options])
     probabilities = probabilities.masked_fill(outside, 0.0)
     before = probabilities.cumsum(-1) - probabilities
     # A token is kept while those before it have less than top_p, of what top_k has left.
-    kept = before < column([option.top_p for option in options]) * probabilities.sum(-1, keepdim=True)
-    totals = (probabilities * kept).cumsum(-1)
-    place = (totals <= column(list(numbers)) * totals[:, -1:]).sum(-1, keepdim=True)
-    last = kept.sum(-1, keepdim=True) - 1
-    result: list[int] = tokens.gather(1, torch.minimum(place, last))[:, 0].tolist()
+    is_candidate = before < column([option.top_p for option in options]) * probabilities.sum(-1, keepdim=True)
+    totals = (probabilities * is_candidate).cumsum(-1)
+    rank = (totals <= column(list(numbers)) * totals[:, -1:]).sum(-1, keepdim=True)
+    last = is_candidate.sum(-1, keepdim=True) - 1
+    result: list[int] = tokens.gather(1, torch.minimum(rank, last))[:, 0].tolist()
     return result

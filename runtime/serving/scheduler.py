@@ -124,19 +124,19 @@ class Scheduler:
             budget -= len(row.tokens)
         if not entries:
             return None
-        places = order([row for _, row in entries])
-        rows = tuple(entries[i][1] for i in places)
+        sequence = order([row for _, row in entries])
+        rows = tuple(entries[i][1] for i in sequence)
         record = record_of(
             rows, start_s=now, waiting=num_waiting, running=len(self.running), used_blocks=self.pool.num_used
         )
-        return Step(StepBatch(rows), tuple(entries[i][0] for i in places), record)
+        return Step(StepBatch(rows), tuple(entries[i][0] for i in sequence), record)
 
     def finish(self, step: Step, tokens: Sequence[int]) -> list[tuple[Running, int]]:
         """Take in what a step computed, ``tokens`` of the rows that are sampled; return each request's new token."""
-        new, left = [], iter(tokens)
+        new, remaining = [], iter(tokens)
         for one, row in zip(step.requests, step.batch.rows, strict=True):
             one.is_under_way = False
-            token = next(left) if row.sampling is not None else None
+            token = next(remaining) if row.sampling is not None else None
             if one.is_cancelled:
                 self.drop(one)
                 continue
@@ -170,8 +170,8 @@ class Scheduler:
         one.blocks = self.pool.find(one.digests[: (len(one.tokens) - 1) // size])
         one.computed, one.named = len(one.blocks) * size, len(one.blocks)
         count = self._count(one, budget)
-        whole = self.limits.chunk is not None or one.computed + count == len(one.tokens)
-        if not whole or not self._has_blocks(one, one.computed + count):
+        is_complete = self.limits.chunk is not None or one.computed + count == len(one.tokens)
+        if not is_complete or not self._has_blocks(one, one.computed + count):
             self.pool.release(one.blocks)
             one.blocks, one.computed = [], 0
             return None

@@ -20,7 +20,7 @@ from ...schema.model import ModelSpec
 from ...schema.serving import ServingLayout
 from .part import blocks_of, blocks_of_stages
 
-SENT_AT_ONCE = 64
+MAX_IN_TRANSIT = 64
 """Messages with caches that a rank has on their way; one more waits for the oldest. [chosen: bounds memory, not speed]"""
 
 
@@ -53,13 +53,13 @@ class Piece:
 
 def pieces(spec: ModelSpec, source: Place, source_rank: int, target: Place, target_rank: int) -> list[Piece]:
     """Return the messages that take a cache from an attention rank of one instance to one of another."""
-    found = []
+    messages = []
     layers = [blocks_of_stages(spec.num_blocks, place.layout.pp) for place in (source, target)]
     attention = blocks_of(spec)[0].attention
     is_latent, num_heads = isinstance(attention, LatentAttention), attention.num_kv_heads
-    for target_stage, wanted in enumerate(layers[1]):
-        for source_stage, held in enumerate(layers[0]):
-            shared = tuple(idx for idx in wanted if idx in held)
+    for target_stage, needed in enumerate(layers[1]):
+        for source_stage, stored in enumerate(layers[0]):
+            shared = tuple(idx for idx in needed if idx in stored)
             if not shared:
                 continue
             for target_tp in range(target.layout.tp):
@@ -69,8 +69,10 @@ def pieces(spec: ModelSpec, source: Place, source_rank: int, target: Place, targ
                         heads = (slice(0, 1), slice(0, 1)) if source_tp == target_tp % source.layout.tp else None
                     if heads is not None:
                         sender = _rank(source, source_stage, source_rank, source_tp)
-                        found.append(Piece(sender, _rank(target, target_stage, target_rank, target_tp), shared, *heads))
-    return found
+                        messages.append(
+                            Piece(sender, _rank(target, target_stage, target_rank, target_tp), shared, *heads)
+                        )
+    return messages
 
 
 def _rank(place: Place, stage: int, attention_rank: int, tp_rank: int) -> int:
@@ -94,14 +96,14 @@ class CacheTransfer:
     """The caches of a rank, as they are sent to and taken in from other instances of the job.
 
     Attributes:
-        places: of all instances of the job.
+        sites: of all instances of the job.
         instance: which of them this rank belongs to.
     """
 
     def __init__(
-        self, spec: ModelSpec, caches: Mapping[int, Tensor], block_size: int, places: Sequence[Place], instance: int
+        self, spec: ModelSpec, caches: Mapping[int, Tensor], block_size: int, sites: Sequence[Place], instance: int
     ) -> None:
-        self.spec, self.places, self.instance = spec, tuple(places), instance
+        self.spec, self.sites, self.instance = spec, tuple(sites), instance
         self._caches, self._block_size = caches, block_size
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._arriving: dict[int, list[tuple[dist.Work, Tensor, Piece]]] = {}
@@ -118,7 +120,7 @@ class CacheTransfer:
             work = dist.isend(message, piece.target)
             assert work is not None
             self._sent.append((work, message))
-        while len(self._sent) > SENT_AT_ONCE:
+        while len(self._sent) > MAX_IN_TRANSIT:
             self._sent.pop(0)[0].wait()
 
     @torch.inference_mode()
@@ -151,9 +153,9 @@ class CacheTransfer:
     def _pieces(self, source: Peer, target: Peer) -> list[Piece]:
         return pieces(
             self.spec,
-            self.places[source.instance],
+            self.sites[source.instance],
             source.attention_rank,
-            self.places[target.instance],
+            self.sites[target.instance],
             target.attention_rank,
         )
 

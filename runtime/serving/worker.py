@@ -58,13 +58,13 @@ class ServingJob(Document):
 
     def instances(self) -> list[tuple[Pool, Place]]:
         """Return every instance with its place among the ranks."""
-        found: list[tuple[Pool, Place]] = []
+        instances: list[tuple[Pool, Place]] = []
         first = 0
         for pool in self.pools:
             for _ in range(pool.replicas):
-                found.append((pool, Place(pool.layout, first)))
+                instances.append((pool, Place(pool.layout, first)))
                 first += pool.layout.num_devices
-        return found
+        return instances
 
 
 def main() -> None:
@@ -74,13 +74,13 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=_TIMEOUT)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device(job.device)
     instances = job.instances()
-    places = [place for _, place in instances]
-    ranks = join_all([(place.layout, place.first) for place in places], device.type)[0]
-    idx = next(i for i, place in enumerate(places) if place.first == ranks.members[0])
+    sites = [place for _, place in instances]
+    ranks = join_all([(place.layout, place.first) for place in sites], device.type)[0]
+    idx = next(i for i, place in enumerate(sites) if place.first == ranks.members[0])
     pool = instances[idx][0]
     executor = Executor(
         job.model, ranks, pool, device=device, seed=job.seed, weights=Path(job.weights) if job.weights else None,
-        places=places if len(places) > 1 else (), instance=idx,
+        sites=sites if len(sites) > 1 else (), instance=idx,
     )  # fmt: skip
     if ranks.rank:
         follow(executor)
@@ -96,7 +96,7 @@ class Driver:
 
     def __init__(self, engine: ServingEngine, connection: Connection) -> None:
         self.engine, self._connection = engine, connection
-        self._num_told = 0
+        self._num_sent = 0
 
     def run(self) -> None:
         """Step and answer until a message says stop."""
@@ -133,8 +133,8 @@ class Driver:
 
     def _tell(self, events: list[TokenEvent]) -> None:
         engine = self.engine
-        records = engine.last_records(engine.num_records - self._num_told)
-        self._num_told = engine.num_records
+        records = engine.last_records(engine.num_records - self._num_sent)
+        self._num_sent = engine.num_records
         content = {
             "events": [self._described(event) for event in events],
             "records": [dataclasses.asdict(record) for record in records],
