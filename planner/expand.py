@@ -131,10 +131,10 @@ def expand_with_fp32_gradients(costs: CostTable, row: int) -> Candidate | None:
     return None if candidate is None else replace(candidate, idx=row, gradients="fp32")
 
 
-def expand_with_new_order(costs: CostTable, row: int, *, bound_s: float) -> Candidate | None:
+def expand_with_new_order(costs: CostTable, row: int, *, bound_s: float, below_s: float = np.inf) -> Candidate | None:
     """`expand_fitting` one layout of a large space with an order of passes made for it; ``bound_s``: under any order."""
     only = with_schedule(costs.select(np.array([row])).compacted(), SYNTHESISED)
-    candidate = expand_fitting(only, 0, bound_s=bound_s)
+    candidate = expand_fitting(only, 0, bound_s=bound_s, below_s=below_s)
     return candidate and replace(candidate, idx=row, any_order_s=bound_s)
 
 
@@ -228,7 +228,7 @@ def _with_rank_map(costs: CostTable, candidate: Candidate, *, annealing_steps: i
 
 def _expand_as_listed(costs: CostTable, idx: int, *, bound_s: float = 0.0, below_s: float = np.inf) -> Candidate | None:
     if costs.layouts.schedule[idx] == SYNTHESISED:
-        return _expand_with_order(costs, idx, bound_s)
+        return _expand_with_order(costs, idx, bound_s, below_s)
     if costs.layouts.recompute[idx] == MIXED:
         return _expand_with_choices(costs, idx, bound_s)
     cuts, cut_bound_s = _even_cuts(costs, idx, cap_bytes=costs.cluster.memory_budget_bytes)
@@ -239,8 +239,8 @@ def _expand_as_listed(costs: CostTable, idx: int, *, bound_s: float = 0.0, below
     return _with_replayed_cut(costs, min(candidates, key=lambda c: c.step_time_s), below_s=below_s)
 
 
-def _expand_with_order(costs: CostTable, idx: int, bound_s: float) -> Candidate | None:
-    """Cut stages as under the named schedules, and make an order of passes for them.
+def _expand_with_order(costs: CostTable, idx: int, bound_s: float, below_s: float) -> Candidate | None:
+    """Cut stages as under the named schedules, and make an order of passes for them; little is tried that takes ``below_s``.
 
     Raises:
         ConfigError: the layout has no V.
@@ -257,7 +257,7 @@ def _expand_with_order(costs: CostTable, idx: int, bound_s: float) -> Candidate 
     replayed = (_expand_as_listed(under, 0) for under in named)
     cuts |= dict.fromkeys(candidate.boundaries for candidate in itertools.islice(filter(None, replayed), 1))
     options = _uniform_options(costs, idx)
-    ordered = [(cut, *made) for cut in cuts if (made := synthesise(costs, idx, cut)) is not None]
+    ordered = [(cut, *made) for cut in cuts if (made := synthesise(costs, idx, cut, below_s=below_s)) is not None]
     candidates = [Candidate(idx, cut, estimate, bound_s, options, order=order) for cut, order, estimate in ordered]
     return min(candidates, key=lambda c: c.step_time_s, default=None)
 
@@ -363,9 +363,9 @@ def _with_replayed_cut(costs: CostTable, candidate: Candidate, *, below_s: float
     instance = splits.ChunkSplitInstance(costs.per_layer("busy_s", idx), costs.is_block, ranks, required, cap_bytes)
     cuts = [splits.boundaries_from_blocks(instance, np.array([replayed.sizes]))] if replayed.sizes else []
     if in_chunks and raised_s < min(below_s, candidate.step_time_s * (1 - MIN_OPEN)):
-        cut, bound_s = _best_chunks(costs, candidate, [*cuts, np.array([candidate.boundaries])], fits, below_s=below_s)
+        best, bound_s = _best_chunks(costs, candidate, [*cuts, np.array([candidate.boundaries])], fits, below_s=below_s)
         candidate = replace(candidate, bound_s=min(max(raised_s, bound_s), candidate.step_time_s))
-        cuts = [cut] if cut is not None else cuts
+        cuts = [best] if best is not None else []
     elif in_chunks and cuts and np.any(required(cuts[0]) > cap_bytes):
         return candidate
     for boundaries in cuts:

@@ -143,8 +143,11 @@ def _plan_faster(request: PlanRequest, worse_than_s: float, *, top: int) -> Trai
     """Return the plan of a variant; None where no layout is faster than ``worse_than_s``, with which its search begins."""
     if request.cluster.is_mixed or request.offload is not None or math.isinf(worse_than_s):
         return plan_as_requested(request, top=top)
-    result = search_layouts(request, runner_ups=top, worse_than_s=worse_than_s)
-    return plan_layout(request, result, top=top) if result.feasible else None
+    result = search_layouts(request, worse_than_s=worse_than_s)
+    if not result.feasible or result.feasible[0].step_time_s >= worse_than_s:
+        return None
+    result.add_runner_ups(top, request.deadline)
+    return plan_layout(request, result, top=top)
 
 
 def plan_as_requested(request: PlanRequest, *, top: int = 4) -> TrainingPlan:

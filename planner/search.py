@@ -235,7 +235,7 @@ class LayoutProblem:
         scout = min(over_a_v, key=lambda c: c.step_time_s, default=None)
         if scout is None or scout.any_order_s >= incumbent or scout.step_time_s > MAX_SHORTENED * incumbent:
             return self._rest()
-        candidate = expand_with_new_order(self.pool.costs, scout.idx, bound_s=scout.any_order_s)
+        candidate = expand_with_new_order(self.pool.costs, scout.idx, bound_s=scout.any_order_s, below_s=incumbent)
         if candidate is not None and candidate.step_time_s < incumbent * (1 - REL_GAP):
             self.with_new_order = candidate
         return self._rest(self._ordered, evaluated=1, effort=1)

@@ -365,10 +365,17 @@ def with_schedule(costs: CostTable, schedule: int) -> CostTable:
     return costs.with_layouts(costs.layouts.replace(schedule=np.full_like(costs.layouts.schedule, schedule)))
 
 
-def synthesise(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> tuple[Order, TrainingEstimate] | None:
-    """Return the best order of passes found for the stages of a layout, whatever its schedule; None where none is within memory."""
+def synthesise(
+    costs: CostTable, idx: int, boundaries: tuple[int, ...], *, below_s: float = np.inf
+) -> tuple[Order, TrainingEstimate] | None:
+    """Return the best order of passes found for the stages of a layout, whatever its schedule; None where none is within memory.
+
+    Where no step is shorter than ``below_s`` it is the first one tried.
+    """
     row = with_schedule(costs.select(np.array([idx])), SYNTHESISED)
-    order = quick_order(*order_instance(row, boundaries), min_idle_fraction=MIN_IDLE_FRACTION)
+    pipeline_below_s = below_s - float(row.dp_edges_s[0])
+    instance = order_instance(row, boundaries)
+    order = quick_order(*instance, min_idle_fraction=MIN_IDLE_FRACTION, below_s=pipeline_below_s)
     if order is None:
         return None
     estimate = estimate_step(replace(row, order=order), 0, boundaries)

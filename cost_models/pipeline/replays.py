@@ -49,9 +49,10 @@ def waves(shape: PipelineShape) -> Waves:
     order = np.argsort(of_pass, kind="stable")
     moved = np.empty_like(order)
     moved[order] = np.arange(len(order))
-    before, needs, kinds = (np.array([0, *column])[order] for column in (passes.before, passes.needs, passes.kinds))
+    columns = (passes.before, passes.needs, passes.kinds)
+    ranks_before, inputs, kinds = (np.array([0, *column], dtype=np.int64)[order] for column in columns)
     starts = np.searchsorted(of_pass[order], np.arange(1, of_pass[order[-1]] + 2))
-    return Waves(moved[before], moved[needs], kinds, tuple(starts.tolist()), moved[passes.positions])
+    return Waves(moved[ranks_before], moved[inputs], kinds, tuple(starts.tolist()), moved[passes.positions])
 
 
 def makespans_s(shape: PipelineShape, seconds: FloatArray) -> FloatArray:

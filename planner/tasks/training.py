@@ -412,7 +412,7 @@ def add_synthesised_orders(result: SearchResult, deadline: Deadline, *, worse_th
         # A second one is not made where it would have to come closer to its bound than the first one did.
         if any_order_s * longer >= best_s * (1 - REL_GAP) or _all_but_schedule(layouts, row) in known:
             continue
-        candidate = expand_with_new_order(result.costs, row, bound_s=any_order_s)
+        candidate = expand_with_new_order(result.costs, row, bound_s=any_order_s, below_s=best_s)
         if candidate is None:
             continue
         num_fitting, longer = num_fitting + 1, candidate.step_time_s / any_order_s

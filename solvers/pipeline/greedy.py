@@ -42,14 +42,20 @@ EVENT_RULES = tuple(
 )
 
 
-def greedy_order(pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> tuple[Order, float]:
+def greedy_order(
+    pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule, *, below_s: float = math.inf
+) -> tuple[Order, float]:
     """Return an order for any placement, and the seconds until its last pass ends; `cap_bytes` [R].
+
+    Infinite seconds where they are not below ``below_s``; the order is then not whole.
 
     Raises:
         InfeasibleError: a rank cannot hold one micro-batch of all its stages.
     """
-    events = _Events(pipeline, cap_bytes, rule)
+    events = _Events(pipeline, cap_bytes, rule, below_s)
     order = events.run()
+    if events.is_too_long:
+        return order, math.inf
     assert not any(events.remaining), "a forward pass leaves memory for its micro-batch to go on"
     return order, max(events.idle_from_s)
 
@@ -70,10 +76,13 @@ def refill_weight_passes(pipeline: Pipeline, cap_bytes: Sequence[float], order: 
 
 
 def _followed(
-    pipeline: Pipeline, cap_bytes: Sequence[float], order: Order, fit: float | None
+    pipeline: Pipeline, cap_bytes: Sequence[float], order: Order, fit: float | None, *, below_s: float = math.inf
 ) -> tuple[float, Order] | None:
-    """Return seconds and order of `refill_weight_passes`; without ``fit`` weight passes stay where they are; None over the cap."""
-    events = _Events(pipeline, cap_bytes, EventRule("B", True, 0.0 if fit is None else fit))
+    """Return seconds and order of `refill_weight_passes`; None over the cap, and where it takes ``below_s`` or more.
+
+    Without ``fit`` weight passes stay where they are.
+    """
+    events = _Events(pipeline, cap_bytes, EventRule("B", True, 0.0 if fit is None else fit), below_s)
     events.follows_weights = fit is None
     events.sequence = [
         [a._replace(kind="B") if a.kind == "BW" else a for a in actions if a.kind != "W" or fit is None]
@@ -86,8 +95,12 @@ def _followed(
 class _Events:
     """The clock: passes that have arrived at each stage, and when each rank is free."""
 
-    def __init__(self, pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule) -> None:
-        self.costs, self.cap, self.rule = pipeline, cap_bytes, rule
+    def __init__(
+        self, pipeline: Pipeline, cap_bytes: Sequence[float], rule: EventRule, below_s: float = math.inf
+    ) -> None:
+        """Begin; passes end once some rank cannot be done before ``below_s``."""
+        self.costs, self.cap, self.rule, self.below_s = pipeline, cap_bytes, rule, below_s
+        self.is_too_long, self.left_s = False, pipeline.work_s().tolist()
         self.sequence: list[list[Action]] | None = None
         self.follows_weights = False
         ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
@@ -117,6 +130,9 @@ class _Events:
         """Return the order once no rank can go on."""
         while self.queue:
             now, rank = heapq.heappop(self.queue)
+            if now + self.left_s[rank] >= self.below_s + CLOCK and self.remaining[rank]:
+                self.is_too_long = True
+                break
             if now >= self.idle_from_s[rank] - CLOCK and self.remaining[rank]:
                 self._decide(now, rank) if self.sequence is None else self._follow(now, rank, self.sequence[rank])
         return tuple(tuple(row) for row in self.rows)
@@ -183,6 +199,7 @@ class _Events:
         self.resident[rank] += self.change[kind][s]
         self.done[kind][s] += 1
         self.remaining[rank] -= 1
+        self.left_s[rank] -= self.seconds[kind][s]
         self.rows[rank].append(Action(s, kind, i))
         self.idle_from_s[rank] = end
         heapq.heappush(self.queue, (end, rank))
@@ -241,29 +258,46 @@ REFILLS = (0.5, 1.0, 0.0)
 Try = tuple[EventRule, float]
 
 
-def quick_order(pipeline: Pipeline, cap_bytes: tuple[float, ...], *, min_idle_fraction: float = 0.0) -> Order | None:
+def quick_order(
+    pipeline: Pipeline,
+    cap_bytes: tuple[float, ...],
+    *,
+    min_idle_fraction: float = 0.0,
+    below_s: float = math.inf,
+) -> Order | None:
     """Return the shortest order tried with `cap_bytes` [R]; None where a rank cannot hold one micro-batch.
 
     Args:
         min_idle_fraction: blocks are tried where the greedy orders leave the busiest rank idle for more than this part of its work,
             all that a better order could gain.
+        below_s: seconds that matter: tries that take as long are ended, all but the first.
     """
     affordable = MAX_PASSES // (3 * pipeline.num_stages * pipeline.num_microbatches)
     tries, max_blocks = max(MIN_TRIES, affordable), min(MAX_BLOCKS, -(-affordable // TRIES_OF_A_BLOCK))
     num_rules = min(len(QUICK_RULES), -(-tries * 2 // 3))
-    with_full_cap = _shortest_first(pipeline, cap_bytes, ((rule, 1.0) for rule in QUICK_RULES[:num_rules]))
+    with_full_cap = _shortest_first(pipeline, cap_bytes, [(QUICK_RULES[0], 1.0)])
     if not with_full_cap:
         return None
+    others = ((rule, 1.0) for rule in QUICK_RULES[1:num_rules])
+    with_full_cap = sorted(
+        [*with_full_cap, *_shortest_first(pipeline, cap_bytes, others, below_s=below_s)], key=lambda tried: tried[0]
+    )
+    candidates = [(seconds, order) for seconds, _, order in with_full_cap]
     pairs = [(rule, fraction) for _, (rule, _), _ in with_full_cap for fraction in CAP_FRACTIONS][: tries - num_rules]
-    greedy = [*with_full_cap, *_shortest_first(pipeline, cap_bytes, pairs)]
-    candidates = [(seconds, order) for seconds, _, order in greedy]
-    if min(seconds for seconds, _ in candidates) > (1 + min_idle_fraction) * float(max(pipeline.work_s())):
-        candidates += block_orders(pipeline, cap_bytes, max_blocks=max_blocks)
+    within_s = min(below_s, candidates[0][0])
+    candidates += [(s, order) for s, _, order in _shortest_first(pipeline, cap_bytes, pairs, below_s=within_s)]
+    shortest_s = min(seconds for seconds, _ in candidates)
+    if shortest_s > (1 + min_idle_fraction) * float(max(pipeline.work_s())):
+        candidates += block_orders(pipeline, cap_bytes, max_blocks=max_blocks, below_s=min(below_s, shortest_s))
     return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def block_orders(pipeline: Pipeline, cap_bytes: Sequence[float], *, max_blocks: int) -> Iterator[tuple[float, Order]]:
-    """Yield seconds and orders of repeated blocks over a V, as pulled forward and with weight passes placed anew, where they fit.
+def block_orders(
+    pipeline: Pipeline, cap_bytes: Sequence[float], *, max_blocks: int, below_s: float = math.inf
+) -> Iterator[tuple[float, Order]]:
+    """Yield seconds and orders of repeated blocks over a V, as pulled forward and with weight passes placed anew.
+
+    Those that fit and take less than ``below_s``.
 
     None where memory is ample: nothing is longer without them.
     """
@@ -273,18 +307,21 @@ def block_orders(pipeline: Pipeline, cap_bytes: Sequence[float], *, max_blocks: 
     short = any(cap < AMPLE * len(ranks) * each for cap, each in zip(cap_bytes, largest, strict=True))
     for pulled in pulled_orders(pipeline, cap_bytes, max_blocks=max_blocks) if is_v and short else ():
         for fit in (None, *REFILLS):
-            if (followed := _followed(pipeline, cap_bytes, pulled, fit)) is not None:
+            if (followed := _followed(pipeline, cap_bytes, pulled, fit, below_s=below_s)) is not None:
                 yield followed
 
 
 def _shortest_first(
-    pipeline: Pipeline, cap_bytes: tuple[float, ...], tries: Iterable[Try]
+    pipeline: Pipeline, cap_bytes: tuple[float, ...], tries: Iterable[Try], *, below_s: float = math.inf
 ) -> list[tuple[float, Try, Order]]:
     orders = []
     for rule, fraction in tries:
         try:
-            order, seconds = greedy_order(pipeline, tuple(fraction * cap for cap in cap_bytes), rule)
+            cap = tuple(fraction * cap for cap in cap_bytes)
+            order, seconds = greedy_order(pipeline, cap, rule, below_s=below_s)
         except InfeasibleError:
+            continue
+        if seconds == math.inf:
             continue
         orders.append((seconds, (rule, fraction), order))
     return sorted(orders, key=lambda tried: tried[0])
