@@ -195,8 +195,8 @@ def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tu
     ranks = np.array(shape.rank_of_stage)
     activations, workload = np.asarray(contents.activation_bytes), costs.workload
     # Logits of a micro-batch are there from its forward to its backward pass; those of one are a term of their own.
-    own = workload.engine_facts.memory is None and workload.loss == "engine"
-    logits = np.asarray(contents.logits) * (workload.compute_bytes if own else 0.0)
+    is_ours = workload.engine_facts.memory is None and workload.loss == "engine"
+    logits = np.asarray(contents.logits) * (workload.compute_bytes if is_ours else 0.0)
     counted = 1 + PENDING_GRADIENTS if shape.record.splits_backward else 1.0
     by_rank = enumerate(peak_in_flight_by_chunk(shape))
     peak = np.stack(

@@ -103,7 +103,7 @@ def grouped_product(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, *
     return torch.empty(shape, dtype=a.dtype, device=a.device)
 
 
-def reduced_at_once(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def reduce_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce DDP's bucket as its own hook does; the future of a message that nobody sends has no value."""
     tensor, future = bucket.buffer(), torch.futures.Future[Tensor]()
     dist.all_reduce(tensor.div_(group.size()), group=group)

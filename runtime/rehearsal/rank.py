@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ from ..parallelize_model import parallelize
 from ..training.optimizer import build_optimizer, take_step
 from ..training.options import TrainOptions
 from ..user_modules import LossFunction
-from .kernels import gpu_kernels, gpu_workspace, host_workspace, reduced_at_once
+from .kernels import gpu_kernels, gpu_workspace, host_workspace, reduce_bucket
 from .recorder import Log, Recorder, tensors_of
 from .script import run_script
 
@@ -84,6 +85,7 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
     is_host = plan.cluster.weakest_device.backend.is_host
     if dist.is_initialized():
         raise RuntimeMismatchError("there is a torch.distributed job already: a rehearsal makes one of its own")
+    show_traceback = sys.excepthook  # a job's says its rank before every line
     dist.init_process_group("fake", store=FakeStore(), rank=plan.rank_map[rank], world_size=plan.layout.world_size)
     axes: dict[str, list[str]] = {}
     recorder = Recorder(axes, host_workspace if is_host else gpu_workspace)
@@ -116,6 +118,7 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
     finally:
         recorder.end_entries()
         dist.destroy_process_group()
+        sys.excepthook = show_traceback
         _forget_meshes()
         gc.collect()
 
@@ -152,7 +155,7 @@ def _run_script(
 def _quietly() -> Iterator[None]:
     """Let torch log nothing of what fails here, and DDP's hook end without a peer, while inside."""
     hook, level = data_parallel.allreduce_hook, logging.root.manager.disable
-    data_parallel.allreduce_hook = reduced_at_once
+    data_parallel.allreduce_hook = reduce_bucket
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():

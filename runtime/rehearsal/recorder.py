@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):
             return self._bincount(*args, **(kwargs or {}))
         out = run(*args, **(kwargs or {}))
         if kind == "message":
-            self._count_message(func, args)
+            self._count_message(func, args, out)
         elif kind == "flops":
             packet = func._overloadpacket
             count = flop_registry[packet] if packet in flop_registry else _FLASH_ON_CPU[packet]
@@ -272,7 +272,7 @@ class Recorder(TorchDispatchMode):
     def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         return torch.empty(minlength, dtype=torch.long, device=values.device)
 
-    def _count_message(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _count_message(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         tensors, group = list(tensors_of(args)), ""
         for arg in args:
             if isinstance(arg, str) and arg in self._axes:
@@ -293,7 +293,7 @@ class Recorder(TorchDispatchMode):
         preferred = next((names for part, names in _AXES_OF_OP.items() if part in op.replace("_", "")), ())
         entry = self.log.messages[Message(next((axis for axis in preferred if axis in axes), axes[0]), op)]
         entry[0] += 1
-        entry[1] += max(tensor.numel() * tensor.element_size() for tensor in tensors)
+        entry[1] += max(tensor.numel() * tensor.element_size() for tensor in (*tensors, *tensors_of((out,))))
 
     # Where it happens
 

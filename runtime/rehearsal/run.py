@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ...cost_models.stage.traffic import collective_bytes
 from ...schema.errors import MeshwrightError, RuntimeMismatchError
 from ...schema.rehearsal import CollectiveCount, Failure, LargestTensors, Rehearsal, RehearsedKind
 from ...schema.training_plan import TrainingPlan
@@ -93,6 +94,7 @@ def _compared(plan: TrainingPlan, kind: RankKind, log: Log, peak: Peak, worst: i
         entry = counts.setdefault((axis, _OPS.get(op, op)), [0, 0])
         entry[0] += count
         entry[1] += num_bytes
+    formulas = collective_bytes(plan, kind.stages)
     return RehearsedKind(
         stage=kind.stages[0], stages=kind.stages, rank=kind.rank, ranks=kind.ranks,
         peak_allocated_bytes=peak.allocated_bytes, peak_reserved_bytes=peak.reserved_bytes,
@@ -104,7 +106,10 @@ def _compared(plan: TrainingPlan, kind: RankKind, log: Log, peak: Peak, worst: i
             for category, operator, num_bytes, count in peak.largest
         ),
         collectives=tuple(
-            CollectiveCount(axis=axis, op=op, count=count, bytes=num_bytes)
+            CollectiveCount(
+                axis=axis, op=op, count=count, bytes=num_bytes,
+                predicted_bytes=round(formulas[axis, op]) if (axis, op) in formulas else None,
+            )
             for (axis, op), (count, num_bytes) in sorted(counts.items())
         ),
         flops=sum(log.flops.values()), allocations=len(log.num_bytes),

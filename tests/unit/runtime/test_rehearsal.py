@@ -94,6 +94,25 @@ def test_experts_are_rehearsed_with_even_and_with_most_rows() -> None:
     assert any(one.axis == "ep" and one.op == "all_to_all" for one in kind.collectives)
 
 
+@pytest.mark.parametrize(
+    ("model", "fix", "axes"),
+    [
+        ("llama-3.2-1b", "dp_shard=8,zero_stage=3,recompute=none,micro_batch_size=1", {"dp_shard"}),
+        ("smollm2-135m", "dp_shard=4,dp_replicate=2,zero_stage=2,recompute=none", {"dp_shard", "dp_replicate"}),
+        ("llama-3.2-1b", "tp=4,dp_shard=2,pp=1,sequence_parallel=true,recompute=none,zero_stage=1", {"dp_shard", "tp"}),
+        ("llama-3.2-1b", "tp=2,pp=2,num_model_chunks=1,half_blocks=false,recompute=none", {"dp_shard", "tp", "pp"}),
+        ("olmoe-1b-7b", "ep=4,pp=1,tp=1,dp_shard=8,recompute=none", {"dp_shard", "ep"}),
+    ],
+)
+def test_bytes_of_collectives_are_those_of_the_formulas(model: str, fix: str, axes: set[str]) -> None:
+    """But for numbers of which there are a few a message: losses, votes, counts of rows."""
+    rehearsal = rehearse(made(model, "8xH100-SXM-80GB", fix, batch=16))
+    predicted = [one for kind in rehearsal.kinds for one in kind.collectives if one.predicted_bytes is not None]
+    assert {one.axis for one in predicted} == axes
+    for one in predicted:
+        assert one.bytes == pytest.approx(one.predicted_bytes, rel=2e-4), one
+
+
 class Broken(torch.nn.Module):
     """A block whose second product has the wrong width."""
 
