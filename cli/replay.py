@@ -58,8 +58,8 @@ def _latencies(answer: Replay) -> Table:
         f"{answer.preemptions} preempted"
     )
     table = headed_table(title, "", "mean", "p50", "p90", "p99", "longest", "limit", "within")
-    limits = {found.limit.metric: found for found in answer.limits}
-    for metric, found in answer.latencies.items():
+    limits = {entry.limit.metric: entry for entry in answer.limits}
+    for metric, entry in answer.latencies.items():
         limit = limits.get(metric)  # type: ignore[call-overload]
         words = ("", "")
         if limit is not None:
@@ -67,7 +67,7 @@ def _latencies(answer: Replay) -> Table:
                 f"{format_seconds(limit.limit.seconds)} at p{100 * limit.limit.quantile:g}",
                 format_percent(limit.within),
             )
-        seconds = (found.mean_s, found.p50_s, found.p90_s, found.p99_s, found.max_s)
+        seconds = (entry.mean_s, entry.p50_s, entry.p90_s, entry.p99_s, entry.max_s)
         table.add_row(metric, *map(format_seconds, seconds), *words)
     return table
 

@@ -87,7 +87,7 @@ def replay(plan: ServingPlan, trace: Trace, *, rate: float | None = None, concur
         arrival = arrival * (trace.rate / rate)
     prefix = trace.prefix_len if plan.serving.prefix_cache else np.zeros_like(trace.prefix_len)
     table = RequestTable(arrival - arrival[0], trace.prompt_len, trace.output_len, prefix)
-    served, places = [], []
+    served, pools_of = [], []
     for pools, which in _ways(plan, table):
         part = RequestTable(*(getattr(table, name)[which] for name in table.__dataclass_fields__))
         if not len(part):
@@ -96,8 +96,8 @@ def replay(plan: ServingPlan, trace: Trace, *, rate: float | None = None, concur
         engines = [engine_pool(plan, plan.pools[idx]) for idx in pools]
         sent_s = plan.estimate.transfer_s / max(plan.serving.requests.mean_prompt_len, 1.0)
         served.append(simulate(engines, part, concurrency=share, transfer_s_per_token=sent_s))
-        places.append(pools)
-    return _answer(plan, served, places)
+        pools_of.append(pools)
+    return _answer(plan, served, pools_of)
 
 
 def engine_pool(plan: ServingPlan, pool: Pool) -> EnginePool:
@@ -143,7 +143,7 @@ def _ways(plan: ServingPlan, table: RequestTable) -> Iterator[tuple[tuple[int, .
         yield (first,) if last < 0 else (first, last), np.flatnonzero(taken == way)
 
 
-def _answer(plan: ServingPlan, served: Sequence[SimulatedRequests], places: Sequence[tuple[int, ...]]) -> Replay:
+def _answer(plan: ServingPlan, served: Sequence[SimulatedRequests], pools_of: Sequence[tuple[int, ...]]) -> Replay:
     values = {metric: np.concatenate([getattr(part, f"{metric}_s") for part in served]) for metric in METRICS}
     outputs = np.concatenate([part.output_len for part in served])
     values["tpot"] = values["tpot"][outputs > 1]
@@ -154,7 +154,7 @@ def _answer(plan: ServingPlan, served: Sequence[SimulatedRequests], places: Sequ
             waiting=use.waiting_s / duration, max_waiting=use.max_waiting, cache_use=use.cache_s / duration,
             max_cache_use=use.max_cache, prompt_tokens=use.prompt_tokens, output_tokens=use.decode_tokens,
         )
-        for part, pools in zip(served, places, strict=True)
+        for part, pools in zip(served, pools_of, strict=True)
         for pool, uses in zip(pools, part.pools, strict=True)
         for idx, use in enumerate(uses)
     ]  # fmt: skip
@@ -165,7 +165,7 @@ def _answer(plan: ServingPlan, served: Sequence[SimulatedRequests], places: Sequ
         output_tokens_per_s=float(outputs.sum()) / duration,
         mean_in_flight=sum(part.mean_in_flight * part.duration_s for part in served) / duration,
         preemptions=int(sum(part.preemptions.sum() for part in served)),
-        latencies={metric: _latency(found) for metric, found in values.items() if len(found)},
+        latencies={metric: _latency(seconds) for metric, seconds in values.items() if len(seconds)},
         limits=tuple(_limit(limit, values[limit.metric]) for limit in plan.serving.limits if len(values[limit.metric])),
         instances=tuple(instances),
     )

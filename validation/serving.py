@@ -234,9 +234,9 @@ def load_of(row: ServingRow, concurrency: int) -> RequestTable:
     rounds = min(ROUNDS, max(_MAX_REQUESTS // concurrency, _MIN_ROUNDS))
     count = rounds * concurrency
     draw = np.random.default_rng((row.isl, row.osl, concurrency))
-    least = (0.8, 0.8) if row.described else (1.0, ALMOST_EQUAL)
+    parts = (0.8, 0.8) if row.described else (1.0, ALMOST_EQUAL)
     prompt, output = (
-        draw.integers(math.ceil(part * n), n + 1, count) for part, n in zip(least, (row.isl, row.osl), strict=True)
+        draw.integers(math.ceil(part * n), n + 1, count) for part, n in zip(parts, (row.isl, row.osl), strict=True)
     )
     return RequestTable.of(prompt, np.maximum(output, 1))
 

@@ -21,8 +21,8 @@ def show_serving_scores(path: Path, *, as_json: bool) -> None:
     scores = score_serving(rows, predictions)
     if as_json:
         listed = [
-            {"id": row.id, **asdict(found), "scored": row.is_scored}
-            for row, found in zip(rows, predictions, strict=True)
+            {"id": row.id, **asdict(prediction), "scored": row.is_scored}
+            for row, prediction in zip(rows, predictions, strict=True)
         ]
         document = {"rows": listed, "scores": {name: asdict(score) for name, score in scores.items()}}
         typer.echo(json.dumps(document, indent=1))

@@ -148,12 +148,12 @@ class EngineProfile(Frozen):
         if version is None:
             return known[-1]
         try:
-            asked = Version(version)
+            version_asked_for = Version(version)
         except InvalidVersion as error:
             raise ConfigError(
                 f"{engine} version {version!r} cannot be read", help=f"known: {', '.join(p.version for p in known)}"
             ) from error
-        return next((p for p in reversed(known) if Version(p.version).release <= asked.release), known[0])
+        return next((p for p in reversed(known) if Version(p.version).release <= version_asked_for.release), known[0])
 
     def limits(
         self,

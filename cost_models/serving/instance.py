@@ -55,7 +55,7 @@ class Rank:
         self.ends: list[tuple[int, int]] = []  # heap of (clock of its last token, request)
         self.end_of: dict[int, int] = {}
         self.joined: dict[int, tuple[int, int]] = {}  # clock and cached tokens when it began to decode
-        self.held: dict[int, int] = {}  # blocks of its own at that time, or all of them where they are reserved
+        self.blocks_of: dict[int, int] = {}  # blocks of its own at that time, or all of them where they are reserved
         self.order: list[int] = []
         self.clock = self.num = self.cached = self.end_sum = self.coming = 0
         self.free = limits.cache_blocks
@@ -81,9 +81,9 @@ class Rank:
         states, size = self.states, self.size
         shared = states.prefix[request] // size
         tokens = self._tokens_of(request) - states.has_cache[request]
-        left = 0 if self.hands_over else states.prompt[request] + states.output[request] - 1 - tokens
+        remaining = 0 if self.hands_over else states.prompt[request] + states.output[request] - 1 - tokens
         if self.reserves_all:
-            needed = -(-(tokens + left) // size) - shared
+            needed = -(-(tokens + remaining) // size) - shared
             if needed > self.free:
                 return False
         else:
@@ -91,11 +91,11 @@ class Rank:
             running = self.end_sum - self.num * self.clock
             if not self.hands_over:
                 running += sum(states.output[entry[0]] for entry in self.prompts)
-            ahead = self.reserve_new * left + self.reserve_running * running
+            ahead = self.reserve_new * remaining + self.reserve_running * running
             if needed > self.free or (self.running and needed + ahead / size > self.free):
                 return False
         self.free -= needed
-        self.held[request] = needed
+        self.blocks_of[request] = needed
         self.order.append(request)
         self.waiting.popleft()
         return True
@@ -125,8 +125,8 @@ class Rank:
                 states.first_s[request] = now_s
                 continue
             done, total = states.prefix[request], self._tokens_of(request)
-            alone = not self.now and not (self.mixed and self.num)
-            if budget <= 0 or (limits.chunk is None and total - done > budget and not alone):
+            is_first = not self.now and not (self.mixed and self.num)
+            if budget <= 0 or (limits.chunk is None and total - done > budget and not is_first):
                 break
             if not self._admit(request):
                 break
@@ -167,14 +167,14 @@ class Rank:
             self.end_sum - self.end_of.pop(request),
         )
         self.phases[(clock - length) % self.size] -= 1
-        held = self.held.pop(request)
-        self.free += held if self.reserves_all else -(-tokens // self.size) - (-(-length // self.size) - held)
+        taken = self.blocks_of.pop(request)
+        self.free += taken if self.reserves_all else -(-tokens // self.size) - (-(-length // self.size) - taken)
 
     def _make_room(self) -> bool:
         """Preempt the youngest requests until every decoding one has room for a token; return whether any was."""
         if self.reserves_all:
             return False
-        any_left = False
+        any_preempted = False
         while self.phases[self.clock % self.size] > self.free:
             request = self.order.pop()
             if request in self.end_of:
@@ -185,12 +185,12 @@ class Rank:
                 if idx is None:
                     continue  # ended long ago
                 del self.prompts[idx]
-                self.free += self.held.pop(request)
+                self.free += self.blocks_of.pop(request)
             self.states.preemptions[request] += 1
             self.states.has_cache[request] = False
             self.waiting.appendleft(request)
-            any_left = True
-        return any_left
+            any_preempted = True
+        return any_preempted
 
     def steps_to_change(self) -> int:
         """Return how many steps decode as this one: until a request ends or the cache is full."""
@@ -242,7 +242,7 @@ class Rank:
             states.made[request] += 1
             if self.hands_over or states.made[request] >= states.output[request]:
                 ended.append(request)
-                self.free += self.held.pop(request)
+                self.free += self.blocks_of.pop(request)
             else:
                 self._join(request)
         if self.now:
@@ -290,7 +290,7 @@ class Instance:
         self.front_free_s = self.link_free_s = 0.0
         self.poll_steps, self.since_poll = profile.scheduler.poll_steps, 0
         self.inbox: list[tuple[Rank, int]] = []
-        self.balance_steps, self.held_steps, self.holds = profile.scheduler.balance_steps, 0, False
+        self.balance_steps, self.hold_steps, self.holds = profile.scheduler.balance_steps, 0, False
         self.load = 0
 
     @property
@@ -301,11 +301,11 @@ class Instance:
     def account(self, now_s: float) -> None:
         """Add the time since the last change to the integrals."""
         use, passed = self.use, now_s - self.since_s
-        running, waiting, held = 0, 0, 0
+        running, waiting, taken = 0, 0, 0
         for rank in self.ranks:
             running, waiting = running + len(rank.prompts) + rank.num, waiting + rank.coming + len(rank.waiting)
-            held += self.blocks - rank.free
-        cache = held / (self.blocks * len(self.ranks))
+            taken += self.blocks - rank.free
+        cache = taken / (self.blocks * len(self.ranks))
         use.running_s += running * passed
         use.waiting_s += waiting * passed
         use.cache_s += cache * passed
@@ -355,7 +355,7 @@ class Instance:
         if self.inbox:
             steps = min(steps, self.poll_steps - self.since_poll % self.poll_steps)
         if hold:
-            steps = min(steps, self.balance_steps - self.held_steps)
+            steps = min(steps, self.balance_steps - self.hold_steps)
         if steps <= 2:
             self.times, ends = [], now_s
             for step in range(steps):
@@ -372,10 +372,10 @@ class Instance:
             return False
         without = sum(not (rank.waiting or rank.prompts) for rank in self.ranks)
         if without in (0, len(self.ranks)) or not any(rank.num for rank in self.ranks):
-            self.held_steps = 0
+            self.hold_steps = 0
             return False
-        if self.held_steps >= self.balance_steps:
-            self.held_steps = 0
+        if self.hold_steps >= self.balance_steps:
+            self.hold_steps = 0
             return False
         return True
 
@@ -405,7 +405,7 @@ class Instance:
         self.account(self.end_s)
         use.busy_s += self.end_s - self.begun_s
         use.steps += self.steps
-        self.held_steps += self.steps if self.holds else 0
+        self.hold_steps += self.steps if self.holds else 0
         # A step with prompts is followed by a look at what has arrived.
         self.since_poll = 0 if any(rank.now for rank in self.ranks) else self.since_poll + self.steps
         for rank in self.ranks:

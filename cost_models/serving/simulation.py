@@ -124,9 +124,11 @@ class SimulatedRequests:
     def after(self, first: int) -> SimulatedRequests:
         """Return the requests from this one on: those before warm the engines."""
         values = ("sent_s", "ttft_s", "tpot_s", "e2e_s", "queue_s", "output_len", "preemptions")
-        kept = {name: getattr(self, name)[first:] for name in values}
-        lasts = kept["sent_s"] + kept["e2e_s"]
-        return replace(self, **kept, duration_s=float(lasts.max() - kept["sent_s"].min()) if len(lasts) else 0.0)
+        values_of = {name: getattr(self, name)[first:] for name in values}
+        lasts = values_of["sent_s"] + values_of["e2e_s"]
+        return replace(
+            self, **values_of, duration_s=float(lasts.max() - values_of["sent_s"].min()) if len(lasts) else 0.0
+        )
 
 
 def simulate(
@@ -288,8 +290,8 @@ def _check_cache(limits: EngineLimits, requests: RequestTable, *, decodes: bool)
     """Raise an error where a request alone overfills the cache."""
     tokens = requests.prompt_len + (requests.output_len - 1 if decodes else 0)
     room = limits.cache_blocks * limits.block_size
-    if len(tokens) and (most := int(tokens.max())) > room:
+    if len(tokens) and (longest := int(tokens.max())) > room:
         raise ConfigError(
-            f"a request of {most} tokens is longer than the cache of an attention rank, {room} tokens",
+            f"a request of {longest} tokens is longer than the cache of an attention rank, {room} tokens",
             help="give the instance more devices (tp), a cache of fp8, or leave longer requests out",
         )

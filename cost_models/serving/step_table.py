@@ -23,7 +23,7 @@ from .engine import EngineProfile
 
 _DECODE_CONTEXTS = 2.0 ** np.arange(0, 21)
 _PROMPT_CONTEXTS = np.concatenate([[0.0], 2.0 ** np.arange(4, 21)])
-_OWN_TABLES = ("head", "experts", "decode_attention", "prefill_attention")
+_TABLED_APART = ("head", "experts", "decode_attention", "prefill_attention")
 
 
 class StepParts(Protocol):
@@ -134,7 +134,7 @@ _DECODE_CONTEXTS_LIST = _DECODE_CONTEXTS.tolist()
 def _body(parts: Mapping[str, FloatArray], rows: IntArray) -> list[float]:
     """Return the seconds that only rows decide, of the rank's own."""
     return np.sum(
-        [np.broadcast_to(s, rows.shape) for name, s in parts.items() if name not in _OWN_TABLES], axis=0
+        [np.broadcast_to(s, rows.shape) for name, s in parts.items() if name not in _TABLED_APART], axis=0
     ).tolist()
 
 
