@@ -76,7 +76,9 @@ def build_serving_plan(request: PlanRequest, search: ServingSearch, *, top: int)
 
 def pools_of(deployment: Deployment) -> tuple[Pool, ...]:
     """Return the pools of a deployment."""
-    roles: tuple[Role, ...] = ("prefill", "decode") if deployment.is_disaggregated else ("agg",) * len(deployment.kinds)
+    roles: tuple[Role, ...] = tuple("agg" for _ in deployment.kinds)
+    if deployment.is_disaggregated:
+        roles = ("prefill", "decode")
     pairs = zip(roles, deployment.kinds, deployment.counts, strict=True)
     return tuple(kind.pool(role, count) for role, kind, count in pairs)
 

@@ -213,8 +213,8 @@ def _serve_apart(
         if not len(members):
             uses.append((InstanceUse(),))
             continue
-        parts = (table.arrival_s, table.prompt_len, table.output_len, table.prefix_len)
-        result = simulate(pool, RequestTable(*(part[members] for part in parts)))
+        lengths = (part[members] for part in (table.prompt_len, table.output_len, table.prefix_len))
+        result = simulate(pool, RequestTable(table.arrival_s[members], *lengths))
         uses.append(result.pools[0])
         for name in columns:
             values = getattr(result, name)

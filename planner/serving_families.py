@@ -168,7 +168,6 @@ class Family:
     def in_closed_loop(self, counts: tuple[int, ...], concurrency: int, *, fluid: bool) -> tuple[float, float, float]:
         """Return requests a second, mean seconds of the first token and of a token, of a load that is kept in flight."""
         last = self.rates[-1]
-        lanes = last.kind.model.lanes * counts[-1]
         if not self.is_disaggregated:
             curve = last.fluid_curve if fluid else last.curve
             first_s, cap = curve.ttft_s, math.inf
@@ -180,7 +179,7 @@ class Family:
             cap = counts[0] * self.largest(0, fluid=True)
         rate: FloatArray = curve.requests_per_s * counts[-1]
         in_flight = rate * (first_s + last.mix.decode_steps * curve.step_s)
-        idx = int(min(np.searchsorted(np.maximum.accumulate(in_flight), concurrency), CURVE - 1))
+        idx = min(int(np.searchsorted(np.maximum.accumulate(in_flight), concurrency)), CURVE - 1)
         carried, step_s = float(rate[idx]), float(curve.step_s[idx])
         if in_flight[idx] >= concurrency and idx:  # between two points
             part = (concurrency - in_flight[idx - 1]) / max(in_flight[idx] - in_flight[idx - 1], 1e-30)
@@ -194,5 +193,4 @@ class Family:
             before = np.flatnonzero(rate >= cap)
             step_s = float(curve.step_s[max(int(before[0]) - 1, 0)]) if len(before) else step_s
         waiting = concurrency / carried - last.mix.decode_steps * step_s if carried else math.inf
-        del lanes
         return carried, max(float(first_s[idx]), waiting), step_s

@@ -93,7 +93,7 @@ def program(rates: Sequence[KindRates], rate: float, *, by_price: bool, fluid: b
         size=np.array([each.kind.size for each in rates]),
         device_type=np.array([parts.index(each.kind.part) for each in rates]),
         stock=np.array([float(stock[part]) for part in parts]),
-        roles=("agg",) * len(rates),
+        roles=tuple("agg" for _ in rates),
     )
 
 
@@ -105,12 +105,12 @@ def mixed_deployments(rates: Sequence[KindRates], rate: float, *, by_price: bool
         choice = solve(estimated).choice
         if choice is None:
             return
-        chosen = np.flatnonzero(choice.instances > 0)
+        chosen = np.flatnonzero(choice.instances > 0).tolist()
         if len(chosen) < 2:
             return
         shares = choice.shares[:, chosen]
         routes = tuple(tuple(row) for row in (shares / shares.sum(axis=1, keepdims=True)).tolist())
-        counts = tuple(int(count) for count in choice.instances[chosen])
+        counts = tuple(choice.instances[chosen].tolist())
         yield Deployment(tuple(rates[e].kind for e in chosen), counts, routes), bound
         estimated = replace(estimated, seconds=LONGER * estimated.seconds)
 

@@ -454,7 +454,9 @@ def _broken(
     """Return which points break a limit, and the first limit that each of them breaks."""
     broken = np.zeros(curve.per_step.shape, dtype=bool)
     names = [""] * len(broken)
-    tests = [(limit.metric, curve.quantile_s(limit.metric, limit.quantile) > limit.seconds) for limit in limits]
+    tests: list[tuple[str, Any]] = [
+        (limit.metric, curve.quantile_s(limit.metric, limit.quantile) > limit.seconds) for limit in limits
+    ]
     if not prefill and not curve.fluid and curve.mix.new_tokens:
         tests.append(("prompts", curve.load >= 1 - 1e-3))
     for name, beyond in tests:
