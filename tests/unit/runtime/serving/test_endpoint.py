@@ -44,7 +44,8 @@ def served(*, text: Text | None = None, bounds: Bounds | None = None, **engine: 
     """An endpoint on a free port of the loopback; at the end every block is free again."""
     with make_engine(**engine) as made:
         endpoint = Endpoint(made, model="tiny", text=text, bounds=bounds, hosts=OWN_NAMES)
-        listening = socket.socket()
+        # With its protocol: asyncio sends at once only where that is known to be TCP.
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listening.bind(("127.0.0.1", 0))
         listening.listen(512)
@@ -210,7 +211,7 @@ BODIES = st.dictionaries(
 )
 
 
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(BODIES)
 def test_bodies_are_read_or_refused(body: dict[str, Any]) -> None:
     for kind in (CompletionBody, ChatBody):
@@ -242,11 +243,12 @@ def malformed(count: int) -> Iterator[bytes]:
                 ).encode()
 
 
-def test_thousands_of_malformed_requests_get_errors_and_change_nothing() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(4000, marks=pytest.mark.long)])
+def test_malformed_requests_get_errors_and_change_nothing(count: int) -> None:
     with served() as (endpoint, port):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         for body in [
-            *malformed(2000),
+            *malformed(count),
             b"",
             b"[" * 100_000,
             b"1" * 100_000,
@@ -260,7 +262,7 @@ def test_thousands_of_malformed_requests_get_errors_and_change_nothing() -> None
             assert set(content["error"]) == {"message", "type", "param", "code"} and "Traceback" not in str(content)
         connection.close()
         assert ask(port, {**PROMPT, "max_tokens": 4})[0] == 200
-        assert endpoint.meter.outcomes == {"refused": 2005, "served": 1}
+        assert endpoint.meter.outcomes == {"refused": count + 5, "served": 1}
 
 
 def test_bytes_that_are_no_http_end_the_connection_only() -> None:
