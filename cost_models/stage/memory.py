@@ -136,7 +136,7 @@ class StageContents:
     working_bytes: Array
     logits: Array
     boundary_bytes: Array
-    ends_are_one: Array = False  # type: ignore[assignment]
+    ends_are_one: Array = False
 
     def frozen(self, step: StepShape, workload: Workload) -> Array:
         """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard where fully_shard has it."""
