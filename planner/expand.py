@@ -369,10 +369,10 @@ def _with_replayed_cut(costs: CostTable, candidate: Candidate, *, below_s: float
     elif in_chunks and cuts and np.any(required(cuts[0]) > cap_bytes):
         return candidate
     for boundaries in cuts:
-        cut = tuple(int(end) for end in boundaries[0])
-        estimate = estimate_step(costs, idx, cut)
+        ends = tuple(int(end) for end in boundaries[0])
+        estimate = estimate_step(costs, idx, ends)
         if estimate.step_time_s < candidate.step_time_s:
-            return replace(candidate, boundaries=cut, estimate=estimate)
+            return replace(candidate, boundaries=ends, estimate=estimate)
     return candidate
 
 

@@ -42,8 +42,8 @@ def waves(shape: PipelineShape) -> Waves:
     """
     passes = program(shape)
     wave = [0]
-    for before, needs in zip(passes.before, passes.needs, strict=True):
-        one, other = wave[before], wave[needs]
+    for previous, needed in zip(passes.before, passes.needs, strict=True):
+        one, other = wave[previous], wave[needed]
         wave.append((one if one > other else other) + 1)
     of_pass = np.array(wave)
     order = np.argsort(of_pass, kind="stable")
