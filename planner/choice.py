@@ -262,7 +262,7 @@ def with_headroom(request: PlanRequest, result: SearchResult, row: int, fastest:
     if costs.layouts.is_mixed:
         smaller = request.cluster.with_headroom(float(ratio_coefficients()["preferred_headroom"]))
         candidate = expand_fitting(costs.evaluate(costs.layouts, smaller), 0)
-    candidate = candidate or (None if row == fastest.idx else expand_fitting(costs, 0))
+    candidate = candidate or (None if row == fastest.idx else expand_fitting(costs, 0, below_s=fastest.step_time_s))
     if candidate is not None:
         estimate = candidate.estimate.replace(budget_bytes=budget_bytes)
         yield replace(candidate, idx=row, estimate=estimate, any_order_s=candidate.bound_s)

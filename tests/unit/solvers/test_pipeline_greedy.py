@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.pipeline.orders import Pipeline
 from meshwright.cost_models.pipeline.simulation import peak_bytes
+from meshwright.schema.errors import InfeasibleError
 from meshwright.schema.schedules import placement
-from meshwright.solvers.pipeline.greedy import quick_order
+from meshwright.solvers.pipeline.greedy import QUICK_RULES, greedy_order, quick_order
 from meshwright.solvers.pipeline.schedule import PipelineInstance, check, lower_bound_s
 
 
@@ -47,3 +48,25 @@ def test_an_order_is_whole_and_within_its_caps(drawn: tuple[Pipeline, tuple[floa
     assert np.all(peak_bytes(pipeline, order) <= np.array(caps) * (1 + 1e-9) + 1e-6)
     instance = PipelineInstance(pipeline, tuple(cap + 1e-6 for cap in caps))
     assert check(instance, order) >= lower_bound_s(instance) * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines(), st.floats(0.5, 2.0))
+def test_what_cannot_be_short_enough_is_given_up_and_nothing_else(
+    drawn: tuple[Pipeline, tuple[float, ...]], slack: float
+) -> None:
+    pipeline, caps = drawn
+    try:
+        order, seconds = greedy_order(pipeline, caps, QUICK_RULES[0])
+    except InfeasibleError:
+        return
+    within, within_s = greedy_order(pipeline, caps, QUICK_RULES[0], below_s=slack * seconds)
+    assert within_s == (seconds if slack > 1 else np.inf)
+    assert slack <= 1 or within == order
+    unlimited, limited = (
+        check(PipelineInstance(pipeline, tuple(cap + 1e-6 for cap in caps)), found)
+        for found in (quick_order(pipeline, caps), quick_order(pipeline, caps, below_s=slack * seconds))
+        if found is not None
+    )
+    assert limited >= min(unlimited, slack * seconds) * (1 - 1e-9)
+    assert limited <= seconds * (1 + 1e-9)
