@@ -45,7 +45,17 @@ def goodput(
     answer = Plan.load(plan)
     if not isinstance(answer, TrainingPlan):
         raise ConfigError(f"{plan} is a plan for {answer.task_name}; one for training is needed")
-    report = expected_goodput(answer, Faults(**faults.model_dump()))
+    report = expected_goodput(
+        answer,
+        Faults(
+            mtbf_hours_per_device=faults.mtbf_hours_per_device,
+            save_s=faults.save_s,
+            restart_s=faults.restart_s,
+            repair_hours=faults.repair_hours,
+            tolerate=faults.tolerate,
+            spares=faults.spares,
+        ),
+    )
     show_answer(report, *_tables(answer, report), as_json=json)
     typer.echo(
         f"next: meshwright apply {plan} --checkpoint-dir DIR --checkpoint-every {report.interval_steps}", err=True
