@@ -152,7 +152,7 @@ def lower_bound_s(instance: BatchInstance) -> float:
 
 
 def batch_seconds(instance: BatchInstance, micro_batches: Sequence[Sequence[BatchGroup]]) -> float:
-    """Return (O) of a schedule, recomputed from the sequences."""
+    """Return (O) of a schedule, recomputed from the sequences: a micro-batch takes as long as its slowest group (C4)."""
     column = {degree: idx for idx, degree in enumerate(instance.degrees)}
     slowest = (
         max(float(instance.seconds[list(group.sequences), column[group.size]].sum()) for group in groups)

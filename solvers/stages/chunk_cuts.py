@@ -4,16 +4,17 @@ Sets, data: of split_bound.py, with V > 1 chunks a rank, N blocks and S stages
 Variables
     n[s]         blocks of stage s; those of one rank differ by one at most
 Objective
-    (O) min T(n) + sum_q max_r once[q,r](n)      T: the schedule replayed with the seconds of n
+    (O) min T + sum_q max_r once[q,r]      T: the schedule replayed with the seconds of n
 Constraints
-    (C2) chunks, as there;  (C3) FITS(n), a function
+    (C2) blocks: those of one rank differ by one at most
+    (C3) memory: every stage fits, which a function of n says
 
 The ends of the model have an embedding and a head, so that blocks fewer there save most; which chunks of the other ranks have one
 more decides how long ranks wait for each other. Where N is close to a multiple of S, few placements remain in which no stage has
 more than c = ceil(N / S) blocks, and all of them are replayed. Every other split has a rank with more than c V blocks, of which the
 bound of split_bound.py holds:
 
-    (O) >= min( min over all placements, min_r cost[r][before, y > c V] )
+    seconds >= min( min over all placements, min_r cost[r][before, y > c V] )
 
 Else blocks move one at a time between a stage that has another number of blocks than most and any other stage, as long as that is
 faster: a local optimum.
@@ -101,6 +102,7 @@ def best_cut(
 
 
 def _fastest_that_fits(sizes: IntArray, steps: FloatArray, fits: Fits) -> ChunkCut | None:
+    """Return the fastest cut whose stages fit (C3)."""
     order = np.argsort(steps, kind="stable")
     for first in range(0, len(order), CHECKED_AT_ONCE):
         block = order[first : first + CHECKED_AT_ONCE]
@@ -148,7 +150,7 @@ def _local_optimum(
 
 
 def _placed(instance: SplitBoundInstance, sizes: IntArray, *, last: bool) -> IntArray:
-    """Return the same blocks of each rank with its odd ones in its first chunks, or its last ones."""
+    """Return the same blocks of each rank (C2) with its odd ones in its first chunks, or its last ones."""
     placed, of_rank = sizes.copy(), np.sort(sizes[instance.stages_of_rank], axis=1)  # [R, V]
     placed[instance.stages_of_rank] = of_rank if last else of_rank[:, ::-1]
     return placed
