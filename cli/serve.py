@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..schema import ServingPlan
 
 LOOPBACK = "127.0.0.1"
-OWN_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
+LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 
 
 class ServeOptions(OptionModel):
@@ -78,7 +78,7 @@ def serve(plan: PlanArgument, options: ServeOptions, json: JsonOption = False) -
     with listening_socket(options.host, options.port) as listening, open_engine(loaded, options) as engine:
         endpoint = Endpoint(
             engine, model=options.name or loaded.model.name, text=text, bounds=Bounds(open_requests=options.max_open),
-            meter=Meter(planned), hosts=OWN_NAMES if _is_loopback(options.host) else frozenset(),
+            meter=Meter(planned), hosts=LOOPBACK_NAMES if _is_loopback(options.host) else frozenset(),
         )  # fmt: skip
         address, port = listening.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
@@ -106,10 +106,10 @@ def open_engine(plan: ServingPlan, options: ServeOptions) -> EngineFront:
     if not plan.cluster.weakest_device.backend.is_host:
         import torch
 
-        found, needed = torch.cuda.device_count(), plan.num_devices
-        if found < needed:
+        available, needed = torch.cuda.device_count(), plan.num_devices
+        if available < needed:
             raise RuntimeMismatchError(
-                f"the plan has {needed} x {plan.pools[0].device}, and torch finds {found} GPUs here",
+                f"the plan has {needed} x {plan.pools[0].device}, and torch finds {available} GPUs here",
                 help="plan with --cluster local, or export the plan for an engine",
             )
         device = "cuda"
@@ -211,7 +211,7 @@ def _report(meter: Meter, *, as_json: bool) -> None:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in meter.outcomes.items()) or "none"
     table = headed_table(f"requests: {counts}", "", "mean", "p50", "p90", "p99")
     for name in METRICS:
-        for title, found in (("measured", measured[name]), ("planned", meter.planned[name])):
-            figures = [format_seconds(found[share]) if found else "-" for share in ("mean", "p50", "p90", "p99")]
-            table.add_row(f"{name} {title}", *figures)
+        for title, figures in (("measured", measured[name]), ("planned", meter.planned[name])):
+            cells = [format_seconds(figures[share]) if figures else "-" for share in ("mean", "p50", "p90", "p99")]
+            table.add_row(f"{name} {title}", *cells)
     show(table)

@@ -213,7 +213,7 @@ def _anneal(
             soft = (sums ** (1 / norm)).sum(axis=1)
             one = rng.integers(0, size, (ROUND, NUM_CHAINS))
             other = (one + rng.integers(1, size, (ROUND, NUM_CHAINS))) % size
-            least_gain = np.log(rng.random((ROUND, NUM_CHAINS)))
+            needed_gain = np.log(rng.random((ROUND, NUM_CHAINS)))
         i, j = one[step % ROUND], other[step % ROUND]
         moves = (instance.kind[i] == instance.kind[j]) & (instance.block[i] != instance.block[j])
         swapped = orders.copy()
@@ -229,7 +229,7 @@ def _anneal(
             added = np.where(joins, added / 2, added)
             changed = np.maximum(sums + np.add.reduceat(added, pairs.columns, axis=1), np.finfo(float).tiny)
         changed_soft = (changed ** (1 / norm)).sum(axis=1)
-        accepted = moves & (least_gain[step % ROUND] < (soft - changed_soft) / temperature)
+        accepted = moves & (needed_gain[step % ROUND] < (soft - changed_soft) / temperature)
         orders[accepted], sums[accepted], soft[accepted] = swapped[accepted], changed[accepted], changed_soft[accepted]
     costs = np.maximum.reduceat(pairs.seconds[pairs.cells(orders, every)], pairs.first, axis=1).sum(axis=1)
     return orders[np.argmin(costs)] if costs.min() < best_cost else best

@@ -105,7 +105,7 @@ class Recipe(Frozen):
 
     @property
     def axes_gain(self) -> float | None:
-        """What of it there is with the switches of the published run."""
+        """The gain that is there with the switches of the published run."""
         if self.planned is None or self.gain is None or self.planned.switches_as_published_s is None:
             return None
         return (1 + self.gain) * self.planned.step_time_s / self.planned.switches_as_published_s - 1

@@ -268,8 +268,8 @@ def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model
     """Return the micro-batches that every rank holds at least when it holds most [N]; not above `in_flight`."""
     count = np.ones_like(np.asarray(pp, dtype=np.float64))
     for idx, record in enumerate(SCHEDULES.values()):
-        at_least = record.min_in_flight(num_microbatches, pp, num_model_chunks)
-        count = np.where(np.asarray(schedule) == idx, at_least, count)
+        min_count = record.min_in_flight(num_microbatches, pp, num_model_chunks)
+        count = np.where(np.asarray(schedule) == idx, min_count, count)
     return np.minimum(num_microbatches, count)
 
 

@@ -39,15 +39,15 @@ def all_reduce_s(num_bytes: FloatArray, group: int, cluster: ClusterSpec, coeffi
         return np.zeros_like(num_bytes)
     library = group_s("all_reduce", num_bytes, group, 1, cluster)
     level, c = cluster.levels[0], coefficients["serving"]
-    least_s = c["all_reduce_s"].get(cluster.weakest_device.vendor)
+    floor_s = c["all_reduce_s"].get(cluster.weakest_device.vendor)
     # Over PCIe peers are read through the host: engines use these kernels for pairs only.
     reaches = level.link.kind == "scale-up" and (group == 2 or level.link.shared_by == "device")
-    if group > level.domain_size or not reaches or least_s is None:
+    if group > level.domain_size or not reaches or floor_s is None:
         return library
     rate = _rate(level, cluster, group)
-    one_shot = least_s + (group - 1) * num_bytes / (c["one_shot_efficiency"] * rate)
+    one_shot = floor_s + (group - 1) * num_bytes / (c["one_shot_efficiency"] * rate)
     two_shot = 2 * (group - 1) / group * num_bytes / (c["two_shot_efficiency"] * rate)
-    return np.asarray(np.minimum(library, np.minimum(one_shot, least_s + c["two_shot_s"] + two_shot)))
+    return np.asarray(np.minimum(library, np.minimum(one_shot, floor_s + c["two_shot_s"] + two_shot)))
 
 
 def _rate(level: LinkLevel, cluster: ClusterSpec, group: int) -> float:
@@ -77,12 +77,12 @@ def to_experts_s(
     """
     group, stride = ranks
     gathered = rows * group * hidden_dim * 2
-    least = group_s("all_gather", gathered, group, stride, cluster) + group_s(
+    fastest_s = group_s("all_gather", gathered, group, stride, cluster) + group_s(
         "reduce_scatter", gathered, group, stride, cluster
     )
     level, c = cluster.levels[0], coefficients["serving"]
     if level.link.kind != "scale-up" or level.link.shared_by != "device" or cluster.weakest_device.vendor != "nvidia":
-        return least
+        return fastest_s
     in_node = max(min(group, level.domain_size // stride), 1)
     spans = group > in_node
     distinct = group * (1 - (1 - 1 / group) ** top_k)
@@ -91,22 +91,24 @@ def to_experts_s(
         (c["exchange_s"] + spans * c["low_latency_network_s"], distinct, c["exchange_efficiency"]),
     ):
         # Ranks of a tensor-parallel group have the same rows, and each sends its part.
-        there = rows / stride * copies * hidden_dim
+        arriving = rows / stride * copies * hidden_dim
         seconds: Any = 0.0
         for element_bytes in (1, 2):
-            within = element_bytes * there * (in_node - 1) / group / (efficiency * _rate(level, cluster, in_node + 1))
+            within = (
+                element_bytes * arriving * (in_node - 1) / group / (efficiency * _rate(level, cluster, in_node + 1))
+            )
             across = 0.0
             if spans:
                 outer = cluster.levels[-1].link
                 share = cluster.largest_node if outer.shared_by == "node" else 1
                 across = (
                     element_bytes
-                    * there
+                    * arriving
                     * (group - in_node)
                     / group
                     * share
                     / (c["network_efficiency"] * outer.bandwidth_bytes_per_s * cluster.calibration.scale_out)
                 )
             seconds = seconds + latency + np.maximum(within, across)
-        least = np.minimum(least, seconds)
-    return np.asarray(least)
+        fastest_s = np.minimum(fastest_s, seconds)
+    return np.asarray(fastest_s)

@@ -99,20 +99,20 @@ class Instance:
 
 def operators(instance: Instance, layer: Layer) -> tuple[Operator, ...]:
     """Return the operators of a layer as serving engines run them."""
-    found = layer_operators(layer, OperatorRules(hidden_dim=instance.model.hidden_dim, kernels=KERNELS))
+    listed = layer_operators(layer, OperatorRules(hidden_dim=instance.model.hidden_dim, kernels=KERNELS))
     block = layer.inner_block
-    return _fused_latent(found) if block is not None and isinstance(block.attention, LatentAttention) else found
+    return _fused_latent(listed) if block is not None and isinstance(block.attention, LatentAttention) else listed
 
 
-def _fused_latent(found: tuple[Operator, ...]) -> tuple[Operator, ...]:
+def _fused_latent(listed: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Return latent attention's operators with both down-projections as one, their norms as one, and no copies of keys."""
-    by_name = {op.name: op for op in found}
+    by_name = {op.name: op for op in listed}
     down, up = by_name["kv_down"], by_name.get("q_down")
     assert isinstance(down, Gemm)
     dropped = {"latent_copies"} | ({"q_norm", "q_down"} if up is not None else set())
     if isinstance(up, Gemm):
         by_name["kv_down"] = replace(down, n=down.n + up.n)
-    return tuple(by_name[op.name] for op in found if op.name not in dropped)
+    return tuple(by_name[op.name] for op in listed if op.name not in dropped)
 
 
 def row_costs(instance: Instance, layer: Layer) -> dict[str, FloatArray]:
@@ -197,10 +197,10 @@ def weight_bytes(instance: Instance, layer: Layer) -> float:
     """Return the bytes of one layer's weights on one rank: products cut and in their types, all else whole and in 16 bits."""
     layout, plain = instance.layout, BYTES_OF[instance.plain_dtype]
     if layer.is_embedding or isinstance(layer, Head):
-        own = layer.num_params(instance.model.hidden_dim)
+        params = layer.num_params(instance.model.hidden_dim)
         if isinstance(layer, Head) and layer.tied and layout.pp > 1:
-            own += layer.vocab_size * instance.model.hidden_dim
-        return own * plain / layout.tp
+            params += layer.vocab_size * instance.model.hidden_dim
+        return params * plain / layout.tp
     total, counted = 0.0, 0
     for op in operators(instance, layer):
         if isinstance(op, Gemm):

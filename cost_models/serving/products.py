@@ -62,9 +62,9 @@ class Products:
         plain = gemm_rates(device, precision, cluster.calibration.products, (), coefficients)
         peak = peak_flops_per_s(device, precision)
         faster = {
-            name: found / peak
+            name: rate / peak
             for name, unit in _UNITS.items()
-            if (found := getattr(device.peak_flops_per_s, unit)) is not None
+            if (rate := getattr(device.peak_flops_per_s, unit)) is not None
         }
         casts = frozenset(faster)
         slower = coefficients["serving"]["dequantized_peak"].get(device.architecture, 1.0)

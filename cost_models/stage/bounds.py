@@ -327,7 +327,7 @@ def _mixed_step_s(costs: CostTable) -> FloatArray:
     b, total = costs.layouts, costs.total("busy_s")
     # With one stage a rank, balanced stages take as much longer as there is more work.
     per_second = lower_bound_s(pipeline_work(costs, total / b.pp, np.zeros(len(b)))) / total
-    saved_at_most = b.pp * memory.activation_headroom_bytes(
+    max_saved = b.pp * memory.activation_headroom_bytes(
         _balanced_contents(costs),
         _shape_with_min_in_flight(costs),
         costs.scenario,
@@ -343,7 +343,7 @@ def _mixed_step_s(costs: CostTable) -> FloatArray:
 
     def at_price(price: FloatArray) -> FloatArray:
         cheapest = np.min(value_s + price * saved, axis=0)
-        paid = price * np.where(price > 0, np.maximum(saved_at_most, 0.0), 0.0)
+        paid = price * np.where(price > 0, np.maximum(max_saved, 0.0), 0.0)
         return np.asarray(np.tensordot(counts, cheapest, axes=1) - paid)
 
     best = at_price(np.zeros(len(b)))

@@ -32,12 +32,12 @@ def collective_bytes(plan: TrainingPlan, stages: Sequence[int]) -> dict[tuple[st
         return {}
     layers, b = list(plan.staged_model.iter_layers()), float(workload.compute_bytes)
     idxs = [idx for stage in stages for idx in plan.stages[stage].layer_idxs]
-    held, is_piped = [layers[idx] for idx in idxs], layout.pp > 1
+    members, is_piped = [layers[idx] for idx in idxs], layout.pp > 1
     table = LayoutTable.from_layouts([layout], workload.global_batch_size)
     width = plan.model.hidden_dim
-    params = [float(tp_params(layer, width, table)[0]) for layer in held]
-    own_axes = not layout.experts_follow_tp
-    routed = [float(expert_params(layer, width, table)[0]) if own_axes else 0.0 for layer in held]
+    params = [float(tp_params(layer, width, table)[0]) for layer in members]
+    has_axes = not layout.experts_follow_tp
+    routed = [float(expert_params(layer, width, table)[0]) if has_axes else 0.0 for layer in members]
     dense = [all_of_them - part for all_of_them, part in zip(params, routed, strict=True)]
     passes = plan.num_microbatches
     sent: dict[tuple[str, str], float] = {}
@@ -53,7 +53,7 @@ def collective_bytes(plan: TrainingPlan, stages: Sequence[int]) -> dict[tuple[st
         (("dp_shard", "dp_replicate"), dense, int(layout.num_shards), int(layout.num_replicas)),
         (("expert_shard", "expert_replicate"), routed, int(layout.expert_shards), int(layout.expert_replicas)),
     ):
-        for layer, size in zip(held, sizes, strict=True):
+        for layer, size in zip(members, sizes, strict=True):
             again = layout.zero_stage == 3 and (tied_ends or not isinstance(layer, Head))
             gathers = 1 if layout.zero_stage < 2 or is_piped else passes * (1 + again)
             if shards > 1:
@@ -61,10 +61,10 @@ def collective_bytes(plan: TrainingPlan, stages: Sequence[int]) -> dict[tuple[st
                 add(axes[0], "reduce_scatter", reductions * 4.0 * size)
             if replicas > 1:
                 add(axes[1], "all_reduce", (1 if is_plain else reductions) * 4.0 * size / shards)
-    ends_here = sum(isinstance(layer, Embedding | Head) for layer in held)
+    ends_here = sum(isinstance(layer, Embedding | Head) for layer in members)
     tokens = layout.micro_batch_size * workload.seq_len / layout.cp
     hidden = b * tokens * width
-    blocks = [layer for layer in held if isinstance(layer, Block)]
+    blocks = [layer for layer in members if isinstance(layer, Block)]
     is_usual = all(plan.stages[s].recompute_of(i) == "none" for s in stages for i in plan.stages[s].layer_idxs)
     is_usual &= not any(isinstance(block.attention, LatentAttention) for block in blocks)
     if layout.tp > 1 and is_usual and not any(block.experts for block in blocks):

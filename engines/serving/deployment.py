@@ -129,8 +129,8 @@ def pool_limit(name: str, broken: Callable[[Pool], str], fix: str) -> Limit:
 
 def hub_name(plan: ServingPlan) -> str:
     """Return what an engine loads: the model's name on the hub where that is known, else its name here."""
-    found = re.match(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", plan.model.source)
-    return found[1] if found else plan.model.name
+    match = re.match(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", plan.model.source)
+    return match[1] if match else plan.model.name
 
 
 def longest_request(plan: ServingPlan, pool: Pool) -> int:

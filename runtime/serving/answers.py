@@ -24,10 +24,16 @@ Send = Callable[[Message], Awaitable[None]]
 class Answer:
     """The answer to one request, as it comes."""
 
-    def __init__(self, endpoint: Endpoint, ticket: Ticket, body: Common, asked: Request, *, is_chat: bool) -> None:
-        self._endpoint, self._ticket, self._body, self._asked, self._is_chat = endpoint, ticket, body, asked, is_chat
+    def __init__(self, endpoint: Endpoint, ticket: Ticket, body: Common, request: Request, *, is_chat: bool) -> None:
+        self._endpoint, self._ticket, self._body, self._request, self._is_chat = (
+            endpoint,
+            ticket,
+            body,
+            request,
+            is_chat,
+        )
         self._text = None if endpoint.text is None else endpoint.text.decoder()
-        self._held = ""  # text that may be the beginning of one that ends the answer
+        self._pending = ""  # text that may be the beginning of one that ends the answer
         self._first_s = self._last_s = 0.0
         self.num_tokens = 0
         self.finish: str | None = None
@@ -54,16 +60,16 @@ class Answer:
             self.num_tokens += 1
             is_end = event.finish == "stop"
             text = "" if self._text is None or is_end else self._text.add(event.token)
-            self._held += text
-            found = [place for stop in stops if (place := self._held.find(stop)) >= 0]
-            if found:
-                self.finish, event_text = "stop", self._held[: min(found)]
-                self._held = ""
+            self._pending += text
+            matches = [place for stop in stops if (place := self._pending.find(stop)) >= 0]
+            if matches:
+                self.finish, event_text = "stop", self._pending[: min(matches)]
+                self._pending = ""
                 yield event_text, [event.token]
                 return
             self.finish = event.finish
-            ready = len(self._held) if event.finish is not None else max(len(self._held) - hold, 0)
-            out, self._held = self._held[:ready], self._held[ready:]
+            ready = len(self._pending) if event.finish is not None else max(len(self._pending) - hold, 0)
+            out, self._pending = self._pending[:ready], self._pending[ready:]
             yield out, [event.token]
 
     def close(self) -> None:
@@ -80,7 +86,7 @@ class Answer:
             outcome, prompt_tokens=self._ticket.prompt_tokens, times=times, arrived_s=self._ticket.arrived_s
         )
 
-    async def whole(self) -> dict[str, Any]:
+    async def complete(self) -> dict[str, Any]:
         """Return the answer in full."""
         texts, tokens = [], []
         async for text, new in self.parts():

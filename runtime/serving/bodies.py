@@ -116,12 +116,14 @@ class CompletionBody(Common):
     @classmethod
     def _is_one_prompt(cls, value: Any) -> str | tuple[int, ...]:
         """Return a prompt by itself; by hand, since a million wrong tokens are one error."""
-        found = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)) else value
-        if isinstance(found, str):
-            return found
-        if not isinstance(found, list) or not all(type(token) is int and 0 <= token < 2**31 for token in found):
+        parsed = (
+            value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)) else value
+        )
+        if isinstance(parsed, str):
+            return parsed
+        if not isinstance(parsed, list) or not all(type(token) is int and 0 <= token < 2**31 for token in parsed):
             raise ValueError("must be a text, or a list of the numbers of tokens; one prompt a request")
-        return tuple(found)
+        return tuple(parsed)
 
 
 class TextPart(_Body):
@@ -165,13 +167,13 @@ def read_body(kind: type[B], content: bytes) -> B:
         RefusedError: it is no JSON, or not of this form; with the field.
     """
     try:
-        found = json.loads(content)
+        parsed = json.loads(content)
     except (ValueError, RecursionError):
         raise RefusedError(400, "the body is no JSON") from None
-    if not isinstance(found, dict) or len(found) > MAX_FIELDS:
+    if not isinstance(parsed, dict) or len(parsed) > MAX_FIELDS:
         raise RefusedError(400, f"the body must be an object of at most {MAX_FIELDS} fields")
     try:
-        return kind.model_validate(found)
+        return kind.model_validate(parsed)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part)[:64] for part in first["loc"])

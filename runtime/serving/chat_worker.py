@@ -35,11 +35,11 @@ def main() -> None:
     compiled: dict[str, Any] = {}
     for line in sys.stdin:
         try:
-            asked = json.loads(line)
-            source = asked["template"]
+            request = json.loads(line)
+            source = request["template"]
             if source not in compiled:
                 compiled[source] = environment.from_string(source)
-            text = compiled[source].render(**asked["context"])
+            text = compiled[source].render(**request["context"])
             answer = {"text": text} if len(text) <= MAX_CHARACTERS else {"error": f"it renders {len(text)} characters"}
         except Exception as error:  # whatever a template does
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}

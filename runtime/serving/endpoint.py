@@ -141,7 +141,7 @@ class Endpoint:
     async def drain(self, limit_s: float) -> bool:
         """Take nothing further and wait until what was accepted is answered; False where that took longer than allowed."""
         self.is_draining = True
-        self.engine.refuse_further()
+        self.engine.stop_accepting()
         until_s = time.monotonic() + limit_s
         while self.open and time.monotonic() < until_s and self.failure is None:
             await asyncio.sleep(0.02)
@@ -209,17 +209,17 @@ class Endpoint:
             try:
                 prompt = await prompt_of(body)
                 ends = self.text.stop_tokens if self.text is not None else frozenset()
-                asked = body.request(prompt, limit(body, len(prompt)), ends)
+                engine_request = body.request(prompt, limit(body, len(prompt)), ends)
                 if body.stop_texts and self.text is None:
                     raise RefusedError(400, "stop needs a tokenizer: this server has tokens only", param="stop")
-                ticket = self._submit(asked, arrived_s)
+                ticket = self._submit(engine_request, arrived_s)
             except ConfigError as error:
                 raise RefusedError(400, str(error)) from None
-            answer = Answer(self, ticket, body, asked, is_chat=is_chat)
+            answer = Answer(self, ticket, body, engine_request, is_chat=is_chat)
             if body.stream:
                 is_handed_over = True
                 return EventStream(answer, self.bounds.unread_s, self._close_one)
-            return await self._whole(request, answer)
+            return await self._complete(request, answer)
         finally:
             if not is_handed_over:
                 self._close_one()
@@ -227,9 +227,9 @@ class Endpoint:
     def _close_one(self) -> None:
         self._opened -= 1
 
-    async def _whole(self, request: Request, answer: Answer) -> Response:
+    async def _complete(self, request: Request, answer: Answer) -> Response:
         """Return an answer in full; nothing to a client that has gone."""
-        work, gone = asyncio.create_task(answer.whole()), asyncio.create_task(disconnected(request.receive))
+        work, gone = asyncio.create_task(answer.complete()), asyncio.create_task(disconnected(request.receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -241,14 +241,14 @@ class Endpoint:
                 work.cancel()
             answer.close()
 
-    def _submit(self, asked: EngineRequest, arrived_s: float) -> Ticket:
-        ticket = Ticket(id="", arrived_s=arrived_s, prompt_tokens=len(asked.prompt))
+    def _submit(self, engine_request: EngineRequest, arrived_s: float) -> Ticket:
+        ticket = Ticket(id="", arrived_s=arrived_s, prompt_tokens=len(engine_request.prompt))
 
         def listener(event: TokenEvent) -> None:
             self._call(ticket.inbox.put_nowait, event)
 
         try:
-            ticket.id = self.engine.submit(asked, listener)
+            ticket.id = self.engine.submit(engine_request, listener)
         except EngineBusyError as error:
             status = 503 if self.is_draining else 429
             raise RefusedError(status, error.message, retry_s=RETRY_S) from None

@@ -128,7 +128,7 @@ class EngineFront:
             return []
         return [event for _ in iter(lambda: self.has_work, False) for event in self.step()]
 
-    def refuse_further(self) -> None:
+    def stop_accepting(self) -> None:
         """Take no further requests, without waiting for those accepted."""
         self._is_draining = True
 

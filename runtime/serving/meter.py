@@ -59,8 +59,8 @@ class Meter:
         values = sorted(self._values[metric])
         if not values:
             return {}
-        at = {f"p{100 * share:g}": values[min(int(share * len(values)), len(values) - 1)] for share in QUANTILES}
-        return {"mean": sum(values) / len(values), **at}
+        quantiles = {f"p{100 * share:g}": values[min(int(share * len(values)), len(values) - 1)] for share in QUANTILES}
+        return {"mean": sum(values) / len(values), **quantiles}
 
     def exposition(self, model: str, stats: EngineStats, open_requests: int) -> str:
         """Return all in Prometheus' text format."""

@@ -64,8 +64,8 @@ class Text:
             if (text := _content(config.get(name)))
         }
         ends = _table(path.parent / "generation_config.json").get("eos_token_id")
-        found = ends if isinstance(ends, list) else [ends, tokenizer.token_to_id(named.get("eos_token", ""))]
-        stop = frozenset(token for token in found if isinstance(token, int) and not isinstance(token, bool))
+        listed = ends if isinstance(ends, list) else [ends, tokenizer.token_to_id(named.get("eos_token", ""))]
+        stop = frozenset(token for token in listed if isinstance(token, int) and not isinstance(token, bool))
         return cls(tokenizer, template=_template(path.parent, config), named=named, stop_tokens=stop)
 
     @property
@@ -174,12 +174,12 @@ def _content(token: Any) -> str | None:
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    found = read_text(path) if path.is_file() else config.get("chat_template")
-    if isinstance(found, list):  # several by name
-        by_name = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = by_name.get("default")
-    if not isinstance(found, str):
+    template = read_text(path) if path.is_file() else config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    if not isinstance(template, str):
         return None
-    if len(found) > MAX_TEMPLATE_CHARACTERS:
-        raise ConfigError(f"the chat template has {len(found)} characters, more than {MAX_TEMPLATE_CHARACTERS}")
-    return found
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise ConfigError(f"the chat template has {len(template)} characters, more than {MAX_TEMPLATE_CHARACTERS}")
+    return template

@@ -100,7 +100,7 @@ class _Events:
     ) -> None:
         """Begin; passes end once some rank cannot be done before ``below_s``."""
         self.costs, self.cap, self.rule, self.below_s = pipeline, cap_bytes, rule, below_s
-        self.is_too_long, self.left_s = False, pipeline.work_s().tolist()
+        self.is_too_long, self.remaining_s = False, pipeline.work_s().tolist()
         self.sequence: list[list[Action]] | None = None
         self.follows_weights = False
         ranks, stages, m = range(pipeline.num_ranks), range(pipeline.num_stages), pipeline.num_microbatches
@@ -130,7 +130,7 @@ class _Events:
         """Return the order once no rank can go on."""
         while self.queue:
             now, rank = heapq.heappop(self.queue)
-            if now + self.left_s[rank] >= self.below_s + CLOCK and self.remaining[rank]:
+            if now + self.remaining_s[rank] >= self.below_s + CLOCK and self.remaining[rank]:
                 self.is_too_long = True
                 break
             if now >= self.idle_from_s[rank] - CLOCK and self.remaining[rank]:
@@ -199,7 +199,7 @@ class _Events:
         self.resident[rank] += self.change[kind][s]
         self.done[kind][s] += 1
         self.remaining[rank] -= 1
-        self.left_s[rank] -= self.seconds[kind][s]
+        self.remaining_s[rank] -= self.seconds[kind][s]
         self.rows[rank].append(Action(s, kind, i))
         self.idle_from_s[rank] = end
         heapq.heappush(self.queue, (end, rank))

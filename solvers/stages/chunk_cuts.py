@@ -31,7 +31,7 @@ import numpy as np
 
 from ...cost_models.pipeline.replays import makespans_s, waves
 from ...schema.units import BoolArray, FloatArray, IntArray
-from .split_bound import SplitBoundInstance, least_beyond_s
+from .split_bound import SplitBoundInstance, min_beyond_s
 
 MAX_PASSES, MAX_PLACEMENTS = 8_000_000, 1 << 13
 """Passes replayed for one comparison of cuts at most, some 40 ms, and placements."""
@@ -42,10 +42,10 @@ MAX_ROUNDS, MIN_GAIN = 12, 1e-4
 MAX_IMPROVED = 1.06
 """Times the seconds that matter up to which blocks are moved."""
 
-PASSES_AT_ONCE, MIN_AT_ONCE, MAX_AT_ONCE = 1 << 20, 32, 256
+BATCH_PASSES, MIN_BATCH, MAX_BATCH = 1 << 20, 32, 256
 """Passes, and cuts at least and at most, that are replayed at once: their arrays stay in a core's cache."""
 
-CHECKED_AT_ONCE = 32
+CHECK_BATCH = 32
 """Cuts whose memory is looked at together, the fastest first."""
 
 
@@ -65,12 +65,12 @@ def steps_s(instance: SplitBoundInstance, sizes: IntArray) -> FloatArray:
     """Return (O) of cuts [C], given the blocks of their stages [C, S]."""
     ends = np.cumsum(sizes, axis=1)
     begins = ends - sizes
-    steps, at_once = [], min(max(PASSES_AT_ONCE // _passes(instance), MIN_AT_ONCE), MAX_AT_ONCE)
-    for first in range(0, len(sizes), at_once):
-        begin, end = begins[first : first + at_once].T, ends[first : first + at_once].T  # [S, C]
+    steps, batch = [], min(max(BATCH_PASSES // _passes(instance), MIN_BATCH), MAX_BATCH)
+    for first in range(0, len(sizes), batch):
+        begin, end = begins[first : first + batch].T, ends[first : first + batch].T  # [S, C]
         seconds = _sums(instance.seconds, begin, end) + instance.fixed_s[:, :, None]
-        once = _sums(instance.once_s, begin, end) + instance.once_fixed_s[:, :, None]
-        of_ranks = once[:, instance.stages_of_rank].sum(axis=2)  # [Q, R, C]
+        per_step_s = _sums(instance.once_s, begin, end) + instance.once_fixed_s[:, :, None]
+        of_ranks = per_step_s[:, instance.stages_of_rank].sum(axis=2)  # [Q, R, C]
         steps.append(makespans_s(instance.shape, seconds) + of_ranks.max(axis=1).sum(axis=0))
     return np.concatenate(steps) if steps else np.zeros(0)
 
@@ -97,15 +97,15 @@ def best_cut(
     fastest = _fastest_that_fits(placements, steps_s(instance, placements), fits)
     if fastest is None or not is_complete:
         return fastest
-    most = instance.shape.num_model_chunks * int(placements.max())
-    return fastest._replace(bound_s=least_beyond_s(instance, most, below_s=fastest.seconds))
+    ceiling = instance.shape.num_model_chunks * int(placements.max())
+    return fastest._replace(bound_s=min_beyond_s(instance, ceiling, below_s=fastest.seconds))
 
 
 def _fastest_that_fits(sizes: IntArray, steps: FloatArray, fits: Fits) -> ChunkCut | None:
     """Return the fastest cut whose stages fit (C3)."""
     order = np.argsort(steps, kind="stable")
-    for first in range(0, len(order), CHECKED_AT_ONCE):
-        block = order[first : first + CHECKED_AT_ONCE]
+    for first in range(0, len(order), CHECK_BATCH):
+        block = order[first : first + CHECK_BATCH]
         for row in block[fits(sizes[block])][:1]:
             return ChunkCut(sizes[row], float(steps[row]), 0.0)
     return None
@@ -122,13 +122,13 @@ def _all_placements(instance: SplitBoundInstance) -> tuple[IntArray, bool]:
     Also whether there is no other split in which no rank has more than V ceil(N / S).
     """
     shape, n = instance.shape, instance.num_blocks
-    most = -(-n // shape.num_stages)
-    fewer = most * shape.num_stages - n
+    ceiling = -(-n // shape.num_stages)
+    fewer = ceiling * shape.num_stages - n
     count = math.comb(shape.num_stages, fewer)
-    if most == 1 or count > MAX_PLACEMENTS or count * _passes(instance) > MAX_PASSES:
+    if ceiling == 1 or count > MAX_PLACEMENTS or count * _passes(instance) > MAX_PASSES:
         return np.zeros((0, shape.num_stages), dtype=np.int64), False
     chosen = np.array(list(itertools.combinations(range(shape.num_stages), fewer)), dtype=np.int64)
-    sizes = np.full((len(chosen), shape.num_stages), most)
+    sizes = np.full((len(chosen), shape.num_stages), ceiling)
     sizes[np.arange(len(chosen))[:, None], chosen] -= 1
     return sizes, fewer <= shape.num_model_chunks
 
@@ -158,10 +158,10 @@ def _placed(instance: SplitBoundInstance, sizes: IntArray, *, last: bool) -> Int
 
 def _moves(instance: SplitBoundInstance, sizes: IntArray) -> IntArray:
     """Return the cuts [C, S] after one block goes to or from a stage that has another number of blocks than most."""
-    most_common = int(np.argmax(np.bincount(sizes)))
-    other = np.flatnonzero(sizes != most_common)
+    usual = int(np.argmax(np.bincount(sizes)))
+    other = np.flatnonzero(sizes != usual)
     one, all_stages = np.eye(len(sizes), dtype=np.int64), np.arange(len(sizes))
-    moves = [sizes + int(np.sign(most_common - sizes[s])) * (one[s] - one[np.delete(all_stages, s)]) for s in other]
+    moves = [sizes + int(np.sign(usual - sizes[s])) * (one[s] - one[np.delete(all_stages, s)]) for s in other]
     moved = np.concatenate([np.zeros((0, len(sizes)), dtype=np.int64), *moves])
     of_rank = moved[:, instance.stages_of_rank]
     return moved[(moved.min(axis=1) >= 1) & (np.ptp(of_rank, axis=2).max(axis=1) <= 1)]

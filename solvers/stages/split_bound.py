@@ -229,7 +229,7 @@ def lower_bound_s(instance: SplitBoundInstance, *, below_s: float) -> SplitBound
     return SplitBound(float(best[n]), tuple(chosen))
 
 
-def least_beyond_s(instance: SplitBoundInstance, num_blocks: int, *, below_s: float) -> float:
+def min_beyond_s(instance: SplitBoundInstance, num_blocks: int, *, below_s: float) -> float:
     """Return what no split is below of those with more than so many blocks on some rank; ``below_s`` where none is faster."""
     sizes = _promising_sizes(instance, below_s)
     if not len(sizes) or sizes[-1] <= num_blocks:

@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from meshwright.cli.serve import OWN_NAMES
+from meshwright.cli.serve import LOOPBACK_NAMES
 from meshwright.runtime.serving.bodies import ChatBody, CompletionBody, RefusedError, read_body
 from meshwright.runtime.serving.endpoint import Bounds, Endpoint
 from meshwright.runtime.serving.engine import ServingEngine
@@ -43,7 +43,7 @@ def make_engine(*, max_batch: int = 8, max_queue: int = 64) -> ServingEngine:
 def served(*, text: Text | None = None, bounds: Bounds | None = None, **engine: int) -> Iterator[tuple[Endpoint, int]]:
     """An endpoint on a free port of the loopback; at the end every block is free again."""
     with make_engine(**engine) as made:
-        endpoint = Endpoint(made, model="tiny", text=text, bounds=bounds, hosts=OWN_NAMES)
+        endpoint = Endpoint(made, model="tiny", text=text, bounds=bounds, hosts=LOOPBACK_NAMES)
         # With its protocol: asyncio sends at once only where that is known to be TCP.
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

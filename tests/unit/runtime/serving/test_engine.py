@@ -141,7 +141,7 @@ def test_a_full_queue_and_a_draining_engine_refuse_and_lose_nothing(llama: tuple
     accepted = [engine.submit(request) for _ in range(2)]
     with pytest.raises(EngineBusyError, match="2 requests wait already"):
         engine.submit(request)
-    engine.refuse_further()
+    engine.stop_accepting()
     with pytest.raises(EngineBusyError, match="draining"):
         engine.submit(request)
     ended = [event.request for event in engine.drain() if event.finish == "length"]
