@@ -130,7 +130,7 @@ def test_every_option_is_read_somewhere() -> None:
     read |= {
         node.slice.value for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
     }
-    dumped = {"FaultOptions", "PlacementOptions", "StepOptions", "SyntheticOptions", "TrainingOptions"}
+    dumped = {"PlacementOptions", "StepOptions", "SyntheticOptions", "TrainingOptions"}
     unread = [
         f"{name}: {entry.flag}"
         for name, options in COMMANDS.items()
