@@ -126,7 +126,10 @@ def export(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where the files go. Default: a folder named as the engine.")
+        Path | None,
+        typer.Option(
+            "--out", "--dir", metavar="FOLDER", help="Where the files go. Default: a folder named as the engine."
+        ),
     ] = None,
     rdma_resource: Annotated[
         str | None,
