@@ -284,7 +284,7 @@ def _plan_serving(
         raise ConfigError("--objective energy with --serve", help="use throughput, gpus, cost or latency")
     task = serving.task(search.engine or "vllm", None if output.objective == "throughput" else output.objective)
     if cost.offers is not None:
-        from ..planner.serving_mix import cluster_of_offers
+        from ..planner.serving.mix import cluster_of_offers
         from ..schema.offers import offers_from_file
 
         if cluster.cluster is not None or cluster.profile:

@@ -13,7 +13,7 @@ from .options import JsonOption, command
 from .terminal import Table, headed_table, show_answer
 
 if TYPE_CHECKING:
-    from ..planner.serving_replay import Replay
+    from ..planner.serving.replay import Replay
     from ..schema.serving_plan import ServingPlan
 
 
@@ -33,7 +33,7 @@ def replay(
     json: JsonOption = False,
 ) -> None:
     """Serve recorded requests with a plan, in simulation: percentiles, limits, queue and cache of every instance. Needs no GPU."""
-    from ..planner.serving_replay import replay as replay_requests
+    from ..planner.serving.replay import replay as replay_requests
     from ..schema.plan import Plan
     from ..schema.requests_file import read_trace
     from ..schema.serving_plan import ServingPlan

@@ -7,8 +7,8 @@ choose (choice.py): the simplest of the layouts that may be as fast as the faste
 plan_layout (tasks/training.py): the plan of it, with its runner-ups and its notes.
 search_offload (tasks/offload.py), where offload is allowed: layouts with a schedule, where that is faster or nothing else fits.
 For generation: search_generation and build_generation_plan (tasks/generation.py).
-For serving: search_serving (tasks/serving.py) over instances (serving_space.py) and families (serving_families.py), each finalist
-simulated (serving_checks.py), and build_serving_plan (serving_answer.py).
+For serving: search_serving (tasks/serving.py) over instances (serving/space.py) and families (serving/families.py), each finalist
+simulated (serving/checks.py), and build_serving_plan (serving/answer.py).
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def plan_generation(request: PlanRequest, *, top: int) -> GenerationPlan:
 def plan_serving(request: PlanRequest, *, top: int) -> ServingPlan:
     """Return the deployment that serves a load best within its limits on latency."""
     from .explain.serving import explain_unserved
-    from .serving_answer import build_serving_plan
+    from .serving.answer import build_serving_plan
     from .tasks.serving import search_serving
 
     search = search_serving(request)

@@ -20,9 +20,9 @@ from ...schema.serving import LatencyLimit, Serving
 from ...schema.serving_plan import ServingPlan, pools_title
 from ...schema.units import counted, format_seconds
 from ..request import Deadline, PlanRequest
-from ..serving_answer import build_serving_plan, family_of, pools_of
-from ..serving_checks import Deployment
-from ..serving_space import InstanceKind
+from ..serving.answer import build_serving_plan, family_of, pools_of
+from ..serving.checks import Deployment
+from ..serving.space import InstanceKind
 from ..tasks.serving import ServingProblem, ServingSearch, search_serving
 from .advice import grow_cluster
 

@@ -1,6 +1,6 @@
 """Serving: which engine instances, how many, and how requests go through them (docs/serving.md).
 
-A node is a family of deployments (planner/serving_families.py) with the counts that are still open, or one deployment; its bound is
+A node is a family of deployments (planner/serving/families.py) with the counts that are still open, or one deployment; its bound is
 the steady state without waiting, its leaf a simulation that meets the limits. More instances of a family never serve worse, so that
 a simulation that fails closes all deployments with fewer.
 """
@@ -19,10 +19,10 @@ from ...schema import ConfigError
 from ...schema.serving import Serving
 from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
 from ..request import PlanRequest
-from ..serving_checks import Deployment, Served, serve
-from ..serving_families import Family, KindRates
-from ..serving_mix import Mixture, kinds_of_each_type, mixed_deployments
-from ..serving_space import ServingSpace, mix_of
+from ..serving.checks import Deployment, Served, serve
+from ..serving.families import Family, KindRates
+from ..serving.mix import Mixture, kinds_of_each_type, mixed_deployments
+from ..serving.space import ServingSpace, mix_of
 
 Goal = Literal["gpus", "cost", "throughput", "latency"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from meshwright.planner import plan
 from meshwright.planner.request import PlanRequest
-from meshwright.planner.serving_checks import Deployment, drawn_requests, serve, wilson
-from meshwright.planner.serving_mix import cluster_of_offers
+from meshwright.planner.serving.checks import Deployment, drawn_requests, serve, wilson
+from meshwright.planner.serving.mix import cluster_of_offers
 from meshwright.planner.tasks.serving import ServingProblem, search_serving
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Offer, Plan, Serving, ServingPlan
 from meshwright.schema.requests_file import parse_limit, parse_requests

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
-from meshwright.planner.serving_replay import Replay, replay
+from meshwright.planner.serving.replay import Replay, replay
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, RequestClass, Requests, Serving, ServingPlan
 from meshwright.schema.requests_file import Trace, read_trace
 from meshwright.schema.serving import EngineLimits, LatencyLimit, Pool, Role, ServingLayout

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..cost_models.serving.steady_state import (
+from ...cost_models.serving.steady_state import (
     Largest,
     Mix,
     OperatingPoints,
@@ -21,10 +21,10 @@ from ..cost_models.serving.steady_state import (
     operating_points,
     prefill_points,
 )
-from ..schema.serving import LatencyLimit, Serving
-from ..schema.units import FloatArray
-from .serving_checks import Deployment
-from .serving_space import InstanceKind, mix_of
+from ...schema.serving import LatencyLimit, Serving
+from ...schema.units import FloatArray
+from .checks import Deployment
+from .space import InstanceKind, mix_of
 
 CURVE = 64
 """Points of the curves for closed loops and for the front."""

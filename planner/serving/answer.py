@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..cost_models.serving.simulation import InstanceUse
-from ..schema import Certificate
-from ..schema.plan import Unit
-from ..schema.serving import Pool, Role
-from ..schema.serving_plan import (
+from ...cost_models.serving.simulation import InstanceUse
+from ...schema import Certificate
+from ...schema.plan import Unit
+from ...schema.serving import Pool, Role
+from ...schema.serving_plan import (
     PoolEstimate,
     Route,
     ServingAlternative,
@@ -20,14 +20,14 @@ from ..schema.serving_plan import (
     ServingPlan,
     pools_title,
 )
-from ..schema.units import counted, format_seconds
-from .request import PlanRequest
-from .serving_bound import resource_bound
-from .serving_checks import Deployment, Served
-from .serving_families import Family
-from .serving_mix import Mixture
-from .serving_space import InstanceKind
-from .tasks.serving import ServingProblem, ServingSearch
+from ...schema.units import counted, format_seconds
+from ..request import PlanRequest
+from ..tasks.serving import ServingProblem, ServingSearch
+from .bound import resource_bound
+from .checks import Deployment, Served
+from .families import Family
+from .mix import Mixture
+from .space import InstanceKind
 
 MAX_FRONT = 12
 FRONT_REPLICAS = 4
@@ -218,7 +218,7 @@ def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
 def kinds_title(kinds: Sequence[InstanceKind]) -> str:
     """Return the layouts of a family in a line."""
     roles = ("prefill", "decode") if len(kinds) > 1 else ("",)
-    from ..schema.serving_plan import layout_title
+    from ...schema.serving_plan import layout_title
 
     return " + ".join(f"{role} {layout_title(kind.layout)}".strip() for role, kind in zip(roles, kinds, strict=True))
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from ..cost_models.serving.instance import InstanceUse
-from ..cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
-from ..schema import ConfigError
-from ..schema.requests_file import read_trace
-from ..schema.serving import LatencyLimit, LatencyMetric, Requests, Serving
-from ..schema.serving_plan import ClassEstimate, LimitEstimate, Percentiles
-from ..schema.units import BoolArray, FloatArray, IntArray
-from .serving_space import InstanceKind
+from ...cost_models.serving.instance import InstanceUse
+from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
+from ...schema import ConfigError
+from ...schema.requests_file import read_trace
+from ...schema.serving import LatencyLimit, LatencyMetric, Requests, Serving
+from ...schema.serving_plan import ClassEstimate, LimitEstimate, Percentiles
+from ...schema.units import BoolArray, FloatArray, IntArray
+from .space import InstanceKind
 
 MIN_COUNTED, MAX_COUNTED = 800, 4000
 """Requests over which percentiles are taken."""

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..cost_models.serving.engine import EngineProfile
-from ..cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
-from ..cost_models.serving.step import StepCosts
-from ..schema import ClusterSpec, ConfigError
-from ..schema.base import Frozen
-from ..schema.requests_file import Trace
-from ..schema.serving import LatencyLimit, Pool
-from ..schema.serving_plan import ServingPlan
-from ..schema.units import FloatArray, IntArray
+from ...cost_models.serving.engine import EngineProfile
+from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
+from ...cost_models.serving.step import StepCosts
+from ...schema import ClusterSpec, ConfigError
+from ...schema.base import Frozen
+from ...schema.requests_file import Trace
+from ...schema.serving import LatencyLimit, Pool
+from ...schema.serving_plan import ServingPlan
+from ...schema.units import FloatArray, IntArray
 
 QUANTILES = (0.5, 0.9, 0.99)
 METRICS = ("ttft", "tpot", "e2e", "queue")

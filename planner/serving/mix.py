@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost_models.serving.steady_state import largest_rate
-from ..schema import ClusterSpec, LinkLevel, Offer
-from ..schema.units import FloatArray
-from ..solvers.deployment import DeploymentInstance, solve
-from .serving_checks import Deployment
-from .serving_families import Family, KindRates
-from .serving_space import mix_of
+from ...cost_models.serving.steady_state import largest_rate
+from ...schema import ClusterSpec, LinkLevel, Offer
+from ...schema.units import FloatArray
+from ...solvers.deployment import DeploymentInstance, solve
+from .checks import Deployment
+from .families import Family, KindRates
+from .space import mix_of
 
 KINDS_OF_A_TYPE = 1
 """Of each type of device, the kinds that carry most for their cost enter the program."""

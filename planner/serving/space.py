@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..cost_models.serving.dispatch import step_kernels
-from ..cost_models.serving.engine import EngineProfile
-from ..cost_models.serving.memory import ServingMemory, serving_memory
-from ..cost_models.serving.simulation import EnginePool
-from ..cost_models.serving.steady_state import Host, InstanceModel, Mix
-from ..cost_models.serving.step import StepCosts
-from ..schema import ClusterSpec, ConfigError, ModelSpec
-from ..schema.serving import CacheDtype, EngineLimits, Pool, Role, Serving, ServingLayout, WeightDtype
-from ..schema.units import format_bytes
-from .request import PlanRequest
+from ...cost_models.serving.dispatch import step_kernels
+from ...cost_models.serving.engine import EngineProfile
+from ...cost_models.serving.memory import ServingMemory, serving_memory
+from ...cost_models.serving.simulation import EnginePool
+from ...cost_models.serving.steady_state import Host, InstanceModel, Mix
+from ...cost_models.serving.step import StepCosts
+from ...schema import ClusterSpec, ConfigError, ModelSpec
+from ...schema.serving import CacheDtype, EngineLimits, Pool, Role, Serving, ServingLayout, WeightDtype
+from ...schema.units import format_bytes
+from ..request import PlanRequest
 
 MAX_PP = 8
 MAX_STAGE_DEVICES = 64
@@ -207,7 +207,7 @@ def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving) -> Iterato
 
 def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDtype) -> float:
     """Return weights that a device has at least, without building the layout: everything cut over all of its devices."""
-    from ..schema.serving import BYTES_OF
+    from ...schema.serving import BYTES_OF
 
     return model.num_params * BYTES_OF[weights] / layout.num_devices
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..schema.serving import BYTES_OF
+from ...schema.serving import BYTES_OF
 
 if TYPE_CHECKING:
-    from ..schema import ClusterSpec
-    from .serving_space import InstanceKind
-    from .tasks.serving import ServingProblem
+    from ...schema import ClusterSpec
+    from ..tasks.serving import ServingProblem
+    from .space import InstanceKind
 
 
 def resource_bound(problem: ServingProblem) -> float | None:
