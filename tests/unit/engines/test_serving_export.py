@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +312,7 @@ def test_weights_of_four_bits_need_a_checkpoint() -> None:
 @pytest.mark.parametrize("spelling", ["--to", "--engine"])
 def test_the_command_writes_a_serving_plan(spelling: str, tmp_path: Path) -> None:
     TWO_NODES.save(tmp_path / "serve.json")
-    command = ["python", "-m", "meshwright.cli", "export", "serve.json", spelling, "vllm", "--out", "made"]
+    command = [sys.executable, "-m", "meshwright.cli", "export", "serve.json", spelling, "vllm", "--out", "made"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "made").iterdir()} == {"serve.sh", "load.sh"}
