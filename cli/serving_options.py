@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..schema.errors import ConfigError
 from ..schema.serving import CacheDtype, LatencyLimit, Serving, ServingEngine, ServingObjective, WeightDtype
 from .options import OptionModel, option
@@ -25,8 +27,8 @@ class ServingOptions(OptionModel):
     modes: str = option(
         "agg,disagg", "agg: instances prefill and decode; disagg: pools of their own for each.", metavar="M,..."
     )
-    prefix_cache: str = option(
-        "on", "on: prefixes of the load are in the cache; off: every prompt is computed.", metavar="on|off"
+    prefix_cache: Literal["on", "off"] = option(
+        "on", "on: prefixes of the load are in the cache; off: every prompt is computed."
     )
 
     def task(self, engine: str, objective: str | None) -> Serving:
@@ -45,8 +47,6 @@ class ServingOptions(OptionModel):
         modes = tuple(dict.fromkeys(name.strip() for name in self.modes.split(",")))
         if not modes or not {*modes} <= {"agg", "disagg"}:
             raise ConfigError(f"--modes {self.modes}: not modes of deployment", help="agg, disagg or agg,disagg")
-        if self.prefix_cache not in ("on", "off"):
-            raise ConfigError(f"--prefix-cache {self.prefix_cache}: neither on nor off", help="use on or off")
         texts: tuple[tuple[str, str | None], ...] = (("ttft", self.ttft), ("tpot", self.tpot), ("e2e", self.e2e))
         limits: tuple[LatencyLimit, ...] = tuple(
             parse_limit(metric, text)

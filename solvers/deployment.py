@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,7 +37,6 @@ import numpy as np
 from ..schema.units import FloatArray, IntArray
 from .backend import RowSolver, Solution, Status
 from .linear_program import LinearProgram
-from .tolerances import SOLVER
 
 Role = Literal["agg", "prefill", "decode"]
 
@@ -187,13 +185,3 @@ def check(instance: DeploymentInstance, choice: Counts) -> float:
 def _require(label: str, excess: FloatArray, scale: FloatArray | float = 1.0) -> None:
     if len(excess) and float(np.max(excess / scale)) > CHECKED:
         raise ValueError(f"({label}) is broken by {float(np.max(excess)):.3g}")
-
-
-def one_type_cost(instance: DeploymentInstance) -> Sequence[float]:
-    """Return the cost of serving everything with one kind that prefills and decodes; infinite where it does not."""
-    need = (np.where(np.isfinite(instance.seconds), instance.seconds, np.inf) * instance.rates[:, None]).sum(axis=0)
-    integers = np.array([math.ceil(value - SOLVER) if math.isfinite(value) else np.inf for value in need])
-    return [
-        float(cost * max(count, 1)) if role == "agg" else math.inf
-        for cost, count, role in zip(instance.cost, integers, instance.roles, strict=True)
-    ]

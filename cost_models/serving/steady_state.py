@@ -464,19 +464,3 @@ def _broken(
             names[idx] = name
         broken |= beyond
     return broken, names
-
-
-def point_at_rate(curve: OperatingPoints, requests_per_s: float) -> OperatingPoints:
-    """Return the first point of a curve that carries a rate, the last where none does."""
-    enough = np.flatnonzero(curve.requests_per_s >= requests_per_s)
-    return curve.point_of(int(enough[0]) if len(enough) else len(curve.per_step) - 1)
-
-
-def point_in_flight(curve: OperatingPoints, in_flight: float) -> OperatingPoints:
-    """Return the point of a closed loop of so many requests an attention rank (Little's law), interpolated; the last where all of
-    its points have fewer: the rest of the requests wait.
-    """
-    ranks = curve.requests_per_s / np.maximum(curve.per_step / curve.step_s, 1e-30)
-    in_flight_by_point = curve.requests_per_s / ranks * (curve.ttft_s + curve.mix.decode_steps * curve.step_s)
-    enough = np.flatnonzero(in_flight_by_point >= in_flight)
-    return curve.point_of(int(enough[0]) if len(enough) else len(curve.per_step) - 1)

@@ -133,20 +133,6 @@ class StepCosts:
             sum(self.parts(decode_rows, cached_tokens, prefill_tokens, prefill_context, prompts=prompts).values())
         )
 
-    def stage_s(
-        self,
-        decode_rows: Any,
-        cached_tokens: Any,
-        prefill_tokens: Any = 0,
-        prefill_context: Any = 0,
-        *,
-        prompts: Any = 0,
-    ) -> FloatArray:
-        """Return the seconds of the slowest stage; ``pp`` steps are in flight."""
-        sizes = _floats(decode_rows, cached_tokens, prefill_tokens, prefill_context, prompts)
-        totals = [np.asarray(sum(stage.parts(*sizes).values())) for stage in self.stages]
-        return np.asarray(np.maximum.reduce(totals))
-
     def parts(
         self,
         decode_rows: Any,

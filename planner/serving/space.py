@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...cost_models.serving.dispatch import step_kernels
@@ -63,12 +63,6 @@ class InstanceKind:
     def max_count(self) -> int:
         """Instances that the stock holds."""
         return self.stock // self.size
-
-    def with_max_batch(self, max_batch: int) -> InstanceKind:
-        """Return the kind with another limit of requests that run at once, per attention rank."""
-        limits = self.limits.replace(max_batch=max_batch, graph_sizes=self.profile.graphs.sizes(max_batch))
-        model = replace(self.model, max_batch=max(max_batch // self.layout.pp, 1))
-        return replace(self, limits=limits, model=model)
 
     def engine_pool(self, replicas: int) -> EnginePool:
         """Return instances for a simulation."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ class Accepted:
     listener: Listener | None
 
 
-class EngineFront:
-    """A serving engine, as those see it who call it. Abstract: `step`, `stats` and `_num_waiting` are left.
+class EngineFront(ABC):
+    """A serving engine, as those see it who call it: abstract base.
 
     Attributes:
         spec: of the model.
@@ -105,19 +106,19 @@ class EngineFront:
             live = self._live.get(request)
             return live.times if live is not None else self._ended.get(request)
 
+    @abstractmethod
     def stats(self) -> EngineStats:
         """Return counters, and the last steps and requests."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _num_waiting(self) -> int:
         """Return the requests that wait for their first step, those that `step` has not seen left out."""
-        raise NotImplementedError
 
     # --- the thread that steps ----------------------------------------------------------------------------------------
 
+    @abstractmethod
     def step(self, timeout_s: float = 0.0) -> list[TokenEvent]:
         """Run one step and return what it brought; listeners have been called. Without work, wait so long for some."""
-        raise NotImplementedError
 
     def drain(self) -> list[TokenEvent]:
         """Take no further requests and step until those accepted have ended; return the events."""

@@ -68,11 +68,6 @@ class Text:
         stop = frozenset(token for token in listed if isinstance(token, int) and not isinstance(token, bool))
         return cls(tokenizer, template=_template(path.parent, config), named=named, stop_tokens=stop)
 
-    @property
-    def has_template(self) -> bool:
-        """Return whether messages can be made a prompt."""
-        return self._template is not None
-
     def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
         """Return the tokens of a text.
 

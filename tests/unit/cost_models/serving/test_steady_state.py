@@ -10,10 +10,8 @@ import pytest
 from meshwright.cost_models.serving.steady_state import (
     InstanceModel,
     Mix,
-    largest_per_step,
     largest_rate,
     operating_points,
-    point_in_flight,
     prefill_points,
 )
 from meshwright.schema import LatencyLimit, RequestClass, Requests
@@ -75,15 +73,6 @@ def test_prefill_is_a_queue_of_its_service() -> None:
     assert 0.5 * np.exp(-tail / service) == pytest.approx(
         0.1, rel=1e-3
     )  # M/D/1 waits longer than t: about rho e^(-t / s)
-
-
-def test_closed_loop_has_the_requests_that_are_kept_in_flight() -> None:
-    load = Requests(classes=LOAD.classes, concurrency=32)
-    mix = Mix.of(load)
-    at = np.linspace(1e-3, largest_per_step(INSTANCE, mix), 2000)
-    point = point_in_flight(operating_points(INSTANCE, mix, at), 32)
-    total = point.requests_per_s * (point.ttft_s + 100 * point.step_s)
-    assert total[0] == pytest.approx(32, rel=0.01)
 
 
 @pytest.mark.parametrize("load", [LOAD, TWO])
