@@ -60,7 +60,7 @@ def test_a_plan_is_shown_written_and_explained(tmp_path: Path) -> None:
         (["--engine", "megatron"], 2, ("does not serve", "sglang")),
         (["--fix", "cp=2"], 2, ("cp",)),
         (["--global-batch-size", "8"], 2, ("--global-batch-size with --serve",)),
-        (["--prefix-cache", "maybe"], 2, ("neither on nor off",)),
+        (["--prefix-cache", "maybe"], 2, ("--prefix-cache", "'on', 'off'")),
         (["--objective", "energy"], 2, ("--objective energy",)),
         (["--weights", "fp7"], 2, ("--weights",)),
     ],
