@@ -5,8 +5,8 @@
 Writes benchmarks/serving_engine.json. Models are made (fp32, one thread). ``--only`` runs one part and keeps the other part's rows.
 
 Seconds are of the processor, as other programs may share the machine: the engine is given a clock that counts them, which jumps to
-the next arrival where the engine has nothing to do. So are the steps that the simulation predicts from (`measure_steps`, made
-before each load on other rows and lengths than the load's).
+the next arrival where the engine has nothing to do. So are the steps of the profile that each load is planned with, measured just
+before it on other rows and lengths than the load's.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from meshwright.cost_models.serving.engine import EngineProfile
-from meshwright.cost_models.serving.measured_steps import MeasuredSteps
-from meshwright.cost_models.serving.simulation import EnginePool, RequestTable, simulate
 from meshwright.runtime.serving.engine import ServingEngine
-from meshwright.runtime.serving.measure import measure_steps
+from meshwright.runtime.serving.measure import measure_host
 from meshwright.runtime.serving.requests import Request
-from meshwright.schema.serving import EngineLimits, Pool, ServingLayout
+from meshwright.schema import ClusterSpec, ModelSpec
+from meshwright.schema.profile import Profile, ServingHostPoint, ServingStepPoint
+from meshwright.schema.serving import EngineLimits, Pool, RequestClass, Requests, Serving, ServingLayout
+from meshwright.schema.serving_plan import ServingPlan
 
 RESULTS = Path(__file__).with_suffix(".json")
 VOCABULARY = 8192
+DTYPE: Any = "fp32"
 MODELS: dict[str, dict[str, Any]] = {
     "llama-33m": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
                   "num_key_value_heads": 4},
@@ -46,9 +48,12 @@ LOADS = {
 PLANNED = [
     {"load": "closed, 4 in flight", "concurrency": 4}, {"load": "closed, 12 in flight", "concurrency": 12},
     {"load": "closed, 24 in flight, 12 at once", "concurrency": 24},
-    {"load": "open, 0.5 of what 12 in flight reach", "share": 0.5}, {"load": "open, 0.8 of it", "share": 0.8},
+    {"load": "open, 0.5 of the largest rate", "share": 0.5}, {"load": "open, 0.8 of it", "share": 0.8},
     {"load": "closed, 12 in flight, a third of the cache", "concurrency": 12, "cache_blocks": 60},
 ]  # fmt: skip
+PLANNED_MODELS = ("smollm2-135m", "llama-33m")
+COUNT, CLIENT_S = 60, 1e-3
+"""Requests of a planned load; seconds from an answer's end until the client's next request is there."""
 
 
 class ProcessorClock:
@@ -170,85 +175,123 @@ def peers(repeats: int) -> list[dict[str, Any]]:
 
 
 def served(
-    folder: str, pool: Pool, sizes: tuple[list[int], list[int]], *, concurrency: int | None, arrivals: list[float]
+    folder: str | ModelSpec,
+    pool: Pool,
+    sizes: tuple[list[int], list[int]],
+    *,
+    concurrency: int | None,
+    arrivals: list[float],
 ) -> list[Any]:
-    """Serve a load on the processor's clock; return the times of its requests in order."""
+    """Serve a load on the processor's clock; return the times of its requests in order.
+
+    Requests come while the engine is in a step and are handed in after it, with the time at which they came.
+    """
     clock = ProcessorClock()
     engine = ServingEngine.build(folder, pool, prefix_cache=False, clock=clock)
-    prompts = prompts_of(sizes[0], seed=6)
-    origin, sent = clock(), 0
+    vocabulary = engine.spec.vocab_size
+    prompts = [[token % vocabulary for token in prompt] for prompt in prompts_of(sizes[0], seed=6)]
+    origin = clock()
+    coming = arrivals if concurrency is None else [0.0] * min(concurrency, len(prompts))
+    due = [origin + when for when in coming]  # in order
     names: list[str] = []
-    live = 0
-    while sent < len(prompts) or engine.has_work:
-        if concurrency is None and not engine.has_work:
-            clock.skip_to(origin + arrivals[sent])
-        while sent < len(prompts) and (
-            live < concurrency if concurrency is not None else clock() - origin >= arrivals[sent]
-        ):
-            names.append(engine.submit(Request(prompt=tuple(prompts[sent]), max_tokens=sizes[1][sent])))
-            if concurrency is None:  # it came while the engine was in a step
-                engine.times(names[-1]).submitted_s = origin + arrivals[sent]  # type: ignore[union-attr]
-            sent, live = sent + 1, live + 1
-        live -= sum(event.finish is not None for event in engine.step())
+    while len(names) < len(prompts) or engine.has_work:
+        if not engine.has_work:
+            clock.skip_to(due[len(names)])
+        while len(names) < len(due) and clock() >= due[len(names)]:
+            idx = len(names)
+            names.append(engine.submit(Request(prompt=tuple(prompts[idx]), max_tokens=sizes[1][idx])))
+            engine.times(names[idx]).submitted_s = due[idx]  # type: ignore[union-attr]
+        ended = [event.time_s for event in engine.step() if event.finish is not None]
+        if concurrency is not None:
+            due += [when + CLIENT_S for when in ended][: len(prompts) - len(due)]
     return [engine.times(name) for name in names]
 
 
 def planned(repeats: int) -> list[dict[str, Any]]:
-    rows, profile = [], EngineProfile.named("meshwright")
-    # Requests are handed in by a function call: no front end, no way.
-    profile = profile.model_copy(
-        update={"request": profile.request.model_copy(update=dict.fromkeys(("fixed_s", "token_s", "way_s"), 0.0))}
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        save("llama-33m", folder)
-        for case in PLANNED:
-            found = [_compared(folder, case, profile, seed) for seed in range(repeats)]
-            for row in found:
-                print(row, file=sys.stderr, flush=True)
-            rows += found
+    """Measure the engine, plan a load with the profile, and serve it: what `profile`, `plan`, `replay` and `serve` do."""
+    rows = []
+    for model in PLANNED_MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            if model in MODELS:
+                save(model, folder)
+            served_model = folder if model in MODELS else ModelSpec.named(model)
+            for case in PLANNED:
+                for seed in range(repeats):
+                    rows.append({"model": model, **_compared(served_model, case, seed)})
+                    print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
-def _compared(folder: str, case: dict[str, Any], profile: EngineProfile, seed: int) -> dict[str, Any]:
-    pool = make_pool(max_batch=12, cache_blocks=case.get("cache_blocks", 1024))
-    sizes = lengths({"count": 48, "prompt": (16, 320), "output": (8, 64)}, seed=seed)
-    steps = fitted(folder)
-    table = RequestTable.of(*sizes)
-    simulated_pool = EnginePool.of(steps, profile, pool.limits)
-    arrivals: list[float] = []
-    if share := case.get("share"):
-        full = simulate(simulated_pool, table, concurrency=12)
-        rate = share * len(table) / full.duration_s
-        arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(table))).tolist()
-        table = RequestTable.of(*sizes, arrival_s=arrivals)
-    said = simulate(simulated_pool, table, concurrency=case.get("concurrency"))
-    times = served(folder, pool, sizes, concurrency=case.get("concurrency"), arrivals=arrivals)
-    row: dict[str, Any] = {"load": case["load"], "seed": seed, "fit_error": steps.error}
-    for name, planned_s in (
-        ("ttft", said.ttft_s),
-        ("tpot", said.tpot_s[said.output_len > 1]),
-        ("queue", said.queue_s),
-        ("e2e", said.e2e_s),
-    ):
+def _compared(served_model: Any, case: dict[str, Any], seed: int) -> dict[str, Any]:
+    from meshwright.planner.serving.replay import replay
+    from meshwright.schema.requests_file import read_trace
+
+    spec = served_model if isinstance(served_model, ModelSpec) else ModelSpec.resolve(served_model)
+    sizes = lengths({"count": COUNT, "prompt": (16, 320), "output": (8, 64)}, seed=seed)
+    plan = plan_of(spec, measured_profile(served_model), case, sizes)
+    rate = plan.serving.requests.rate
+    draw = np.random.default_rng(seed)
+    arrivals = np.cumsum(draw.exponential(1 / rate, COUNT)).tolist() if rate is not None else [0.0] * COUNT
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.csv")
+        lines = (f"{a},{p},{o}" for a, p, o in zip(arrivals, *sizes, strict=True))
+        trace.write_text("\n".join(("arrival_s,prompt_tokens,output_tokens", *lines)))
+        said = replay(plan, read_trace(trace), concurrency=case.get("concurrency")).latencies
+    times = served(served_model, plan.pools[0], sizes, concurrency=case.get("concurrency"), arrivals=arrivals)
+    row: dict[str, Any] = {"load": case["load"], "seed": seed}
+    for name in ("ttft", "tpot", "queue", "e2e"):
         seen = np.array([t.last_s - t.submitted_s if name == "e2e" else getattr(t, f"{name}_s") for t in times])
         seen = seen[np.isfinite(seen)]
-        row |= {f"{name}_ms": 1e3 * seen.mean(), f"planned_{name}_ms": 1e3 * planned_s.mean()}
-        row |= {
-            f"{name}_p90_ms": 1e3 * np.quantile(seen, 0.9),
-            f"planned_{name}_p90_ms": 1e3 * np.quantile(planned_s, 0.9),
-        }
-    row["preemptions"], row["planned_preemptions"] = sum(t.preemptions for t in times), int(said.preemptions.sum())
+        row |= {f"{name}_ms": 1e3 * seen.mean(), f"planned_{name}_ms": 1e3 * said[name].mean_s}
+        row |= {f"{name}_p90_ms": 1e3 * np.quantile(seen, 0.9), f"planned_{name}_p90_ms": 1e3 * said[name].p90_s}
+    row["preemptions"] = sum(t.preemptions for t in times)
     return row
 
 
-def fitted(folder: str) -> MeasuredSteps:
-    """Return the steps of an engine as just measured."""
-    engine = ServingEngine.build(folder, make_pool(max_batch=12), prefix_cache=False)
-    records = measure_steps(engine, max_context=384, repeats=3, clock=time.process_time)
-    return MeasuredSteps.fit(
-        *([getattr(record, name) for record in records]
-          for name in ("decode_rows", "cached_tokens", "prefill_tokens", "prefill_context", "prompts", "seconds"))
+def plan_of(spec: ModelSpec, profile: Profile, case: dict[str, Any], sizes: tuple[list[int], list[int]]) -> ServingPlan:
+    """Return the plan of one instance for a load."""
+    from meshwright.planner import plan
+
+    prompt, output = (round(statistics.mean(values)) for values in sizes)
+    load: dict[str, Any] = {"concurrency": case["concurrency"]} if "concurrency" in case else {}
+    task = Serving(
+        requests=Requests(classes=(RequestClass(prompt_len=prompt, output_len=output),), **load),
+        engine="meshwright", modes=("agg",), weights=DTYPE, cache=DTYPE, prefix_cache=False, objective="throughput",
     )  # fmt: skip
+    cluster = this_machine().replace(profile=profile)
+    fixed = {"max_batch": 12, "max_batched_tokens": 256}
+    answer = plan(spec, cluster, task, fixed=fixed)
+    if "share" in case:
+        rate = case["share"] * answer.estimate.requests_per_s
+        answer = plan(spec, cluster, task.replace(requests=task.requests.replace(rate=rate)), fixed=fixed)
+    pool = answer.pools[0]
+    limits = pool.limits.replace(cache_blocks=case.get("cache_blocks", 1024))
+    return answer.replace(pools=(pool.replace(limits=limits),))
+
+
+@cache
+def this_machine() -> ClusterSpec:
+    """Return this machine as one device."""
+    return ClusterSpec.parse("local:1")
+
+
+def measured_profile(served_model: Any) -> Profile:
+    """Return the profile of an engine as just measured, on the processor's clock."""
+    pool = make_pool(max_batch=12)
+    engine = ServingEngine.build(
+        served_model, pool.replace(weights=DTYPE, cache=DTYPE), prefix_cache=False, clock=time.process_time
+    )
+    records, hosts = engine.measure(max_context=384, budget_s=300)[0], measure_host(engine)
+    case = {"model": "", "content": engine.spec.content, "layout": pool.layout, "weights": DTYPE, "cache": DTYPE}
+    names = ("decode_rows", "cached_tokens", "prefill_tokens", "prefill_context", "prompts")
+    steps = [
+        ServingStepPoint(**case, devices_in_use=1, time_s=record.seconds, **{n: getattr(record, n) for n in names})
+        for record in records
+    ]
+    between = [ServingHostPoint(**case, devices_in_use=1, rows=h.decode_rows, time_s=h.seconds) for h in hosts]
+    known = this_machine().profile
+    assert known is not None
+    return known.replace(serving_steps=tuple(steps), serving_host=tuple(between))
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -282,7 +325,7 @@ def _fastest(repeats: int, call: Any) -> float:
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the mean and median relative errors of the plan's means."""
     result = {}
-    for name in ("ttft", "tpot", "e2e"):
+    for name in ("ttft", "tpot", "queue", "e2e"):
         errors = [abs(row[f"planned_{name}_ms"] / row[f"{name}_ms"] - 1) for row in rows]
         result |= {f"{name}_mean_error": statistics.mean(errors), f"{name}_median_error": statistics.median(errors)}
     return result

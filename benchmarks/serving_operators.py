@@ -14,17 +14,23 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from meshwright.cost_models.serving.engine import EngineProfile
+from meshwright.cost_models.serving.memory import serving_memory
 from meshwright.cost_models.serving.operators import row_costs
 from meshwright.cost_models.serving.step import StepCosts, attention_planes
 from meshwright.cost_models.serving.tables import Plane, over_rows
 from meshwright.fitting.gemm import SYSTEMS
-from meshwright.schema import ClusterSpec, MeshwrightError, ModelSpec
+from meshwright.schema import ClusterSpec, Link, MeshwrightError, ModelSpec
+from meshwright.schema.catalogue import find_link
 from meshwright.schema.serving import ServingLayout
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/serving"
 DTYPES = {"fp4": "nvfp4", "fp8-block": "fp8", "int4-weights": "int4"}
 PUBLISHED = {"gpt-oss-120b": "mxfp4"}
 """Type of models that are published in one alone; the tables call every 4-bit format nvfp4."""
+CACHE_FRACTION = 0.95
+"""Of free memory, in every published run of all requests at once (perf-overview.md, kv_cache_free_gpu_mem_fraction)."""
+
 POINTS = 16
 """Passes of a decoding that are evaluated: its seconds are nearly linear in the tokens seen."""
 
@@ -50,12 +56,15 @@ def step_costs(name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: t
     tp, pp, attention_dp, ep = layout
     devices = tp * pp * attention_dp
     node = 72 if gpu.startswith("GB") else 8
-    text = f"{devices}x{gpu}" if devices <= node else f"{-(-devices // node)}x{node}x{gpu}"
+    cluster = ClusterSpec.parse(f"1x{devices}x{gpu}" if devices <= node else f"{-(-devices // node)}x{node}x{gpu}")
+    if cluster.levels[0].link.name == "pcie4-isolated":  # of clouds, not of NVIDIA's own machines
+        link = Link(name="pcie4", **find_link("pcie4")[1])
+        cluster = cluster.replace(levels=(cluster.levels[0].replace(link=link), *cluster.levels[1:]))
     weights, experts, kv = dtypes
     weights, experts = PUBLISHED.get(name, weights), PUBLISHED.get(name, experts)
     return StepCosts.build(
         model(name),
-        ClusterSpec.parse(text),
+        cluster,
         ServingLayout(tp=tp, pp=pp, attention_dp=attention_dp, ep=ep),
         weights=DTYPES.get(weights, weights),
         experts=DTYPES.get(experts, experts),
@@ -167,11 +176,9 @@ def tensorrt_llm(data: Path) -> pd.DataFrame:
 
 def saturated_s(step: StepCosts, row: Any) -> float:
     """Return the seconds of an output token where all requests wait: a step of as many as the cache holds, prompts mixed in."""
-    device = step.instance.cluster.weakest_device
-    free = 0.9 * (device.memory_bytes - 3e9) - step.weight_bytes
-    kept = sum(size * min(window / (row.isl + row.osl), 1.0) for window, size in step.window_cache_bytes)
-    full = step.cache_bytes_per_token - sum(size for _, size in step.window_cache_bytes)
-    rows = max(free / (full + kept) / (row.isl + row.osl), 1.0)
+    length, engine = row.isl + row.osl, EngineProfile.named("trtllm", row.version)
+    profile = engine.replace(memory=engine.memory.replace(fraction=CACHE_FRACTION))
+    rows = max(serving_memory(step, profile, request_len=length, max_batch=512).cache_tokens / length, 1.0)
     rows = min(rows, 2048, 8192 / (1 + row.isl / row.osl), 3000)
     prompts = rows / row.osl
     seconds = float(

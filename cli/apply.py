@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
-from ..runtime.training.options import TrainOptions, prepare_options
+from ..runtime.training.options import TrainOptions, prepare_options, why_not_continued
 from ..schema import ConfigError, TrainingPlan
 from ..schema.engine_facts import require_our_engine
 from ..schema.errors import (
@@ -107,6 +107,16 @@ class RunOutput(OptionModel):
     as_json: bool = option(False, "one JSON object a step, and a last one, on stdout.", name="--json")
 
 
+class FaultHandling(OptionModel):
+    """What a training does when a rank dies."""
+
+    on_fault: Literal["continue", "restart"] | None = option(
+        None,
+        "continue: the others go on at once, under a plan for what is left; restart: --max-restarts. Default: continue where the "
+        "plan has fallbacks (plan --tolerate) and nothing is in the way.",
+    )
+
+
 SCRIPT = Mode(
     name="a script of your own",
     when=lambda values: bool(values["script"]),
@@ -114,7 +124,7 @@ SCRIPT = Mode(
     why="does its own training",
     fix="put options of the script after it: meshwright apply plan.json SCRIPT --option",
 )
-BUILT_IN = Mode(takes=(JobOptions, ProfileOptions, TrainOptions, RunOutput))
+BUILT_IN = Mode(takes=(JobOptions, ProfileOptions, TrainOptions, RunOutput, FaultHandling))
 
 
 @command(SCRIPT, BUILT_IN)
@@ -122,6 +132,7 @@ def apply(
     plan: Annotated[Path, typer.Argument(help="Plan file, from `meshwright plan --out`.", show_default=False)],
     training: TrainOptions | None,
     output: RunOutput | None,
+    faults: FaultHandling | None,
     job: JobOptions,
     profile: ProfileOptions,
     script: Annotated[
@@ -137,7 +148,7 @@ def apply(
 
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"no such script: {script[0]}")
-    with _predicted_by(plan, profile) as (path, loaded):
+    with _predicted_by(plan, profile, documents=training is not None and training.documents) as (path, loaded):
         require_our_engine(loaded.workload.engine)
         if lacking := loaded.why_not_applied(is_user_model=bool(script)):
             raise RuntimeMismatchError(
@@ -158,18 +169,57 @@ def apply(
             plan=str(path.resolve()), timeout_s=job.collective_timeout_s, hang_timeout_s=job.hang_timeout_s,
             grace_s=job.grace_s, script=tuple(script or ()),
         )  # fmt: skip
-        if training is None or output is None:
+        if training is None or output is None or faults is None:
             run_job(loaded, work, meeting, job)
             return
         prepared = _prepared(training, loaded, is_only_node=meeting.nnodes == 1)
-        with running_report(
-            training.steps, metrics=output.metrics, append=training.resume, as_json=output.as_json
-        ) as report:
-            run_job(loaded, work.replace(options=prepared, report=str(report)), meeting, job)
+        with (
+            _fallback_files(loaded, prepared, faults.on_fault) as fallbacks,
+            running_report(
+                training.steps, metrics=output.metrics, append=training.resume, as_json=output.as_json
+            ) as report,
+        ):
+            work = work.replace(options=prepared, report=str(report), fallbacks=fallbacks)
+            run_job(loaded, work, meeting, job)
     if prepared.trace is not None and Path(prepared.trace).exists():
         typer.echo(
             f"wrote {training.trace}; open it in ui.perfetto.dev, next to that of `meshwright report --trace`", err=True
         )
+
+
+@contextlib.contextmanager
+def _fallback_files(
+    plan: TrainingPlan, options: TrainOptions, on_fault: Literal["continue", "restart"] | None
+) -> Iterator[tuple[str, ...]]:
+    """Yield files of the plans for fewer devices, under which a training goes on; none where a fault ends it.
+
+    Raises:
+        RuntimeMismatchError: it is to go on and cannot.
+        InfeasibleError: nothing fits on fewer devices.
+    """
+    if on_fault == "restart" or (on_fault is None and not plan.fallbacks):
+        yield ()
+        return
+    if reasons := why_not_continued(plan, options):
+        if on_fault is not None:
+            raise RuntimeMismatchError(
+                "this training cannot go on without a rank that dies", details=reasons, help="say --on-fault restart"
+            )
+        typer.echo(f"a fault ends the job, or restarts it (--max-restarts): {'; '.join(reasons)}", err=True)
+        yield ()
+        return
+    plans = plan.fallbacks
+    if not plans:
+        from ..planner.fallbacks import fallbacks, num_units
+
+        plans, reason = fallbacks(plan, num_units(plan.cluster) - 1)
+        if not plans:
+            raise InfeasibleError("no plan for fewer devices: this training cannot go on", details=(reason,))
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        files = [Path(folder) / f"{each.layout.world_size}.json" for each in plans]
+        for each, file in zip(plans, files, strict=True):
+            each.save(file)
+        yield tuple(map(str, files))
 
 
 def _meeting_of_used(plan: TrainingPlan, rendezvous: Rendezvous) -> Rendezvous | None:
@@ -209,24 +259,35 @@ def _prepared(options: TrainOptions, plan: TrainingPlan, *, is_only_node: bool) 
 
 
 @contextlib.contextmanager
-def _predicted_by(path: Path, profile: ProfileOptions) -> Iterator[tuple[Path, TrainingPlan]]:
+def _predicted_by(path: Path, profile: ProfileOptions, *, documents: bool) -> Iterator[tuple[Path, TrainingPlan]]:
     """Yield a plan file and its plan; with a profile a copy whose prediction is what the profile says of the same layout.
+
+    Args:
+        documents: the plan must say what documents cost, by the same prediction.
 
     Raises:
         ConfigError, ProfileError: as for `plan --profile`, or the profile has another number of devices.
     """
     plan = TrainingPlan.load(path)
     cluster = profile.profiled_cluster()
-    if cluster is None:
+    if cluster is None and not (documents and plan.batches is None):
         yield path, plan
         return
-    from ..planner.planned_stages import reestimate
+    predicted = plan
+    if cluster is not None:
+        from ..planner.planned_stages import reestimate
 
-    if cluster.num_devices != plan.cluster.num_devices:
-        raise ConfigError(
-            f"{profile.profile[0]} is of {cluster.num_devices} devices, the plan is for {plan.cluster.num_devices}"
-        )
-    predicted = plan.replace(cluster=cluster, estimate=reestimate(plan, cluster))
+        if cluster.num_devices != plan.cluster.num_devices:
+            raise ConfigError(
+                f"{profile.profile[0]} is of {cluster.num_devices} devices, the plan is for {plan.cluster.num_devices}"
+            )
+        predicted = plan.replace(cluster=cluster, estimate=reestimate(plan, cluster))
+    if documents:
+        from ..planner.batch import with_length_costs
+        from ..runtime.training.options import require_documents
+
+        require_documents(predicted)
+        predicted = with_length_costs(predicted)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         copy = Path(folder) / "plan.json"
         predicted.save(copy)
@@ -301,7 +362,7 @@ def replanned(plan: TrainingPlan, path: Path, *, nnodes: int) -> tuple[TrainingP
     cluster = remaining_cluster(plan.cluster, nnodes=nnodes, devices_here=count_devices())
     if cluster is None:
         return plan, path
-    from ..planner.goodput import plan_on
+    from ..planner.fallbacks import plan_on
 
     smaller = plan_on(plan, cluster)
     target = path.with_name(f"{path.stem}.{cluster.num_devices}-devices.json")

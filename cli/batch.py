@@ -24,31 +24,84 @@ class BatchOptions(OptionModel):
         None, "tokens of each sequence, one in each line (.gz is read too); of a plan.", metavar="FILE"
     )
     plot: Path | None = option(
-        None, "a picture: ranks against seconds, a colour for each size of group.", metavar="FILE.png"
+        None, "a picture of the schedule: ranks against seconds, a colour for each size of group.", metavar="FILE.svg"
+    )
+    pack: int | None = option(
+        None,
+        "only pack the sequences of a file of lengths: as few packs of at most so many tokens as hold them, equal in tokens and in "
+        "attention.",
+        metavar="TOKENS",
+        ge=1,
+        barred_by=("plot", "lengths"),
     )
 
 
 @command()
 def batch(
-    plan: Annotated[str, typer.Argument(metavar="PLAN|BATCH", help="a plan.json, or batches with their own costs.")],
+    plan: Annotated[
+        str,
+        typer.Argument(
+            metavar="PLAN|BATCH|LENGTHS", help="a plan.json, batches with their own costs, or with --pack lengths."
+        ),
+    ],
     options: BatchOptions,
     json: JsonOption = False,
 ) -> None:
     """Schedule one batch of unequal lengths: its micro-batches, the groups of ranks in each and their sequences, with a bound.
 
     PLAN is a plan of training without pipeline stages, whose layout gives the seconds and the memory; --lengths has the batch.
-    BATCH is a JSON object, or a list of them, with lengths and costs (docs/batch.md).
+    BATCH is a JSON object, or a list of them, with lengths and costs (docs/batch.md). With --pack nothing is scheduled: LENGTHS is
+    a file of lengths, whose sequences are put together to packs of one shape.
     """
+    if options.pack is not None:
+        _pack(plan, options.pack, json=json)
+        return
     from ..solvers.batch_groups import schedule_batch
 
     problems = _problems(plan, options.lengths)
     answers = [(name, instance, schedule_batch(instance)) for name, instance in problems]
+    if options.plot is not None:
+        _plot(options.plot, answers)
     if json:
         documents = [document(name, schedule) for name, _, schedule in answers]
         typer.echo(json_module.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
     else:
         for name, instance, schedule in answers:
             show(_table(name, instance, schedule))
+
+
+def _plot(path: Path, answers: list[tuple[str, BatchInstance, BatchSchedule]]) -> None:
+    from ..schema import ConfigError
+    from ..schema.base import write_atomically
+    from .show.batch_picture import batch_picture
+
+    if len(answers) > 1:
+        raise ConfigError(f"--plot is of one batch, the file has {len(answers)}", help="give one of them")
+    write_atomically(path, batch_picture(*answers[0]))
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _pack(path: str, capacity: int, *, json: bool) -> None:
+    from ..schema.batch import read_lengths
+    from ..schema.units import format_percent
+    from ..solvers.batch_groups.packing import pack_evenly
+
+    packing = pack_evenly(read_lengths(path), capacity)
+    if json:
+        fields = {"padding": packing.padding, "imbalance": packing.imbalance, "tokens": packing.tokens}
+        typer.echo(json_module.dumps({**fields, "packs": packing.packs}, indent=2))
+        return
+    title = f"{len(packing.packs):,} packs of at most {capacity:,} tokens: {format_percent(packing.padding, 2)} padding"
+    table = headed_table(title, "", "fewest", "mean", "most", "most over mean")
+    rows = (
+        ("sequences", [len(pack) for pack in packing.packs]),
+        ("tokens", packing.tokens),
+        ("squares of lengths", packing.squares),
+    )
+    for name, values in rows:
+        mean = sum(values) / len(values)
+        table.add_row(name, f"{min(values):,.0f}", f"{mean:,.0f}", f"{max(values):,.0f}", f"{max(values) / mean:.3f}")
+    show(table)
 
 
 def _problems(path: str, lengths: Path | None) -> list[tuple[str, BatchInstance]]:

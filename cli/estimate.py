@@ -45,7 +45,7 @@ def estimate(
         if as_listed:
             raise ConfigError("--as-listed is of layouts without --offload", help="leave one of them out")
         given = given.replace(offload="scheduled")
-    spec = resolve_model(model, step.seq_len)
+    spec = resolve_model(model, step.seq_len, step.sample_batch)
     machine = step.calibrated(cluster.read(), spec, precision.precision)
     workload = step.workload(spec, machine, precision.precision)
     cluster.require_layers(machine, spec, workload)

@@ -28,6 +28,10 @@ class QuestionOptions(OptionModel):
         metavar="A=B,...",
         complete=complete_layout,
     )
+    placements: bool = option(
+        False,
+        "of a module traced from code: each operator with the forms of its values over tp, and what conversions cost.",
+    )
     time_limit_s: float = option(
         60.0, "for all searches together; what was not reached is left out.", ge=0.1, metavar="S"
     )
@@ -53,6 +57,13 @@ def explain(plan: PlanArgument, question: QuestionOptions, json: JsonOption = Fa
         _explain_serving(serving, question, as_json=json)
         return
     fields, given = parse_assignments(question.why_not), TrainingPlan.load(plan)
+    if question.placements:
+        from .show.placements import placement_tables
+
+        if given.model.code is None:
+            raise ConfigError(f"{given.model.name} was not traced from code", help="leave out --placements")
+        show_answer(given.model.code, *placement_tables(given), as_json=json)
+        return
     deadline = Deadline(question.time_limit_s)
     with progress_bar("searching again", quiet=json) as bar, stopping_on_interrupt(deadline):
         for part in explain_in_parts(given, why_not=fields, deadline=deadline):
@@ -92,12 +103,12 @@ class DrawingOptions(OptionModel):
 
 @command()
 def report(plan: PlanArgument, drawings: DrawingOptions) -> None:
-    """Draw a plan: a page that opens in any browser without a network, and the predicted step as a trace."""
+    """Draw a plan: a page that opens in any browser without a network, and of training the predicted step as a trace."""
     if drawings.report is None and drawings.trace is None:
         raise ConfigError("nothing to write", help="give --report report.html, --trace trace.json, or both")
     from .page.document import write_report
 
-    write_report(TrainingPlan.load(plan), drawings.report, drawings.trace, explain_limit_s=drawings.explain_limit_s)
+    write_report(Plan.load(plan), drawings.report, drawings.trace, explain_limit_s=drawings.explain_limit_s)
 
 
 class SourceOptions(OptionModel):

@@ -79,6 +79,8 @@ def _tables(plan: TrainingPlan, report: GoodputReport) -> list[Table]:
     table.add_row("goodput, waiting for repairs", format_percent(report.waiting, 2), "")
     if report.falling_back is not None:
         table.add_row("goodput, on what remains", format_percent(report.falling_back, 2), escape(report.not_tolerated))
+    if report.going_on is not None:
+        table.add_row("goodput, going on at once", format_percent(report.going_on, 2), "--on-fault continue")
     tables = [table]
     if report.fallbacks:
         remains = headed_table("what remains", "lost", "devices", "layout", "step", "of the time", text=("layout",))

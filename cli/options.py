@@ -384,7 +384,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A catalogue name (`meshwright models`), a config.json, or a folder that holds one.",
+        help="A catalogue name (`meshwright models`), a config.json, a folder that holds one, or module:name of your own code.",
         autocompletion=complete_models,
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,9 +18,9 @@ from .plan_options import (
     CostOptions,
     GenerationOptions,
     OffloadOptions,
+    PlannedStepOptions,
     PrecisionOptions,
     SearchOptions,
-    StepOptions,
 )
 from .serving_options import ServingOptions
 from .terminal import INTERRUPTED, progress_bar, search_progress, show_answer, stopping_on_interrupt
@@ -52,8 +53,11 @@ class PlanOptions(PrecisionOptions):
     as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
 
 
+_SAVE_S, _RESTART_S = 30.0, 300.0
+"""Of a checkpoint and of a restart, where a plan is made for faults; `meshwright goodput` takes measured ones."""
+
 _ALWAYS = (ClusterOptions, OffloadOptions, PlanOptions)
-_TRAINING = (*_ALWAYS, StepOptions, SearchOptions)
+_TRAINING = (*_ALWAYS, PlannedStepOptions, SearchOptions)
 
 SERVING = Mode(
     name="--serve",
@@ -77,17 +81,27 @@ COST = Mode(
     name="--objective cost",
     when=lambda values: values["objective"] == "cost",
     takes=(*_TRAINING, CostOptions),
-    without=frozenset({"expert_load", "batch_tolerance", "rehearse"}),
+    without=frozenset({"expert_load", "batch_tolerance", "rehearse", "lengths", "max_len"}),
     why="is not for one cluster",
 )
 ENERGY = replace(COST, name="--objective energy", when=lambda values: values["objective"] == "energy")
-TRAINING = Mode(takes=_TRAINING, fix="or plan generation: --infer --prompt-len N")
+LENGTHS = Mode(
+    name="--lengths",
+    when=lambda values: values["lengths"] is not None,
+    takes=_TRAINING,
+    without=frozenset({
+        "seq_len", "batch_tolerance", "pareto", "expert_load", "rehearse", "offload", "host_memory_gib", "nvme", "nvme_gib",
+        "tolerate", "mtbf_hours_per_device", "spares",
+    }),
+    why="has batches of many shapes",
+)  # fmt: skip
+TRAINING = Mode(takes=_TRAINING, without=frozenset({"max_len"}), fix="or plan generation: --infer --prompt-len N")
 
 
-@command(SERVING, GENERATION, COST, ENERGY, TRAINING)
+@command(SERVING, GENERATION, COST, ENERGY, LENGTHS, TRAINING)
 def plan(
     model: ModelArgument,
-    step: StepOptions | None,
+    step: PlannedStepOptions | None,
     cluster: ClusterOptions,
     search: SearchOptions | None,
     cost: CostOptions | None,
@@ -120,6 +134,8 @@ def plan(
     else:
         assert step is not None and search is not None
         answer = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
+        if step.tolerate:
+            answer = _tolerant(answer, step)
     hint = f"it is an estimate: meshwright runs no {answer.task_name}"
     if serving is not None:
         hint = f"next: meshwright explain {output.out}, meshwright replay {output.out} --requests FILE"
@@ -146,7 +162,7 @@ def plan(
 
 def _plan_training(
     model: str,
-    step: StepOptions,
+    step: PlannedStepOptions,
     cluster: ClusterOptions,
     search: SearchOptions,
     cost: CostOptions | None,
@@ -164,7 +180,7 @@ def _plan_training(
 
     if output.objective in ("gpus", "latency"):
         raise ConfigError(f"--objective {output.objective} without --serve", help="add --serve, or use throughput")
-    spec, fixed = resolve_model(model, step.seq_len), parse_assignments(search.fix)
+    spec, fixed = resolve_model(model, step.seq_len, step.sample_batch), parse_assignments(search.fix)
     machine, offers = _machines(
         cluster, step, cost, lambda read: step.calibrated(read, spec, output.precision, search.engine)
     )
@@ -194,6 +210,27 @@ def _plan_training(
     return _rehearsed(answer, request, top=output.top, quiet=output.as_json) if output.rehearse else answer
 
 
+def _tolerant(answer: TrainingPlan, step: PlannedStepOptions) -> TrainingPlan:
+    """Return the plan, or one whose states are all held twice, whichever makes more tokens under faults, with its fallbacks."""
+    from ..planner import plan as fastest
+    from ..planner.goodput import tolerant
+    from ..schema import InfeasibleError
+    from ..schema.goodput import Faults
+    from ..schema.layout import parse_assignments
+    from ..schema.shares import state_copies
+
+    plans = [answer]
+    if state_copies(answer) == 1:
+        fixed = {**parse_assignments(answer.provenance.fixed), "dp_replicate": 2}
+        with contextlib.suppress(InfeasibleError, ConfigError):
+            plans.append(fastest(answer.model, answer.cluster, answer.workload, fixed=fixed, runnable=True))
+    faults = Faults(
+        mtbf_hours_per_device=step.mtbf_hours_per_device, save_s=_SAVE_S, restart_s=_RESTART_S,
+        tolerate=step.tolerate, spares=step.spares,
+    )  # fmt: skip
+    return tolerant(plans, faults)
+
+
 def _rehearsed(answer: TrainingPlan, request: dict[str, Any], *, top: int, quiet: bool) -> TrainingPlan:
     """Return the plan, or the first runner-up that runs and fits where it is rehearsed, with a note on those that do not."""
     from ..planner import plan as fastest
@@ -212,7 +249,7 @@ def _rehearsed(answer: TrainingPlan, request: dict[str, Any], *, top: int, quiet
 
 def _machines(
     cluster: ClusterOptions,
-    step: StepOptions,
+    step: PlannedStepOptions,
     cost: CostOptions | None,
     calibrated: Callable[[ClusterSpec], ClusterSpec],
 ) -> tuple[ClusterSpec, tuple[Offer, ...]]:
@@ -282,7 +319,6 @@ def _plan_serving(
 
     if output.objective == "energy":
         raise ConfigError("--objective energy with --serve", help="use throughput, gpus, cost or latency")
-    task = serving.task(search.engine or "vllm", None if output.objective == "throughput" else output.objective)
     if cost.offers is not None:
         from ..planner.serving.mix import cluster_of_offers
         from ..schema.offers import offers_from_file
@@ -292,6 +328,9 @@ def _plan_serving(
         machine = cluster_of_offers(offers_from_file(str(cost.offers)))
     else:
         machine = cluster.read()
+    # On a machine without GPUs it is our own engine that `meshwright serve` runs.
+    engine = search.engine or ("meshwright" if machine.weakest_device.backend.is_host else "vllm")
+    task = serving.task(engine, None if output.objective == "throughput" else output.objective)
     with search_progress(quiet=output.as_json) as on_progress, stopping_on_interrupt(deadline):
         return best_deployment(
             ModelSpec.resolve(model), machine, task, top=output.top, fixed=parse_assignments(search.fix),

@@ -14,6 +14,7 @@ import typer
 from pydantic import model_validator
 
 from ..schema.base import Count
+from ..schema.batch import Lengths, read_lengths
 from ..schema.engine_facts import ENGINES, OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
 from ..schema.serving import ServingEngine
@@ -92,6 +93,8 @@ class ClusterOptions(ProfileOptions):
                 raise ConfigError("no cluster is given", help="add --cluster or --profile")
             return measured
         of_kinds = self.profiled_clusters()
+        if self.cluster == "local" and len(of_kinds) == 1:
+            return of_kinds[0]
         with spinner(f"cluster {self.cluster}: a machine is measured once, in about ten seconds"):
             named = ClusterSpec.parse(self.cluster)
         if not of_kinds:
@@ -141,6 +144,10 @@ class StepOptions(OptionModel):
         "two forward passes and no backward one.",
         metavar="HOW",
     )
+    sample_batch: str | None = option(
+        None, "what MODEL, given as module:name, is called with: FILE.py that defines sample_batch, or module:name.",
+        metavar="BATCH",
+    )  # fmt: skip
     calibrate: Path | None = option(
         None, "measured runs of this cluster (columns: docs/accuracy.md); a handful corrects the model's rates.", metavar="RUNS.csv"
     )  # fmt: skip
@@ -188,13 +195,54 @@ class StepOptions(OptionModel):
                 f"seq_len {self.seq_len} exceeds the {model.embedding.num_positions} learned positions of {model.name}",
                 help=f"use --seq-len {model.embedding.num_positions} or less",
             )
-        typed, changes = self.model_dump(include={*Workload.model_fields}), parse_training(self.train)
+        typed, changes = self.model_dump(include={*Workload.model_fields} - {"lengths"}), parse_training(self.train)
         typed |= {} if engine is None else {"engine": engine}
         if "passes" in changes and self.optimizer != Workload.model_fields["optimizer"].default:
             raise ConfigError(
                 f"--optimizer {self.optimizer} with --train {self.train}, which has none", help="leave it out"
             )
         return Workload(**typed, precision=precision or default_precision(cluster), **changes)
+
+
+class PlannedStepOptions(StepOptions):
+    """One training step, whose sequences may differ in length, and the faults that the training is to outlast."""
+
+    lengths: Path | None = option(
+        None,
+        "tokens of sequences, one in each line (.gz is read too): batches are of such lengths, each scheduled by itself "
+        "(docs/batch.md).",
+        metavar="FILE",
+    )
+    max_len: int | None = option(None, "longer ones are cut to pieces of so many tokens. Default: the longest.", ge=1)
+    mtbf_hours_per_device: float = option(
+        50_000.0, "mean hours between faults of one device.", ge=1e-6, metavar="H", needs=("tolerate",)
+    )
+    tolerate: int = option(
+        0, "lost nodes (devices of a single node) after which the training is to go on; the plan has a fallback for each.",
+        ge=0, le=64,
+    )  # fmt: skip
+    spares: int = option(0, "nodes that stand by besides those of the plan.", ge=0, le=10_000, needs=("tolerate",))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _longest(cls, data: Any) -> Any:
+        if data.get("lengths") is None:
+            return data
+        if isinstance(data.get("global_batch_size"), TokensOfBatch):
+            raise ConfigError(
+                "--global-batch-size in tokens with --lengths: a batch is of so many sequences", help="e.g. 512"
+            )
+        longest = data.get("max_len") or max(read_lengths(data["lengths"]))
+        return {**data, "seq_len": longest}
+
+    def workload(
+        self, model: ModelSpec, cluster: ClusterSpec, precision: str | None, engine: str | None = None
+    ) -> Workload:
+        """Return the workload, with the distribution of lengths where there is one."""
+        workload = super().workload(model, cluster, precision, engine)
+        if self.lengths is None:
+            return workload
+        return workload.replace(lengths=Lengths.of(read_lengths(self.lengths), max_len=self.seq_len))
 
 
 class TrainingOptions(StepOptions):

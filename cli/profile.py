@@ -14,6 +14,7 @@ import typer
 
 from ..schema import ConfigError, Profile
 from ..schema.base import Count
+from ..schema.serving import WeightDtype
 from ..schema.units import GB, TFLOP, counted, format_bytes, format_percent, format_seconds
 from .complete import complete_models
 from .options import JsonOption, Mode, OptionModel, command, option
@@ -22,6 +23,12 @@ from .terminal import show as show_table
 
 if TYPE_CHECKING:
     from ..profilers.run.protocol import MeasurementStep, ProfileProgress, ProfileTask, RankPlace
+
+_MACHINE_SHARE = 0.25
+"""Of the budget, for the machine where the serving engine is measured as well."""
+
+_BRIEF_S = 8.0
+"""Of measuring the machine as `--cluster local` does."""
 
 _FINISH_S = 0.4
 """On an idle machine: ending the ranks, reading their file, showing it and ending this process."""
@@ -41,6 +48,10 @@ class MeasureOptions(OptionModel):
     micro_batch_size: Count = option(1, "sequences of a micro-batch of the layers.", needs=("model",))
     budget_s: float = option(120.0, "seconds for everything, start-up included.", metavar="S")
     out: Path = option(Path("profile.json"), "where the profile goes; written after every part.")
+    serve: bool = option(
+        False, "measure our serving engine as well, every layout of the model on this machine (docs/serving.md).", needs=("model",)
+    )  # fmt: skip
+    weights: WeightDtype = option("bf16", "type of the engine's weights and caches.", needs=("serve",))
     ranks: int | None = option(None, "processes on this machine. Default: one a GPU, without GPUs one a core.")
     parts: str | None = option(None, "some of compute,memory,layers,links,host,storage,overlap. Default: all.")
     nvme: Path | None = option(None, "folder on the storage to measure.", metavar="PATH")
@@ -57,7 +68,7 @@ RANK = Mode(
     name="torchrun or srun",
     when=lambda values: _is_rank(),
     takes=(MeasureOptions,),
-    without=frozenset({"ranks"}),
+    without=frozenset({"ranks", "serve", "weights"}),
     why="says how many ranks there are",
 )
 
@@ -75,7 +86,10 @@ def measure(context: typer.Context, options: MeasureOptions) -> None:
     slowness = pace(age_s, time.process_time())
     finish_s = min(_FINISH_S * slowness, 0.2 * options.budget_s)
     task = replace(_task(options), started_at=time.time() - age_s, pace=slowness, finish_s=finish_s)
-    profile = _measure(task, options.ranks)
+    profile = _measure(task, options.ranks, is_brief=options.serve and options.parts is None)
+    if profile is not None and options.serve:
+        profile = _measure_engine(profile, options, task)
+        profile.save(options.out)
     if profile is not None:
         if options.as_json:
             typer.echo(profile.model_dump_json(indent=2))
@@ -99,7 +113,10 @@ def _task(options: MeasureOptions) -> ProfileTask:
     out, nvme = options.out, options.nvme
     if not options.budget_s > 0:
         raise ConfigError(f"--budget-s {options.budget_s:g}: must be positive")
-    parts = ALL_PARTS if options.parts is None else tuple(part.strip() for part in options.parts.split(","))
+    if options.parts is not None:
+        parts = tuple(part.strip() for part in options.parts.split(","))
+    else:  # what describes the machine, where its engine is what is asked for
+        parts = ("compute", "links") if options.serve else ALL_PARTS
     if unknown := [part for part in parts if part not in ALL_PARTS]:
         raise ConfigError(f"--parts: no part is called {unknown[0]!r}", help=f"parts are {', '.join(ALL_PARTS)}")
     if not out.resolve().parent.is_dir():
@@ -120,7 +137,7 @@ def _task(options: MeasureOptions) -> ProfileTask:
         backend="nccl" if visible_gpus()[0] else "gloo",
         parts=tuple(part for part in ALL_PARTS if part in parts or part == "compute"),  # all others build on it
         num_rounds=1,
-        budget_s=options.budget_s,
+        budget_s=options.budget_s * (_MACHINE_SHARE if options.serve and options.parts else 1),
         sample_s=min(0.1, max(0.005, options.budget_s / 2400)),
         model=spec.model_dump_json() if spec else "",
         seq_len=options.seq_len,
@@ -131,10 +148,11 @@ def _task(options: MeasureOptions) -> ProfileTask:
     )
 
 
-def _measure(task: ProfileTask, ranks: int | None) -> Profile | None:
-    """Return the profile; None on ranks of a job that are not the first."""
+def _measure(task: ProfileTask, ranks: int | None, *, is_brief: bool) -> Profile | None:
+    """Return the profile; None on ranks of a job that are not the first; ``is_brief``: only what `--cluster local` measures."""
     from ..profilers import machine
     from ..profilers.run.protocol import launch_ranks
+    from ..profilers.run.steps import brief_steps
 
     if _is_rank():
         from ..profilers.run.rank import run_rank
@@ -144,8 +162,50 @@ def _measure(task: ProfileTask, ranks: int | None) -> Profile | None:
     machine.require_free_memory(machine.available_memory(), ranks, of_process_bytes=machine.memory_left_to_process())
     num_devices = machine.identify(ranks).num_devices
     task = replace(task, foreign_load_fraction=min(1.0, machine.busy_fraction()))
+    if is_brief:  # all of it is needed, so that no time ends it
+        task = replace(task, started_at=None, budget_s=_BRIEF_S)
     with _progress() as tell:
-        return launch_ranks(profile_steps, task, num_devices, on_progress=tell)
+        return launch_ranks(brief_steps if is_brief else profile_steps, task, num_devices, on_progress=tell)
+
+
+def _measure_engine(profile: Profile, options: MeasureOptions, task: ProfileTask) -> Profile:
+    """Return the profile with steps of our serving engine, every layout of the model that this machine has room for."""
+    from ..cost_models.serving.engine import EngineProfile
+    from ..planner.serving.space import layouts
+    from ..profilers.profiled_cluster import profiled_cluster
+    from ..profilers.run.protocol import ProfileProgress
+    from ..runtime.serving.measure_layouts import measure_layouts
+    from ..schema import ModelSpec
+    from ..schema.profile import ProfileSection
+    from ..schema.serving import RequestClass, Requests, Serving
+
+    spec, cluster, begun = ModelSpec.model_validate_json(task.model), profiled_cluster(profile), time.time()
+    any_load = Requests(classes=(RequestClass(prompt_len=1, output_len=1),))
+    candidates = list(layouts(spec, cluster, Serving(requests=any_load, engine="meshwright")))
+    limits = EngineProfile.named("meshwright").limits(
+        device_bytes=cluster.weakest_device.memory_bytes, cache_tokens=1e6
+    )
+    origin_s = begun if task.started_at is None else task.started_at
+    remaining_s = options.budget_s - (begun - origin_s)
+    with _progress() as tell:
+        points, left_out = measure_layouts(
+            spec, candidates, num_devices=profile.machine.num_devices, limits=limits, weights=options.weights,
+            device="cpu" if profile.machine.backend == "gloo" else "cuda", budget_s=remaining_s,
+            tell=lambda what: tell(ProfileProgress("serving", what, time.time() - origin_s, options.budget_s)),
+        )  # fmt: skip
+    if not points["serving_steps"]:
+        raise ConfigError(f"our engine was not measured: {left_out}", help="give more time (--budget-s)")
+    known = [one for one in profile.serving_steps if one.content != spec.content or one.weights != options.weights]
+    known_hosts = [one for one in profile.serving_host if one.content != spec.content or one.weights != options.weights]
+    section = ProfileSection(
+        name="serving", state="shortened" if left_out else "complete", duration_s=time.time() - begun,
+        num_points=sum(map(len, points.values())), reason=left_out,
+    )  # fmt: skip
+    return profile.replace(
+        serving_steps=(*known, *points["serving_steps"]), serving_host=(*known_hosts, *points["serving_host"]),
+        parts=(*(part for part in profile.parts if part.name != "serving"), section),
+        duration_s=profile.duration_s + section.duration_s, budget_s=options.budget_s, content_sha256="",
+    ).sealed()  # fmt: skip
 
 
 def profile_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[MeasurementStep]:

@@ -1,4 +1,4 @@
-"""`meshwright replay`: a serving plan under recorded requests."""
+"""`meshwright replay`: a serving plan under recorded requests, a training plan on machines that come and go."""
 
 from __future__ import annotations
 
@@ -15,14 +15,24 @@ from .terminal import Table, headed_table, show_answer
 if TYPE_CHECKING:
     from ..planner.serving.replay import Replay
     from ..schema.serving_plan import ServingPlan
+    from ..schema.training_plan import TrainingPlan
 
 
 @command()
 def replay(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan of `meshwright plan --serve`.")],
-    requests: Annotated[
-        Path, typer.Option(metavar="FILE.csv", help="Recorded requests: arrival_s, prompt_tokens, output_tokens.")
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan of `meshwright plan`, of serving or of training.")
     ],
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv", help="Of serving: recorded requests: arrival_s, prompt_tokens, output_tokens."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Of training: machines over time: [trace,] time_s, available."),
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(metavar="X", help="Requests a second instead of the recorded rate.", min=1e-6, max=1e9),
@@ -30,18 +40,38 @@ def replay(
     concurrency: Annotated[
         int | None, typer.Option(metavar="N", help="Keep N requests in flight instead.", min=1, max=10**6)
     ] = None,
+    save_s: Annotated[
+        float, typer.Option(metavar="S", help="Of training: seconds that a checkpoint stops it.", min=1e-3, max=1e6)
+    ] = 30.0,
+    restart_s: Annotated[
+        float, typer.Option(metavar="S", help="Of training: seconds of a restart.", min=1e-3, max=1e6)
+    ] = 300.0,
+    usd_per_hour: Annotated[
+        float | None, typer.Option(metavar="USD", help="Of training: price of a machine.", min=0, max=1e6)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Serve recorded requests with a plan, in simulation: percentiles, limits, queue and cache of every instance. Needs no GPU."""
+    """Serve recorded requests with a plan, in simulation: percentiles, limits, queue and cache of every instance. Needs no GPU.
+
+    A plan of training is replayed over a recording of machines that come and go (--trace): what part of their time each policy
+    keeps, waiting for all of them, restarting on what is left, or going on.
+    """
     from ..planner.serving.replay import replay as replay_requests
     from ..schema.plan import Plan
     from ..schema.requests_file import read_trace
     from ..schema.serving_plan import ServingPlan
+    from ..schema.training_plan import TrainingPlan
 
     if rate is not None and concurrency is not None:
         raise ConfigError("--rate (requests arrive) and --concurrency (requests in flight) exclude each other")
     document = Plan.load(plan)
-    if not isinstance(document, ServingPlan):
+    if isinstance(document, TrainingPlan) and trace is not None and requests is None:
+        _replay_machines(document, trace, save_s, restart_s, usd_per_hour, as_json=json)
+        return
+    if not isinstance(document, ServingPlan) or requests is None or trace is not None:
+        if isinstance(document, ServingPlan | TrainingPlan):
+            needed = "--requests" if isinstance(document, ServingPlan) else "--trace"
+            raise ConfigError(f"{plan} is a plan for {document.task_name}: it is replayed with {needed} alone")
         raise ConfigError(
             f"{plan} is a plan for {document.task_name}, not for serving", help="make one: meshwright plan --serve"
         )
@@ -84,3 +114,34 @@ def _instances(answer: Replay, plan: ServingPlan) -> Table:
             format_percent(entry.max_cache_use), str(entry.prompt_tokens), str(entry.output_tokens),
         )  # fmt: skip
     return table
+
+
+def _replay_machines(
+    plan: TrainingPlan, trace: Path, save_s: float, restart_s: float, usd_per_hour: float | None, *, as_json: bool
+) -> None:
+    from rich.markup import escape
+
+    from ..planner.fallbacks import num_units
+    from ..planner.spot import Costs, plans_by_units, replay_pool
+    from ..schema.goodput import MachinesReplay
+    from ..schema.machines_file import read_pools
+
+    pools, units = read_pools(trace), num_units(plan.cluster)
+    plans = plans_by_units(plan, sorted({change.available for changes in pools.values() for change in changes}))
+    costs = Costs(save_s=save_s, restart_s=restart_s, usd_per_unit_hour=usd_per_hour)
+    answer = MachinesReplay(
+        num_units=units,
+        pools=tuple(replay_pool(plan, plans, name, changes, costs) for name, changes in pools.items()),
+    )
+    table = headed_table(
+        f"{escape(plan.model.name)} on up to {units} machines: part of what they could do that is kept", "pool", "machines",
+        "lost", "policy", "kept", "running", "USD per million tokens", text=("pool", "policy"),
+    )  # fmt: skip
+    for pool in answer.pools:
+        for entry in pool.policies:
+            usd = "" if entry.usd_per_million_tokens is None else f"{entry.usd_per_million_tokens:.3g}"
+            table.add_row(
+                escape(pool.pool), f"{pool.mean_units:.1f}", str(pool.losses), entry.policy, format_percent(entry.fraction, 1),
+                format_seconds(entry.running_s), usd,
+            )  # fmt: skip
+    show_answer(answer, table, as_json=as_json)

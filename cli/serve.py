@@ -38,6 +38,10 @@ class ServeOptions(OptionModel):
         None, "folder with tokenizer.json and the chat template. Default: that of the weights; without any, requests have tokens.",
         metavar="FOLDER",
     )  # fmt: skip
+    adapter: tuple[str, ...] = option(
+        (), "a low-rank adapter as peft saves it, which requests take by its name as their model; repeat.",
+        metavar="NAME=FOLDER",
+    )  # fmt: skip
     name: str | None = option(None, "what clients call the model. Default: its name in the plan.")
     host: str = option(
         LOOPBACK, "address to listen on; others than the loopback's are reachable from outside.", metavar="ADDRESS"
@@ -51,7 +55,7 @@ class ServeOptions(OptionModel):
 @command()
 def serve(plan: PlanArgument, options: ServeOptions, json: JsonOption = False) -> None:
     """Serve a plan's model on this machine with our own engine, OpenAI-compatible: /v1/completions, /v1/chat/completions,
-    /v1/models, /health, /metrics. At the end: time to first token and time per token as measured, beside the plan's.
+    /v1/models, /health, /metrics. At the end: time to first token, time per token and queue as measured, beside the plan's.
 
     SIGTERM and Ctrl-C take no further requests, answer those accepted, and end with exit code 0; a second signal ends at once.
     Nothing but this machine reaches it unless --host says so. Needs `pip install "meshwright[serve]"`.
@@ -70,10 +74,11 @@ def serve(plan: PlanArgument, options: ServeOptions, json: JsonOption = False) -
     folder = options.tokenizer or options.weights
     has_text = folder is not None and (options.tokenizer is not None or (folder / "tokenizer.json").is_file())
     text = Text.load(folder) if folder is not None and has_text else None
-    estimates = {name: loaded.estimate.overall.of(name) for name in METRICS}
+    estimates = {name: getattr(loaded.estimate.overall, name) for name in METRICS}
     planned = {
         name: {share: getattr(estimate, f"{share}_s") for share in ("mean", "p50", "p90", "p99")}
         for name, estimate in estimates.items()
+        if estimate is not None
     }
     with listening_socket(options.host, options.port) as listening, open_engine(loaded, options) as engine:
         endpoint = Endpoint(
@@ -115,8 +120,25 @@ def open_engine(plan: ServingPlan, options: ServeOptions) -> EngineFront:
         device = "cuda"
     return open_deployment(
         plan.model, plan.pools, weights=options.weights, device=device, max_queue=options.max_queue,
-        prefix_cache=plan.serving.prefix_cache,
+        prefix_cache=plan.serving.prefix_cache, adapters=_adapters(options.adapter, options.name or plan.model.name),
     )  # fmt: skip
+
+
+def _adapters(texts: tuple[str, ...], model: str) -> dict[str, Path]:
+    """Read NAME=FOLDER.
+
+    Raises:
+        ConfigError: one is nothing of that kind, or a name is used twice.
+    """
+    adapters: dict[str, Path] = {}
+    for text in texts:
+        name, sign, folder = text.partition("=")
+        if not (name and sign and folder):
+            raise ConfigError(f"--adapter {text}: not a name and a folder", help="e.g. --adapter french=french-lora/")
+        if name in adapters or name == model:
+            raise ConfigError(f"--adapter {text}: {name} is the name of another adapter or of the model")
+        adapters[name] = Path(folder)
+    return adapters
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -211,7 +233,7 @@ def _report(meter: Meter, *, as_json: bool) -> None:
     counts = ", ".join(f"{count} {outcome}" for outcome, count in meter.outcomes.items()) or "none"
     table = headed_table(f"requests: {counts}", "", "mean", "p50", "p90", "p99")
     for name in METRICS:
-        for title, figures in (("measured", measured[name]), ("planned", meter.planned[name])):
+        for title, figures in (("measured", measured[name]), ("planned", meter.planned.get(name))):
             cells = [format_seconds(figures[share]) if figures else "-" for share in ("mean", "p50", "p90", "p99")]
             table.add_row(f"{name} {title}", *cells)
     show(table)

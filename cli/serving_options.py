@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 from ..schema.errors import ConfigError
-from ..schema.serving import CacheDtype, LatencyLimit, Serving, ServingEngine, ServingObjective, WeightDtype
+from ..schema.serving import (
+    CacheDtype,
+    LatencyLimit,
+    SchedulerPolicy,
+    Serving,
+    ServingEngine,
+    ServingObjective,
+    WeightDtype,
+)
 from .options import OptionModel, option
 
 
@@ -27,6 +35,15 @@ class ServingOptions(OptionModel):
     modes: str = option(
         "agg,disagg", "agg: instances prefill and decode; disagg: pools of their own for each.", metavar="M,..."
     )
+    scheduler: SchedulerPolicy | None = option(
+        None,
+        "mixed: a step has decoding rows and prompts; prefill_first: prompts have steps of their own. Default: the engine's.",
+    )
+    speculate: str | None = option(
+        None, "tokens are drafted and checked: mtp[:k], eagle3[:k] or draft[:k],model=NAME, with accept=A (chance of a token) or "
+        "lengths=1.8/2.3/2.6 (tokens a step with drafts of 1, 2, 3); without k as many as are best.",
+        metavar="METHOD[:K],...",
+    )  # fmt: skip
     prefix_cache: Literal["on", "off"] = option(
         "on", "on: prefixes of the load are in the cache; off: every prompt is computed."
     )
@@ -38,6 +55,7 @@ class ServingOptions(OptionModel):
             ConfigError: an option means nothing, with what would.
         """
         from ..schema.requests_file import parse_limit, parse_requests
+        from ..schema.speculation import parse_speculation
 
         engines, goals = ServingEngine.__args__, ServingObjective.__args__  # type: ignore[attr-defined]
         if engine not in engines:
@@ -62,4 +80,6 @@ class ServingOptions(OptionModel):
             weights=self.weights,
             cache=self.kv,
             prefix_cache=self.prefix_cache == "on",
+            scheduler=self.scheduler,
+            speculate=None if self.speculate is None else parse_speculation(self.speculate),
         )

@@ -1,9 +1,9 @@
-"""A batch of unequal lengths under a plan: what its sequences cost on groups of the plan's ranks, and how many tokens a rank holds.
+"""Batches of unequal lengths under a plan: what sequences cost on groups of the plan's ranks, and how many tokens a rank holds.
 
 The ranks that share a batch are those that hold all layers: all that are not tensor-parallel. A group of d of them computes its
-sequences by context parallelism of degree d. Seconds come from the estimate of the plan's own layout with cp = d (a ring, or
-Ulysses as far as the heads go, if it is faster): what one more micro-batch of n equal sequences adds to a step, n such that ranks
-are half full, at lengths from the shortest to the longest of the batch, less what a micro-batch takes whatever is in it,
+sequences by context parallelism of degree d. Seconds come from the estimate of the plan's own layout with cp = d (exchange as far
+as the heads go, a ring beyond, as the runtime does it): what one more micro-batch of n equal sequences adds to a step, n such that
+ranks are half full, at lengths from the shortest to the longest, less what a micro-batch takes whatever is in it,
 
     SECONDS(LEN, d) = (t(n LEN, d) - FIXED) / n,   FIXED = 2 t(n/2) - t(n) at d = 1, of the shortest
 
@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..schema import ConfigError, InfeasibleError, Layout, TrainingPlan
-from ..schema.batch import Batch
+from ..schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpec, TrainingPlan, Workload
+from ..schema.batch import Batch, LengthCosts
 from ..schema.training_plan import TrainingEstimate
 from ..solvers.batch_groups import BatchInstance
-from .plan import estimate
+from .expand import expand_layout
+from .request import PlanRequest
 
 _MAX_TOKENS = 2**22
 """Of a rank: more are not looked for."""
@@ -46,32 +47,60 @@ def instance_of_plan(plan: TrainingPlan, lengths: Sequence[int]) -> BatchInstanc
     """Return the problem of lengths on the ranks of a plan, with the seconds and the tokens that its layout gives.
 
     Raises:
-        ConfigError: the layout is one whose micro-batches have one shape.
+        ConfigError: the layout is one whose micro-batches have one shape, or a length is not positive.
         InfeasibleError: a rank holds no tokens, or all of them together not the longest sequence.
     """
-    costs = _Costs(plan)
+    shortest, longest = min(lengths, default=1), max(lengths, default=1)
+    costs = plan.batches
+    if costs is None or not costs.lengths[0] <= max(shortest, 1) <= longest <= costs.lengths[-1]:
+        costs = length_costs(plan.model, plan.cluster, plan.workload, plan.layout, shortest=shortest, longest=longest)
+    return BatchInstance.under(costs, lengths)
+
+
+def length_costs(
+    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, *, shortest: int = 1, longest: int
+) -> LengthCosts:
+    """Return what sequences between two lengths cost under a layout.
+
+    Raises:
+        ConfigError: the layout is one whose micro-batches have one shape.
+        InfeasibleError: a rank holds no tokens.
+    """
+    costs = _Costs(model, cluster, workload, layout)
     tokens = costs.tokens_per_rank()
-    grid = costs.grid(lengths)
-    shortest = costs.seconds(grid[0], 1, tokens)
-    fixed_s = max(2 * costs.seconds(grid[0], 1, tokens / 2).total - shortest.total, 0.0)
-    per_token = {
-        degree: np.array([costs.seconds(length, degree, tokens).per_token(fixed_s) for length in grid])
-        for degree in costs.degrees
-    }
-    return BatchInstance.of(
-        lengths,
-        lambda given, degree: given * np.interp(np.log(given), np.log(grid), per_token[degree]),
-        num_ranks=costs.ranks * plan.layout.dp_replicate,
-        max_degree=costs.ranks,
+    grid = costs.grid(shortest, longest)
+    of_shortest = costs.seconds(grid[0], 1, tokens)
+    fixed_s = max(2 * costs.seconds(grid[0], 1, tokens / 2).total - of_shortest.total, 0.0)
+    return LengthCosts(
+        num_ranks=layout.dp * layout.cp,
         tokens_per_rank=tokens,
         fixed_s=fixed_s,
+        step_s=max(of_shortest.first - of_shortest.total, 0.0),
+        waits=layout.zero_stage >= 2,
+        lengths=tuple(grid),
+        token_s=tuple(
+            tuple(costs.seconds(length, degree, tokens).per_token(fixed_s) for length in grid)
+            for degree in costs.degrees
+        ),
     )
 
 
+def with_length_costs(plan: TrainingPlan) -> TrainingPlan:
+    """Return the plan with what sequences up to the longest of its workload cost, by its own prediction."""
+    workload = plan.workload
+    return plan.replace(batches=length_costs(plan.model, plan.cluster, workload, plan.layout, longest=workload.seq_len))
+
+
+def layout_estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> TrainingEstimate:
+    """Return what a layout costs whose fields are known to suit each other."""
+    return expand_layout(PlanRequest(model, cluster, workload), layout).estimate
+
+
 class _MicroBatch(NamedTuple):
-    """Seconds of a micro-batch of equal sequences, and their tokens."""
+    """Seconds of a micro-batch of equal sequences, those of a step of one of them, and its tokens."""
 
     total: float
+    first: float
     tokens: int
 
     def per_token(self, fixed_s: float) -> float:
@@ -79,61 +108,69 @@ class _MicroBatch(NamedTuple):
 
 
 class _Costs:
-    """Estimates of a plan's layout at other lengths and degrees of context parallelism."""
+    """Estimates of a layout at other lengths and degrees of context parallelism."""
 
-    def __init__(self, plan: TrainingPlan) -> None:
-        layout = plan.layout
+    def __init__(self, model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> None:
         if layout.pp > 1:
             raise ConfigError(
                 f"the plan has {layout.pp} pipeline stages, whose micro-batches have one shape",
                 help="plan with --fix pp=1 for batches of unequal lengths",
             )
-        ranks = layout.dp_shard * layout.cp
+        self.has_shards = layout.dp_shard * layout.cp > 1
+        ranks = layout.dp_shard * layout.cp if self.has_shards else layout.dp_replicate
         if ranks & (ranks - 1):
             raise ConfigError(
                 f"{ranks} ranks share a batch (dp_shard x cp), and groups are of powers of two",
                 help="plan for a power of two of devices, or with --fix dp_shard=N",
             )
-        self.plan, self.ranks = plan, ranks
+        self.model, self.cluster, self.workload, self.layout, self.ranks = model, cluster, workload, layout, ranks
         self.degrees = [2**idx for idx in range(ranks.bit_length())]
         self.multiple = 2 * ranks * layout.tp
 
-    def grid(self, lengths: Sequence[int]) -> list[int]:
+    def grid(self, shortest: int, longest: int) -> list[int]:
         """Return lengths from the shortest to the longest that every degree divides."""
-        low, high = max(min(lengths, default=1), 1), max(max(lengths, default=1), 2)
+        low, high = max(shortest, 1), max(longest, 2)
         return sorted({self._rounded(length) for length in np.geomspace(low, high, _NUM_LENGTHS)})
 
     def _rounded(self, length: float) -> int:
         return max(round(length / self.multiple), 1) * self.multiple
 
     def seconds(self, length: int, degree: int, tokens_per_rank: float) -> _MicroBatch:
-        """Return what one more micro-batch adds to a step whose ranks are half full, by the faster exchange."""
+        """Return what one more micro-batch adds to a step whose ranks are half full."""
         count = max(round(tokens_per_rank * degree / 2 / length), 1)
-        total = min(
-            self._estimate(layout, length, 2).step_time_s - self._estimate(layout, length, 1).step_time_s
-            for layout in self._layouts(degree, count)
-        )
-        return _MicroBatch(total, count * length)
+        layout = self._layout(degree, count)
+        first = self._estimate(layout, length, 1).step_time_s
+        return _MicroBatch(self._estimate(layout, length, 2).step_time_s - first, first, count * length)
 
-    def _layouts(self, degree: int, micro_batch_size: int) -> list[Layout]:
-        """Return the plan's layout with groups of ``degree``: a ring, or Ulysses as far as the heads go (C5)."""
-        layout = self.plan.layout
-        fields = {"cp": degree, "cp_ulysses": 1, "dp_shard": self.ranks // degree, "micro_batch_size": micro_batch_size}
-        ring = layout.replace(**fields)
-        heads = {getattr(block.attention, "num_kv_heads", 1) for block, _ in self.plan.model.block_runs}
+    def _layout(self, degree: int, micro_batch_size: int) -> Layout:
+        """Return the layout with groups of ``degree``: exchange as far as the heads go (C5), a ring beyond."""
+        layout, heads = self.layout, {getattr(block.attention, "num_kv_heads", 1) for block, _ in self.model.block_runs}
+        rest = "dp_shard" if self.has_shards else "dp_replicate"
         ulysses = math.gcd(degree, *(max(count // layout.tp, 1) for count in heads))
-        return [ring] if ulysses == 1 else [ring, ring.replace(cp_ulysses=ulysses)]
+        return layout.replace(
+            cp=degree, cp_ulysses=ulysses, micro_batch_size=micro_batch_size, **{rest: self.ranks // degree}
+        )
 
     def _estimate(self, layout: Layout, length: int, micro_batches: int) -> TrainingEstimate:
         batch = layout.dp_shard * layout.dp_replicate * layout.micro_batch_size * micro_batches
-        workload = self.plan.workload.replace(seq_len=length, global_batch_size=batch)
-        return estimate(self.plan.model, self.plan.cluster, workload, layout)
+        workload = self.workload.replace(seq_len=length, global_batch_size=batch, lengths=None)
+        return layout_estimate(self.model, self.cluster, workload, layout)
 
     def tokens_per_rank(self) -> int:
         """Return the most tokens of a micro-batch that a rank holds, by bisection (C2)."""
-        layout = self._layouts(1, 1)[0]
+        layout = self._layout(1, 1)
+        few, many = (self._estimate(layout, tokens, 1) for tokens in (self.multiple, 64 * self.multiple))
+        each = max((many.required_bytes - few.required_bytes) / (63 * self.multiple), 1.0)
+        guess = self._rounded(min((few.budget_bytes - few.required_bytes) / each, _MAX_TOKENS))
         low, high = 0, self.multiple
-        while self._estimate(layout, high, 1).fits and high < _MAX_TOKENS:
+        for tokens in (guess * 31 // 32, guess):  # memory is nearly linear in tokens
+            tokens = self._rounded(tokens)
+            if tokens > low and self._estimate(layout, tokens, 1).fits:
+                low, high = tokens, 2 * tokens
+            else:
+                high = tokens
+                break
+        while high < _MAX_TOKENS and high == 2 * low and self._estimate(layout, high, 1).fits:
             low, high = high, 2 * high
         while high - low > max(self.multiple, low // 64):
             middle = self._rounded((low + high) / 2)

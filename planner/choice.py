@@ -24,7 +24,8 @@ from ..cost_models.stage.table import CostTable
 from ..schema import Layout
 from ..schema.layout_table import LayoutTable
 from ..schema.units import BoolArray, FloatArray, IntArray
-from .expand import Candidate, expand_fitting, expand_with_fp32_gradients, replayed_bound
+from .cuts import replayed_bound
+from .expand import Candidate, expand_fitting, expand_with_fp32_gradients
 from .request import PlanRequest
 from .search import REL_GAP, SearchResult
 from .stage_choice import SYNTHESISED, Layers, free_program
@@ -193,7 +194,9 @@ def add_plainer(request: PlanRequest, result: SearchResult, *, slowest_s: float)
         if request.deadline.is_over or _rank(request, layouts.layout(row), lacks=False) > best:
             break
         kind = tuple(int(column[row]) for column in (layouts.schedule, layouts.num_model_chunks, layouts.recompute))
-        if estimate_s * longer.get(kind, 1.0) > tie_s:
+        if estimate_s * longer.get(kind, 1.0) > (1 + ROUGH_ERROR) * tie_s:
+            continue
+        if not _may_be_below(result.costs.select(np.array([row])).compacted(), tie_s):
             continue
         result.evaluated += 1
         for candidate in with_headroom(request, result, row, fastest):
@@ -249,8 +252,9 @@ def add_half_blocks(request: PlanRequest, result: SearchResult, *, worse_than_s:
 
 def _may_be_below(costs: CostTable, below_s: float) -> bool:
     """Return whether the one layout of a table may take less, by a replay, or within memory where blocks choose."""
-    if not costs.layouts.is_mixed:
-        return replayed_bound(costs, 0, below_s=below_s).bound_s < below_s
+    is_open = replayed_bound(costs, 0, below_s=below_s).bound_s < below_s
+    if not is_open or not costs.layouts.is_mixed:
+        return is_open
     layers = Layers(RecomputeCosts(costs), 0, costs.cluster.memory_budget_bytes, below_s=below_s)
     return bool(len(layers.spans[0])) and layers.lower_bound_s(free_program(layers)) < below_s
 
@@ -294,12 +298,11 @@ def _plainer_rows(
     ranks = complexity(with_fastest)[:-1]
     may_tie = np.flatnonzero(quick_s <= tie_s)
     order = may_tie[np.lexsort((quick_s[may_tie], *ranks[may_tie, :NUM_COARSE].T[::-1]))][:MAX_BOUNDED]
-    estimate_s = estimates_s(
-        problem.pool.bounding.select(rows[order]).compacted(), problem.frontier.bounds(rows[order])[1]
-    )
-    limit_s = (1 + ROUGH_ERROR) * tie_s[order]
-    may_tie = np.flatnonzero(estimate_s <= limit_s)[:MAX_TRIES]
-    return [(int(rows[order[i]]), float(estimate_s[i]), float(limit_s[i])) for i in may_tie]
+    bound_s = problem.frontier.bounds(rows[order])[1]
+    order, bound_s = order[bound_s <= tie_s[order]], bound_s[bound_s <= tie_s[order]]
+    estimate_s = estimates_s(problem.pool.bounding.select(rows[order]).compacted(), bound_s)
+    may_tie = np.flatnonzero(estimate_s <= (1 + ROUGH_ERROR) * tie_s[order])[:MAX_TRIES]
+    return [(int(rows[order[i]]), float(estimate_s[i]), float(tie_s[order[i]])) for i in may_tie]
 
 
 def _margin(sd: FloatArray, probability: float) -> FloatArray:

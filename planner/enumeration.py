@@ -121,9 +121,14 @@ def _all_rows(c: Rows) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Enumeration:
-    """Choices for one request: fields that it fixes have their value."""
+    """Choices for one request: fields that it fixes have their value.
+
+    ``is_narrow``: micro-batches of several sequences only where they are fixed, and for torch's parts, which shard parameters
+    without a pipeline only, without that and tp.
+    """
 
     request: PlanRequest
+    is_narrow: bool = False
 
     @cached_property
     def problem(self) -> ProblemFacts:
@@ -194,6 +199,8 @@ class Enumeration:
         c = self._cross(c, "num_model_chunks", range(1, -(-num_blocks // 2) + 1), self._equal_chunks)
         c = admitted(c | {"dp": self._remaining(c)})
         c = self._cross(c, "micro_batch_size", sizes, self._share_divides)
+        if self.is_narrow and "micro_batch_size" not in request.fixed:
+            c = select(c, (c["micro_batch_size"] == 1) | ((c["pp"] * c["tp"] == 1) & self._is_of_torch))
         c = select(c, worth_trying[c.pop("split_idx"), np.searchsorted(sizes, c["micro_batch_size"])])
         experts = list(self.problem.expert_counts)
         c = self._cross(c, "ep", divisors(int(np.gcd.reduce(experts))) if experts else [1], _all_rows)

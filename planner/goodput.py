@@ -1,67 +1,23 @@
 """What faults leave of a plan's speed: checkpoints, spare units, plans for what remains. Formulas: cost_models/goodput.py.
 
-A unit is a node, or a device where the cluster is one node. Three policies are compared:
+A unit is a node, or a device where the cluster is one node. Policies that are compared:
 
     wait       a lost unit that no spare replaces stops the job until it is repaired
     fall back  the job restarts from its last checkpoint on what remains, under a plan for that (`apply --replan`), and again when a
                unit is back
+    go on      the ranks that are left go on at once, under a plan for them (`apply --on-fault continue`)
     spares     units that stand by: the job runs as planned while no more are lost
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..cost_models.goodput import best_interval_s, continuing_goodput, lost_units, restart_goodput
-from ..schema import ClusterSpec, ConfigError, InfeasibleError, TrainingPlan
+from ..schema import InfeasibleError, TrainingPlan
 from ..schema.goodput import Fallback, Faults, GoodputReport
-from ..schema.layout import parse_assignments
-from .plan import plan as make_plan
-from .request import OffloadRequest
-from .variants import resized
-
-RETAINED_FIELDS = frozenset({"recompute", "sequence_parallel", "micro_batch_size", "offload_fraction"})
-"""Of the layout's fields that the plan had to keep: those that do not say how many devices share something."""
-
-
-def plan_on(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingPlan:
-    """Return the plan for the same model and workload on other machines, with what the first one had fixed where that fits.
-
-    Raises:
-        InfeasibleError, ConfigError: nothing fits there.
-    """
-    given = parse_assignments(plan.provenance.fixed) if plan.provenance is not None else {}
-    fixed = {name: value for name, value in given.items() if name in RETAINED_FIELDS}
-    offload = OffloadRequest.from_plan(plan)
-    try:
-        return make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload)
-    except (InfeasibleError, ConfigError):
-        if not fixed:
-            raise
-        return make_plan(plan.model, cluster, plan.workload, runnable=True, offload=offload)
-
-
-def num_units(cluster: ClusterSpec) -> int:
-    """Return the units that are lost one at a time."""
-    return cluster.num_nodes if cluster.num_nodes > 1 else cluster.num_devices
-
-
-def fallbacks(plan: TrainingPlan, tolerated: int) -> tuple[tuple[TrainingPlan, ...], str]:
-    """Return the plans for 1 to ``tolerated`` lost units, as far as there are any, and why there are no more.
-
-    Raises:
-        ConfigError: the units are not alike, or there are not so many.
-    """
-    units = num_units(plan.cluster)
-    if tolerated and len(plan.cluster.groups) > 1:
-        raise ConfigError("the nodes of the cluster differ: it is not known which is lost", help="leave out --tolerate")
-    if tolerated >= units:
-        raise ConfigError(f"--tolerate {tolerated} of {units} units leaves none", help=f"tolerate at most {units - 1}")
-    plans: list[TrainingPlan] = []
-    for lost in range(1, tolerated + 1):
-        try:
-            plans.append(plan_on(plan, resized(plan.cluster, units - lost)))
-        except (InfeasibleError, ConfigError) as error:
-            return tuple(plans), f"with {lost} lost nothing fits: {error.message}"
-    return tuple(plans), ""
+from .fallbacks import check, fallbacks, num_units
+from .spot import going_on
 
 
 def expected_goodput(plan: TrainingPlan, faults: Faults) -> GoodputReport:
@@ -86,8 +42,19 @@ def expected_goodput(plan: TrainingPlan, faults: Faults) -> GoodputReport:
     shares = lost_units(
         units=units, unit_mtbf_s=unit_mtbf_s, repair_s=repair_s, tolerated=min(units, faults.spares + 20)
     )
-    plans, reason = fallbacks(plan, faults.tolerate)
+    plans, reason = (plan.fallbacks[: faults.tolerate], "") if plan.fallbacks else fallbacks(plan, faults.tolerate)
     rates = [1.0] * (faults.spares + 1) + [step_s / entry.estimate.step_time_s for entry in plans]
+    alive = continuing_goodput(
+        rates,
+        units=units + faults.spares,
+        unit_mtbf_s=unit_mtbf_s,
+        repair_s=repair_s,
+        lost_s=[going_on(each, mtbf_s)[0] for each in (*[plan] * (faults.spares + 1), *plans)],
+        # Back by a save and a start (`apply` takes nobody in while it runs), but from a spare at once.
+        move_s=[0.0] * (faults.spares + 1) + [faults.restart_s + faults.save_s] * len(plans),
+        beyond_s=faults.restart_s + interval_s / 2 + repair_s / max(len(rates) - 1, 1),
+        copies=going_on(plan, mtbf_s)[1],
+    )
     restart_s = faults.restart_s + (interval_s + faults.save_s) / 2
     falling_back = continuing_goodput(
         rates,
@@ -113,6 +80,7 @@ def expected_goodput(plan: TrainingPlan, faults: Faults) -> GoodputReport:
         tenth_of_faults=restarting(mtbf_s=mtbf_s / 0.9) - goodput,
         waiting=goodput * float(shares[: faults.spares + 1].sum()),
         falling_back=falling_back if plans or faults.spares else None,
+        going_on=alive if plans else None,
         fallbacks=tuple(
             Fallback(
                 lost=lost,
@@ -125,3 +93,33 @@ def expected_goodput(plan: TrainingPlan, faults: Faults) -> GoodputReport:
         ),
         not_tolerated=reason,
     )
+
+
+def tolerant(plans: Sequence[TrainingPlan], faults: Faults) -> TrainingPlan:
+    """Return the plan, of several for the same, that makes most tokens under faults, with its fallbacks.
+
+    Raises:
+        InfeasibleError: there are not as many fallbacks as losses to tolerate.
+        ConfigError: what is tolerated does not suit the cluster.
+    """
+    best: tuple[float, TrainingPlan] | None = None
+    reason = ""
+    for plan in plans:
+        others, reason = fallbacks(plan, faults.tolerate)
+        if reason:
+            continue
+        light = tuple(other.replace(alternatives=(), notes=()) for other in others)
+        wrong = check(plan, light)
+        assert not wrong, wrong
+        chosen = plan.replace(fallbacks=light)
+        report = expected_goodput(chosen, faults)
+        goodput = report.waiting if report.going_on is None else report.going_on
+        words = f"{goodput:.2%} of its tokens are made under a fault of a device every {faults.mtbf_hours_per_device:g} hours"
+        rate = goodput * plan.estimate.tokens_per_s
+        if best is None or rate > best[0]:
+            best = rate, chosen.replace(notes=(*chosen.notes, words))
+    if best is None:
+        raise InfeasibleError(
+            f"{faults.tolerate} lost units cannot be tolerated", details=(reason,), help="a smaller --tolerate"
+        )
+    return best[1]

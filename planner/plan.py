@@ -109,6 +109,10 @@ def plan_request(request: PlanRequest, *, top: int = 4) -> Plan:
 
 def plan_training(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
     """Return the plan of what was asked, or of fewer devices or another batch where that is faster (planner/variants.py)."""
+    if request.workload.lengths is not None:
+        from .lengths import plan_lengths
+
+        return plan_lengths(request, top=top)
     answer: TrainingPlan | ConfigError | InfeasibleError
     try:
         answer = plan_as_requested(request, top=top)
@@ -128,7 +132,9 @@ FULL_NODE = 8
 
 
 def _is_settled(request: PlanRequest, answer: TrainingPlan | ConfigError | InfeasibleError) -> bool:
-    """Return whether fewer devices or another batch are not worth looking at: the devices and the batch divide well."""
+    """Return whether fewer devices or another batch are not worth looking at: the devices divide well, and the batch under what is
+    taken or under the fastest layout, which loses nothing to uneven shares.
+    """
     devices, cluster = request.cluster.num_devices, request.cluster
     if request.batch_tolerance or len(cluster.groups) > 1:
         return not request.batch_tolerance
@@ -136,7 +142,10 @@ def _is_settled(request: PlanRequest, answer: TrainingPlan | ConfigError | Infea
     if not isinstance(answer, TrainingPlan):
         return is_power_of_two
     takes_uneven = request.workload.engine_facts.takes_uneven_shares
-    return (is_power_of_two or (takes_uneven and devices % FULL_NODE == 0)) and answer.is_even
+    if not is_power_of_two and not (takes_uneven and devices % FULL_NODE == 0):
+        return False
+    fastest = answer.layout if answer.fastest is None else answer.fastest.layout
+    return answer.is_even or answer.workload.global_batch_size % (fastest.dp * fastest.micro_batch_size) == 0
 
 
 def _plan_faster(request: PlanRequest, worse_than_s: float, *, top: int) -> TrainingPlan | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -149,6 +150,7 @@ class RequestOptions(TypedDict, total=False):
     prefer: Preference
 
 
+_USER_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 ModelInput = ModelSpec | str | Path
 ClusterInput = ClusterSpec | str | Path
 """As an object, or as one types it for the command line."""
@@ -183,12 +185,23 @@ def read_inputs(
     return model, cluster, kind(**fields), others
 
 
-def resolve_model(text: str, seq_len: int | None) -> ModelSpec:
+def resolve_model(text: str, seq_len: int | None, sample_batch: str | None = None) -> ModelSpec:
     """Read what a user types for MODEL; one of no known family is traced for sequences of ``seq_len`` tokens, if they are known.
+
+    ``module:name`` is a user's own module, traced with a batch (profilers/module/user_code.py).
 
     Raises:
         ConfigError: there is no such name or file, or transformers cannot build its model either.
     """
+    if _USER_MODEL.fullmatch(text):
+        from ..profilers.module.user_code import profile_user_model
+
+        return profile_user_model(text, sample_batch, seq_len=seq_len)
+    if sample_batch is not None:
+        raise ConfigError(
+            f"--sample-batch with {text}, which is no module of yours",
+            help="leave it out, or give MODEL as module:name",
+        )
     try:
         return ModelSpec.resolve(text)
     except UnknownModelError:
@@ -230,6 +243,12 @@ class PlanRequest:
     latency_limit_s: float | None = None
     batch_tolerance: float = 0.0
     prefer: Preference = "plain"
+
+    def __post_init__(self) -> None:
+        if self.model.code is not None and self.model.code.works and isinstance(self.task, Workload):
+            from .placements import with_placements
+
+            object.__setattr__(self, "model", with_placements(self.model, self.cluster, self.task))
 
     @property
     def workload(self) -> Workload:

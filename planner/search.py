@@ -31,7 +31,8 @@ from ..schema import Certificate
 from ..schema.schedules import OVER_A_V
 from ..schema.units import FloatArray, IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
-from .expand import Candidate, expand_fitting, expand_row, expand_with_new_order, replayed_bound
+from .cuts import replayed_bound
+from .expand import Candidate, expand_fitting, expand_row, expand_with_new_order, improve_order
 from .request import Deadline, PlanRequest
 from .space import BLOCK, Frontier, Pool, Space, build_narrow_space
 
@@ -44,7 +45,7 @@ WINDOW = 32
 MAX_RUNNER_UP_TRIES = 100
 """Combinations of degrees that are expanded for comparison at most: of those most promising few may fit."""
 
-NUM_SCOUTED, SCOUT_BLOCKS, MAX_CHOSEN, MAX_SCOUTS = 1 << 16, 6, 24, 8
+NUM_SCOUTED, SCOUT_BLOCKS, MAX_CHOSEN, MAX_SCOUTS = 1 << 15, 6, 24, 8
 """Layouts among which scouts are looked for, if there are so many; at most so many blocks of them are bounded, scouts chosen, and
 scouts expanded."""
 
@@ -91,14 +92,18 @@ class Scouts:
         self._kind = 64 * b.schedule[self._rows] + b.num_model_chunks[self._rows]
         self._ratio, self._remaining = np.ones(len(self._rows)), MAX_SCOUTS
 
+    @property
+    def promised_s(self) -> float:
+        """Seconds of the one to expand next, as estimated; infinite where none is left."""
+        return float(np.min(self._estimate_s * self._ratio, initial=np.inf)) if self._remaining else np.inf
+
     def next(self, incumbent_s: float) -> tuple[int, float] | None:
         """Return the row to expand and its bound; None once none promises to be faster than the incumbent."""
-        if not len(self._rows) or not self._remaining:
+        if self.promised_s >= incumbent_s:
             return None
         self._remaining -= 1
-        promised_s = self._estimate_s * self._ratio
-        first = int(np.argmin(promised_s))
-        return None if promised_s[first] >= incumbent_s else (int(self._rows[first]), float(self._bound_s[first]))
+        first = int(np.argmin(self._estimate_s * self._ratio))
+        return int(self._rows[first]), float(self._bound_s[first])
 
     def learn(self, row: int, step_time_s: float) -> None:
         """Take note of how long the step of a layout is; infinite where it does not fit."""
@@ -114,7 +119,9 @@ class LayoutProblem:
     Attributes:
         expanded: rows of the pool that were cut into stages; rejected: those of which no split fits.
         any_order_s: of each layout that came first, its bound under any order of passes.
-        scouted: scouts that have not come first yet, None where no split fits; with_new_order: one for which an order was made.
+        scouted: scouts that have not come first yet, None where no split fits.
+        tried_orders: a scout for which an order was tried, with that, None where none may be faster.
+        new_orders: those that were the fastest when they were made.
     """
 
     def __init__(
@@ -137,7 +144,9 @@ class LayoutProblem:
         self.frontier = Frontier(self.pool)
         self._scouts = Scouts(self.pool, self.frontier) if has_scouts else None
         self.scouted: dict[int, Candidate | None] = {}
-        self.with_new_order: Candidate | None = None
+        self.tried_orders: dict[int, Candidate | None] = {}
+        self.new_orders: list[Candidate] = []
+        self._row_to_improve: int | None = None
         self.expanded: list[int] = []
         self.rejected: list[int] = []
         self.any_order_s: dict[int, float] = {}
@@ -147,19 +156,30 @@ class LayoutProblem:
         self._may_fit = np.zeros(0, dtype=bool)
 
     def add_known(self, known: SearchResult) -> None:
-        """Take the candidates of another search as scouts, as far as their layouts are in the pool."""
+        """Take the candidates of another search as scouts, and what it tried an order for, as far as they are in the pool."""
         columns, others = self.pool.costs.layouts.columns, known.costs.layouts.columns
-        for candidate in known.feasible:
-            same = np.all([column == others[name][candidate.idx] for name, column in columns.items()], axis=0)
-            for row in np.flatnonzero(same)[:1].tolist():
-                if candidate is known.problem.with_new_order:
-                    self.with_new_order = replace(candidate, idx=row)
-                else:
-                    self.scouted[row] = replace(candidate, idx=row)
+
+        def rows_alike(idx: int) -> list[int]:
+            same = np.all([column == others[name][idx] for name, column in columns.items()], axis=0)
+            return [int(row) for row in np.flatnonzero(same)[:1]]
+
+        ordered = known.problem.with_new_order
+        scouts = [candidate for candidate in known.feasible if candidate is not ordered]
+        self.scouted |= {row: replace(c, idx=row) for c in scouts for row in rows_alike(c.idx)}
+        for idx, candidate in known.problem.tried_orders.items():
+            for row in rows_alike(idx):
+                self.tried_orders[row] = candidate and replace(candidate, idx=row)
+        if ordered is not None:
+            self.new_orders = [replace(ordered, idx=row) for row in rows_alike(ordered.idx)]
 
     def roots(self) -> LayoutStep:
         """Return the frontier, and what is known beforehand."""
         return self._rest([leaf for candidate in self.scouted.values() for leaf in _leaves(candidate)] + self._ordered)
+
+    @property
+    def with_new_order(self) -> Candidate | None:
+        """The layout that is the fastest with an order of its own."""
+        return self.new_orders[-1] if self.new_orders else None
 
     @property
     def _ordered(self) -> list[Leaf[Candidate]]:
@@ -212,33 +232,61 @@ class LayoutProblem:
         return self.frontier.raise_first(replayed_bound(window, idx, below_s=below_s).bound_s)
 
     def _expand_scout(self, scouts: Scouts, incumbent: float) -> LayoutStep:
-        """Cut the most promising layout into stages; it stays on the frontier, where it is not cut again (`scouted`)."""
+        """Cut the most promising layout into stages; it stays on the frontier, where it is not cut again (`scouted`).
+
+        Or make an order of passes for one of them, once none promises less than that one's bound under any order.
+        """
+        if self._makes_order and not self.tried_orders and (scout := self._over_a_v(incumbent)) is not None:
+            if scout.any_order_s < scouts.promised_s:
+                return self._make_order(scout, incumbent)
+        elif self._row_to_improve is not None:
+            return self._improve_order(self._row_to_improve, incumbent)
         following = scouts.next(incumbent)
         if following is None:
             self._scouts = None
-            made = self._make_order(incumbent) if self._makes_order and self.with_new_order is None else self._rest()
-            return replace(made, nodes=()) if self._only_scouts else made
+            return Step() if self._only_scouts else self._rest()
         row, bound_s = following
         if (known := self.scouted.get(row)) is not None:
             scouts.learn(row, known.step_time_s)
             return self._rest()
-        only = self.pool.costs.select(np.array([row])).compacted()
-        candidate = expand_fitting(only, 0, bound_s=bound_s, below_s=incumbent) if chunks_may_fit(only)[0] else None
-        scouts.learn(row, np.inf if candidate is None else candidate.step_time_s)
-        self.scouted[row] = candidate and replace(candidate, idx=row, any_order_s=bound_s)
-        return self._rest(_leaves(self.scouted[row]), evaluated=1, effort=1)
+        candidate = self._cut_scout(scouts, row, bound_s, incumbent)
+        self.scouted[row] = candidate
+        return self._rest(_leaves(candidate), evaluated=1, effort=1)
 
-    def _make_order(self, incumbent: float) -> LayoutStep:
-        """Make an order of passes for the fastest scout over a V, if that may make it the fastest of all."""
+    def _cut_scout(self, scouts: Scouts, row: int, bound_s: float, below_s: float) -> Candidate | None:
+        only = self.pool.costs.select(np.array([row])).compacted()
+        candidate = expand_fitting(only, 0, bound_s=bound_s, below_s=below_s) if chunks_may_fit(only)[0] else None
+        scouts.learn(row, np.inf if candidate is None else candidate.step_time_s)
+        return candidate and replace(candidate, idx=row, any_order_s=bound_s)
+
+    def _over_a_v(self, incumbent: float) -> Candidate | None:
+        """Return the fastest scout over a V, if an order of its own may make it the fastest of all."""
         schedule = self.pool.costs.layouts.schedule
         over_a_v = [c for c in self.scouted.values() if c is not None and int(schedule[c.idx]) in _OVER_A_V]
         scout = min(over_a_v, key=lambda c: c.step_time_s, default=None)
         if scout is None or scout.any_order_s >= incumbent or scout.step_time_s > MAX_SHORTENED * incumbent:
-            return self._rest()
-        candidate = expand_with_new_order(self.pool.costs, scout.idx, bound_s=scout.any_order_s, below_s=incumbent)
-        if candidate is not None and candidate.step_time_s < incumbent * (1 - REL_GAP):
-            self.with_new_order = candidate
-        return self._rest(self._ordered, evaluated=1, effort=1)
+            return None
+        return scout
+
+    def _make_order(self, scout: Candidate, incumbent: float) -> LayoutStep:
+        """Make the first order of passes that comes to hand; what is left of the scouts waits for a better one."""
+        candidate = expand_with_new_order(
+            self.pool.costs, scout.idx, bound_s=scout.any_order_s, below_s=incumbent, quick=True
+        )
+        self._row_to_improve = None if candidate is None else scout.idx
+        return self._with_order(scout.idx, candidate, incumbent)
+
+    def _improve_order(self, row: int, incumbent: float) -> LayoutStep:
+        first, self._row_to_improve = self.tried_orders[row], None
+        assert first is not None
+        return self._with_order(row, improve_order(self.pool.costs, first, below_s=incumbent), incumbent)
+
+    def _with_order(self, row: int, candidate: Candidate | None, incumbent: float) -> LayoutStep:
+        self.tried_orders[row] = candidate
+        is_faster = candidate is not None and candidate.step_time_s < incumbent * (1 - REL_GAP)
+        if candidate is not None and is_faster:
+            self.new_orders.append(candidate)
+        return self._rest(self._ordered if is_faster else [], effort=1)  # its layout is counted already
 
     def take_scout(self, row: int) -> None:
         """Count a scout as met in the order of the bounds."""
@@ -377,7 +425,8 @@ def search(
     best, with_new_order = None if answer.best is None else answer.best.candidate, problem.with_new_order
     if best is not None and best is not with_new_order:
         problem.take_scout(best.idx)
-    candidates = [leaf.candidate for leaf in answer.leaves if leaf.candidate is not with_new_order]
+    made = {id(candidate) for candidate in problem.new_orders}
+    candidates = [leaf.candidate for leaf in answer.leaves if id(leaf.candidate) not in made]
     if only_scouts:
         problem.scouted.clear()
     met = {candidate.idx: candidate for candidate in candidates if candidate.idx not in problem.scouted}

@@ -164,23 +164,24 @@ class Space:
 def build_narrow_space(request: PlanRequest) -> Space | None:
     """Return a part of a large space that is made at once and has good layouts; None of a small one.
 
-    Without larger micro-batches, the split of many experts over tp, and costs of layers to know which switches gain.
+    Without larger micro-batches under a pipeline or tp, the split of many experts over tp, and costs of layers that say which
+    switches gain.
     """
     num_experts = max((layer.experts.num_experts for layer in request.model.iter_layers() if layer.experts), default=0)
     if request.cluster.num_devices < NARROW_FROM or not num_experts:
         return None
-    fixed = {"micro_batch_size": 1} | ({"etp": 1} if num_experts >= MANY_EXPERTS else {}) | dict(request.fixed)
+    fixed = ({"etp": 1} if num_experts >= MANY_EXPERTS else {}) | dict(request.fixed)
     try:
-        return build_space(replace(request, fixed=fixed), costed=False)
+        return build_space(replace(request, fixed=fixed), is_narrow=True)
     except ConfigError:  # none of the layouts is within it
         return None
 
 
-def build_space(request: PlanRequest, *, costed: bool = True) -> Space:
+def build_space(request: PlanRequest, *, is_narrow: bool = False) -> Space:
     """Enumerate, then select what satisfies the fixed fields and every rule of schema/layout_rules.py for the workload's engine.
 
     Rules are asked as soon as the fields that they look at are chosen, and count combinations of what is chosen by then. Switches
-    that no layer gains by are left out where that is ``costed``.
+    that no layer gains by are left out unless it ``is_narrow`` (`build_narrow_space`).
 
     Raises:
         ConfigError: nothing is left; the message names the rules that excluded the most.
@@ -190,10 +191,10 @@ def build_space(request: PlanRequest, *, costed: bool = True) -> Space:
         raise ConfigError("this command does not search offload schedules", help="plan --offload auto does")
     if not request.workload.has_backward:  # nothing is kept that could be recomputed
         request = replace(request, fixed={"recompute": "none", **request.fixed})
-    choices = Enumeration(request)
+    choices = Enumeration(request, is_narrow)
     rules = ENGINE_RULES + (request.workload.engine_facts.rules or ()) + (VERSION_RULES if request.runnable else ())
     sieve = _Sieve(choices, rules)
-    groups = _grouped(choices, sieve, costed=costed)
+    groups = _grouped(choices, sieve, costed=not is_narrow)
     if groups is None:
         raise _nothing_left(request, _reasons(choices, sieve.rules))
     return Space(None, sieve.excluded, groups)

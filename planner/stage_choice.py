@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost_models.pipeline.orders import Order, Pipeline
+from ..cost_models.pipeline.orders import Order, Pipeline, no_order_below_s
 from ..cost_models.pipeline.replay import PENDING_GRADIENTS, PipelineShape
 from ..cost_models.stage import memory
 from ..cost_models.stage.contents import (
@@ -30,7 +30,7 @@ from ..cost_models.stage.contents import (
     stage_headroom_bytes,
     stage_memory_terms,
 )
-from ..cost_models.stage.step import StagePasses, estimate_step, pass_seconds
+from ..cost_models.stage.step import StagePasses, estimate_step, outside_passes_s, pass_seconds
 from ..cost_models.stage.table import CostTable
 from ..schema import TrainingEstimate
 from ..schema.layout_table import RECOMPUTES
@@ -45,6 +45,7 @@ from ..solvers.stages.stage_program import (
     min_slowest_s,
     solve,
 )
+from ..solvers.tolerances import SUMMED
 
 SYNTHESISED = GIVEN.idx
 LEANEST = SMALLEST_OVER_A_V.idx
@@ -365,33 +366,58 @@ def with_schedule(costs: CostTable, schedule: int) -> CostTable:
     return costs.with_layouts(costs.layouts.replace(schedule=np.full_like(costs.layouts.schedule, schedule)))
 
 
-def synthesise(
-    costs: CostTable, idx: int, boundaries: tuple[int, ...], *, below_s: float = np.inf
-) -> tuple[Order, TrainingEstimate] | None:
-    """Return the best order of passes found for the stages of a layout, whatever its schedule; None where none is within memory.
+class OrderInstance(NamedTuple):
+    """The passes of a layout (row 0) as `estimate_step` replays them, whatever its schedule.
 
-    Where no step is shorter than ``below_s`` it is the first one tried.
+    Attributes:
+        headroom_bytes: what each rank may hold of activations [R].
+        outside_s: what a step adds to its passes, in any order.
     """
+
+    row: CostTable
+    boundaries: tuple[int, ...]
+    pipeline: Pipeline
+    headroom_bytes: tuple[float, ...]
+    outside_s: float
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of a step that no order of the passes is below."""
+        return self.outside_s + no_order_below_s(self.pipeline, [cap * (1 + SUMMED) for cap in self.headroom_bytes])
+
+
+def order_instance(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> OrderInstance:
+    """Return what an order of passes is made for: the stages of layout ``idx``."""
     row = with_schedule(costs.select(np.array([idx])), SYNTHESISED)
-    pipeline_below_s = below_s - float(row.dp_edges_s[0])
-    instance = order_instance(row, boundaries)
-    order = quick_order(*instance, min_idle_fraction=MIN_IDLE_FRACTION, below_s=pipeline_below_s)
+    shape, first, last = pipeline_shape(row, 0), np.array(boundaries[:-1]), np.array(boundaries[1:])
+    contents, passes = contents_between(row, 0, first, last), pass_seconds(row, 0, boundaries)
+    each_way_s = np.full(shape.num_stages, float(row.transfer_s[0]) / shape.num_model_chunks)
+    pipeline = build_pipeline(shape, passes, each_way_s, contents.activation_bytes)
+    headroom = rank_headroom_bytes(row, 0, contents, cap_bytes=row.cluster.memory_budget_bytes)
+    outside_s = outside_passes_s(row, 0, contents, passes)
+    return OrderInstance(row, boundaries, pipeline, tuple(float(bytes_) for bytes_ in headroom), outside_s)
+
+
+def synthesise(
+    instance: OrderInstance, *, below_s: float = np.inf, quick: bool = False
+) -> tuple[Order, TrainingEstimate] | None:
+    """Return the best order of passes found for the stages of a layout; None where none is within memory, or none below ``below_s``
+    by the bound.
+
+    Where no step is shorter than ``below_s``, or only a ``quick`` answer is asked for, it is the first one tried.
+    """
+    if instance.bound_s >= below_s:
+        return None
+    order = quick_order(
+        instance.pipeline,
+        instance.headroom_bytes,
+        min_idle_fraction=np.inf if quick else MIN_IDLE_FRACTION,
+        below_s=0.0 if quick else below_s - instance.outside_s,
+    )
     if order is None:
         return None
-    estimate = estimate_step(replace(row, order=order), 0, boundaries)
+    estimate = estimate_step(replace(instance.row, order=order), 0, instance.boundaries)
     return (order, estimate) if estimate.fits else None
-
-
-def order_instance(costs: CostTable, boundaries: tuple[int, ...]) -> tuple[Pipeline, tuple[float, ...]]:
-    """Return the passes of a layout (row 0) as `estimate_step` replays them, and what each rank may hold of activations."""
-    shape, contents = (
-        pipeline_shape(costs, 0),
-        contents_between(costs, 0, np.array(boundaries[:-1]), np.array(boundaries[1:])),
-    )
-    each_way_s = np.full(shape.num_stages, float(costs.transfer_s[0]) / shape.num_model_chunks)
-    pipeline = build_pipeline(shape, pass_seconds(costs, 0, boundaries), each_way_s, contents.activation_bytes)
-    headroom = rank_headroom_bytes(costs, 0, contents, cap_bytes=costs.cluster.memory_budget_bytes)
-    return pipeline, tuple(float(bytes_) for bytes_ in headroom)
 
 
 def build_pipeline(

@@ -39,6 +39,7 @@ from .module.split_rules import Rule
 from .module.splits import Splits, storage_key
 from .module.structure import Structure, find_structure
 from .module.trials import split_facts, why_not_sharded, why_not_staged
+from .placements.work import placed_units
 
 _STAND_INS = {
     "attention": SoftmaxAttention(kind="mha", num_heads=1, num_kv_heads=1, head_dim=1, rope_fraction=0),
@@ -52,6 +53,7 @@ def profile_module(
     *,
     name: str | None = None,
     blocks: str | None = None,
+    tp: Sequence[int] = (),
 ) -> ModelSpec:
     """Return the ModelSpec of a module with repeated blocks; `plan` cuts it by data, stages and recompute, not by tp, cp or ep.
 
@@ -59,18 +61,15 @@ def profile_module(
         model: on any device, also ``meta``.
         example_inputs: positional or keyword arguments of one call, tensors with the batch as their first dimension; tensors on the
             meta device do.
-        blocks: name of the container (ModuleList, Sequential, ModuleDict) whose children are the blocks; found where unset.
+        blocks: name of the container (ModuleList, Sequential, ModuleDict) whose children are the blocks; found where unset, and
+            empty for a model that is one block.
+        tp: degrees of tensor parallelism for which operators are placed where the code does not say how its layers are split
+            (2, 4 and 8, say; docs/models.md). The model is then run on samples like the given ones, in fp32 and with values.
 
     Raises:
-        ConfigError: there are no repeated blocks, or a block takes and returns something else than hidden states
-            [batch, tokens, width].
+        ConfigError: the inputs do not reach the blocks, or what these make has no gradient.
     """
     container = _largest_container(model) if blocks is None else blocks
-    if container is None:
-        raise ConfigError(
-            f"{type(model).__name__} has no repeated blocks: no list of two or more modules of one class",
-            help="name the container of its blocks: profile_module(..., blocks='encoder.layers')",
-        )
     structure = find_structure(model, container)
     facts = split_facts(model, structure)
     tracer = _Tracer(model, container, facts.rules)
@@ -93,6 +92,7 @@ def profile_module(
     runs = (
         LayerRun(layer=Block(traced=traced, **_STAND_INS), count=len(list(same))) for traced, same in groupby(kinds)
     )
+    works, unplaced = placed_units(model, example_inputs, tp) if facts.not_split else ((), ())
     return ModelSpec(
         name=name or type(model).__name__,
         architecture=type(model).__name__,
@@ -108,25 +108,29 @@ def profile_module(
             split_widths=facts.widths,
             not_staged=why_not_staged(model, structure, example_inputs),
             not_sharded=why_not_sharded(model, tracer.read_outside),
+            works=works,
+            unplaced=unplaced,
         ),
         source=f"traced from {type(model).__module__}.{type(model).__qualname__}, blocks {container}",
     )
 
 
-def _largest_container(model: nn.Module) -> str | None:
+def _largest_container(model: nn.Module) -> str:
     """Return the name of the container with the most parameters in two or more children of one class; of nested ones the outer.
 
-    A ModuleList may hold several classes (blocks of attention, blocks of recurrence), each twice on average.
+    Empty where there is none: the model is then one block. A ModuleList may hold several classes (blocks of attention, blocks of
+    recurrence), each twice on average.
     """
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        if name
+        and isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         and len(children := list(module.children())) > 1
         and len({type(child) for child in children}) <= (len(children) // 2 if isinstance(module, nn.ModuleList) else 1)
     }
-    best = max(sizes, key=sizes.__getitem__, default=None)
-    return best if best is not None and sizes[best] else None
+    best = max(sizes, key=sizes.__getitem__, default="")
+    return best if best and sizes[best] else ""
 
 
 class _Tracer:
@@ -138,7 +142,7 @@ class _Tracer:
 
     def __init__(self, model: nn.Module, container: str, rules: Mapping[str, Rule]) -> None:
         try:
-            self.blocks = list(model.get_submodule(container).children())
+            self.blocks = list(model.get_submodule(container).children()) if container else [model]
         except AttributeError:
             raise ConfigError(f"{type(model).__name__} has no module {container!r}") from None
         if not self.blocks:
@@ -210,7 +214,7 @@ class _Tracer:
                 f"{missing} of {len(self.blocks)} blocks ({self._names[self.blocks[0]]}, ...) are not called with these inputs",
                 help="give inputs that reach them, or name other blocks: profile_module(..., blocks='encoder.layers')",
             )
-        _, self.seq_len, self.width = _hidden(self._calls[self.blocks[0]]).shape
+        self.seq_len, self.width = _tokens_and_width(_hidden(self._calls[self.blocks[0]]))
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         start = f"{self._names[module]}." if self._names[module] else ""
@@ -332,10 +336,24 @@ def _num_elements(tensors: Iterable[Tensor]) -> int:
 
 
 def _hidden(call: tuple[Any, Any]) -> Tensor:
-    tensors = [t for t in tensors_in(call) if t.is_floating_point() and t.ndim == 3]
-    if not tensors:
-        raise ConfigError("a block reads no hidden states [batch, tokens, width]")
-    return tensors[0]
+    """Return what a block works on: hidden states [batch, tokens, width], else the first tensor with numbers, else any."""
+    tensors = tensors_in(call)
+    numbers = [t for t in tensors if t.is_floating_point() and t.ndim > 1]
+    of_tokens = [t for t in numbers if t.ndim == 3]
+    chosen = next(iter((*of_tokens, *numbers, *tensors)), None)
+    if chosen is None:
+        raise ConfigError("a block reads no tensor, of which one dimension would be the batch")
+    return chosen
+
+
+def _tokens_and_width(hidden: Tensor) -> tuple[int, int]:
+    """Return the places of a sample and the width of each: [1, S, D]; of images [1, C, H, W], rows [1, D], indices [1, S]."""
+    if hidden.ndim > 3:
+        return math.prod(hidden.shape[2:]), hidden.shape[1]
+    if hidden.ndim == 3:
+        return hidden.shape[1], hidden.shape[2]
+    last = hidden.shape[-1] if hidden.ndim == 2 else 1
+    return (1, last) if hidden.is_floating_point() else (last, 1)
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -352,4 +370,4 @@ def _one_sequence(value: Any) -> Any:
 def _leaf(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.detach().requires_grad_(value.is_floating_point() and value.ndim == 3)
+    return value.detach().requires_grad_(value.is_floating_point() and value.ndim > 1)

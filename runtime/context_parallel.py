@@ -12,7 +12,8 @@ tokens. So against the keys of position j it needs
     j = r   all of them, causally (its two pieces ascend)
     j < r   the first half of the keys, for all queries
     j > r   all keys, for the second half of the queries
-two pieces' worth of pairs but for the first step: every rank has the same work. Source: Brandon et al., Striped Attention,
+two pieces' worth of pairs but for the first step: every rank has the same work. Of several documents in a row (documents/) each is
+cut so, and attends to itself. Source: Brandon et al., Striped Attention,
 arXiv:2311.09431 (the imbalance), and the head-tail order of torch's context parallelism; Liu et al., arXiv:2310.01889 (the ring).
 
 Partial outputs o_j with log-sum-exps l_j merge as out = sum_j exp(l_j - l) o_j, l = log sum_j exp(l_j). The backward kernel takes
@@ -21,8 +22,9 @@ out and l of the full row, so each step gives its part of every gradient; those 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -49,13 +51,13 @@ class ContextRanks:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend causally from this rank's tokens to the entire sequence; query [B, H, S, C], key and value [B, K, S, C]."""
         if self.exchange is not None:
-            query, key, value = (_tokens_for_heads(x, self.exchange) for x in (query, key, value))
+            query, key, value = (tokens_for_heads(x, self.exchange) for x in (query, key, value))
         if self.ring is not None:
-            out = _ring_attention(query, key, value, self.ring.group_name)[0]
+            out = ring_attention(query, key, value, [query.shape[2]], self.ring.group_name)[0]
         else:
-            key, value = (_repeated(x, query.shape[1], dim=1) for x in (key, value))
+            key, value = (repeated_heads(x, query.shape[1], dim=1) for x in (key, value))
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return out if self.exchange is None else _heads_for_tokens(out, self.exchange)
+        return out if self.exchange is None else heads_for_tokens(out, self.exchange)
 
 
 def apply_context_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan, device: torch.device) -> None:
@@ -90,14 +92,15 @@ def local_positions(mesh: ParallelMesh, plan: TrainingPlan) -> Tensor:
     return share.chunk(layout.cp_ulysses)[exchange_rank]
 
 
-def _tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange [B, H, S, C] of this rank's tokens for [B, H / ranks, S ranks, C] of the group's."""
     batch, heads, tokens, width = x.shape
     by_rank = x.view(batch, group.size(), heads // group.size(), tokens, width).movedim(1, 0)
     return _exchanged(by_rank, group).movedim(0, 2).flatten(2, 3)
 
 
-def _heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Undo `tokens_for_heads`."""
     batch, heads, tokens, width = x.shape
     by_rank = x.view(batch, heads, group.size(), tokens // group.size(), width).movedim(2, 0)
     return _exchanged(by_rank, group).movedim(0, 1).flatten(1, 2)
@@ -115,12 +118,18 @@ _aten = torch.ops.aten
 
 
 @torch.library.custom_op("meshwright::ring_attention", mutates_args=())
-def _ring_attention(query: Tensor, key: Tensor, value: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, S, C] in the query's dtype, and the log-sum-exps [B, H, S] in fp32."""
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], group_name: str
+) -> tuple[Tensor, Tensor]:
+    """Return out [B, H, S, C] in the query's dtype, and the log-sum-exps [B, H, S] in fp32.
+
+    Args:
+        lengths: tokens of each document on this rank, even numbers that sum to S.
+    """
     group, query = _resolve_process_group(group_name), query.contiguous()
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-    for queries, keys, causal, moving in _round(torch.stack((key, value)), group, query.shape[2]):
+    for queries, keys, causal, moving in _round(torch.stack((key, value)), group, lengths):
         part, part_lse = _forward(query[:, :, queries], moving[:, :, :, keys], causal)
         merged = torch.logaddexp(lse[:, :, queries], part_lse)
         out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
@@ -129,13 +138,13 @@ def _ring_attention(query: Tensor, key: Tensor, value: Tensor, group_name: str) 
     return out.to(query.dtype), lse
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, ctx.group_name = inputs
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, list[int], str], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ctx.lengths, ctx.group_name = inputs
     ctx.save_for_backward(query, key, value, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward_ring(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+def _backward_ring(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
     query, key, value, out, lse = ctx.saved_tensors
     group = _resolve_process_group(ctx.group_name)
     query, grad_out = query.contiguous(), grad_out.contiguous()
@@ -143,34 +152,42 @@ def _backward_ring(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor, Tenso
     key_value = torch.stack((key, value))
     grads = torch.zeros_like(key_value)
     arriving_grads: _Passing | None = None
-    for queries, keys, causal, moving in _round(key_value, group, query.shape[2]):
+    for number, (queries, keys, causal, moving) in enumerate(_round(key_value, group, ctx.lengths)):
+        is_first, is_last = number % len(ctx.lengths) == 0, (number + 1) % len(ctx.lengths) == 0
         rows = (x[:, :, queries] for x in (grad_out, query, out, lse))
         part_query, part_grads = _backward(*rows, moving[:, :, :, keys], causal)
         grad_query[:, :, queries] += part_query
-        grads = arriving_grads.wait() if arriving_grads is not None else grads
+        grads = arriving_grads.wait() if is_first and arriving_grads is not None else grads
         grads[:, :, :, keys] += part_grads
-        arriving_grads = _Passing(grads, group)
+        arriving_grads = _Passing(grads, group) if is_last else arriving_grads
     assert arriving_grads is not None
     grad_key, grad_value = arriving_grads.wait()
-    return grad_query.to(query.dtype), grad_key, grad_value, None
+    return grad_query.to(query.dtype), grad_key, grad_value, None, None
 
 
-def _round(moving: Tensor, group: dist.ProcessGroup, num_tokens: int) -> Iterator[tuple[slice, slice, bool, Tensor]]:
-    """Let keys and values go round; yield the queries and keys that meet, whether causally, and those that are here."""
+def _round(
+    moving: Tensor, group: dist.ProcessGroup, lengths: Sequence[int]
+) -> Iterator[tuple[slice, slice, bool, Tensor]]:
+    """Let keys and values go round; yield the queries and keys that meet, whether causally, and those that are here.
+
+    At each place of the round every document comes once, in order.
+    """
     rank, size = group.rank(), group.size()
     for step in range(size):
         arriving = _Passing(moving, group) if step + 1 < size else None
-        yield *_needed(rank, (rank - step) % size, num_tokens), moving
+        for end, num_tokens in zip(accumulate(lengths), lengths, strict=True):
+            yield *_needed(rank, (rank - step) % size, end - num_tokens, end), moving
         moving = arriving.wait() if arriving is not None else moving
 
 
-def _needed(rank: int, source: int, num_tokens: int) -> tuple[slice, slice, bool]:
-    everything, half = slice(0, num_tokens), num_tokens // 2
+def _needed(rank: int, source: int, start: int, stop: int) -> tuple[slice, slice, bool]:
+    """Return the queries and keys of a document's tokens ``start .. stop - 1`` that meet, and whether causally."""
+    everything, middle = slice(start, stop), (start + stop) // 2
     if source == rank:
         return everything, everything, True
     if source < rank:
-        return everything, slice(0, half), False
-    return slice(half, num_tokens), everything, False
+        return everything, slice(start, middle), False
+    return slice(middle, stop), everything, False
 
 
 class _Passing:
@@ -196,7 +213,7 @@ class _Passing:
 
 def _forward(query: Tensor, key_value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Return out [B, H, Sq, C] and log-sum-exps [B, H, Sq] of one block; key_value [2, B, K, Sk, C]."""
-    key, value = _repeated(key_value, query.shape[1])
+    key, value = repeated_heads(key_value, query.shape[1])
     if query.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
     else:
@@ -204,13 +221,13 @@ def _forward(query: Tensor, key_value: Tensor, causal: bool) -> tuple[Tensor, Te
     return out, lse
 
 
-def _repeated(key_value: Tensor, num_heads: int, dim: int = 2) -> Tensor:
+def repeated_heads(key_value: Tensor, num_heads: int, dim: int = 2) -> Tensor:
     """Repeat each kv head as often as queries use it: [2, B, H, S, C]."""
     groups = num_heads // key_value.shape[dim]
     return key_value.repeat_interleave(groups, dim) if groups > 1 else key_value
 
 
-_ring_attention.register_autograd(_backward_ring, setup_context=_setup)
+ring_attention.register_autograd(_backward_ring, setup_context=_setup)
 
 
 RING_ATTENTION = torch.ops.meshwright.ring_attention.default
@@ -221,7 +238,7 @@ def _backward(
     grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, key_value: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the query and of key_value."""
-    key, value = _repeated(key_value, query.shape[1])
+    key, value = repeated_heads(key_value, query.shape[1])
     rows = (grad_out.contiguous(), query, key, value, out.contiguous(), lse.contiguous())
     if query.device.type == "cpu":
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, causal)

@@ -64,13 +64,15 @@ def set_products(plan: TrainingPlan) -> None:
         torch.set_float32_matmul_precision("high" if plan.workload.precision == "tf32" else "highest")
 
 
-def apply_data_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan) -> "ReductionTimer | None":
+def apply_data_parallel(
+    stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan, *, has_groups: bool = False
+) -> "ReductionTimer | None":
     """Apply `fully_shard` to each block, to embedding and head, and to the stage itself, in place; or DDP where that is enough."""
     layout = plan.layout
     is_only_axis = mesh.pp is None and mesh.tp is None and mesh.expert_mesh is None and layout.cp == 1
     is_unsharded = layout.zero_stage == 0 and layout.dp_replicate > 1 and plan.offload is None
-    # Not under cp, whose backward pass waits for collectives of its own between DDP's: on gloo that was seen to hang.
-    if is_only_axis and is_unsharded and plan.workload.is_full_precision:
+    # Not where ranks share sequences: the backward pass waits for collectives of its own between DDP's, on gloo seen to hang.
+    if is_only_axis and is_unsharded and not has_groups and plan.workload.is_full_precision:
         if not plan.workload.has_backward:
             return None
         reduction = ReductionTimer(mesh.fsdp["dp_replicate"].get_group())

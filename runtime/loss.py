@@ -41,7 +41,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, shard: VocabShard | None = No
 
     Args:
         logits: [..., V], bf16, fp16 or fp32; with a shard, this rank's columns.
-        targets: [...], token ids of the entire vocabulary.
+        targets: [...], token ids of the entire vocabulary; -1 where nothing should come next, which counts as a loss of 0.
         shard: which columns they are; the ranks of its group pass the same targets.
 
     Returns:
@@ -55,8 +55,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, shard: VocabShard | None = No
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard | None) -> Tensor:
+        counts = targets >= 0
         if shard is None:
-            idx, is_local = targets, torch.ones_like(targets, dtype=torch.bool)
+            idx, is_local = targets.clamp(min=0), counts
         else:
             idx, is_local = shard.local_idx(targets, width=logits.shape[1])
         # logsumexp and logit of the target; fp32 [2, N]
@@ -66,11 +67,11 @@ class _CrossEntropy(torch.autograd.Function):
             stats[0, rows] = torch.logsumexp(chunk, dim=1)
             stats[1, rows] = chunk.gather(1, idx[rows, None]).squeeze(1) * is_local[rows]
         lse, target_logit = stats if shard is None else _over_vocabulary(stats, shard.group)
-        ctx.save_for_backward(logits, idx, is_local, lse)
+        losses = (lse - target_logit).where(counts, 0)
+        # No probability, and so no gradient, where nothing counts.
+        ctx.save_for_backward(logits, idx, is_local, lse.where(counts, torch.inf))
         ctx.used = False
-        loss: Tensor = (lse - target_logit).mean(
-            dim=0, keepdim=True
-        )  # no view: FSDP puts hooks on what a stage returns
+        loss: Tensor = losses.mean(dim=0, keepdim=True)  # no view: FSDP puts hooks on what a stage returns
         return loss
 
     @staticmethod

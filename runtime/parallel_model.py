@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from ..cost_models.pipeline.orders import Action
 from ..schema.errors import RuntimeMismatchError
-from ..schema.shares import BatchShare, share_of_rank
+from ..schema.shares import BatchShare, passes_together, share_of_rank
 from ..schema.training_plan import TrainingPlan
 from .context_parallel import local_positions
 from .data_parallel import ReductionTimer, before_micro_batch
+from .documents.attention import DocumentAttention
+from .documents.packs import Batch, Pack, RankBatch, rank_batch
 from .mesh import EXPERT_AXES, ParallelMesh
 from .models.experts import Router
 from .models.layers import local_tensor
@@ -84,6 +87,15 @@ def _not_counted(module: nn.Module) -> Iterator[None]:
         router.load = load
 
 
+class _Pass(NamedTuple):
+    """A pass of a micro-batch; its mean loss is divided by ``inverse_weight``, 0 where it counts nothing."""
+
+    inputs: Tensor
+    targets: Tensor
+    inverse_weight: float
+    pack: Pack | None = None
+
+
 class ParallelModel:
     """One rank's part of a model: what `parallelize` returns.
 
@@ -93,6 +105,7 @@ class ParallelModel:
         loss_scale: factor on the loss for the backward pass; whoever updates the parameters updates it as well.
         offload: its traffic with the host; None where the plan has no offload schedule.
         share: which sequences of each global batch are this rank's, and in which passes.
+        documents: the groups of ranks for batches of documents; None where `parallelize` was not asked for them.
 
     Args:
         parts: the stages of a pipeline that this rank runs.
@@ -115,7 +128,9 @@ class ParallelModel:
         loss_fn: Callable[[nn.Module, Tensor, Tensor], Tensor] = _decoder_loss,
         is_sequence_unsharded: bool = False,
         batch_parts: int = 1,
+        documents: DocumentAttention | None = None,
     ) -> None:
+        self.documents = documents
         self._batch_parts = batch_parts
         self.plan, self.mesh, self.module, self.device = plan, mesh, module, device
         self.offload, self._reduction, self._ends, self._loss_fn = offload, reduction, ends, loss_fn
@@ -155,22 +170,59 @@ class ParallelModel:
         self.add_over_ranks(share)
         return share.item()
 
-    def backward(self, tokens: Tensor) -> Tensor:
+    def prepare_batch(self, batch: Batch) -> RankBatch:
+        """Return this rank's part of a batch of documents, on the host; reads what it takes of them.
+
+        Raises:
+            RuntimeMismatchError: the model was not made for documents, or groups name ranks that there are not.
+            ConfigError: the groups do not compute every document once.
+        """
+        if self.documents is None:
+            raise RuntimeMismatchError(
+                "the model was not made for documents", help="call parallelize(..., documents=True)"
+            )
+        last = max((group.first + group.size for groups in batch.micro_batches for group in groups), default=0)
+        if last > self.documents.num_ranks:
+            raise RuntimeMismatchError(
+                f"the batch has groups on {last} ranks, the plan {self.documents.num_ranks} that share a batch"
+            )
+        layout = self.plan.layout
+        return rank_batch(
+            batch,
+            self.documents.rank,
+            ulysses_of=self.documents.ulysses_of,
+            multiple=layout.tp,
+            keeps_empty=passes_together(layout),
+        )
+
+    def backward_batch(self, batch: Batch | RankBatch) -> Tensor:
+        """Add the gradient of the mean loss over all target tokens of a batch of documents; once a step, on all ranks.
+
+        Args:
+            batch: the same on all ranks, or what `prepare_batch` made of it, in another thread say.
+
+        Returns:
+            What this rank adds to that mean, [] on the device; `add_over_ranks` sums it.
+        """
+        return self.backward(batch if isinstance(batch, RankBatch) else self.prepare_batch(batch))
+
+    def backward(self, tokens: Tensor | RankBatch) -> Tensor:
         """Do `forward_backward` without the last sum: return what this rank adds to the mean loss, [] on the device."""
-        inputs, targets = self._inputs_and_targets(tokens)
         if self._schedule is not None:
+            assert isinstance(tokens, Tensor)
+            inputs, targets = self._inputs_and_targets(tokens)
             weights = torch.tensor([1 / inverse if inverse else 0.0 for inverse in self._inverse_weights])
             loss = run_schedule(self._schedule, self.mesh, self.loss_scale.value, inputs, targets, weights)
         else:
-            loss = self._accumulate(inputs, targets)
+            loss = self._accumulate(self._passes(tokens))
         self._finish_gradients()
         return self._share_of_mean(loss)
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor | RankBatch) -> Tensor:
         """Return what this rank adds to the mean loss over the global batch, [] on the device, without gradients or a pipeline."""
         assert self._schedule is None
-        total = self._accumulate(*self._inputs_and_targets(tokens), has_backward=False)
+        total = self._accumulate(self._passes(tokens), has_backward=False)
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # parameters that stay gathered would hide that their shards have moved
@@ -218,13 +270,28 @@ class ParallelModel:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         return inputs, targets
 
-    def _accumulate(self, inputs: Tensor, targets: Tensor, *, has_backward: bool = True) -> Tensor:
+    def _passes(self, tokens: Tensor | RankBatch) -> list[_Pass]:
+        """Return the passes of a share of the batch."""
+        if isinstance(tokens, RankBatch):
+            # Of what is summed over the targets: axes average over data ranks, and a pass has the mean over its tokens.
+            each = tokens.num_targets / self.mesh.data_degree
+            packs = (pack.to(self.device) for pack in tokens.packs)
+            return [
+                _Pass(pack.inputs[None], pack.targets[None], each / len(pack.inputs) if pack.counts else 0.0, pack)
+                for pack in packs
+            ]
+        shape, (inputs, targets) = list(self.share.shape), self._inputs_and_targets(tokens)
+        return list(map(_Pass, inputs.split(shape), targets.split(shape), self._inverse_weights))
+
+    def _accumulate(self, passes: Sequence[_Pass], *, has_backward: bool = True) -> Tensor:
         """Run all micro-batches in a row; return the mean loss [] of this rank's share."""
-        shape, scale = self.share.shape, self.loss_scale.value
+        scale = self.loss_scale.value
         total = torch.zeros((), device=self.device)
-        passes = zip(inputs.split(list(shape)), targets.split(list(shape)), self._inverse_weights, strict=True)
-        for i, (x, y, inverse) in enumerate(passes):
-            before_micro_batch(self.module, self.plan, is_last=i == len(shape) - 1)
+        for i, (x, y, inverse, pack) in enumerate(passes):
+            before_micro_batch(self.module, self.plan, is_last=i == len(passes) - 1)
+            if pack is not None:
+                assert self.documents is not None
+                self.documents.enter(pack)
             with self.clock.part("forward", Action(0, "F", i)):
                 with contextlib.nullcontext() if inverse else _not_counted(self.module):
                     loss = self._loss_fn(self.module, x, y).sum()

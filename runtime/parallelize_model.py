@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from ..schema.training_plan import TrainingPlan
 from .adapters import apply_adapters
 from .context_parallel import apply_context_parallel
 from .data_parallel import apply_data_parallel, compute_dtype, materialise, set_products
+from .documents.attention import DocumentAttention
 from .expert_parallel import apply_expert_parallel
 from .mesh import ParallelMesh, build_mesh
 from .models.decoder import Decoder, init_weights
@@ -25,7 +27,7 @@ from .offload.schedule import HostOffload
 from .parallel_model import ParallelModel
 from .recompute import apply_recompute
 from .tensor_parallel import apply_tensor_parallel
-from .training.options import require_compilable
+from .training.options import require_compilable, require_documents
 from .user_modules import LossFunction, parallelize_user_module
 from .weights.load import load_weights
 
@@ -40,6 +42,7 @@ def parallelize(
     compile_blocks: bool = False,
     loss_fn: LossFunction | None = None,
     on_split: Callable[[ParallelMesh], object] | None = None,
+    documents: bool = False,
 ) -> ParallelModel:
     """Split a model over the ranks of the running torch.distributed job as the plan says.
 
@@ -55,6 +58,7 @@ def parallelize(
         compile_blocks: let torch.compile fuse the operators of each block.
         loss_fn: of another module than a Decoder: module, inputs and targets of a micro-batch to its mean loss. Unset, the mean
             cross entropy of the next tokens, given logits [B, S, V] (or an object that has them as ``logits``).
+        documents: train on batches of documents (`ParallelModel.backward_batch`, docs/batch.md).
         on_split: called when every axis is applied and nothing has memory yet; a rehearsal takes it from there (rehearsal/).
 
     Raises:
@@ -66,6 +70,8 @@ def parallelize(
         require_compilable(plan)
     set_products(plan)
     device = device or _default_device(plan)
+    if documents:
+        require_documents(plan, is_decoder=model is None or isinstance(model, Decoder), compiles=compile_blocks)
     if model is not None and not isinstance(model, Decoder):
         return parallelize_user_module(
             model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn, on_split=on_split
@@ -85,7 +91,8 @@ def parallelize(
     for part, stage in zip(parts, stages, strict=True):
         apply_tensor_parallel(part, mesh, plan)
         part.model.reshard = mesh.reshard
-        apply_context_parallel(part, mesh, plan, device)
+        if not documents:
+            apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
         apply_adapters(part, plan)
         apply_recompute(part, stage.recompute_of, half_blocks=half_blocks)
@@ -93,7 +100,7 @@ def parallelize(
             apply_compile(part)
         if offload is not None:
             offload.activations.apply(part, stage.offload_of)
-        reduction = apply_data_parallel(part, mesh, plan)
+        reduction = apply_data_parallel(part, mesh, plan, has_groups=documents)
     if on_split is not None:
         on_split(mesh)
     for part in parts if model is None else ():
@@ -113,7 +120,15 @@ def parallelize(
         ends=ends,
         reduction=reduction,
         batch_parts=batch_parts,
+        documents=_document_groups(parts, mesh, plan) if documents else None,
     )
+
+
+def _document_groups(parts: Sequence[Decoder], mesh: ParallelMesh, plan: TrainingPlan) -> DocumentAttention:
+    layout = plan.layout
+    ranks = [plan.rank_map[rank] for rank in range(mesh.tp_rank, layout.world_size, layout.tp)]
+    heads = (getattr(block.attention, "num_kv_heads", 1) for block, _ in plan.model.block_runs)
+    return DocumentAttention(parts, mesh, ranks, math.gcd(*(max(count // layout.tp, 1) for count in heads)))
 
 
 def _default_device(plan: TrainingPlan) -> torch.device:

@@ -28,6 +28,7 @@ from .loss import cross_entropy
 from .mesh import ParallelMesh, build_mesh
 from .models.decoder import init_weights
 from .parallel_model import ParallelModel
+from .placements.execution import apply_placements
 from .recompute import checkpoint_block
 from .user_tensor_parallel import split_plain, split_transformers
 from .weights.load import Piece, find_weights, read_pieces
@@ -146,7 +147,8 @@ def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
     tokens = torch.zeros((1, min(plan.workload.seq_len, 8)), dtype=torch.long)
     if layout.pp > 1 and (reason := why_not_staged(module, structure, [tokens])):
         raise RuntimeMismatchError(f"pp {layout.pp}: {reason}", help="plan with --fix pp=1")
-    is_replicated = layout.dp_shard == 1 and layout.pp == 1 and layout.tp == 1 and plan.workload.is_full_precision
+    is_replicated = layout.dp_shard == 1 and layout.pp == 1 and plan.workload.is_full_precision
+    is_replicated = is_replicated and (layout.tp == 1 or layout.dp_replicate == 1)
     if (reason := why_not_sharded(module, ())) and not is_replicated:
         raise RuntimeMismatchError(reason, help="plan with --precision fp32 --fix dp_shard=1,pp=1,tp=1")
     _check_identity(module, structure, plan)
@@ -196,6 +198,10 @@ def _check_identity(module: nn.Module, structure: Structure, plan: TrainingPlan)
 
 
 def _split(part: nn.Module, structure: Structure, tp: DeviceMesh, plan: TrainingPlan) -> None:
+    code = plan.model.code
+    if code is not None and code.placements:
+        apply_placements(part, [placed for placed in code.placements if placed.num_ranks == tp.size()], tp)
+        return
     if not structure.is_transformers:
         split_plain(part, tp)
         return

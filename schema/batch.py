@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gzip
 import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, model_validator
 
 from .base import MAX_TEXT_BYTES, Count, Frozen, read_json, shown
 from .errors import ConfigError
 from .units import FloatArray
 
 MAX_SEQUENCES = 1_000_000
+
+_MAX_DISTINCT = 256
+"""Lengths that a distribution tells apart."""
 
 
 class SequenceCosts(Frozen):
@@ -37,6 +41,106 @@ class SequenceCosts(Frozen):
         known = [entry for entry in self.exchange_s if entry <= degree]
         exchange_s = self.exchange_s[max(known)] if known and degree > 1 else 0.0
         return np.asarray((self.quadratic_s * lengths**2 + (self.linear_s + exchange_s) * lengths) / degree)
+
+
+class Lengths(Frozen):
+    """A distribution of the lengths of sequences: ``counts[i]`` of every sum(counts) have ``lengths[i]`` tokens.
+
+    Attributes:
+        lengths: ascending.
+    """
+
+    lengths: tuple[Annotated[int, Field(ge=1, le=10**9)], ...] = Field(min_length=1, max_length=4096)
+    counts: tuple[Count, ...]
+
+    @model_validator(mode="after")
+    def _ascends(self) -> Self:
+        if list(self.lengths) != sorted(set(self.lengths)) or len(self.counts) != len(self.lengths):
+            raise ValueError("lengths must ascend, and have a count each")
+        return self
+
+    @classmethod
+    def of(cls, samples: Sequence[int], *, max_len: int | None = None) -> Lengths:
+        """Return the distribution of lengths; those over ``max_len`` are cut into pieces of it and a rest.
+
+        Of more than `_MAX_DISTINCT` distinct lengths those within one of as many intervals of equal ratio count as their mean.
+
+        Raises:
+            ConfigError: there are none, or one is not positive.
+        """
+        given = np.asarray(samples)
+        if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
+            raise ConfigError("lengths are one row of at least one whole number")
+        if given.min() < 1:
+            raise ConfigError(f"sequence {int(given.argmin())} has {given.min()} tokens: a sequence has at least one")
+        if max_len is not None:
+            num_full, rest = np.divmod(given, max_len)
+            given = np.concatenate([np.full(int(num_full.sum()), max_len), rest[rest > 0]])
+        distinct, counts = np.unique(given, return_counts=True)
+        if len(distinct) > _MAX_DISTINCT:
+            edges = np.geomspace(distinct[0], distinct[-1] + 1, _MAX_DISTINCT + 1)
+            place = np.clip(np.searchsorted(edges, distinct, side="right") - 1, 0, _MAX_DISTINCT - 1)
+            counts_in = np.bincount(place, counts, _MAX_DISTINCT)
+            tokens_in = np.bincount(place, counts * distinct, _MAX_DISTINCT)
+            used = counts_in > 0
+            means = np.rint(tokens_in[used] / counts_in[used]).astype(np.int64)
+            means[-1] = distinct[-1]  # the longest decides what must fit
+            distinct, place = np.unique(means, return_inverse=True)
+            counts = np.bincount(place, counts_in[used]).astype(np.int64)
+        return cls(lengths=tuple(distinct.tolist()), counts=tuple(counts.tolist()))
+
+    @property
+    def mean(self) -> float:
+        """Return the mean tokens of a sequence."""
+        return float(np.average(self.lengths, weights=self.counts))
+
+    def attended_len(self, limit: int) -> int:
+        """Return the length at which a token attends to as many others as the mean one here, none of them over ``limit``.
+
+        sum LEN^2 / sum LEN
+        """
+        lengths, counts = np.minimum(self.lengths, limit).astype(float), np.array(self.counts, dtype=float)
+        return max(1, round(float((counts * lengths**2).sum() / (counts * lengths).sum())))
+
+    def draw(self, size: int, seed: int) -> tuple[int, ...]:
+        """Return a batch of so many sequences."""
+        weights = np.array(self.counts, dtype=float)
+        return tuple(np.random.default_rng(seed).choice(self.lengths, size=size, p=weights / weights.sum()).tolist())
+
+
+class LengthCosts(Frozen):
+    """What sequences cost under a plan: seconds a token on groups of each size, between the lengths in a line over the logarithm.
+
+    Attributes:
+        num_ranks: that share a batch; tokens_per_rank: that one of them holds in a micro-batch.
+        fixed_s: of every micro-batch, besides its slowest group; step_s: of every step, besides its micro-batches.
+        waits: ranks wait for each other after every micro-batch, not only after the last one.
+        lengths: ascending.
+        token_s: seconds of a token of a sequence of each length, for groups of 1, 2, 4, .. ranks.
+    """
+
+    num_ranks: Count
+    tokens_per_rank: Count
+    fixed_s: NonNegativeFloat
+    step_s: NonNegativeFloat = 0.0
+    waits: bool = True
+    lengths: tuple[Count, ...] = Field(min_length=1)
+    token_s: tuple[tuple[NonNegativeFloat, ...], ...] = Field(min_length=1, max_length=17)
+
+    @model_validator(mode="after")
+    def _is_a_table(self) -> Self:
+        if any(len(row) != len(self.lengths) for row in self.token_s):
+            raise ValueError(f"each row of token_s must have {len(self.lengths)} entries, one for each length")
+        if list(self.lengths) != sorted(set(self.lengths)):
+            raise ValueError("lengths must ascend")
+        if 2 ** (len(self.token_s) - 1) > self.num_ranks:
+            raise ValueError(f"token_s has {len(self.token_s)} sizes of groups for {self.num_ranks} ranks")
+        return self
+
+    def seconds(self, lengths: FloatArray, degree: int) -> FloatArray:
+        """Return the seconds of sequences of these lengths [S], each by itself in a group of ``degree`` ranks."""
+        row = self.token_s[degree.bit_length() - 1]
+        return np.asarray(lengths * np.interp(np.log(lengths), np.log(self.lengths), row))
 
 
 class Batch(Frozen):

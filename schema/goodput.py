@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -51,6 +51,7 @@ class GoodputReport(Frozen):
         second_of_save, second_of_restart: goodput that one second less of each adds; tenth_of_faults: that a tenth fewer adds.
         waiting: goodput where the job stops until a lost unit that no spare replaces is repaired.
         falling_back: where it goes on with the fallbacks (G2); None without fallbacks and spares.
+        going_on: where the ranks that are left go on at once (G2); None without fallbacks.
         not_tolerated: why there are no fallbacks for further losses.
     """
 
@@ -67,5 +68,42 @@ class GoodputReport(Frozen):
     tenth_of_faults: NonNegativeFloat
     waiting: NonNegativeFloat
     falling_back: NonNegativeFloat | None = None
+    going_on: NonNegativeFloat | None = None
     fallbacks: tuple[Fallback, ...] = ()
     not_tolerated: str = ""
+
+
+Policy = Literal["wait", "restart", "continue", "join"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+class PolicyReplay(Frozen):
+    """A training over a recording of machines under one policy.
+
+    Attributes:
+        fraction: of the tokens that the machines that were there could have made, each number of them under its fastest plan.
+        running_s: seconds in which steps were made; tokens: that stayed.
+    """
+
+    policy: Policy
+    fraction: NonNegativeFloat
+    running_s: NonNegativeFloat
+    tokens: NonNegativeFloat
+    usd_per_million_tokens: NonNegativeFloat | None = None
+
+
+class PoolReplay(Frozen):
+    """A recording under every policy: its seconds, machines on average (no more than the plan has), and machines lost."""
+
+    pool: str
+    seconds: PositiveFloat
+    mean_units: NonNegativeFloat
+    losses: CountOrNone
+    policies: tuple[PolicyReplay, ...]
+
+
+class MachinesReplay(Frozen):
+    """A plan over recordings of machines."""
+
+    num_units: PositiveInt
+    pools: tuple[PoolReplay, ...]

@@ -108,6 +108,9 @@ class PublishedConfig(Frozen):
     qk_nope_head_dim: Size | None = None
     qk_rope_head_dim: Size | None = None
     v_head_dim: Size | None = None
+    index_n_heads: SizeOrZero = 0
+    index_head_dim: SizeOrZero = 0
+    index_topk: SizeOrZero = 0
 
     layer_types: list[LayerType] | None = None
     use_sliding_window: StrictBool = True
@@ -402,7 +405,10 @@ class Family(Frozen):
     def _latent(self, config: PublishedConfig) -> LatentAttention:
         ranks = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
         fields = config.model_dump(include=ranks)
-        return LatentAttention(num_heads=config.num_attention_heads, bias=config.attention_bias, **fields)
+        return LatentAttention(
+            num_heads=config.num_attention_heads, bias=config.attention_bias, index_heads=config.index_n_heads,
+            index_dim=config.index_head_dim, index_top_k=config.index_topk, **fields,
+        )  # fmt: skip
 
     def _dense(self, config: PublishedConfig) -> DenseMLP:
         width = config.intermediate_size or (config.ffn_ratio or self.ffn_ratio) * config.hidden_size

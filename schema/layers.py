@@ -86,7 +86,12 @@ class SoftmaxAttention(Mixer):
 
 
 class LatentAttention(Mixer):
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values from one compressed vector."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 section 2.1): keys and values from one compressed vector.
+
+    Attributes:
+        index_top_k: tokens that a query attends to (DeepSeek-V3.2, arXiv:2512.02556), chosen by an indexer with ``index_heads``
+            queries of ``index_dim`` and one key a token; 0: all. Serving alone knows it; parameters are without the indexer's.
+    """
 
     kind: Literal["mla"] = "mla"
     num_heads: Count
@@ -95,6 +100,9 @@ class LatentAttention(Mixer):
     qk_nope_head_dim: Count
     qk_rope_head_dim: Count
     v_head_dim: Count
+    index_heads: CountOrNone = 0
+    index_dim: CountOrNone = 0
+    index_top_k: CountOrNone = 0
     bias: bool = False
     window: None = None
 

@@ -35,7 +35,7 @@ class ProblemFacts:
         head_counts, kv_head_counts, ffn_dims, expert_counts, expert_ffn_dims: those that occur in some block.
         traced_len: tokens of the sequences that a traced model was counted for; 0 for a model of known layers.
         takes_uneven_shares: of the engine (`EngineFacts`).
-        not_split, not_along_sequence, split_widths, not_staged, not_sharded: of a traced model (`CodeFacts`).
+        not_split, not_along_sequence, split_widths, not_staged, not_sharded, placed_degrees: of a traced model (`CodeFacts`).
     """
 
     world_size: int
@@ -60,6 +60,7 @@ class ProblemFacts:
     split_widths: tuple[int, ...] = ()
     not_staged: str = ""
     not_sharded: str = ""
+    placed_degrees: tuple[int, ...] = ()
     is_fp32: bool = False
     takes_uneven_shares: bool = True
     has_halves: bool = False
@@ -187,6 +188,9 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "tp {t.tp}: {p.not_split}"),
     Rule("traced_widths", "tp", lambda t, p: all_divide(p.split_widths, t.tp),
         lambda t, p: f"tp {t.tp} does not divide {not_dividing(p.split_widths, t.tp)}: heads or widths of layers that are split"),
+    Rule("traced_placements", "tp",
+        lambda t, p: (t.tp == 1) | (len(p.placed_degrees) == 0) | np.isin(t.tp, p.placed_degrees),
+        lambda t, p: f"tp {t.tp}: the operators of the model were placed for tp {', '.join(map(str, p.placed_degrees))}"),
     Rule("traced_length", "tp", lambda t, p: (t.tp > 0) & ((p.traced_len == 0) | (p.traced_len == p.seq_len)),
         "the model was traced with sequences of {p.traced_len} tokens, the workload has {p.seq_len}"),
     Rule("world_size", "dp cp tp pp", lambda t, p: t.dp * t.cp * t.tp * t.pp == p.world_size,
@@ -334,7 +338,9 @@ VERSION_RULES: tuple[Rule, ...] = (
         lambda t, p: (t.tp == 1) | (t.sequence_parallel == 0) | (len(p.not_along_sequence) == 0),
         "tp {t.tp} with sequence_parallel: {p.not_along_sequence}"),
     Rule("stages_of_code", "pp", lambda t, p: (t.pp == 1) | (len(p.not_staged) == 0), "pp {t.pp}: {p.not_staged}"),
-    Rule("shards_of_code", "dp_shard pp", lambda t, p: (len(p.not_sharded) == 0) | (p.is_fp32 & (t.dp_shard == 1) & (t.pp == 1)),
+    Rule("shards_of_code", "dp_shard dp_replicate tp pp",
+        lambda t, p: (len(p.not_sharded) == 0)
+        | (p.is_fp32 & (t.dp_shard == 1) & (t.pp == 1) & ((t.tp == 1) | (t.dp_replicate == 1))),
         "dp_shard {t.dp_shard}: {p.not_sharded}; whole replicas run, in fp32"),
     Rule("levels_of_this_version", "dp_shard gradient_shard optimizer_shard", lambda t, p: np.logical_not(t.has_levels),
         "gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard}: this version shards every state over dp_shard"),

@@ -6,8 +6,10 @@ they are compared with the real models in tests/unit/schema/test_catalogue_model
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -132,6 +134,11 @@ class ModelSpec(Frozen):
     def is_moe(self) -> bool:
         """True if any block routes tokens to experts."""
         return any(run.layer.experts for run in self.layers)
+
+    @cached_property
+    def content(self) -> str:
+        """Return a hash of everything but the name."""
+        return hashlib.sha256(self.model_dump_json(exclude={"name"}).encode()).hexdigest()[:16]
 
     @property
     def num_params(self) -> int:

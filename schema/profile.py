@@ -11,11 +11,12 @@ from pydantic import Field
 from .base import Document, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .layers import Block, Embedding, Head, Layer
 from .layout import Recompute
+from .serving import CacheDtype, ServingLayout, WeightDtype
 
 PointDtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
 CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 Direction = Literal["forward", "backward"]
-ProfileSectionName = Literal["compute", "memory", "layers", "links", "host", "storage", "overlap"]
+ProfileSectionName = Literal["compute", "memory", "layers", "links", "host", "storage", "overlap", "serving"]
 
 MAX_RATIO = 20.0
 """A ratio lies between its inverse and it: what is further off is another machine."""
@@ -254,6 +255,38 @@ class StoragePoint(Timed):
     ranks_at_once: PositiveInt = 1
 
 
+class _EngineCase(Frozen):
+    """Abstract base: an instance of our serving engine.
+
+    Attributes:
+        model: its name; content: hash of its shape (`ModelSpec.content`).
+        devices_in_use: of the machine, by instances that all did the same at once.
+    """
+
+    model: str
+    content: str
+    layout: ServingLayout
+    weights: WeightDtype
+    cache: CacheDtype
+    devices_in_use: PositiveInt
+
+
+class ServingStepPoint(_EngineCase, Timed):
+    """A step of an attention rank: the arguments of a step's cost (`StepRecord`)."""
+
+    decode_rows: NonNegativeInt
+    cached_tokens: NonNegativeInt
+    prefill_tokens: NonNegativeInt
+    prefill_context: NonNegativeFloat
+    prompts: NonNegativeInt
+
+
+class ServingHostPoint(_EngineCase, Timed):
+    """The host between two steps with so many rows."""
+
+    rows: PositiveInt
+
+
 class OverlapPoint(Frozen):
     """Streams that start at once, and when the last one ends.
 
@@ -396,6 +429,8 @@ class Profile(Document):
     cpu_adam: tuple[CpuAdamPoint, ...] = ()
     storage: tuple[StoragePoint, ...] = ()
     overlaps: tuple[OverlapPoint, ...] = ()
+    serving_steps: tuple[ServingStepPoint, ...] = ()
+    serving_host: tuple[ServingHostPoint, ...] = ()
     ranks: tuple[RankReport, ...] = ()
     slow: tuple[SlowComponent, ...] = ()
     calibration: Calibration = Calibration()

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from .base import Count, CountOrNone, Frozen
+from .speculation import Speculation
 from .task import Phase, Task
 
 ServingEngine = Literal["vllm", "sglang", "trtllm", "meshwright"]
@@ -18,6 +19,7 @@ WeightDtype = Literal["bf16", "fp16", "fp8", "nvfp4", "mxfp4", "int8", "int4", "
 CacheDtype = Literal["bf16", "fp16", "fp8", "fp32"]
 Role = Literal["agg", "prefill", "decode"]
 LatencyMetric = Literal["ttft", "tpot", "e2e"]
+SchedulerPolicy = Literal["mixed", "prefill_first"]
 ServingObjective = Literal["gpus", "throughput", "cost", "latency"]
 
 BYTES_OF: dict[str, float] = {
@@ -183,6 +185,7 @@ class Pool(Frozen):
         role: agg: prefills and decodes.
         device: of its nodes, as the cluster names it.
         replicas: engine instances.
+        speculate: what its decoding rows draft with, draft_tokens as chosen; None: they do not.
     """
 
     role: Role = "agg"
@@ -192,6 +195,7 @@ class Pool(Frozen):
     weights: WeightDtype = "bf16"
     cache: CacheDtype = "bf16"
     limits: EngineLimits
+    speculate: Speculation | None = None
 
     @property
     def num_devices(self) -> int:
@@ -209,9 +213,13 @@ class Serving(Task):
         objective: fewest devices that meet the limits at a rate; most tokens a second and device within them; least money; least
             latency. None: gpus where a rate is given, else throughput.
         weights, cache: their types; None: what the model's file says, else bf16.
+        scheduler: what a step serves: mixed (decoding rows and prompts) or prefill_first; None: as the engine does by itself.
+        speculate: tokens are drafted and checked; draft_tokens None: as many as are best, none among them.
     """
 
-    fixable: ClassVar[frozenset[str] | None] = frozenset({"tp", "pp", "attention_dp", "ep", "max_batch"})
+    fixable: ClassVar[frozenset[str] | None] = frozenset(
+        {"tp", "pp", "attention_dp", "ep", "max_batch", "max_batched_tokens", "chunk"}
+    )
 
     requests: Requests
     limits: tuple[LatencyLimit, ...] = ()
@@ -222,6 +230,8 @@ class Serving(Task):
     weights: WeightDtype | None = None
     cache: CacheDtype | None = None
     prefix_cache: bool = True
+    scheduler: SchedulerPolicy | None = None
+    speculate: Speculation | None = None
 
     @property
     def phases(self) -> tuple[Phase, ...]:

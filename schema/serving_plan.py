@@ -45,6 +45,7 @@ class ClassEstimate(Frozen):
     Attributes:
         requests: the class; None: all.
         num_simulated: requests that the figures are over.
+        queue: from the arrival at an engine to the first step with the prompt; None in plans of older versions.
         goodput_requests_per_s: requests a second that are within every limit.
         attainment: share of the requests that is within every limit.
     """
@@ -54,6 +55,7 @@ class ClassEstimate(Frozen):
     ttft: Percentiles
     tpot: Percentiles
     e2e: Percentiles
+    queue: Percentiles | None = None
     goodput_requests_per_s: NonNegativeFloat
     attainment: Share
 

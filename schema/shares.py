@@ -84,3 +84,11 @@ def share_of_rank(plan: TrainingPlan, dp_rank: int) -> BatchShare:
         return BatchShare(range(first, first + count), passes, (size,) * num_passes)
     passes = dealt(count, num_passes)
     return BatchShare(range(first, first + count), passes, tuple(max(1, part) for part in passes))
+
+
+def state_copies(plan: TrainingPlan) -> int:
+    """Return how many ranks hold each part of the parameters and optimizer states, of the part that fewest hold."""
+    layouts = [plan.layout_of_stage(idx) for idx in range(len(plan.stages))]
+    replicas = [layout.dp_replicate * (1 if layout.zero_stage else layout.cp) for layout in layouts]
+    experts = [layout.expert_copies // layout.expert_shards for layout in layouts if not layout.experts_follow_tp]
+    return int(min(replicas + experts))

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Count, Frozen
+from .base import Count, Frozen, OptionSpec
+from .batch import Lengths
 from .engine_facts import ENGINES, OWN_ENGINE, Engine, EngineFacts
 from .errors import ConfigError
 
@@ -191,6 +192,7 @@ class Workload(EngineOptions, Task):
             direction (runtime/training/optimizer.py): no gradients, no states, nothing kept between the passes.
         adapters: train only low-rank adapters of a frozen model; None trains every parameter.
         document_len: mean tokens of the documents that are packed into one sequence and attend only to themselves; None: one.
+        lengths: of the sequences of a batch, where they differ (docs/batch.md); ``seq_len`` is then the longest.
         dropout: after attention and feed-forward part, as Megatron-LM has it by default; our runtime has none.
         expert_imbalance: (ep, rows of the rank with most over the average) for degrees of expert parallelism, from measured loads
             (planner/expert_load.py); degrees that are not listed are even.
@@ -203,6 +205,9 @@ class Workload(EngineOptions, Task):
     passes: Passes = "backward"
     adapters: LowRank | None = None
     document_len: Count | None = None
+    lengths: Annotated[Lengths | None, OptionSpec(is_option=False)] = Field(
+        default=None, exclude_if=lambda value: value is None
+    )
     dropout: bool = False
     expert_imbalance: tuple[tuple[Count, Annotated[float, Field(ge=1)]], ...] = ()
 
@@ -210,6 +215,10 @@ class Workload(EngineOptions, Task):
     def _is_of_our_runtime(self) -> Workload:
         if not self.has_backward and not self.engine_facts.is_own_runtime:
             raise ValueError(f"zeroth-order training is our runtime's (engine {OWN_ENGINE}), not {self.engine}'s")
+        if self.lengths is not None and self.lengths.lengths[-1] > self.seq_len:
+            raise ValueError(
+                f"the longest of the lengths has {self.lengths.lengths[-1]} tokens, seq_len is {self.seq_len}"
+            )
         if self.recompute_modules and not self.engine_facts.is_eager_like_megatron:
             raise ValueError(f"recompute_modules are Megatron's: engine {self.engine} has none")
         return self
@@ -241,12 +250,19 @@ class Workload(EngineOptions, Task):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of one step over the entire cluster."""
+        """Return the tokens of one step over the entire cluster; where lengths differ those of a mean step."""
+        if self.lengths is not None:
+            return max(1, round(self.lengths.mean * self.global_batch_size))
         return self.seq_len * self.global_batch_size
 
     @property
     def attended_len(self) -> int:
-        """Return the tokens within which attention is causal: a sequence, or a document of a packed one."""
+        """Return the tokens within which attention is causal: a sequence, or a document of a packed one.
+
+        Of documents of several lengths those of one at which as many pairs attend for each token.
+        """
+        if self.lengths is not None:
+            return self.lengths.attended_len(self.seq_len)
         return min(self.seq_len, self.document_len or self.seq_len)
 
     @property

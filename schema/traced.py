@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveInt
+from .placements import UnitPlacement, UnitWork, WholeUnit
 
 TracedShard = Literal["none", "column", "row"]
 
@@ -96,6 +97,9 @@ class CodeFacts(Frozen):
         split_widths: what tensor parallelism must divide: heads, and widths of the layers that it splits.
         not_staged: why its blocks cannot be stages of a pipeline.
         not_sharded: why `fully_shard` does not take it, so that only whole fp32 replicas run.
+        works: kinds of units whose operators can be placed, before a machine is known; placements: chosen for one, with which
+            layers are split that the code's own rules do not.
+        unplaced: units that stay whole on every rank.
     """
 
     class_name: str
@@ -105,8 +109,19 @@ class CodeFacts(Frozen):
     split_widths: tuple[PositiveInt, ...] = ()
     not_staged: str = ""
     not_sharded: str = ""
+    works: tuple[UnitWork, ...] = ()
+    placements: tuple[UnitPlacement, ...] = ()
+    unplaced: tuple[WholeUnit, ...] = ()
+
+    @property
+    def placed_degrees(self) -> tuple[int, ...]:
+        """The degrees of tensor parallelism for which units are placed."""
+        return tuple(sorted({placement.num_ranks for placement in self.placements}))
 
     @property
     def facts(self) -> dict[str, Any]:
         """Fields of ProblemFacts."""
-        return self.model_dump(exclude={"class_name", "blocks"})
+        facts = self.model_dump(exclude={"class_name", "blocks", "works", "placements", "unplaced"})
+        if self.placements:
+            facts |= {"not_split": "", "not_along_sequence": "units are placed between whole values"}
+        return facts | {"placed_degrees": self.placed_degrees}

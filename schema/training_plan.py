@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from .batch import LengthCosts
 from .errors import ConfigError
 from .layout import SWITCHES, Layout, Recompute
 from .layout_rules import broken_rules, problem_facts, why_not_runnable, why_not_trainable
@@ -262,6 +263,7 @@ class TrainingPlan(Plan):
             tp fastest, then cp, dp_shard, dp_replicate, pp.
         stages: in the order of the model; with model chunks each rank holds several (Layout.num_model_chunks).
         fastest: the fastest layout by prediction, where a plainer one was taken that may be as fast; None: it is the plan's.
+        batches: what sequences of unequal lengths cost, where batches are of such (docs/batch.md).
         shares: sequences of each data-parallel rank in a step, where they are not as even as possible (schema/shares.py).
         expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
@@ -270,6 +272,7 @@ class TrainingPlan(Plan):
         left_out: devices of the cluster that was asked for; ``cluster`` is what remains of it.
         requested: what was asked for, where the plan leaves devices idle or has another batch; None: exactly this.
         cost: money, where the plan is the cheapest of several sizes (planner/cheapest.py).
+        fallbacks: plans for 1, 2, .. lost nodes, or devices of a single node, where they were asked for.
         pareto: layouts that no other one beats in both time and memory, fastest first, where they were asked for.
     """
 
@@ -283,6 +286,7 @@ class TrainingPlan(Plan):
     estimate: TrainingEstimate
     fastest: Alternative | None = None
     alternatives: tuple[Alternative, ...] = ()
+    batches: LengthCosts | None = Field(default=None, exclude_if=lambda value: value is None)
     shares: tuple[PositiveInt, ...] = ()
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
@@ -291,6 +295,7 @@ class TrainingPlan(Plan):
     requested: Requested | None = None
     cost: CostSummary | None = None
     pareto: tuple[ParetoPoint, ...] = ()
+    fallbacks: tuple[TrainingPlan, ...] = ()
     provenance: PlanProvenance
 
     @property

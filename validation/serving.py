@@ -41,6 +41,10 @@ ALMOST_EQUAL = 0.995
 """Answers of another client over the stated length, at least: were they equal to the token, requests would begin and end together
 for ever, as no server's do."""
 
+SPARE_TOKENS = 1500
+"""Token budget of a TensorRT-LLM server whose settings are generated, over a longest prompt and a token of every request
+(aiconfigurator, generator/rule_plugin/trtllm.rule): one or two prompts a step."""
+
 _MAX_REQUESTS = 6000
 _MIN_ROUNDS = 3
 _WEIGHTS: dict[str, WeightDtype] = {
@@ -255,7 +259,7 @@ def _pool(
         # What does not fit is served all the same, so that it can be compared.
         cache_tokens=memory.cache_tokens if memory.fits else (row.isl + row.osl) * max(share, 1),
         max_batch=max_batch,
-        max_batched_tokens=None if row.described else profile.scheduler.embedded_batched_tokens,
+        max_batched_tokens=None if row.described else _generated_budget(row, profile, concurrency),
         longest_prompt=row.isl,
     )
     limits = limits.replace(max_batch=min(limits.max_batch, max(share, 1) * layout.pp))
@@ -268,6 +272,13 @@ def _pool(
         lanes=layout.pp,
     )
     return pool, memory
+
+
+def _generated_budget(row: ServingRow, profile: EngineProfile, concurrency: int) -> int | None:
+    """Return the token budget of a server that is not started by hand; None: its default."""
+    if row.engine == "trtllm":
+        return row.isl + SPARE_TOKENS + concurrency
+    return profile.scheduler.embedded_batched_tokens
 
 
 def profile_of(row: ServingRow) -> EngineProfile:

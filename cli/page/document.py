@@ -20,7 +20,7 @@ from ...cost_models.stage.step import has_power_limits, step_energy_j
 from ...planner import explain
 from ...planner.request import Deadline
 from ...planner.timeline import timeline
-from ...schema import MeshwrightError
+from ...schema import ConfigError, MeshwrightError, Plan, ServingPlan, TrainingPlan
 from ...schema.base import write_atomically
 from ...schema.trace import chrome_trace
 from ...schema.units import counted, format_bytes, format_count, format_joules, format_seconds
@@ -35,20 +35,25 @@ from .step import layout_rows, memory_rows, step_rows
 
 if TYPE_CHECKING:
     from ...planner.explain.report import Explanation
-    from ...schema import TrainingPlan
+    from ...planner.explain.serving import ServingExplanation
 
 FOLDER = Path(__file__).parent
 
 
-def write_report(plan: TrainingPlan, html: Path | None, trace: Path | None, *, explain_limit_s: float) -> None:
+def write_report(plan: Plan, html: Path | None, trace: Path | None, *, explain_limit_s: float) -> None:
     """Write the page and the trace that are asked for, each file in full or not at all.
 
     Args:
         explain_limit_s: for explaining the plan in the page; with 0 it is not.
 
     Raises:
-        ConfigError: a file cannot be written, or the step of the plan has no timeline.
+        ConfigError: a file cannot be written, or the plan has no step to draw.
     """
+    if isinstance(plan, ServingPlan):
+        _write_serving_report(plan, html, trace, explain_limit_s=explain_limit_s)
+        return
+    if not isinstance(plan, TrainingPlan):
+        raise ConfigError(f"a plan of {plan.task_name} is not drawn", help="meshwright explain says what is in it")
     if html is not None:
         explanation = None
         if explain_limit_s > 0:
@@ -60,6 +65,31 @@ def write_report(plan: TrainingPlan, html: Path | None, trace: Path | None, *, e
     if trace is not None:
         write_atomically(trace, json.dumps(chrome_trace(plan, timeline(plan))))
         typer.echo(f"wrote {trace}; open it in ui.perfetto.dev", err=True)
+
+
+def _write_serving_report(plan: ServingPlan, html: Path | None, trace: Path | None, *, explain_limit_s: float) -> None:
+    """Write the page of a serving plan."""
+    from ...planner.explain.serving import explain_serving
+
+    if trace is not None:
+        raise ConfigError(
+            "--trace: a serving plan has no one step", help="meshwright replay says what every instance does"
+        )
+    explanation = None
+    if explain_limit_s > 0:
+        deadline = Deadline(explain_limit_s)
+        with spinner("explaining the plan for its page"), stopping_on_interrupt(deadline):
+            explanation = explain_serving(plan, deadline=deadline)
+    if html is not None:
+        write_atomically(html, serving_page(plan, explanation))
+        typer.echo(f"wrote {html}", err=True)
+
+
+def serving_page(plan: ServingPlan, explanation: ServingExplanation | None = None) -> str:
+    """Return the page of a serving plan as HTML."""
+    from .serving import serving_page_data
+
+    return str(template("serving.html.j2").render(serving_page_data(plan, explanation)))
 
 
 def page(plan: TrainingPlan, explanation: Explanation | None = None) -> str:

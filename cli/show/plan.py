@@ -158,6 +158,9 @@ def _add_layout(table: Table, workload: Workload, layout: Layout, shares: Sequen
     if shares:
         dealt = f"{min(shares)} to {max(shares)} on {ranks}, in micro-batches of {layout.micro_batch_size}"
     sequences = f"{counted(workload.global_batch_size, 'sequence')} of {counted(workload.seq_len, 'token')}"
+    if (lengths := workload.lengths) is not None:
+        sequences = f"{counted(workload.global_batch_size, 'sequence')} of {lengths.lengths[0]:,} to {lengths.lengths[-1]:,} tokens"
+        dealt = "dealt anew in each step (meshwright batch)"
     table.add_row("[bold]batch", "", "", f"{sequences} in {workload.precision}: {dealt}")
 
 

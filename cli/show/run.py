@@ -80,6 +80,12 @@ class Screen:
 
     def show(self, record: dict[str, Any]) -> None:
         """Show one line of the report."""
+        if "event" in record:
+            causes, seconds = "; ".join(record["causes"]), format_seconds(record["seconds"])
+            ranks = f"{record['ranks']} ranks go on with {record['layout']}"
+            text = f"{causes}: {ranks}, step {record['before_step']} done {seconds} after"
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            return
         if "step" not in record:
             self._comparison = record
             return

@@ -72,6 +72,9 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
     chunk = "" if limits.chunk is None else f", chunks of {limits.chunk:,}"
     steps = f"{limits.max_batch} requests, {limits.max_batched_tokens:,} tokens a step{chunk}"
     words = f"{steps}; {pool.weights} weights, {pool.cache} cache"
+    if (drafting := pool.speculate) is not None:
+        tokens = drafting.tokens_per_step(drafting.draft_tokens or 1)
+        words += f"; drafts of {drafting.draft_tokens} by {drafting.method}, {tokens:.3g} tokens a step"
     table.add_row("  limits", "", "", words)
     usage = f"of {format_bytes(cost.cache_bytes)} a device hold keys and values of requests"
     cache = f"{usage}; weights {format_bytes(cost.weight_bytes)}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -119,6 +120,42 @@ class Pipeline:
         per_stage = np.array(self.forward_s) + self.backward_s + self.weight_s
         weights = per_stage * self.num_microbatches
         return np.bincount(self.rank_of_stage, weights, self.num_ranks).astype(np.float64)
+
+
+def no_order_below_s(pipeline: Pipeline, cap_bytes: Sequence[float], *, ranks_apart: bool = False) -> float:
+    """Return the seconds that no order is below which holds `cap_bytes` [R] of activations at most.
+
+    The largest over ranks r of
+
+        head(r) + work(r) + idle(r),   idle(r) >= way(r) - F(r),
+
+    head(r) = seconds until its first input can arrive, work(r) = busy seconds. Before the first B, which is way(r) after the first
+    F, only F can run there, and the cap admits F(r) seconds of them.
+
+    Args:
+        pipeline: stages and what they cost.
+        cap_bytes: of each rank.
+        ranks_apart: count from each rank's own first pass on, not from the first one of all.
+    """
+    hops = [pipeline.hop_s(s) for s in range(pipeline.num_stages - 1)]
+    heads = np.concatenate([[0.0], np.cumsum(np.array(pipeline.forward_s[:-1]) + hops)])
+    tails = np.concatenate([np.cumsum((np.array(pipeline.backward_s[1:]) + hops)[::-1])[::-1], [0.0]])
+    down = heads[-1] + pipeline.forward_s[-1]
+    work = pipeline.work_s()
+    bounds = []
+    for rank in range(pipeline.num_ranks):
+        stages = pipeline.stages_of(rank)
+        first, last = stages[0], stages[-1]
+        way = down - heads[first] + tails[last]
+        resident, seconds = (
+            np.array([column[s] for s in stages]) for column in (pipeline.held_bytes, pipeline.forward_s)
+        )
+        admitted = math.inf if np.any(resident <= 0) else cap_bytes[rank] * float(np.max(seconds / resident))
+        if np.all(resident == resident[0]) and resident[0] > 0:
+            admitted = math.floor(cap_bytes[rank] / resident[0]) * float(np.max(seconds))
+        idle = max(0.0, way - min(admitted, float(np.sum(seconds)) * pipeline.num_microbatches))
+        bounds.append((0.0 if ranks_apart else heads[first]) + work[rank] + idle)
+    return float(max(bounds))
 
 
 # Named schedules

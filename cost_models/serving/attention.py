@@ -20,6 +20,9 @@ from ..layer.operators import OperatorRules, Scan, layer_operators
 from ..learned.kernels import AttentionShape, attention_seconds
 from ..learned.serving_kernels import DecodeShape, KernelDevice, decode_attention_s
 
+_INDEX_KERNELS = 6
+"""Of the scores and of the choice, each as long as three short ones: lengths, partial sums and a merge."""
+
 
 @dataclass(frozen=True)
 class AttentionHeads:
@@ -46,7 +49,7 @@ class AttentionHeads:
                 width,
                 attention.kv_lora_rank,
                 width * element_bytes,
-                np.inf,
+                float(attention.index_top_k or np.inf),
                 is_latent=True,
             )
         if not isinstance(attention, SoftmaxAttention):
@@ -85,12 +88,41 @@ def decode_s(
     )
 
 
+def state_element_bytes(block: Block, element_bytes: float) -> float:
+    """Return the bytes of an element of a block's state: engines keep those of delta rules in 32 bits (mamba_ssm_dtype)."""
+    return max(element_bytes, 4.0) if getattr(block.attention, "delta", False) else element_bytes
+
+
 def state_s(block: Block, tp: int, element_bytes: float, rows: FloatArray, rates: DeviceRates) -> FloatArray:
     """Return the seconds of ``rows`` that read and write the state of one block, where it has one."""
     if not isinstance(block.attention, Recurrence):
         return np.zeros_like(rows)
-    moved = 2 * rows * block.attention.state_elements / tp * element_bytes
+    moved = 2 * rows * block.attention.state_elements / tp * state_element_bytes(block, element_bytes)
     return np.asarray(2 * rates.kernel_s + moved / rates.elementwise_bytes_per_s)
+
+
+def index_s(
+    block: Block, queries: FloatArray, tokens: FloatArray, requests: FloatArray, rates: DeviceRates
+) -> FloatArray:
+    """Return the seconds of an indexer's scores of ``tokens`` for each query, and of choosing the highest; 0 without one.
+
+    A product of 8 bits with an activation in between runs at the rate of those in 16; scores are written and read in 32 bits.
+    """
+    attention = block.attention
+    if not isinstance(attention, LatentAttention) or not attention.index_top_k:
+        return np.zeros(np.broadcast_shapes(queries.shape, tokens.shape))
+    flops = 2 * queries * tokens * attention.index_heads * attention.index_dim
+    traffic = requests * tokens * index_bytes(block) + 8 * queries * tokens
+    return np.asarray(
+        _INDEX_KERNELS * rates.kernel_s
+        + np.maximum(flops / rates.gemm_flops_per_s, traffic / rates.elementwise_bytes_per_s)
+    )
+
+
+def index_bytes(block: Block) -> int:
+    """Return the bytes of a token's key for the indexer: 8 bits an element and a scale."""
+    attention = block.attention
+    return attention.index_dim + 4 if isinstance(attention, LatentAttention) and attention.index_top_k else 0
 
 
 def prompt_s(
@@ -116,11 +148,18 @@ def prompt_s(
     tokens, context = np.broadcast_arrays(tokens, context)
     seq_len = np.minimum(tokens, np.maximum(2 * context - 1, 1.0))
     longest = np.maximum(context + seq_len / 2, seq_len)
-    if attention.window is not None:
-        window = float(attention.window)
+    sparse, absorbed = 0, np.ones_like(longest)
+    if isinstance(attention, LatentAttention) and attention.index_top_k:
+        sparse = attention.index_top_k
+        absorbed = np.where(longest > sparse, _absorbed_ratio(attention), 1.0)
+    if attention.window is not None or sparse:
+        window = float(attention.window or sparse)
         # The first tokens of a window see less than all of it.
         new = np.minimum(
-            window / 2 if attention.chunked else window - window * window / (2 * np.maximum(seq_len, window)), context
+            window / 2
+            if getattr(attention, "chunked", False)
+            else window - window * window / (2 * np.maximum(seq_len, window)),
+            context,
         )
         context, longest = np.maximum(new, 1.0), np.minimum(longest, window)
     value_dim = attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim
@@ -146,4 +185,10 @@ def prompt_s(
         arithmetic_ratio=kernel.arithmetic_ratio,
         reference=kernel.reference,
     )
-    return seconds.reshape(context.shape)
+    return np.asarray(seconds.reshape(context.shape) * absorbed)
+
+
+def _absorbed_ratio(attention: LatentAttention) -> float:
+    """Return the arithmetic of attention over the compressed vectors, which chosen tokens need, over that of the expanded ones."""
+    absorbed = 2 * attention.kv_lora_rank + attention.qk_rope_head_dim
+    return absorbed / (attention.head_dim + attention.v_head_dim)

@@ -2,9 +2,11 @@
 
 All-reduce of B bytes over n ranks that reach each other's memory, R bytes/s out of each; the least of three:
 
-    one-shot     a + (n - 1) B / (0.6 R)                   every rank reads all others'
-    two-shot     a + s + 2 (n - 1) / n B / (0.7 R)         a reduce-scatter and an all-gather, a barrier between
+    one-shot     a + (n - 1) B / (e1 R)                    every rank reads all others'
+    two-shot     a + s + 2 (n - 1) / n B / (e2 R)          a reduce-scatter and an all-gather, a barrier between
     NCCL         `collective_s`
+
+a, s, e1 and e2 are the generation's.
 
 Rows to experts over n ranks, k experts a row, D wide, 1 byte an element there (fp8) and 2 back; the least of three:
 
@@ -38,16 +40,16 @@ def all_reduce_s(num_bytes: FloatArray, group: int, cluster: ClusterSpec, coeffi
     if group == 1:
         return np.zeros_like(num_bytes)
     library = group_s("all_reduce", num_bytes, group, 1, cluster)
-    level, c = cluster.levels[0], coefficients["serving"]
-    floor_s = c["all_reduce_s"].get(cluster.weakest_device.vendor)
+    level, device, known = cluster.levels[0], cluster.weakest_device, coefficients["serving"]["all_reduce"]
+    c = known.get(device.architecture) or known.get(device.vendor)
     # Over PCIe peers are read through the host: engines use these kernels for pairs only.
     reaches = level.link.kind == "scale-up" and (group == 2 or level.link.shared_by == "device")
-    if group > level.domain_size or not reaches or floor_s is None:
+    if group > level.domain_size or not reaches or c is None:
         return library
     rate = _rate(level, cluster, group)
-    one_shot = floor_s + (group - 1) * num_bytes / (c["one_shot_efficiency"] * rate)
-    two_shot = 2 * (group - 1) / group * num_bytes / (c["two_shot_efficiency"] * rate)
-    return np.asarray(np.minimum(library, np.minimum(one_shot, floor_s + c["two_shot_s"] + two_shot)))
+    one_shot = c["floor_s"] + (group - 1) * num_bytes / (c["one_shot"] * rate)
+    two_shot = c["floor_s"] + c["barrier_s"] + 2 * (group - 1) / group * num_bytes / (c["two_shot"] * rate)
+    return np.asarray(np.minimum(library, np.minimum(one_shot, two_shot)))
 
 
 def _rate(level: LinkLevel, cluster: ClusterSpec, group: int) -> float:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib import resources
-from typing import Literal
 
 from packaging.version import InvalidVersion, Version
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ...schema.base import Frozen
 from ...schema.errors import ConfigError
-from ...schema.serving import EngineLimits, ServingEngine
+from ...schema.serving import EngineLimits, SchedulerPolicy, ServingEngine
 from ...schema.units import GIB
 
 
@@ -25,6 +24,7 @@ class Scheduler(Frozen):
     Attributes:
         policy: mixed: a token of every decoding request, and prompts in what is left of the token budget; prefill_first: a step has
             prompts alone while there are any that may start.
+        policies: others that it can be told.
         chunks_prompts: a prompt is cut where the budget ends; else it waits for a step that holds all of it.
         lookahead_steps: steps that are decided ahead of the one that runs (scheduling beside the device).
         balance_steps: steps for which prompts wait until every attention rank has one, so that none idles (TensorRT-LLM's
@@ -34,7 +34,8 @@ class Scheduler(Frozen):
             engine is called from another server's process.
     """
 
-    policy: Literal["mixed", "prefill_first"]
+    policy: SchedulerPolicy
+    policies: tuple[SchedulerPolicy, ...] = ()
     chunks_prompts: bool
     lookahead_steps: NonNegativeInt = 0
     poll_steps: PositiveInt = 1
@@ -154,6 +155,22 @@ class EngineProfile(Frozen):
                 f"{engine} version {version!r} cannot be read", help=f"known: {', '.join(p.version for p in known)}"
             ) from error
         return next((p for p in reversed(known) if Version(p.version).release <= version_asked_for.release), known[0])
+
+    def scheduled(self, policy: SchedulerPolicy | None) -> EngineProfile:
+        """Return the profile under a policy; None: its own.
+
+        Raises:
+            ConfigError: the engine cannot be told so.
+        """
+        scheduler = self.scheduler
+        if policy in (None, scheduler.policy):
+            return self
+        if policy not in scheduler.policies:
+            raise ConfigError(
+                f"--scheduler {policy}: {self.engine} {self.version} has {scheduler.policy} alone",
+                help="leave it out, or --engine sglang, which has both",
+            )
+        return self.replace(scheduler=scheduler.replace(policy=policy))
 
     def limits(
         self,

@@ -61,6 +61,7 @@ class Rank:
         self.free = limits.cache_blocks
         self.phases = [0] * self.size
         self.now: list[tuple[int, int]] = []  # tokens of each prompt in this step
+        self.max_rows = self.max_tokens = 0
 
     @property
     def load(self) -> int:
@@ -98,6 +99,7 @@ class Rank:
         self.blocks_of[request] = needed
         self.order.append(request)
         self.waiting.popleft()
+        self.max_rows = max(self.max_rows, self.running + 1)
         return True
 
     def select(self, now_s: float, *, hold: bool = False) -> tuple[int, float, int]:
@@ -112,7 +114,7 @@ class Rank:
         for idx, (_, done, total) in enumerate(self.prompts):
             if budget <= 0:
                 break
-            take = min(total - done, budget)
+            take = min(total - done, budget, limits.chunk or budget)
             self.now.append((idx, take))
             budget -= take
         while self.waiting and not (preempted or hold) and self.running < limits.max_batch:
@@ -132,7 +134,7 @@ class Rank:
                 break
             if not states.made[request]:
                 states.admitted_s[request] = now_s
-            take = min(total - done, budget) if limits.chunk is not None else total - done
+            take = min(total - done, budget, limits.chunk) if limits.chunk is not None else total - done
             self.prompts.append([request, done, total])
             self.now.append((len(self.prompts) - 1, take))
             budget -= take
@@ -144,6 +146,8 @@ class Rank:
                 attended + take * (done + take / 2),
                 ending + (done + take == total),
             )
+        if tokens:
+            self.max_tokens = max(self.max_tokens, tokens + self.num * self.mixed)
         return tokens, attended, ending
 
     def _join(self, request: int) -> None:
@@ -253,7 +257,11 @@ class Rank:
 
 @dataclass
 class InstanceUse:
-    """What an engine instance did: integrals over time, to be divided by the duration."""
+    """What an engine instance did: integrals over time, to be divided by the duration.
+
+    Attributes:
+        max_rows, max_tokens: requests that ran at once and tokens of a step, of one attention rank.
+    """
 
     steps: int = 0
     busy_s: float = 0.0
@@ -265,6 +273,8 @@ class InstanceUse:
     max_running: int = 0
     max_waiting: int = 0
     max_cache: float = 0.0
+    max_rows: int = 0
+    max_tokens: int = 0
 
 
 class Instance:
@@ -312,6 +322,14 @@ class Instance:
         use.max_running, use.max_waiting = max(use.max_running, running), max(use.max_waiting, waiting)
         use.max_cache = max(use.max_cache, cache)
         self.since_s = now_s
+
+    def close(self, now_s: float) -> InstanceUse:
+        """Return what it did until now."""
+        self.account(now_s)
+        self.use.max_rows, self.use.max_tokens = (
+            max(getattr(rank, name) for rank in self.ranks) for name in ("max_rows", "max_tokens")
+        )
+        return self.use
 
     def queue(self, request: int, now_s: float) -> bool:
         """Take a request; return whether the end of the running stretch moved (or one starts)."""

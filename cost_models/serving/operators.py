@@ -20,6 +20,7 @@ import numpy as np
 from ...schema import ClusterSpec, ModelSpec, Workload
 from ...schema.engine_facts import OWN_ENGINE, EngineKernels, KernelTraffic
 from ...schema.layers import Block, Head, LatentAttention, MoE
+from ...schema.recurrences import LinearAttention
 from ...schema.serving import BYTES_OF, CacheDtype, ServingLayout, WeightDtype
 from ...schema.units import FloatArray
 from ..coefficients import Coefficients, Scenario
@@ -83,6 +84,13 @@ class Instance:
         """Return the type of weights that are not quantised: embedding, head, routers, norms."""
         return "fp32" if self.weights == "fp32" else "bf16"
 
+    @property
+    def block_s(self) -> float:
+        """Return the seconds of a product that its scales cost: mixtures are published in 8 bits by blocks, others by tensors."""
+        if not (self.model.is_moe and self.weights == "fp8") or self.products.plain is None:
+            return 0.0
+        return float(self.coefficients["serving"]["block_s"].get(self.cluster.weakest_device.architecture, 0.0))
+
     def dtype_of(self, op: Gemm) -> WeightDtype:
         """Return the type of a product's weights.
 
@@ -101,7 +109,53 @@ def operators(instance: Instance, layer: Layer) -> tuple[Operator, ...]:
     """Return the operators of a layer as serving engines run them."""
     listed = layer_operators(layer, OperatorRules(hidden_dim=instance.model.hidden_dim, kernels=KERNELS))
     block = layer.inner_block
-    return _fused_latent(listed) if block is not None and isinstance(block.attention, LatentAttention) else listed
+    if block is None:
+        return listed
+    if isinstance(block.attention, LatentAttention):
+        listed = _fused_latent(listed) + _indexer(block.attention, instance.model.hidden_dim)
+    if isinstance(block.attention, LinearAttention) and block.attention.delta:
+        listed = _apart(listed, block.attention.head_gates * block.attention.num_heads)
+    gated = layer.experts is not None and layer.experts.shared_gate
+    return listed + _gate_of_shared(instance.model.hidden_dim) if gated else listed
+
+
+def _indexer(attention: LatentAttention, hidden_dim: int) -> tuple[Operator, ...]:
+    """Return what chooses the tokens that a query attends to, but for its scores (`attention.index_s`); whole on every rank.
+
+    Source: vllm and sglang, Indexer: queries, a key with its norm, weights of heads; rotation, Hadamard transform and cast of both.
+    """
+    width = attention.index_heads * attention.index_dim
+    if not attention.index_top_k:
+        return ()
+    return (
+        Gemm("index_q", width, attention.q_lora_rank or hidden_dim, "none"),
+        Gemm("index_k", attention.index_dim, hidden_dim, "none"),
+        Gemm("index_weights", attention.index_heads, hidden_dim, "none", quantized=False),
+        Elementwise("index_rotation", 6 * (width + attention.index_dim), 0, 7, 0, "none"),
+    )
+
+
+def _apart(listed: tuple[Operator, ...], gates: int) -> tuple[Operator, ...]:
+    """Return a delta rule's operators with the projection of its gates apart, and a kernel that takes both outputs apart.
+
+    Source: vllm and sglang, models/qwen3_next.py (in_proj_qkvz, in_proj_ba, fused_qkvzba_split_reshape_cat).
+    """
+    parts = list[Operator]()
+    for op in listed:
+        if isinstance(op, Gemm) and op.name == "state_in":
+            split = Elementwise("state_split", 2 * op.n, 0, 1, 0, "column")
+            parts += [replace(op, n=op.n - gates), replace(op, name="state_gates", n=gates, quantized=False), split]
+        else:
+            parts.append(op)
+    return tuple(parts)
+
+
+def _gate_of_shared(hidden_dim: int) -> tuple[Operator, ...]:
+    """Return the gate of shared experts: a product, its sigmoid times their output, the sum with the routed ones."""
+    return (
+        Gemm("shared_gate", 1, hidden_dim, "none", quantized=False),
+        Elementwise("shared_sum", 5 * hidden_dim, 0, 3, 0, "none"),
+    )
 
 
 def _fused_latent(listed: tuple[Operator, ...]) -> tuple[Operator, ...]:
@@ -136,7 +190,9 @@ def _product_s(instance: Instance, op: Gemm, rows: FloatArray) -> FloatArray:
     tp = instance.layout.tp
     n = np.full_like(rows, op.n / tp if op.shard == "column" else op.n)
     k = np.full_like(rows, op.k / tp if op.shard == "row" else op.k)
-    return instance.products.seconds(rows * op.rows_per_token, n, k, instance.dtype_of(op))
+    dtype = instance.dtype_of(op)
+    blocks_s = instance.block_s if dtype == "fp8" else 0.0
+    return instance.products.seconds(rows * op.rows_per_token, n, k, dtype) + blocks_s
 
 
 def _experts_s(instance: Instance, moe: MoE, rows: FloatArray) -> FloatArray:
@@ -205,5 +261,6 @@ def weight_bytes(instance: Instance, layer: Layer) -> float:
     for op in operators(instance, layer):
         if isinstance(op, Gemm):
             cut = layout.stage_devices if op.routed else layout.tp if op.shard != "none" else 1
-            total, counted = total + op.num_params * BYTES_OF[instance.dtype_of(op)] / cut, counted + op.num_params
+            total += op.num_params * BYTES_OF[instance.dtype_of(op)] / cut
+            counted += 0 if op.name.startswith("index_") else op.num_params
     return total + (layer.num_params(instance.model.hidden_dim) - counted) * plain

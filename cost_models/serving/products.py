@@ -40,7 +40,8 @@ class Products:
 
     Attributes:
         plain: those in 16 bits (or fp32); rates: of the device.
-        faster: peak of a type over that of 16 bits; casts: types that inputs are cast to; peak_flops_per_s: of 16 bits.
+        faster: peak of a type over that of 16 bits; reached: the part of that which products of many rows have.
+        casts: types that inputs are cast to; peak_flops_per_s: of 16 bits.
         c: coefficients of section ``serving``.
     """
 
@@ -51,6 +52,7 @@ class Products:
     casts: frozenset[str]
     peak_flops_per_s: float
     c: Mapping[str, Any]
+    reached: float = 1.0
 
     @classmethod
     def of(cls, cluster: ClusterSpec, rates: DeviceRates, weights: WeightDtype, coefficients: Coefficients) -> Products:
@@ -70,8 +72,9 @@ class Products:
         slower = coefficients["serving"]["dequantized_peak"].get(device.architecture, 1.0)
         faster |= {name: slower for name in ("int4", "int8", "mxfp4", "nvfp4", "fp8") if name not in faster}
         return cls(
-            plain, rates, element_bytes, faster, casts, peak * cluster.calibration.products, coefficients["serving"]
-        )
+            plain, rates, element_bytes, faster, casts, peak * cluster.calibration.products, coefficients["serving"],
+            reached=coefficients["serving"]["narrow_peak"].get(device.architecture, 1.0),
+        )  # fmt: skip
 
     def seconds(self, rows: FloatArray, n: FloatArray, k: FloatArray, dtype: WeightDtype) -> FloatArray:
         """Return the seconds [N] of [rows, k] x [k, n] with weights of ``dtype``, the cast of its input included."""
@@ -80,7 +83,7 @@ class Products:
             flops = 2.0 * rows * n * k / self.rates.gemm_flops_per_s
             traffic = self.element_bytes * rows * (n + k) + BYTES_OF[dtype] * n * k
             return np.asarray(self.rates.launch_s + np.maximum(flops, traffic / self.rates.gemm_bytes_per_s))
-        ratio, rates = self.faster.get(dtype, 1.0), self.plain
+        ratio, rates = self.faster.get(dtype, 1.0) * (self.reached if dtype in self.casts else 1.0), self.plain
         if BYTES_OF[dtype] != self.element_bytes:
             fit, sheet = rates.coefficients, rates.hardware
             fit = fit._replace(memory_efficiency=fit.memory_efficiency * self.c["low_memory_ratio"])

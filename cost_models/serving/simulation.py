@@ -86,6 +86,7 @@ class EnginePool:
             of = step.instance if isinstance(step, StepCosts) else None
             num_kernels = step_kernels(of.model, of.weights, of.experts) if of else 0
         if lanes > 1:
+            step = step.filled() if isinstance(step, StepCosts) else step
             limits = limits.replace(
                 max_batch=max(limits.max_batch // lanes, 1), cache_blocks=max(limits.cache_blocks // lanes, 1)
             )
@@ -270,8 +271,6 @@ class _Simulation:
         first = np.array(states.first_s) + self.pools[-1].profile.request.way_s
         after = np.maximum(np.array(states.output) - 1, 0)
         duration = end - begin
-        for instance in (instance for pool in self.instances for instance in pool):
-            instance.account(end)
         return SimulatedRequests(
             sent_s=sent,
             ttft_s=first - sent,
@@ -280,7 +279,7 @@ class _Simulation:
             queue_s=np.array(states.admitted_s) - np.array(states.queued_s),
             output_len=np.array(states.output, dtype=np.int64),
             preemptions=np.array(states.preemptions, dtype=np.int64),
-            pools=tuple(tuple(instance.use for instance in pool) for pool in self.instances),
+            pools=tuple(tuple(instance.close(end) for instance in pool) for pool in self.instances),
             duration_s=duration,
             mean_in_flight=integral / duration if duration else 0.0,
         )

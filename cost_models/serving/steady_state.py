@@ -158,9 +158,11 @@ class InstanceModel:
     Attributes:
         steps: what they cost; host: what it adds.
         lanes: attention ranks times pipeline stages.
-        max_batch, max_batched_tokens: limits of a step; cache_tokens: that fit.
+        max_batch, max_batched_tokens: limits of a step; chunk: of a prompt's tokens in it; cache_tokens: that fit.
         prefill_first: prompts have steps of their own, before others decode; else they join the steps of those.
         reserves_output: a request has the cache of its last token from its first one.
+        tokens_per_step: of a row, where drafts are checked (speculation.py): seconds below are those between two tokens.
+        others: instances of which the quickest is taken for each step, in a bound on all of them.
     """
 
     steps: Steps
@@ -168,14 +170,26 @@ class InstanceModel:
     lanes: int = 1
     max_batch: float = 1024
     max_batched_tokens: float = 8192
+    chunk: float = np.inf
     cache_tokens: float = np.inf
     prefill_first: bool = False
     reserves_output: bool = False
+    tokens_per_step: float = 1.0
+    others: tuple[InstanceModel, ...] = ()
 
     def pass_s(self, rows: Any, cached: Any, tokens: Any = 0.0, context: Any = 0.0, prompts: Any = 0.0) -> FloatArray:
         """Return the seconds between two steps of the same lane, if all steps are alike."""
+        if self.others:
+            return np.minimum.reduce([other.pass_s(rows, cached, tokens, context, prompts) for other in self.others])
         seconds = self.steps.seconds(rows, cached, tokens, context, prompts=prompts)
-        return self.host.with_step(seconds, rows, tokens, prompts)
+        seconds = self.host.with_step(seconds, rows, tokens, prompts)
+        if self.tokens_per_step == 1:
+            return seconds
+        if not np.any(tokens):
+            return np.asarray(seconds / self.tokens_per_step)
+        # Of the step with prompts a token is due what they add, and its part of the rest.
+        unmixed_s = self.host.with_step(self.steps.seconds(rows, cached), rows, 0.0, 0.0)
+        return np.where(np.asarray(rows) > 0, seconds - (1 - 1 / self.tokens_per_step) * unmixed_s, seconds)
 
     def prompt_s(self, rows: Any, cached: Any, tokens: Any, context: Any, prompts: Any) -> FloatArray:
         """Return the seconds of a step with tokens of prompts, beside rows that decode where they may."""
@@ -285,7 +299,8 @@ def operating_points(
     seen = np.maximum(rows, 1.0) if fluid else np.minimum(rows + 1, max(instance.max_batch, 1.0))
     seen = seen if decodes else rows
     per_row = mix.cached_steps / mix.decode_steps if decodes else 0.0
-    context, chunks = mix.mean_context, float(mix.share @ np.ceil(mix.new_len / instance.max_batched_tokens))
+    largest_part = min(instance.max_batched_tokens, instance.chunk)
+    context, chunks = mix.mean_context, float(mix.share @ np.ceil(mix.new_len / largest_part))
     prompts = x if mix.new_tokens else 0 * x
 
     def step_s(rows: FloatArray, more: Any = 1.0) -> FloatArray:
@@ -314,8 +329,8 @@ def operating_points(
     return OperatingPoints(
         mix=mix, fluid=fluid, per_step=x, requests_per_s=rate * instance.lanes, rows=rows, prompt_tokens=tokens,
         cached_tokens=cached, step_s=seconds, slow_step_s=np.maximum(slow_s, seconds),
-        service_s=_service_s(instance, mix, rows, cached), load=load,
-        wait_s=0 * x if fluid else _wait_s(mix, load, capacity, replicas),
+        service_s=_service_s(instance, mix, rows, cached, fluid=fluid), load=load,
+        wait_s=0 * x if fluid else _wait_s(mix, load, capacity, replicas) + _slot_wait_s(instance, mix, rows, seconds, replicas),
         transfer_s=np.zeros((len(x), len(mix.share))),
     )  # fmt: skip
 
@@ -324,6 +339,18 @@ def _wait_s(mix: Mix, load: FloatArray, capacity: FloatArray, replicas: int) -> 
     """Return the mean seconds before a prompt's first chunk (S8)."""
     variation, power = (mix.arrival_cv**2 + mix.prompt_scv) / 2, np.sqrt(2 * (replicas + 1)) - 1
     return np.asarray(variation * load**power / replicas / np.maximum(1 - load, 1e-9) / capacity)
+
+
+def _slot_wait_s(instance: InstanceModel, mix: Mix, rows: FloatArray, step_s: FloatArray, replicas: int) -> FloatArray:
+    """Return the mean seconds until one of max_batch requests has ended (S8): as many servers, whose service is a life."""
+    if not mix.decode_steps or not np.isfinite(instance.max_batch):
+        return 0 * rows
+    slots = instance.max_batch * instance.lanes * replicas
+    life_scv = max(float(mix.share @ mix.output_len**2) / float(mix.share @ mix.output_len) ** 2 - 1, 0.0)
+    load = np.minimum(rows / instance.max_batch, 1 - 1e-9)
+    variation = (mix.arrival_cv**2 + life_scv) / 2
+    waits = variation * load ** (np.sqrt(2 * (slots + 1)) - 1) / slots / (1 - load)
+    return np.asarray(waits * mix.decode_steps * step_s)
 
 
 def prefill_points(
@@ -342,7 +369,7 @@ def prefill_points(
     rho, none = np.asarray(load, dtype=np.float64), np.zeros(len(load))
     capacity = _prompts_per_s(instance, mix, none, none)
     wait_s = none if fluid else _wait_s(mix, rho, capacity, replicas)
-    rate, service = rho * capacity, _service_s(instance, mix, none, none)
+    rate, service = rho * capacity, _service_s(instance, mix, none, none, fluid=fluid)
     step_s = service @ mix.share
     return OperatingPoints(
         mix=mix, fluid=fluid, per_step=rate * step_s, requests_per_s=rate * instance.lanes, rows=none,
@@ -367,12 +394,13 @@ def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: 
     return best
 
 
-def _service_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray) -> FloatArray:
+def _service_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray, *, fluid: bool) -> FloatArray:
     """Return the seconds [X, W] of the chunks of one prompt beside the rows that decode (S9), and of the host before."""
     if not mix.new_tokens:
         return np.zeros((len(rows), len(mix.share)))
     room = np.full(rows.shape, instance.max_batched_tokens)
     room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
+    room = room if fluid else np.minimum(room, instance.chunk)
     room, new = room[:, None], mix.new_len[None, :]
     full_chunks = np.ceil(new / room) - 1
     sides, context = (rows[:, None] + 0 * new, cached[:, None] + 0 * new), mix.context[None, :] + 0 * room

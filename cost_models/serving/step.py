@@ -9,7 +9,7 @@ tabulated when the costs are built, so that a call only interpolates.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..coefficients import Coefficients, packaged_coefficients
 from ..hardware.collectives import p2p_s
 from ..hardware.node_links import Hops
 from ..layer.operators import Layer
-from .attention import AttentionHeads, decode_s, prompt_s, state_s
+from .attention import AttentionHeads, decode_s, index_bytes, index_s, prompt_s, state_element_bytes, state_s
 from .operators import PARTS, Instance, row_costs, weight_bytes
 from .tables import ROWS, Plane, over_rows
 
@@ -36,14 +36,16 @@ class _Stage:
     decode: Plane
     prompt: Plane
 
-    def parts(self, decode_rows: Any, cached: Any, tokens: Any, context: Any, prompts: Any) -> dict[str, FloatArray]:
-        """Return the seconds by part."""
-        rows, per_row = decode_rows + tokens, cached / np.maximum(decode_rows, 1e-9)
+    def parts(
+        self, queries: int, decode_rows: Any, cached: Any, tokens: Any, context: Any, prompts: Any
+    ) -> dict[str, FloatArray]:
+        """Return the seconds by part; each row that decodes has so many queries."""
+        rows, per_row = queries * decode_rows + tokens, cached / np.maximum(decode_rows, 1e-9)
         seconds = {name: over_rows(rows, table) for name, table in self.by_rows.items()}
         return seconds | {
             "decode_attention": self.decode(decode_rows, per_row),
             "prefill_attention": self.prompt(tokens, context),
-            "head": over_rows(decode_rows + prompts, self.head),
+            "head": over_rows(queries * decode_rows + prompts, self.head),
         }
 
 
@@ -56,6 +58,7 @@ class StepCosts:
         cache_bytes_per_token: of one attention rank's device, all its layers, windows as if all were kept.
         window_cache_bytes: (window, bytes per token) of layers that keep only their last tokens, included above.
         state_bytes: of a request on that device, in layers with a state of fixed size.
+        queries: tokens of each row that decodes, which its cache is read once for: 1 but where drafts are checked.
     """
 
     instance: Instance
@@ -64,6 +67,7 @@ class StepCosts:
     cache_bytes_per_token: float
     window_cache_bytes: tuple[tuple[int, float], ...]
     state_bytes: float
+    queries: int = 1
 
     @classmethod
     def build(
@@ -77,6 +81,7 @@ class StepCosts:
         experts: WeightDtype | None = None,
         coefficients: Coefficients | None = None,
         known: dict[Any, Any] | None = None,
+        queries: int = 1,
     ) -> StepCosts:
         """Return the costs of an engine instance.
 
@@ -97,8 +102,8 @@ class StepCosts:
         costs = {layer: row_costs(instance, layer) for stage in counts for layer in stage}
         planes, known = dict[Layer, Any](), {} if known is None else known
         for layer in (layer for layer in costs if isinstance(layer, Block)):
-            if (key := (layer.attention, layout.tp)) not in known:
-                known[key] = attention_planes(instance, layer)
+            if (key := (layer.attention, layout.tp, queries)) not in known:
+                known[key] = attention_planes(instance, layer, queries)
             planes[layer] = known[key]
         sizes = [sum(count * weight_bytes(instance, layer) for layer, count in stage.items()) for stage in counts]
         caches = [_cache_bytes(instance, stage) for stage in counts]
@@ -111,6 +116,7 @@ class StepCosts:
             cache_bytes_per_token=sum(of_window.values()),
             window_cache_bytes=tuple(sorted((window, size) for window, size in of_window.items() if window)),
             state_bytes=state,
+            queries=queries,
         )
 
     def seconds(
@@ -144,8 +150,37 @@ class StepCosts:
     ) -> dict[str, FloatArray]:
         """Return the seconds of one pass by part: products, experts, communication, both kinds of attention, head."""
         sizes = _floats(decode_rows, cached_tokens, prefill_tokens, prefill_context, prompts)
-        of_stages = [stage.parts(*sizes) for stage in self.stages]
+        of_stages = [stage.parts(self.queries, *sizes) for stage in self.stages]
         return {name: np.asarray(sum(parts[name] for parts in of_stages)) for name in of_stages[0]}
+
+    def filled(self) -> FilledPipeline:
+        """Return the costs of a step where every stage has one at any time."""
+        return FilledPipeline(self)
+
+
+@dataclass(frozen=True, eq=False)
+class FilledPipeline:
+    """A step among as many others as there are stages: all move on when the slowest stage has, pp times for each step."""
+
+    step: StepCosts
+
+    def parts(self, *sizes: Any, prompts: Any = 0) -> dict[str, FloatArray]:
+        """Return the seconds by part, and those that a step waits for the slowest stage."""
+        arrays = _floats(*sizes, *[0] * (4 - len(sizes)), prompts)
+        of_stages = [stage.parts(self.step.queries, *arrays) for stage in self.step.stages]
+        totals = np.stack([np.asarray(sum(parts.values())) for parts in of_stages])
+        waiting = len(totals) * totals.max(axis=0) - totals.sum(axis=0)
+        return self.step.parts(*sizes, prompts=prompts) | {"imbalance": waiting}
+
+    @property
+    def queries(self) -> int:
+        """Return the tokens of each row that decodes."""
+        return self.step.queries
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the tokens that a step gives each of them."""
+        return float(getattr(self.step, "tokens_per_step", 1.0))
 
 
 def _floats(*sizes: Any) -> tuple[FloatArray, ...]:
@@ -180,8 +215,11 @@ def _counted(layers: list[Layer]) -> dict[Layer, int]:
     return counts
 
 
-def attention_planes(instance: Instance, block: Block) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of decoding and of prompts in one block over the sizes of a `Plane`."""
+def attention_planes(instance: Instance, block: Block, queries: int = 1) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds of decoding and of prompts in one block over the sizes of a `Plane`.
+
+    Several queries of a row are to its cache what so many times the heads are: it is read once for all.
+    """
     rows, tokens = Plane.sizes()
     tp, rates, cache_bytes = instance.layout.tp, instance.rates, BYTES_OF[instance.cache]
     heads = AttentionHeads.decoding(block, tp, cache_bytes)
@@ -190,8 +228,10 @@ def attention_planes(instance: Instance, block: Block) -> tuple[FloatArray, Floa
         decode = state_s(block, tp, rates.compute_bytes, rows + shape, rates)
     else:
         device = None if instance.products.plain is None else instance.products.device()
-        decode = decode_s(heads, rows, tokens, rates, device)
-    return decode + shape, prompt_s(block, instance.model.hidden_dim, tp, rows, tokens, rates) + shape
+        heads = replace(heads, num_heads=queries * heads.num_heads)
+        decode = decode_s(heads, rows, tokens, rates, device) + index_s(block, queries * rows, tokens, rows, rates)
+    prompt = prompt_s(block, instance.model.hidden_dim, tp, rows, tokens, rates)
+    return decode + shape, prompt + index_s(block, rows, tokens, np.ones_like(rows), rates) + shape
 
 
 def _stage(
@@ -228,12 +268,12 @@ def _cache_bytes(instance: Instance, layers: dict[Layer, int]) -> tuple[dict[int
         heads = AttentionHeads.decoding(layer, instance.layout.tp, BYTES_OF[instance.cache])
         if heads is not None:
             window = layer.attention.window or 0
-            of_window[window] = of_window.get(window, 0.0) + count * heads.token_bytes
+            of_window[window] = of_window.get(window, 0.0) + count * (heads.token_bytes + index_bytes(layer))
         else:
             state += (
                 count
                 * getattr(layer.attention, "state_elements", 0)
                 / instance.layout.tp
-                * instance.rates.compute_bytes
+                * state_element_bytes(layer, instance.rates.compute_bytes)
             )
     return of_window, state

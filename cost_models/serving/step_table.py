@@ -2,6 +2,7 @@
 
     decode   t = body(r) + experts(r) + head(b) + a_d(b, S)                r: b padded to the next captured size
     prompts  t = body(b + p) + experts(b + p) + head(b + n) + a_d(b, S) + a_p(p, C)
+    drafts   b rows have k + 1 tokens each and the step gives E of them: t / E a token, and of a step with prompts what they add
     engine   t' = max(t + d, h) beside the device, t + d + h else;  h = step_s + row_s (b + n), d = device_s
              without a graph t is at least eager_kernel_s for each of its kernels
 
@@ -55,9 +56,10 @@ class StepTable:
 
     def __init__(self, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, num_kernels: int = 0) -> None:
         self.overhead, self.sizes, self.with_prompts = profile.overhead, limits.graph_sizes, profile.graphs.with_prompts
+        self.queries, self.tokens_per_step = getattr(step, "queries", 1), getattr(step, "tokens_per_step", 1.0)
         self.eager_s = profile.overhead.eager_kernel_s * num_kernels
         self.batches = _row_grid(limits.max_batch)
-        rows = _row_grid(limits.max_batch + limits.max_batched_tokens)
+        rows = _row_grid(self.queries * limits.max_batch + limits.max_batched_tokens)
         self._rows, self._batches = rows.tolist(), self.batches.tolist()
         decode = step.parts(rows, rows)
         prompt = step.parts(np.zeros_like(rows), np.zeros_like(rows), rows, np.minimum(rows / 2, 1.0))
@@ -101,7 +103,21 @@ class StepTable:
             seconds += _between_pairs(self._batches, _DECODE_CONTEXTS_LIST, self._attend, rows, cached / rows)
         seconds += _between_pairs(self._token_list, self._context_list, self._prompt_attend, tokens, context)
         captured = self.with_prompts and bool(self.sizes) and every <= self.sizes[-1]
+        if rows and self.tokens_per_step > 1:
+            return self._prompt_beside_drafts_s(rows, cached, (tokens, context), prompts, captured=captured)
         return self._with_host(seconds, heads, captured)
+
+    def _prompt_beside_drafts_s(
+        self, rows: int, cached: float, sizes: tuple[float, float], prompts: int, *, captured: bool
+    ) -> float:
+        """Return what a step with prompts adds, and a token's part of the time that the rows take without them."""
+        unmixed_s, checked = self.decode_s(rows, cached), self.queries * rows
+        more = _between_pairs(self._token_list, self._context_list, self._prompt_attend, *sizes)
+        for table in (self._prompt_body, self._prompt_experts):
+            more += _between(self._rows, table, checked + sizes[0]) - _between(self._rows, table, checked)
+        more += _between(self._batches, self._head, rows + prompts) - _between(self._batches, self._head, rows)
+        step_s = self.tokens_per_step * unmixed_s + more
+        return (step_s if captured else max(step_s, self.eager_s)) - (self.tokens_per_step - 1) * unmixed_s
 
     def _with_host(self, seconds: float, rows: float, captured: bool) -> float:
         """Return the seconds of a step with what the host adds."""
@@ -123,6 +139,7 @@ class StepTable:
             attend = (1 - weight) * self._attend[idx] + weight * self._attend[after]
             captured = bool(self.sizes) and rows <= self.sizes[-1]
             seconds = np.array([self._with_host(fixed + value, rows, captured) for value in attend.tolist()])
+            seconds /= self.tokens_per_step
             cached = np.asarray(_DECODE_CONTEXTS * rows, dtype=np.float64)
             self._curves[key] = cached, seconds, cached.tolist(), seconds.tolist()
         return self._curves[key]

@@ -213,8 +213,31 @@ def slowest_stage_s(costs: CostTable) -> FloatArray:
 
 def memory_bounds(costs: CostTable) -> FloatArray:
     """Return a bound on the bytes of the fullest device [N]."""
-    terms = memory.stage_memory(_balanced_contents(costs), _shape_with_min_in_flight(costs), costs.scenario)
-    return np.asarray(memory.total_bytes(terms))
+    shape, contents = _shape_with_min_in_flight(costs), _balanced_contents(costs)
+    bound = np.asarray(memory.total_bytes(memory.stage_memory(contents, shape, costs.scenario)))
+    rows = np.flatnonzero((costs.layouts.recompute == MIXED) & (costs.layouts.pp == 1))
+    if len(rows):
+        bound[rows] = np.maximum(bound[rows], _mixed_bytes(costs.select(rows)))
+    return bound
+
+
+def _mixed_bytes(costs: CostTable) -> FloatArray:
+    """Return the bytes that mixed layouts of one stage require at least [N].
+
+    The option in use with the largest working set decides: no block saves less than under the leanest option with one no larger.
+    """
+    by_option = [_balanced_contents(option) for option in costs.by_option]
+    working, saved = (
+        np.array([getattr(contents, name) for contents in by_option]) for name in ("working_bytes", "activation_bytes")
+    )
+    required = []
+    for contents, largest in zip(by_option, working, strict=True):
+        activations = np.where(working <= largest, saved, np.inf).min(axis=0)
+        terms = memory.stage_memory(
+            replace(contents, activation_bytes=activations), _shape_with_min_in_flight(costs), costs.scenario
+        )
+        required.append(memory.total_bytes(terms))
+    return np.asarray(np.min(required, axis=0))
 
 
 def _balanced_contents(costs: CostTable) -> StageContents:

@@ -39,7 +39,7 @@ from ..hardware.machine import board_w, host_costs, peak_flops_per_s
 from ..layer.operators import FusedAttention, Gemm, Layer, OperatorRules, Scan, layer_operators
 from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
 from . import memory
-from .contents import contents_between, pipeline_shape, rank_memory_terms, stage_memory_terms
+from .contents import contents_between, contents_of_ranks, pipeline_shape, rank_memory_terms, stage_memory_terms
 from .interval import Basis, peak_interval, time_interval
 from .table import CostTable
 
@@ -203,6 +203,19 @@ def pass_seconds(
         {"compute": forward + backward, "recompute": recompute}
         | {axis: ahead + back for axis, (ahead, back) in sent.items()},
     )
+
+
+def outside_passes_s(costs: CostTable, idx: int, contents: memory.StageContents, passes: StagePasses) -> float:
+    """Return what `estimate_step` adds to the passes of layout ``idx``: what its ranks expose, edges, the update and the host's.
+
+    Args:
+        contents, passes: of the stages, one for each chunk of a rank.
+    """
+    shape = pipeline_shape(costs, idx)
+    of_ranks = contents_of_ranks(costs, idx, contents)
+    exposed_s = np.bincount(np.array(shape.rank_of_stage), passes.exposed, shape.pp)
+    update_s = costs.update_s(of_ranks.trained, of_ranks.expert_params, idx)
+    return float(exposed_s.max() + costs.dp_edges_s[idx] + np.max(update_s)) + host_costs(costs.scenario).step_s
 
 
 def _time_breakdown(

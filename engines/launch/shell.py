@@ -23,6 +23,8 @@ from .shell_values import Field, Piece, Place, Value, computed, separate_by, sep
 
 MAX_TEXT = 2_000_000
 """Characters of all values together: a script may double a variable in every line."""
+PIECE_COST = 100
+"""What a piece counts for besides its text, in characters: values of many short pieces are as dear as long ones."""
 MAX_DEPTH = 40
 """Functions and sourced files within one another."""
 
@@ -305,12 +307,13 @@ class _Reader:
         if name in self.given:
             self.script.used.add(name)
             return
+        # A piece of one character costs as much as a line of text.
+        self.size += sum(len(piece.text) + PIECE_COST for value in values for piece in value)
+        if self.size > MAX_TEXT:
+            raise ConfigError("not a launch script: its variables grow without end")
         named = [
             tuple(replace(piece, variable=piece.variable or name, quoted=False) for piece in value) for value in values
         ]
-        self.size += sum(len(piece.text) for value in named for piece in value)
-        if self.size > MAX_TEXT:
-            raise ConfigError("not a launch script: its variables grow without end")
         self.script.variables[name] = named
 
     def assignment(self, each: syntax.Assignment) -> None:

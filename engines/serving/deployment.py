@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from ...schema.model import ModelSpec
 from ...schema.serving import Pool
 from ...schema.serving_plan import ServingPlan, pools_title
 from ..adapter import Limit
@@ -129,8 +130,34 @@ def pool_limit(name: str, broken: Callable[[Pool], str], fix: str) -> Limit:
 
 def hub_name(plan: ServingPlan) -> str:
     """Return what an engine loads: the model's name on the hub where that is known, else its name here."""
-    match = re.match(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", plan.model.source)
-    return match[1] if match else plan.model.name
+    return hub_name_of(plan.model)
+
+
+def hub_name_of(model: ModelSpec) -> str:
+    """Return the same of any model."""
+    match = re.match(r"https://huggingface\.co/([\w.-]+/[\w.-]+)", model.source)
+    return match[1] if match else model.name
+
+
+def drafter_named(engine: str) -> Limit:
+    """Return the limit that what drafts has a name to load."""
+    return pool_limit(
+        "drafter_named",
+        lambda pool: (
+            "a trained head drafts, of which the plan knows no name"
+            if pool.speculate is not None and pool.speculate.method == "eagle3" and pool.speculate.model is None
+            else ""
+        ),
+        f"plan with --speculate eagle3:k,model=WHAT_{engine.upper()}_LOADS,...",
+    )
+
+
+def drafter(pool: Pool) -> str | None:
+    """Return what an engine loads to draft tokens; None where the model does it."""
+    drafting = pool.speculate
+    if drafting is None or drafting.model is None:
+        return None
+    return hub_name_of(ModelSpec.named(drafting.model)) if drafting.method == "draft" else drafting.model
 
 
 def longest_request(plan: ServingPlan, pool: Pool) -> int:

@@ -23,6 +23,8 @@ from .deployment import (
     Options,
     arguments,
     common_notes,
+    drafter,
+    drafter_named,
     instances,
     longest_request,
     meeting_port,
@@ -64,12 +66,22 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
         made["quantization"] = "fp8"
     if not plan.serving.prefix_cache:
         made["disable-radix-cache"] = True
+    if plan.serving.scheduler == "mixed" and pool.role == "agg":
+        made["enable-mixed-chunk"] = True
     if pool.role == "prefill" or not limits.graph_sizes:
         made["cuda-graph-backend-decode"] = "disabled"
     else:
         made["cuda-graph-bs-decode"] = limits.graph_sizes
     if pool.role != "agg":
         made |= {"disaggregation-mode": pool.role, "disaggregation-transfer-backend": "nixl"}
+    if (drafting := pool.speculate) is not None:
+        drafted, model = drafting.draft_tokens or 1, drafter(pool)
+        made |= {
+            "speculative-algorithm": {"mtp": "EAGLE", "eagle3": "EAGLE3", "draft": "STANDALONE"}[drafting.method],
+            "speculative-num-steps": drafted, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": drafted + 1,
+        }  # fmt: skip
+        if model is not None:
+            made["speculative-draft-model-path"] = model
     return made
 
 
@@ -136,4 +148,4 @@ def write(plan: ServingPlan) -> Exported:
     )
 
 
-ADAPTER = Adapter(version=VERSION, limits=(PLACED,), write=write)
+ADAPTER = Adapter(version=VERSION, limits=(PLACED, drafter_named("sglang")), write=write)

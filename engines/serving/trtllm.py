@@ -39,6 +39,15 @@ CACHES = {"bf16": "auto", "fp16": "auto", "fp8": "fp8", "fp32": "auto"}
 LIMITS = (
     PLACED,
     pool_limit(
+        "drafts_itself",
+        lambda pool: (
+            f"tokens drafted by {pool.speculate.method}: of TensorRT-LLM's drafters the export writes the model's own alone"
+            if pool.speculate is not None and pool.speculate.method != "mtp"
+            else ""
+        ),
+        "plan with --speculate mtp, or export to vllm or sglang",
+    ),
+    pool_limit(
         "attention_whole",
         lambda pool: (
             f"attention_dp={pool.layout.attention_dp} beside tp={pool.layout.tp}: enable_attention_dp gives every rank "
@@ -85,6 +94,8 @@ def options(plan: ServingPlan, pool: Pool) -> dict[str, Any]:
         made["disable_overlap_scheduler"] = True  # of context servers: their requests end with the first token
     if pool.role != "agg":
         made["cache_transceiver_config"] = {"backend": "NIXL", "max_tokens_in_buffer": longest_request(plan, pool)}
+    if (drafting := pool.speculate) is not None:
+        made["speculative_config"] = {"decoding_type": "MTP", "num_nextn_predict_layers": drafting.draft_tokens}
     return made
 
 

@@ -21,6 +21,8 @@ from .deployment import (
     Options,
     arguments,
     common_notes,
+    drafter,
+    drafter_named,
     instances,
     longest_request,
     meeting_port,
@@ -42,6 +44,7 @@ _SIDE_PORT, _SIDE_PORTS = 5600, 64
 
 LIMITS = (
     PLACED,
+    drafter_named("vllm"),
     pool_limit(
         "experts_of_stage",
         lambda pool: (
@@ -92,6 +95,12 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
     made |= {"cudagraph-capture-sizes": limits.graph_sizes} if limits.graph_sizes else {"enforce-eager": True}
     if pool.role != "agg":
         made["kv-transfer-config"] = NIXL
+    if (drafting := pool.speculate) is not None:
+        method = {"draft": "draft_model"}.get(drafting.method, drafting.method)
+        model = drafter(pool)
+        made["speculative-config"] = {
+            "method": method, "num_speculative_tokens": drafting.draft_tokens, **({"model": model} if model else {}),
+        }  # fmt: skip
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,14 +19,15 @@ from ...schema.serving_plan import (
     ServingEstimate,
     ServingFrontPoint,
     ServingPlan,
+    layout_title,
     pools_title,
 )
-from ...schema.units import counted, format_seconds
+from ...schema.units import counted, format_percent, format_seconds
 from ..request import PlanRequest
 from ..tasks.serving import ServingProblem, ServingSearch
 from .bound import resource_bound
 from .checks import Deployment, Served
-from .families import Family
+from .families import Family, KindRates
 from .mix import Mixture
 from .space import InstanceKind
 
@@ -123,16 +125,22 @@ def estimate_of(problem: ServingProblem, served: Served) -> ServingEstimate:
     )
 
 
+def _under_limits(problem: ServingProblem, kind: InstanceKind) -> Iterator[KindRates]:
+    same = (each for each in problem.rates if each.kind.base is kind.base)
+    yield from (one for each in same for one in (each, *each.with_limits("agg")) if one.kind is kind)
+
+
 def family_of(problem: ServingProblem, deployment: Deployment) -> Family:
     """Return the family of a deployment."""
     if deployment.routes is not None:
-        return Mixture(tuple(each for kind in deployment.kinds for each in problem.rates if each.kind is kind))
-    return next(
-        family
+        return Mixture(tuple(next(_under_limits(problem, kind)) for kind in deployment.kinds))
+    every = (
+        limited
         for family in problem.families
-        if all(a is b for a, b in zip(family.kinds, deployment.kinds, strict=False))
-        and len(family.kinds) == len(deployment.kinds)
+        if [kind.base for kind in family.kinds] == [kind.base for kind in deployment.kinds]
+        for limited in (family, *family.with_limits())
     )
+    return next(family for family in every if all(map(operator.is_, family.kinds, deployment.kinds)))
 
 
 def _pool_estimate(
@@ -147,11 +155,15 @@ def _pool_estimate(
     mix = problem.mix
     context = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     ends = prompts / mix.new_tokens if mix.new_tokens else 0.0
-    parts = kind.step.parts(rows, rows * context, prompts, mix.mean_context, prompts=ends)
+    parts = kind.steps(served.deployment.num_devices).parts(
+        rows, rows * context, prompts, mix.mean_context, prompts=ends
+    )
     seconds = {name: float(value) for name, value in parts.items()}
-    mean_s = sum(use.busy_s for use in uses) / steps
+    mean_s = kind.model.tokens_per_step * sum(use.busy_s for use in uses) / steps
     seconds["overhead"] = max(mean_s - sum(seconds.values()), 0.0)
-    per_instance = served.requests_per_s / count
+    routes, classes = served.deployment.routes, served.serving.requests.classes
+    share = 1.0 if routes is None else sum(c.share * row[pool] for c, row in zip(classes, routes, strict=True))
+    per_instance = served.requests_per_s * share / count
     largest = family.largest(pool, fluid=False, replicas=count)
     is_full = per_instance > 0.8 * largest
     memory = kind.memory
@@ -218,8 +230,6 @@ def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
 def kinds_title(kinds: Sequence[InstanceKind]) -> str:
     """Return the layouts of a family in a line."""
     roles = ("prefill", "decode") if len(kinds) > 1 else ("",)
-    from ...schema.serving_plan import layout_title
-
     return " + ".join(f"{role} {layout_title(kind.layout)}".strip() for role, kind in zip(roles, kinds, strict=True))
 
 
@@ -290,8 +300,30 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
             f"variation (cv {requests.arrival_cv:.2g}); meshwright replay serves them as recorded"
         )
     if served.deployment.routes is not None:
-        yield "classes go to unlike instances; the bound on such mixes takes their seconds to add up (E2)"
+        yield "classes go to instances of their own; the bound on such mixes takes their seconds to add up (E2)"
+    if (drafting := served.deployment.kinds[-1].speculate) is not None:
+        tokens = drafting.tokens_per_step(drafting.draft_tokens or 1)
+        yield f"a step gives {tokens:.3g} tokens of a draft of {drafting.draft_tokens}: as was asked for, not measured here"
+    elif problem.serving.speculate is not None:
+        yield "no tokens are drafted: under this load a step of more rows costs more than the accepted tokens save"
     if served.deployment.is_disaggregated:
         yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
+    yield from _on_steps(problem, served)
     if problem.space.too_large:
         yield f"{counted(len(problem.space.too_large), 'layout')} of an instance do not fit the memory of a device"
+
+
+def _on_steps(problem: ServingProblem, served: Served) -> Iterator[str]:
+    """Yield where the seconds of steps come from, of our own engine."""
+    devices, unmeasured = served.deployment.num_devices, problem.space.unmeasured
+    for kind in served.deployment.kinds:
+        if kind.measured is not None:
+            fit = kind.measured.steps(devices)
+            yield (
+                f"steps of {layout_title(kind.layout)} are measured on this machine's engine: {fit.num_measured} of them, "
+                f"{format_percent(fit.error)} from their fit in the mean"
+            )
+    if unmeasured:
+        yield f"not measured, and not planned: {', '.join(map(layout_title, unmeasured))}"
+    if problem.serving.engine == "meshwright" and served.deployment.kinds[0].measured is None:
+        yield "steps are computed: meshwright profile --model MODEL --serve measures those of this machine"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class Served:
     tokens_per_s: float
     keeps_up: bool
 
-    def values(self, metric: LatencyMetric, request_class: int | None = None) -> FloatArray:
+    def values(self, metric: LatencyMetric | Literal["queue"], request_class: int | None = None) -> FloatArray:
         """Return the seconds of the counted requests, of TPOT those with more than one token."""
         mask = self.counted if request_class is None else self.counted & (self.classes == request_class)
         if metric == "tpot":
@@ -140,6 +140,7 @@ class Served:
             ttft=percentiles(self.values("ttft", request_class)),
             tpot=percentiles(self.values("tpot", request_class)),
             e2e=percentiles(self.values("e2e", request_class)),
+            queue=percentiles(self.values("queue", request_class)),
             goodput_requests_per_s=self.requests_per_s * share * float(within.mean()),
             attainment=float(within.mean()),
         )
@@ -183,7 +184,8 @@ def serve(
     table, classes = drawn_requests(serving.requests, sizes, 1.0 if rate is None else rate)
     if not serving.prefix_cache:
         table = RequestTable(table.arrival_s, table.prompt_len, table.output_len, 0 * table.prefix_len)
-    pools = [kind.engine_pool(count) for kind, count in zip(deployment.kinds, deployment.counts, strict=True)]
+    pairs, devices = zip(deployment.kinds, deployment.counts, strict=True), deployment.num_devices
+    pools = [kind.engine_pool(count, devices) for kind, count in pairs]
     if deployment.routes is not None:
         result = _serve_apart(pools, table, classes, deployment.routes)
     else:

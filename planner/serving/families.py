@@ -5,6 +5,7 @@ Every figure comes twice from the steady state: as a bound (``fluid``: no waitin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from ...cost_models.serving.steady_state import (
+    InstanceModel,
     Largest,
     Mix,
     OperatingPoints,
@@ -36,10 +38,13 @@ class KindRates:
     def __init__(self, kind: InstanceKind, serving: Serving) -> None:
         self.kind, self.serving, self.mix = kind, serving, mix_of(serving)
         self._known: dict[tuple[str, bool, int], Largest] = {}
+        self._variants: dict[str, tuple[KindRates, ...]] = {}
+        self._by_kind: dict[int, KindRates] = {}
 
     def limits(self, role: str) -> tuple[LatencyLimit, ...]:
         """Return the limits that one pool alone decides."""
-        metrics = {"agg": ("ttft", "tpot", "e2e"), "prefill": ("ttft",), "decode": ("tpot",)}[role]
+        # The first token waits for a place where it is decoded, too.
+        metrics = {"agg": ("ttft", "tpot", "e2e"), "prefill": ("ttft",), "decode": ("ttft", "tpot")}[role]
         return tuple(limit for limit in self.serving.limits if limit.metric in metrics)
 
     def largest(self, role: str, *, fluid: bool, replicas: int = 1, sent_s_per_token: float = 0.0) -> Largest:
@@ -50,7 +55,7 @@ class KindRates:
         if key not in self._known:
             mix = self.mix.decoding if role == "decode" else self.mix
             self._known[key] = largest_rate(
-                self.kind.model, mix, self.limits(role), fluid=fluid, replicas=near, prefill=role == "prefill",
+                self._model(fluid=fluid), mix, self.limits(role), fluid=fluid, replicas=near, prefill=role == "prefill",
                 transfer_s_per_token=sent_s_per_token,
             )  # fmt: skip
         return self._known[key]
@@ -78,11 +83,29 @@ class KindRates:
     @cached_property
     def prefill_service_s(self) -> float:
         """Seconds of the mean request's first token without waiting."""
-        return float(prefill_points(self.kind.model, self.mix, np.zeros(1), fluid=True).ttft_s[0])
+        return float(prefill_points(self.kind.loosest, self.mix, np.zeros(1), fluid=True).ttft_s[0])
 
     def _curve(self, mix: Mix, *, fluid: bool) -> OperatingPoints:
-        end = largest_per_step(self.kind.model, mix)
-        return operating_points(self.kind.model, mix, np.geomspace(2e-4 * end, end, CURVE), fluid=fluid)
+        model = self._model(fluid=fluid)
+        end = largest_per_step(model, mix)
+        return operating_points(model, mix, np.geomspace(2e-4 * end, end, CURVE), fluid=fluid)
+
+    def _model(self, *, fluid: bool) -> InstanceModel:
+        return self.kind.loosest if fluid else self.kind.model
+
+    def with_limits(self, role: str) -> tuple[KindRates, ...]:
+        """Return the same instance under each of the limits that may be best in a role, the engine's own first."""
+        if role not in self._variants:
+            known = self.kind.variants
+            max_rows = math.inf
+            if role != "prefill" and any(limit.metric == "tpot" for limit in self.serving.limits):
+                limited = self.largest(role, fluid=True)
+                if limited.binds == "tpot" and limited.point is not None:
+                    max_rows = float(limited.point.rows[0]) * self.kind.layout.pp
+            self._variants[role] = tuple(
+                self._by_kind.setdefault(id(kind), KindRates(kind, self.serving)) for kind in known(role, max_rows)
+            )
+        return self._variants[role]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +140,11 @@ class Family:
         result = each.largest(self.roles[pool], fluid=fluid, replicas=replicas, sent_s_per_token=sent)
         mean_prompt = float(each.mix.share @ each.mix.prompt_len)
         return min(result.requests_per_s, 1 / (sent * mean_prompt)) if sent else result.requests_per_s
+
+    def with_limits(self) -> list[Family]:
+        """Return the family under each of the limits of its pools, the engines' own first."""
+        of_pools = (each.with_limits(role) for each, role in zip(self.rates, self.roles, strict=True))
+        return [Family(rates) for rates in itertools.product(*of_pools)]
 
     def binds(self, pool: int) -> str:
         """Return what keeps an instance of a pool from more."""

@@ -1,10 +1,10 @@
-"""Mixes of instances on unlike devices: which classes go to which, by a program of whole numbers over the steady state's seconds.
+"""Mixes of instances, on unlike devices or for unlike classes: which go to which, by a program over the steady state's seconds.
 
     s[w,e] = 1 / mu[w,e] * (1 / mu[e]) / (sum_w share_w / mu[w,e])
 
 mu[w,e] is the largest rate of a class alone within the limits, mu[e] that of the load as it comes, so that the load on one kind
-costs what the steady state says. The answer is simulated, each pool with its own requests; one that fails is made again with longer
-seconds.
+costs what the steady state says; a pool for one class alone takes 1 / mu[w,e]. The answer is simulated, each pool with its own
+requests; one that fails is made again with longer seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...cost_models.serving.steady_state import largest_rate
+from ...cost_models.serving.steady_state import Mix, largest_rate
 from ...schema import ClusterSpec, LinkLevel, Offer
 from ...schema.units import FloatArray
 from ...solvers.deployment import DeploymentInstance, solve
@@ -51,18 +51,49 @@ class Mixture(Family):
         return 0.0
 
 
-def kinds_of_each_type(rates: Sequence[KindRates], *, by_price: bool) -> list[KindRates]:
-    """Return the kinds that carry most for their cost, of each type of device."""
-    chosen: list[KindRates] = []
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A pool that the program may open: a kind of instance for all classes, or (``only``) for one of them."""
+
+    rates: KindRates
+    only: int | None = None
+
+
+def columns_of_each_type(rates: Sequence[KindRates], *, by_price: bool) -> list[Column]:
+    """Return the kinds that carry most for their cost, of each type of device: of the load as it comes, of a class by size."""
+    chosen: list[Column] = []
+    serving = rates[0].serving
+    apart = range(len(serving.requests.classes)) if len(serving.requests.classes) > 1 else ()
     for part in sorted({each.kind.part for each in rates}):
-        carried = [
-            (each.largest("agg", fluid=False).requests_per_s / _cost(each, by_price=by_price), idx)
-            for idx, each in enumerate(rates)
-            if each.kind.part == part
+        of_part = [each for each in rates if each.kind.part == part]
+        able = [each for each in of_part if _carried(each, by_price=by_price) > 0]
+        best = sorted(able, key=lambda each: -_carried(each, by_price=by_price))[:KINDS_OF_A_TYPE]
+        chosen += [
+            Column(max(each.with_limits("agg"), key=lambda each: _carried(each, by_price=by_price))) for each in best
         ]
-        best = sorted((-value, idx) for value, idx in carried if value > 0)[:KINDS_OF_A_TYPE]
-        chosen += [rates[idx] for _, idx in best]
+        for only in apart:
+            mix = mix_of(serving, only)
+            best_of_size: dict[int, tuple[float, KindRates]] = {}
+            for each in of_part:
+                value, size = _rate_of(each, mix), each.kind.size
+                if value > best_of_size.get(size, (0.0, each))[0]:
+                    best_of_size[size] = value, each
+            chosen += [
+                Column(max(each.with_limits("agg"), key=lambda each: _rate_of(each, mix)), only)
+                for _, each in best_of_size.values()
+            ]
     return chosen
+
+
+def _rate_of(each: KindRates, mix: Mix, *, fluid: bool = False) -> float:
+    """Return the requests a second of a class alone within the limits."""
+    model = each.kind.loosest if fluid else each.kind.model
+    return largest_rate(model, mix, each.limits("agg"), fluid=fluid).requests_per_s
+
+
+def _carried(each: KindRates, *, by_price: bool) -> float:
+    """Return the requests a second for what an instance costs, by the estimate."""
+    return each.largest("agg", fluid=False).requests_per_s / _cost(each, by_price=by_price)
 
 
 def _cost(each: KindRates, *, by_price: bool) -> float:
@@ -70,40 +101,58 @@ def _cost(each: KindRates, *, by_price: bool) -> float:
     return price if by_price and price is not None else float(each.kind.size)
 
 
-def program(rates: Sequence[KindRates], rate: float, *, by_price: bool, fluid: bool) -> DeploymentInstance:
+def program(columns: Sequence[Column], rate: float, *, by_price: bool, fluid: bool) -> DeploymentInstance:
     """Return the data of (E1) to (E5) for kinds that prefill and decode."""
-    serving = rates[0].serving
+    serving = columns[0].rates.serving
     classes = serving.requests.classes
     share = np.array([entry.share for entry in classes])
-    seconds: FloatArray = np.full((len(classes), len(rates)), np.inf)
+    seconds: FloatArray = np.full((len(classes), len(columns)), np.inf)
     mixes = [mix_of(serving, w) for w in range(len(classes))]
-    for e, each in enumerate(rates):
-        carried = [largest_rate(each.kind.model, mix, each.limits("agg"), fluid=fluid).requests_per_s for mix in mixes]
-        by_class = np.array(carried)
+    for e, column in enumerate(columns):
+        each = column.rates
+        if column.only is not None:
+            if carried := _rate_of(each, mixes[column.only], fluid=fluid):
+                seconds[column.only, e] = 1 / carried
+            continue
+        by_class = np.array([_rate_of(each, mix, fluid=fluid) for mix in mixes])
         together = each.largest("agg", fluid=fluid).requests_per_s
         if together and np.all(by_class > 0):
             by_class = by_class * together * float((share / by_class).sum())
         seconds[by_class > 0, e] = 1 / by_class[by_class > 0]
-    parts = sorted({each.kind.part for each in rates})
-    stock = {each.kind.part: each.kind.stock for each in rates}
+    kinds = [column.rates.kind for column in columns]
+    parts = sorted({kind.part for kind in kinds})
+    stock = {kind.part: kind.stock for kind in kinds}
     return DeploymentInstance(
         rates=rate * share,
         seconds=seconds,
-        cost=np.array([_cost(each, by_price=by_price) for each in rates]),
-        size=np.array([each.kind.size for each in rates]),
-        device_type=np.array([parts.index(each.kind.part) for each in rates]),
+        cost=np.array([_cost(column.rates, by_price=by_price) for column in columns]),
+        size=np.array([kind.size for kind in kinds]),
+        device_type=np.array([parts.index(kind.part) for kind in kinds]),
         stock=np.array([float(stock[part]) for part in parts]),
-        roles=tuple("agg" for _ in rates),
+        roles=tuple("agg" for _ in columns),
     )
 
 
-def mixed_deployments(rates: Sequence[KindRates], rate: float, *, by_price: bool) -> Iterator[tuple[Deployment, float]]:
-    """Yield the cheapest mix by the steady state and a bound on all, then with longer seconds, as long as kinds are mixed."""
-    estimated = program(rates, rate, by_price=by_price, fluid=False)
-    bound = solve(program(rates, rate, by_price=by_price, fluid=True)).bound
+def mixed_deployments(
+    columns: Sequence[Column], rate: float, *, by_price: bool, below: float
+) -> Iterator[tuple[Deployment, float]]:
+    """Yield the cheapest mix by the steady state and a bound on all, then with longer seconds, as long as kinds are mixed.
+
+    Args:
+        below: what a mix may cost.
+    """
+    estimated = program(columns, rate, by_price=by_price, fluid=False)
+    bound = solve(program(columns, rate, by_price=by_price, fluid=True)).bound
+    single = solve(estimated).choice
+    if single is not None and (single.instances > 0).sum() < 2:  # all to one pool is a family: keep classes apart
+        columns = [column for column in columns if column.only is not None]
+        if not columns:
+            return
+        estimated = program(columns, rate, by_price=by_price, fluid=False)
     for _ in range(MAX_TRIES):
-        choice = solve(estimated).choice
-        if choice is None:
+        answer = solve(estimated)
+        choice = answer.choice
+        if choice is None or answer.objective > below * (1 + 1e-9):
             return
         chosen = np.flatnonzero(choice.instances > 0).tolist()
         if len(chosen) < 2:
@@ -111,7 +160,7 @@ def mixed_deployments(rates: Sequence[KindRates], rate: float, *, by_price: bool
         shares = choice.shares[:, chosen]
         routes = tuple(tuple(row) for row in (shares / shares.sum(axis=1, keepdims=True)).tolist())
         counts = tuple(choice.instances[chosen].tolist())
-        yield Deployment(tuple(rates[e].kind for e in chosen), counts, routes), bound
+        yield Deployment(tuple(columns[e].rates.kind for e in chosen), counts, routes), bound
         estimated = replace(estimated, seconds=LONGER * estimated.seconds)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from ...cost_models.serving.engine import EngineProfile
+from ...cost_models.serving.measured_steps import MeasuredEngine
 from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
+from ...cost_models.serving.speculation import with_drafts
 from ...cost_models.serving.step import StepCosts
 from ...schema import ClusterSpec, ConfigError
 from ...schema.base import Frozen
@@ -103,10 +106,17 @@ def replay(plan: ServingPlan, trace: Trace, *, rate: float | None = None, concur
 def engine_pool(plan: ServingPlan, pool: Pool) -> EnginePool:
     """Return the engine instances of a pool for a simulation."""
     serving, layout = plan.serving, pool.layout
-    step = StepCosts.build(
+    step: Any = StepCosts.build(
         plan.model, _devices(plan.cluster, pool.device), layout, weights=pool.weights, cache=pool.cache
     )
-    profile = EngineProfile.named(serving.engine, serving.engine_version)
+    if pool.speculate is not None and pool.speculate.draft_tokens is not None:
+        step = with_drafts(step, pool.speculate, pool.speculate.draft_tokens)
+    profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
+    measured = None
+    if serving.engine == "meshwright" and plan.cluster.profile is not None:
+        measured = MeasuredEngine.of(plan.cluster.profile, plan.model, layout, pool.weights, pool.cache)
+    if measured is not None:
+        step, profile = measured.steps(plan.num_devices), measured.profile(profile)
     return EnginePool.of(step, profile, pool.limits, replicas=pool.replicas, ranks=layout.attention_dp, lanes=layout.pp)
 
 

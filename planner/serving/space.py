@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ...cost_models.serving.dispatch import step_kernels
 from ...cost_models.serving.engine import EngineProfile
+from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps, measured_weights
 from ...cost_models.serving.memory import ServingMemory, serving_memory
 from ...cost_models.serving.simulation import EnginePool
+from ...cost_models.serving.speculation import check_drafts, with_drafts
 from ...cost_models.serving.steady_state import Host, InstanceModel, Mix
 from ...cost_models.serving.step import StepCosts
 from ...schema import ClusterSpec, ConfigError, ModelSpec
 from ...schema.serving import CacheDtype, EngineLimits, Pool, Role, Serving, ServingLayout, WeightDtype
+from ...schema.serving_plan import layout_title
+from ...schema.speculation import Speculation
 from ...schema.units import format_bytes
 from ..request import PlanRequest
+from .limits import LimitChoice, choices, fixed_choice
 
 MAX_PP = 8
 MAX_STAGE_DEVICES = 64
@@ -36,6 +42,8 @@ class InstanceKind:
 
     Attributes:
         part: which of the cluster's device pools; stock: its devices.
+        loosest: no limits of its batches are better than these (planner/serving/limits.py): what its bound is of.
+        measured: the engine's steps as `meshwright profile --serve` measured them on these devices; None: they are computed.
         usd_per_hour: of an instance; None: no price is known.
         sent_s_per_token: seconds to send the keys and values of a token of a prompt to another instance.
     """
@@ -45,14 +53,22 @@ class InstanceKind:
     stock: int
     layout: ServingLayout
     step: StepCosts
+    measured: MeasuredEngine | None
     memory: ServingMemory
     limits: EngineLimits
     profile: EngineProfile
     model: InstanceModel
+    loosest: InstanceModel
     weights: WeightDtype
     cache: CacheDtype
     usd_per_hour: float | None
     sent_s_per_token: float
+    base: _Base
+    speculate: Speculation | None = None
+
+    def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
+        """Return the instance under the limits that may be best in a role (planner/serving/limits.py)."""
+        return self.base.variants(role, max_rows)
 
     @property
     def size(self) -> int:
@@ -64,17 +80,22 @@ class InstanceKind:
         """Instances that the stock holds."""
         return self.stock // self.size
 
-    def engine_pool(self, replicas: int) -> EnginePool:
-        """Return instances for a simulation."""
+    def steps(self, devices_in_use: int) -> StepCosts | MeasuredSteps:
+        """Return what steps cost while so many devices are in use."""
+        return self.step if self.measured is None else self.measured.steps(devices_in_use)
+
+    def engine_pool(self, replicas: int, devices_in_use: int) -> EnginePool:
+        """Return instances for a simulation of a deployment that uses so many devices."""
         return EnginePool.of(
-            self.step, self.profile, self.limits, replicas=replicas, ranks=self.layout.attention_dp, lanes=self.layout.pp,
+            self.steps(devices_in_use), self.profile, self.limits, replicas=replicas, ranks=self.layout.attention_dp,
+            lanes=self.layout.pp,
         )  # fmt: skip
 
     def pool(self, role: Role, replicas: int) -> Pool:
         """Return instances as a plan says them."""
         return Pool(
             role=role, device=self.device, replicas=replicas, layout=self.layout, weights=self.weights, cache=self.cache,
-            limits=self.limits,
+            limits=self.limits, speculate=self.speculate,
         )  # fmt: skip
 
 
@@ -85,10 +106,12 @@ class ServingSpace:
     Attributes:
         kinds: those that fit.
         too_large: layouts that do not, with the reason.
+        unmeasured: layouts that the profile lacks, which has others of the model: measured and computed seconds are not compared.
     """
 
     kinds: list[InstanceKind] = field(default_factory=list)
     too_large: list[tuple[ServingLayout, str]] = field(default_factory=list)
+    unmeasured: list[ServingLayout] = field(default_factory=list)
     _known: dict[int, dict[Any, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -100,11 +123,14 @@ class ServingSpace:
         """
         space, cluster = cls(), request.cluster
         parts = [part.cluster for part in cluster.parts] or [cluster]
-        profile = EngineProfile.named(serving.engine, serving.engine_version)
+        profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
+        if serving.speculate is not None:
+            check_drafts(request.model, serving.speculate)
         seen = 0
         for index, part in enumerate(parts):
             for layout in layouts(request.model, part, serving):
-                if any(getattr(layout, key) != value for key, value in request.fixed.items() if key != "max_batch"):
+                degrees = {key: value for key, value in request.fixed.items() if key in ServingLayout.model_fields}
+                if any(getattr(layout, key) != value for key, value in degrees.items()):
                     continue
                 seen += 1
                 request.deadline.require("costing the layouts of engine instances")
@@ -115,6 +141,8 @@ class ServingSpace:
                 f"no engine instance of {request.model.name} on {cluster.name} has {fixed_text}",
                 help="degrees divide the heads and experts of the model, and instances fill whole nodes or divide them",
             )
+        if not space.kinds and space.unmeasured:
+            raise _not_measured(request, serving, space.unmeasured)
         return space
 
     def _add(
@@ -127,7 +155,7 @@ class ServingSpace:
         layout: ServingLayout,
     ) -> None:
         model, device = request.model, cluster.weakest_device
-        weights: WeightDtype = serving.weights or "bf16"
+        weights: WeightDtype = serving.weights or measured_weights(cluster, model) or "bf16"
         cache: CacheDtype = serving.cache or ("fp32" if weights == "fp32" else "fp16" if weights == "fp16" else "bf16")
         if (min_bytes := _min_weight_bytes(model, layout, weights)) > device.memory_bytes:
             self.too_large.append(
@@ -137,36 +165,141 @@ class ServingSpace:
                 )
             )
             return
+        measured = None
+        if serving.engine == "meshwright" and measured_weights(cluster, model):
+            assert cluster.profile is not None
+            measured = MeasuredEngine.of(cluster.profile, model, layout, weights, cache)
+            if measured is None:
+                self.unmeasured.append(layout)
+                return
+            profile = measured.profile(profile)
         known = self._known.setdefault(part, {})
         step = StepCosts.build(model, cluster, layout, weights=weights, cache=cache, known=known)
-        fixed_batch = request.fixed.get("max_batch")
-        memory = serving_memory(step, profile, request_len=float(serving.requests.longest), max_batch=fixed_batch)
+        base_choice, reason = fixed_choice(request.fixed, serving), ""
+        for choice in dict.fromkeys((base_choice, base_choice.with_least_budget())):
+            base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, known)
+            kind, why = base.kind(choice)
+            if kind is not None:
+                self.kinds.append(kind)
+                return
+            reason = reason or why
+        self.too_large.append((layout, reason))
+
+
+@dataclass(frozen=True, eq=False)
+class _Base:
+    """An instance whose limits are still open; base_choice: the limits of its engine, or those asked for."""
+
+    serving: Serving
+    profile: EngineProfile
+    part: int
+    cluster: ClusterSpec
+    layout: ServingLayout
+    step: StepCosts
+    weights: WeightDtype
+    cache: CacheDtype
+    measured: MeasuredEngine | None
+    base_choice: LimitChoice
+    planes: dict[Any, Any]
+    known: dict[LimitChoice, InstanceKind] = field(default_factory=dict)
+    drafting: dict[int, StepCosts] = field(default_factory=dict)
+
+    def kind(self, choice: LimitChoice) -> tuple[InstanceKind | None, str]:
+        """Return the instance under limits; None where its memory does not hold a request, and why."""
+        if choice in self.known:
+            return self.known[choice], ""
+        device, profile, serving = self.cluster.weakest_device, self.profile, self.serving
+        step = self._steps(choice.drafted)
+        memory = serving_memory(
+            step, profile, request_len=float(serving.requests.longest), max_batch=choice.max_batch,
+            max_batched_tokens=choice.max_batched_tokens,
+        )  # fmt: skip
         if memory.reason is not None:
-            self.too_large.append((layout, memory.reason))
-            return
+            return None, memory.reason
         limits = profile.limits(
             device_bytes=float(device.memory_bytes),
             cache_tokens=memory.cache_tokens,
-            max_batch=fixed_batch,
+            max_batch=choice.max_batch,
+            max_batched_tokens=choice.max_batched_tokens,
             longest_prompt=max(entry.prompt_len for entry in serving.requests.classes),
         )
+        limits = limits.replace(chunk=choice.chunk_of(limits))
         price = device.price_per_hour
-        kind = InstanceKind(
-            part=part,
+        timed = step if self.measured is None else self.measured.steps(self.layout.num_devices)
+        model = _instance_model(step, profile, limits, self.layout, timed)
+        self.known[choice] = InstanceKind(
+            part=self.part,
             device=device.name,
-            stock=cluster.num_devices,
-            layout=layout,
+            stock=self.cluster.num_devices,
+            layout=self.layout,
             step=step,
+            measured=self.measured,
             memory=memory,
             limits=limits,
             profile=profile,
-            model=_instance_model(step, profile, limits, layout),
-            weights=weights,
-            cache=cache,
-            usd_per_hour=None if price is None else price * layout.num_devices,
-            sent_s_per_token=step.cache_bytes_per_token / _link_bytes_per_s(cluster),
+            model=model,
+            loosest=self._loosest(model, limits, choice),
+            weights=self.weights,
+            cache=self.cache,
+            usd_per_hour=None if price is None else price * self.layout.num_devices,
+            sent_s_per_token=step.cache_bytes_per_token / _link_bytes_per_s(self.cluster),
+            base=self,
+            speculate=serving.speculate.replace(draft_tokens=choice.drafted)
+            if serving.speculate and choice.drafted
+            else None,
         )
-        self.kinds.append(kind)
+        return self.known[choice], ""
+
+    def _steps(self, drafted: int) -> StepCosts:
+        """Return the steps of the instance with drafts of so many tokens."""
+        if drafted not in self.drafting:
+            assert self.serving.speculate is not None or not drafted
+            self.drafting[drafted] = (
+                with_drafts(self.step, self.serving.speculate, drafted, known=self.planes)
+                if drafted and self.serving.speculate is not None
+                else self.step
+            )
+        return self.drafting[drafted]
+
+    def _loosest(self, model: InstanceModel, limits: EngineLimits, choice: LimitChoice) -> InstanceModel:
+        """Return what no choice of limits is better than; limits that were chosen are what they are."""
+        if choice != self.base_choice:
+            return model
+        others = [
+            other for other in choices("agg", limits, self.serving, self.base_choice, math.inf) if other != choice
+        ]
+        kinds = [kind for other in others if (kind := self.kind(other)[0]) is not None]
+        models = [model, *(kind.model for kind in kinds)]
+        return replace(
+            model,
+            max_batched_tokens=max(each.max_batched_tokens for each in models),
+            chunk=min(min(each.chunk, each.max_batched_tokens) for each in models),
+            cache_tokens=max(each.cache_tokens for each in models),
+            others=_of_each_draft(models),
+        )
+
+    def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
+        """Return the instance under the limits that may be best in a role, the engine's own first."""
+        limits = self.known[self.base_choice].limits
+        others = (
+            choice
+            for choice in choices(role, limits, self.serving, self.base_choice, max_rows)
+            if choice != self.base_choice
+        )
+        kinds = [self._closed, *(kind for choice in others if (kind := self.kind(choice)[0]) is not None)]
+        return list({(kind.limits, kind.speculate): kind for kind in reversed(kinds)}.values())[::-1]
+
+    @cached_property
+    def _closed(self) -> InstanceKind:
+        """The instance under its own limits and no others."""
+        kind = self.known[self.base_choice]
+        return replace(kind, loosest=kind.model)
+
+
+def _of_each_draft(models: Sequence[InstanceModel]) -> tuple[InstanceModel, ...]:
+    """Return an instance for each length of drafts; none where there is one."""
+    by_steps = {id(each.steps): each for each in models}
+    return tuple(by_steps.values()) if len(by_steps) > 1 else ()
 
 
 def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving) -> Iterator[ServingLayout]:
@@ -199,6 +332,22 @@ def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving) -> Iterato
         )
 
 
+def _not_measured(request: PlanRequest, serving: Serving, layouts: list[ServingLayout]) -> ConfigError:
+    """Return the error of a profile that has other steps of the model than any that is asked for."""
+    profile, model = request.cluster.profile, request.model
+    points = () if profile is None else profile.serving_steps
+    known = {
+        f"{layout_title(point.layout)} in {point.weights}": None for point in points if point.content == model.content
+    }
+    types = f" in {serving.weights}" if serving.weights else ""
+    option = f" --weights {serving.weights}" if serving.weights else ""
+    return ConfigError(
+        f"the profile has steps of {model.name}, and none of {', '.join(map(layout_title, layouts))}{types}",
+        details=(f"measured: {', '.join(known)}",),
+        help=f"ask for what was measured, or measure more: meshwright profile --model MODEL --serve{option}",
+    )
+
+
 def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDtype) -> float:
     """Return weights that a device has at least, without building the layout: everything cut over all of its devices."""
     from ...schema.serving import BYTES_OF
@@ -207,11 +356,15 @@ def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDt
 
 
 def _instance_model(
-    step: StepCosts, profile: EngineProfile, limits: EngineLimits, layout: ServingLayout
+    step: StepCosts,
+    profile: EngineProfile,
+    limits: EngineLimits,
+    layout: ServingLayout,
+    timed: StepCosts | MeasuredSteps,
 ) -> InstanceModel:
     overhead, request = profile.overhead, profile.request
     return InstanceModel(
-        steps=step,
+        steps=timed,
         host=Host(
             overlapped=overhead.overlapped,
             step_s=overhead.step_s,
@@ -226,8 +379,10 @@ def _instance_model(
         lanes=layout.attention_dp * layout.pp,
         max_batch=max(limits.max_batch // layout.pp, 1),
         max_batched_tokens=limits.max_batched_tokens,
+        chunk=limits.chunk or math.inf,
         cache_tokens=limits.cache_blocks * limits.block_size / layout.pp,
         prefill_first=profile.scheduler.policy == "prefill_first",
+        tokens_per_step=getattr(timed, "tokens_per_step", 1.0),
         reserves_output=profile.admission.reserve_new == 1 and profile.admission.reserve_running == 1,
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -21,7 +21,8 @@ from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
 from ..request import PlanRequest
 from ..serving.checks import Deployment, Served, serve
 from ..serving.families import Family, KindRates
-from ..serving.mix import Mixture, kinds_of_each_type, mixed_deployments
+from ..serving.limits import Touched
+from ..serving.mix import Mixture, columns_of_each_type, mixed_deployments
 from ..serving.space import ServingSpace, mix_of
 
 Goal = Literal["gpus", "cost", "throughput", "latency"]
@@ -33,17 +34,28 @@ MAX_RATES = 6
 RATE_STEP = 0.01
 """The largest rate of a deployment is simulated to this part of it."""
 
+NEAR = 1.35
+"""Estimates of loads with unlike prompts are so much too low, of one pool (docs/serving.md)."""
+
+AFTER = 10**6
+"""In a key: after all instances of any size."""
+
 GAP = 0.02
 """Searches for most tokens or least latency end there: a simulation of some thousand requests does not tell less apart."""
 
 
 @dataclass(frozen=True)
 class Open:
-    """What a node keeps: a family and the counts that may still be best, with their costs, cheapest first."""
+    """What a node keeps: a family and the counts that may still be best, with their costs, cheapest first.
+
+    Attributes:
+        has_limits: the batch limits of its pools are chosen; else they are opened next (planner/serving/limits.py).
+    """
 
     family: Family
     counts: tuple[tuple[float, tuple[int, ...]], ...]
     tried: bool = False
+    has_limits: bool = False
 
 
 class ServingProblem:
@@ -81,24 +93,49 @@ class ServingProblem:
 
     def roots(self) -> Step[Open, Served]:
         """Return a node for every family, or for every deployment where the load is fixed and any number serves it."""
+        return Step([node for family in self.families for node in self._nodes(family)], self._mixes())
+
+    def _nodes(self, family: Family) -> list[Node[Open]]:
         make = {
             "gpus": self._by_count,
             "cost": self._by_count,
             "throughput": self._by_rate,
             "latency": self._by_latency,
         }
-        nodes = [node for family in self.families for node in make[self.goal](family)]
-        return Step(nodes, self._mixes())
+        return make[self.goal](family)
+
+    def _with_limits(self, node: Node[Open]) -> Step[Open, Served]:
+        """Return a node for each of the batch limits of its family, with the counts of the node."""
+        counts, nodes = {entry for _, entry in node.state.counts}, []
+        for idx, family in enumerate(node.state.family.with_limits()):
+            for child in self._nodes(family):
+                remaining = tuple(entry for entry in child.state.counts if entry[1] in counts)
+                if remaining:
+                    state = replace(child.state, counts=remaining, has_limits=True)
+                    # Of what is estimated alike, the engines' own limits are tried first.
+                    key = (*child.key[:2], AFTER * (idx > 0), *child.key[2:])
+                    nodes.append(Node(max(node.bound, child.bound, remaining[0][0]), state, key))
+        return Step(nodes)
 
     def _mixes(self) -> list[Leaf[Served]]:
-        """Return a mix of instances on unlike devices that meets the limits, where there are some and a rate is given."""
-        rate, by_price = self.serving.requests.rate, self.goal == "cost"
-        is_mixed = len({kind.part for kind in self.space.kinds}) > 1
-        if not is_mixed or rate is None or self.goal not in ("gpus", "cost") or "agg" not in self.serving.modes:
+        """Return a mix of instances, on unlike devices or for unlike classes, that meets the limits, where a rate is given."""
+        requests, by_price = self.serving.requests, self.goal == "cost"
+        rate, is_mixed = requests.rate, len({kind.part for kind in self.space.kinds}) > 1
+        may_differ = is_mixed or len(requests.classes) > 1
+        if not may_differ or rate is None or self.goal not in ("gpus", "cost") or "agg" not in self.serving.modes:
             return []
-        kinds = kinds_of_each_type(self.rates, by_price=by_price)
-        for deployment, bound in mixed_deployments(kinds, rate, by_price=by_price) if kinds else ():
-            family = Mixture(tuple(each for kind in deployment.kinds for each in kinds if each.kind is kind))
+        columns = columns_of_each_type(self.rates, by_price=by_price) if self.rates else []
+        # On one kind of device a mix is simulated where its estimate is near every family's, which leave out how prompts clump.
+        estimates = (
+            self.cost(family, counts)
+            for family in self.families
+            if (counts := family.min_counts(rate, fluid=False)) is not None and family.fits(counts)
+        )
+        below = math.inf if is_mixed else NEAR * min(estimates, default=math.inf)
+        mixed = mixed_deployments(columns, rate, by_price=by_price, below=below) if columns else ()
+        for deployment, bound in mixed:
+            kinds = {id(column.rates.kind): column.rates for column in columns}
+            family = Mixture(tuple(kinds[id(kind)] for kind in deployment.kinds))
             served = self._serve(family, deployment, rate)
             if served.meets_limits:
                 cost = deployment.usd_per_hour if by_price else float(deployment.num_devices)
@@ -205,6 +242,8 @@ class ServingProblem:
     def expand(self, node: Node[Open], incumbent: float) -> Step[Open, Served]:
         """Simulate one of the deployments of a node."""
         state = node.state
+        if not state.has_limits:
+            return self._with_limits(node)
         if self.goal in ("gpus", "cost"):
             return self._expand_counts(node, incumbent)
         _, counts = state.counts[0]
@@ -223,7 +262,11 @@ class ServingProblem:
     def _expand_counts(self, node: Node[Open], incumbent: float) -> Step[Open, Served]:
         """Try the estimate's counts first, then the dearest that is cheaper, or the cheapest that is not excluded."""
         family, rate = node.state.family, self.serving.requests.rate
-        open_counts = [entry for entry in node.state.counts if entry[0] < incumbent]
+        open_counts = [
+            entry
+            for entry in node.state.counts
+            if entry[0] < incumbent and not self._is_known_to_fail(family, entry[1])
+        ]
         if not open_counts:
             return Step()
         chosen = self._first_try(node.state) if not node.state.tried else open_counts[-1]
@@ -242,9 +285,30 @@ class ServingProblem:
             )
             leaves = []
         nodes = (
-            [Node(max(remaining[0][0], node.bound), Open(family, remaining, tried=True), node.key)] if remaining else []
+            [Node(max(remaining[0][0], node.bound), replace(node.state, counts=remaining, tried=True), node.key)]
+            if remaining
+            else []
         )
         return Step(nodes, leaves, evaluated=1, effort=1)
+
+    def _is_known_to_fail(self, family: Family, counts: tuple[int, ...]) -> bool:
+        """Return whether a simulation failed that would be the same, or whose prompts were late, under limits of this family."""
+        for served in self.served:
+            other = served.deployment
+            if served.meets_limits or other.routes is not None or len(other.kinds) != len(family.kinds):
+                continue
+            alike = [
+                old.base is new.base
+                and old.step is new.step
+                and count <= tried
+                and Touched.of(uses).same_under(old.limits, new.limits)
+                for old, new, count, tried, uses in zip(
+                    other.kinds, family.kinds, counts, other.counts, served.result.pools, strict=True
+                )
+            ]
+            if all(alike) or (alike[0] and family.is_disaggregated and _prompts_are_late(served)):
+                return True
+        return False
 
     def _first_try(self, state: Open) -> tuple[float, tuple[int, ...]]:
         rate = self.serving.requests.rate
@@ -263,7 +327,8 @@ class ServingProblem:
             family, deployment, most=-node.bound / scale, useless=-incumbent / scale
         )
         if best is None:
-            return Step(evaluated=1, effort=effort)
+            rest = [Node(-high * scale, node.state, node.key)] if -high * scale > node.bound else []
+            return Step(rest, evaluated=1, effort=effort)
         return Step((), [Leaf(-low * scale, best, -high * scale, node.key)], evaluated=1, effort=effort)
 
     def saturated(
@@ -272,13 +337,14 @@ class ServingProblem:
         """Return the simulation of a deployment at its largest rate, that rate, one that it does not carry, and the simulations.
 
         Args:
-            most: a rate that it carries at most; useless: nothing is returned where it carries no more than that.
+            most: a rate that it carries at most; useless: nothing is returned where it does not carry half of GAP more than that.
         """
         pairs = list(enumerate(deployment.counts))
+        is_first = not math.isfinite(useless)
         estimate = min(count * family.largest(pool, fluid=False, replicas=count) for pool, count in pairs)
         high = min(most, min(count * family.largest(pool, fluid=True) for pool, count in pairs))
         low, best, effort = 0.0, None, 0
-        rate = min(estimate or 0.5 * high, high)
+        rate = min(estimate or 0.5 * high, high) if is_first else min(useless * (1 + GAP / 2), high)
         while effort < MAX_RATES and high > 0 and (high - low) / high > RATE_STEP:
             served = self._serve(family, deployment, rate)
             effort += 1
@@ -286,7 +352,7 @@ class ServingProblem:
                 low, best = rate, served
             else:
                 high = rate
-                if high <= useless:
+                if not is_first and best is None:
                     return None, 0.0, high, effort
             rate = (low + high) / 2 if low else 0.7 * high
         return best, low, high, effort
@@ -300,7 +366,9 @@ class ServingProblem:
             curve = last.decode_curve if family.is_disaggregated else last.curve
             servers = deployment.counts[-1] if deployment.routes is None else sum(deployment.counts)
             idx = min(int(np.searchsorted(curve.requests_per_s, rate / servers)), len(curve.step_s) - 1)
-            in_flight = rate * (float(curve.ttft_s[idx]) + self.mix.decode_steps * float(curve.step_s[idx]))
+            decode_s, first_s = self.mix.decode_steps * float(curve.step_s[idx]), float(curve.ttft_s[idx])
+            # Near saturation the wait is anything: a request is not taken to wait for longer than it decodes.
+            in_flight = rate * (decode_s + (min(first_s, decode_s) if decode_s else first_s))
             longest_s = float(self.mix.output_len.max() * curve.step_s[idx])
         serving = self.serving
         if rate is None and requests.concurrency is None:
@@ -308,6 +376,13 @@ class ServingProblem:
         served = serve(deployment, serving, rate=rate, in_flight=in_flight, longest_s=longest_s)
         self.served.append(served)
         return served
+
+
+def _prompts_are_late(served: Served) -> bool:
+    """Return whether the pool that prefills broke the limit on the first token, whatever decodes: no request waited for that."""
+    ends = Touched.of(served.result.pools[-1])
+    is_late = any(limit.metric == "ttft" and not limit.is_met for limit in served.limits)
+    return is_late and not ends.reached(served.deployment.kinds[-1].limits)
 
 
 def goal_of(serving: Serving) -> Goal:

@@ -38,7 +38,7 @@ from ..expand import Candidate, expand_with_fp32_gradients, expand_with_new_orde
 from ..request import Deadline, PlanRequest
 from ..search import MAX_SHORTENED, REL_GAP, SearchResult, early_answer, search
 from ..space import Space, build_space
-from ..stage_choice import LEANEST, synthesise
+from ..stage_choice import LEANEST, order_instance, synthesise
 
 WORTH_MOVING = 0.01
 """The share of a step that an offload schedule saves at least, where the model fits without: much less than what predictions of two
@@ -403,9 +403,9 @@ def add_synthesised_orders(result: SearchResult, deadline: Deadline, *, worse_th
     best_s = result.feasible[0].estimate.step_time_s if result.feasible else worse_than_s
     if result.stopped_early or math.isinf(best_s):
         return
-    layouts, ordered = result.costs.layouts, [c for c in result.feasible if c.order]
-    known, num_fitting = [_all_but_schedule(layouts, c.idx) for c in ordered], len(ordered)
-    longer, ordered = max((c.step_time_s / c.any_order_s for c in ordered), default=1.0), []
+    layouts, tried, ordered = result.costs.layouts, result.problem.tried_orders, list[Candidate]()
+    known, num_fitting = [_all_but_schedule(layouts, row) for row in tried], len(tried)
+    longer = max((c.step_time_s / c.any_order_s for c in tried.values() if c is not None), default=1.0)
     for any_order_s, row in _rows_over_a_v(result, best_s)[:MAX_TRIES]:
         if deadline.is_over or num_fitting == MAX_ORDERED:
             break
@@ -467,7 +467,7 @@ def synthesise_orders(
     for candidate in finalists[:MAX_ORDERS]:
         if deadline.is_over or candidate.any_order_s >= best_s * (1 - REL_GAP):
             break
-        made = synthesise(costs, candidate.idx, candidate.boundaries)
+        made = synthesise(order_instance(costs, candidate.idx, candidate.boundaries))
         if made is not None and made[1].step_time_s < best_s * (1 - REL_GAP):
             ordered.append(replace(candidate, order=made[0], estimate=made[1]))
             best_s = made[1].step_time_s

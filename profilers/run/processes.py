@@ -95,45 +95,66 @@ class JobEnd:
 
     Attributes:
         deaths: of the ranks that did not end well, those that the launcher ended included; none where all did.
+        outlived: of ranks without which the others went on.
         ended_well: ranks that had ended by themselves without an error.
         received: the signal to this process that ended them, or requested their end.
         is_late: they were ended because the time was over.
     """
 
     deaths: tuple[RankDeath, ...] = ()
+    outlived: tuple[RankDeath, ...] = ()
     ended_well: tuple[int, ...] = ()
     received: signal.Signals | None = None
     is_late: bool = False
 
 
-def run_ranks(job: NodeJob, on_poll: Callable[[Mapping[int, int]], None] | None = None) -> JobEnd:
+def run_ranks(
+    job: NodeJob,
+    on_poll: Callable[[Mapping[int, int]], None] | None = None,
+    goes_on: Callable[[RankDeath], bool] | None = None,
+) -> JobEnd:
     """Run the ranks of this node until all are done, one fails, the time is over or a signal comes; none is left behind.
 
     Args:
         on_poll: called twenty times a second with the process of each local rank.
+        goes_on: called when a rank has failed; tells whether the others go on without it. Unset, they never do.
     """
     processes: list[subprocess.Popen[bytes]] = []
+    outlived: dict[int, RankDeath] = {}
+
+    def death_of(local_rank: int, *, ended_by_launcher: bool = False) -> RankDeath:
+        return read_death(
+            job.first_rank + local_rank,
+            processes[local_rank].returncode,
+            ended_by_launcher=ended_by_launcher,
+            record=job.error_file(local_rank),
+            log=job.log_file(local_rank),
+        )
+
+    def outlives(local_rank: int) -> bool:
+        death = death_of(local_rank)
+        if goes_on is None or not goes_on(death):
+            return False
+        outlived[local_rank] = death
+        _end_session(processes[local_rank])
+        return True
+
     with _noted_signals() as received:
         try:
             for local_rank in range(job.num_ranks):
                 processes.append(_start(job, local_rank))  # noqa: PERF401 - if one cannot start the others are ended
-            _wait(job, processes, received, on_poll or (lambda _: None))
+            _wait(job, processes, received, on_poll or (lambda _: None), outlives)
             codes = [process.poll() for process in processes]
         finally:
             _end(processes, at_once=time.time() > job.ends_at)
     deaths = tuple(
-        read_death(
-            job.first_rank + i,
-            process.returncode,
-            ended_by_launcher=codes[i] is None,
-            record=job.error_file(i),
-            log=job.log_file(i),
-        )
+        death_of(i, ended_by_launcher=codes[i] is None)
         for i, process in enumerate(processes)
-        if process.returncode
+        if process.returncode and i not in outlived
     )
     return JobEnd(
         deaths=deaths,
+        outlived=tuple(outlived.values()),
         ended_well=tuple(job.first_rank + i for i, code in enumerate(codes) if code == 0),
         received=received[0] if received else None,
         is_late=None in codes and time.time() > job.ends_at,
@@ -154,12 +175,18 @@ def _wait(
     processes: Sequence[subprocess.Popen[bytes]],
     received: Sequence[signal.Signals],
     on_poll: Callable[[Mapping[int, int]], None],
+    outlives: Callable[[int], bool],
 ) -> None:
     """Return when all ranks have ended well, or the others have to be ended."""
-    deadline = float("inf")
+    deadline, is_outlived = float("inf"), [False] * len(processes)
     while True:
         codes = [process.poll() for process in processes]
-        if any(codes) or None not in codes or time.time() > min(deadline, job.ends_at):
+        for rank, code in enumerate(codes):
+            if code and not is_outlived[rank]:
+                is_outlived[rank] = not received and None in codes and outlives(rank)
+                if not is_outlived[rank]:
+                    return
+        if None not in codes or time.time() > min(deadline, job.ends_at):
             return
         if received:
             if received[0] != signal.SIGTERM or len(received) > 1 or not job.grace_s:
@@ -167,7 +194,7 @@ def _wait(
             if deadline == float("inf"):
                 deadline = time.time() + job.grace_s
                 for process in processes:
-                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(signal.SIGTERM)  # nothing where it has ended
         on_poll({rank: process.pid for rank, process in enumerate(processes) if codes[rank] is None})
         time.sleep(_POLL_S)
 
@@ -186,8 +213,13 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], *, at_once: bool) -> None
             process.wait()
     for process in processes:
         if process.returncode:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end_session(process)
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """End what a dead rank had started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ FIELDS_OF_PART: dict[ProfileSectionName, tuple[str, ...]] = {
     "host": ("host_copies", "cpu_adam"),
     "storage": ("storage",),
     "overlap": ("overlaps",),
+    "serving": ("serving_steps", "serving_host"),
 }
 
 

@@ -19,6 +19,7 @@ from ...profilers.run.faults import explain_failure
 from ...profilers.run.processes import JobEnd, NodeJob, run_ranks
 from ...schema import NodeGroup, TrainingPlan
 from ...schema.errors import InterruptedRunError
+from ..supervision.supervisor import Supervisor
 from . import worker
 from .machine import check_machine, local_group, memory_line
 from .rendezvous import Rendezvous, meet
@@ -59,7 +60,12 @@ def launch(plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None
                 grace_s=job.grace_s if has_checkpoints else 0.0,
             )
             watch = Watch(progress, job.hang_timeout_s)
-            _require_good_end(run_ranks(ranks, watch.look), ranks, plan, watch)
+            if job.fallbacks:
+                supervisor = Supervisor(meeting.store, plan, job.plan, job.fallbacks, watch)
+                end = run_ranks(ranks, supervisor.look, supervisor.goes_on)
+            else:
+                end = run_ranks(ranks, watch.look)
+            _require_good_end(end, ranks, plan, watch)
     except KeyboardInterrupt:  # while the nodes met
         raise InterruptedRunError(signal.SIGINT) from None
 

@@ -1,11 +1,13 @@
 """The meeting of a job's nodes: where it is, which node is which, and the store through which all ranks find each other.
 
-One node holds a store at the endpoint; every node counts itself in and waits until all are there. The ranks use the same store, so
-that it stays until the last node is done. A job of one node has a store of its own, and its ranks meet, on the loopback alone.
+One node holds a store at the endpoint, and listens on that address alone; every node counts itself in and waits until all are
+there. The ranks use the same store, so that it stays until the last node is done. A job of one node has a store of its own, and its
+ranks meet, on the loopback alone.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
@@ -65,10 +67,11 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The nodes of a job, all present: which one this is, and the variables by which its ranks find the others."""
+    """The nodes of a job, all present: which one this is, and the store and the variables by which its ranks find the others."""
 
     node_rank: int
     variables: Mapping[str, str]
+    store: dist.Store
 
 
 @contextmanager
@@ -76,7 +79,7 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
     """Wait for all nodes of a job; the store stays while inside, and where the body ends well until every node's has."""
     if rendezvous.nnodes == 1:
         store = _loopback_store()
-        yield Meeting(0, _variables(_LOOPBACK, store.port) | _socket_interface(_LOOPBACK))
+        yield Meeting(0, _variables(_LOOPBACK, store.port) | _socket_interface(_LOOPBACK), store)
         return
     assert rendezvous.endpoint is not None
     host, _, port = rendezvous.endpoint.rpartition(":")
@@ -98,7 +101,7 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
     try:
         node_rank = number - 1 if rendezvous.node_rank is None else rendezvous.node_rank
         variables, address = _variables(host, int(port)), local_address(rendezvous.endpoint)
-        yield Meeting(node_rank, variables | _socket_interface(address))
+        yield Meeting(node_rank, variables | _socket_interface(address), store)
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
             shared.add("done", 1)
             if is_host:
@@ -112,6 +115,40 @@ def _loopback_store() -> dist.TCPStore:
     listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _bound_store(host: str, port: int) -> dist.TCPStore:
+    """Return a store that only those reach who reach the address of a host.
+
+    A name that is another machine's, or this one's loopback by a line in /etc/hosts, says nothing about where the others come from:
+    then every interface is listened on.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[:1]:
+        is_loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        if is_loopback and not _is_literal(host):
+            break
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRNOTAVAIL:
+                    break
+                raise
+            listener.listen(socket.SOMAXCONN)
+            return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+
+
+def _is_literal(host: str) -> bool:
+    """Tell whether a host is written as an address, or is the name of every machine's loopback."""
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return host == "localhost"
 
 
 def _socket_interface(address: str | None) -> dict[str, str]:
@@ -135,8 +172,8 @@ def _open_store(rendezvous: Rendezvous, host: str, port: int) -> tuple[dist.TCPS
     while True:
         if is_host is not False:
             try:
-                return dist.TCPStore(host, port, is_master=True, wait_for_workers=False), True
-            except dist.DistNetworkError:  # another launcher of this machine has taken the port
+                return _bound_store(host, port), True
+            except (dist.DistNetworkError, OSError):  # another launcher of this machine has taken the port
                 if is_host and time.monotonic() > end:
                     raise
         if not is_host:

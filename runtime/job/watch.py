@@ -135,6 +135,10 @@ class Watch:
                 self._hung[rank] = stacks[rank]
                 _send(pid, signal.SIGKILL)
 
+    def begin_anew(self) -> None:
+        """Forget the rank that was taken for hung: the others go on without it."""
+        self._hung.clear()
+
     def completed(self, death: RankDeath, local_rank: int) -> RankDeath:
         """Return a death with what this watch knows of it."""
         return replace(

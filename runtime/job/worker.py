@@ -27,6 +27,7 @@ class Job(Document):
         timeout_s: how long a collective may wait for a rank.
         hang_timeout_s: no rank of a training run is taken for hung before this time without a step; 0: never.
         grace_s: how long ranks may take for a last checkpoint after SIGTERM.
+        fallbacks: files of plans for fewer devices, under which the training goes on when ranks die; empty: it ends then.
         script: a user's script and its arguments; empty for the built-in training.
     """
 
@@ -36,12 +37,18 @@ class Job(Document):
     timeout_s: float = Field(default=600.0, gt=0, le=10**7)
     hang_timeout_s: float = Field(default=10.0, ge=0)
     grace_s: float = Field(default=25.0, ge=0)
+    fallbacks: tuple[str, ...] = ()
     script: tuple[str, ...] = ()
 
 
 def main() -> None:
     """Do the job named on the command line in this process."""
     job = Job.load(sys.argv[1])
+    if not job.script and job.fallbacks:
+        from ..supervision.survivor import train_through_faults
+
+        train_through_faults(job.options, report=job.report, timeout_s=job.timeout_s)
+        return
     if not job.script:
         from ..training.train import train
 

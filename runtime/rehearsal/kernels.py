@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 GROUPED_PRODUCT = _aten._grouped_mm.default
@@ -82,6 +83,48 @@ def gpu_kernels() -> Iterator[None]:
         yield
     finally:
         F.rms_norm, F.scaled_dot_product_attention = norm, attention  # type: ignore[assignment]
+
+
+class _Chunks(NamedTuple):
+    """Equal parts of a tensor that only their concatenation is asked for."""
+
+    tensor: Tensor
+    count: int
+    dim: int
+
+
+class _WithoutChunks:
+    """Torch, for `fully_shard`'s copies: it cuts what is sharded along another dimension than the first into a tensor a shard and
+    joins them anew, thousands of operators of which one counts.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def chunk(tensor: Tensor, count: int, dim: int = 0) -> Any:
+        return _Chunks(tensor, count, dim) if tensor.shape[dim] % count == 0 else torch.chunk(tensor, count, dim)
+
+    @staticmethod
+    def cat(parts: Any, dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+        if not isinstance(parts, _Chunks):
+            return torch.cat(parts, dim=dim, out=out)
+        if out is not None:
+            return out
+        shape = list(parts.tensor.shape)
+        shape[parts.dim] //= parts.count
+        shape[dim] *= parts.count
+        return parts.tensor.new_empty(shape)
+
+
+@contextlib.contextmanager
+def joined_in_one() -> Iterator[None]:
+    """Let `fully_shard` join the shards of a parameter by one operator while inside."""
+    _fsdp_collectives.torch = _WithoutChunks()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _fsdp_collectives.torch = torch  # type: ignore[attr-defined]
 
 
 def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -18,11 +18,12 @@ from ..mesh import AXES
 
 
 class RankKind(NamedTuple):
-    """Ranks that do the same; ``rank`` is rehearsed for them."""
+    """Ranks that do the same; ``rank`` is rehearsed for them. ``shape`` numbers their sequences and their place in a ring."""
 
     stages: tuple[int, ...]
     rank: int
     ranks: tuple[int, ...]
+    shape: tuple[int, int] = (0, 0)
 
 
 def rank_kinds(plan: TrainingPlan, only: Sequence[int] = ()) -> list[RankKind]:
@@ -54,7 +55,7 @@ def rank_kinds(plan: TrainingPlan, only: Sequence[int] = ()) -> list[RankKind]:
     for idx, key in enumerate(unique):
         members = tuple(np.flatnonzero(inverse.reshape(-1) == idx).tolist())
         chosen = [rank for rank in only if rank in set(members)] if only else [members[0]]
-        kinds += [RankKind(_stages(plan, int(key[0])), rank, members) for rank in chosen]
+        kinds += [RankKind(_stages(plan, int(key[0])), rank, members, (int(key[1]), int(key[2]))) for rank in chosen]
     return sorted(kinds, key=lambda kind: (kind.stages, kind.rank))
 
 

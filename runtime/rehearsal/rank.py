@@ -39,8 +39,9 @@ from ..parallelize_model import parallelize
 from ..training.optimizer import build_optimizer, take_step
 from ..training.options import TrainOptions
 from ..user_modules import LossFunction
-from .kernels import gpu_kernels, gpu_workspace, host_workspace, reduce_bucket
+from .kernels import gpu_kernels, gpu_workspace, host_workspace, joined_in_one, reduce_bucket
 from .recorder import Log, Recorder, tensors_of
+from .repetition import NotPeriodicError, repeat_passes
 from .script import run_script
 
 _OURS = Path(__file__).resolve().parents[1]
@@ -57,6 +58,7 @@ class Setting:
         script: of the user, with its arguments; it builds the model and trains it.
         plan_path: the plan's file, for the script.
         is_worst: experts of this rank get every row that the layout lets them have; else their even share.
+        copies: passes of micro-batches that are alike run once.
     """
 
     build: Callable[[], nn.Module] | None = None
@@ -64,6 +66,7 @@ class Setting:
     script: tuple[str, ...] = ()
     plan_path: str = ""
     is_worst: bool = False
+    copies: bool = True
 
     @property
     def is_user_model(self) -> bool:
@@ -76,6 +79,19 @@ class RehearsalError(RuntimeMismatchError):
 
 
 def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
+    """Rehearse one step of one rank; passes that are alike run once (repetition.py), unless they turn out not to be.
+
+    Raises:
+        MeshwrightError: the plan cannot be executed.
+        RehearsalError: a line of a module fails, or needs what a rehearsal does not have.
+    """
+    if setting.copies:
+        with contextlib.suppress(NotPeriodicError):
+            return _rehearse_rank(plan, rank, setting, copies=True)
+    return _rehearse_rank(plan, rank, setting, copies=False)
+
+
+def _rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting, *, copies: bool) -> Log:
     """Rehearse one step of one rank.
 
     Raises:
@@ -99,7 +115,7 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
         stack.enter_context(recorder)
 
     try:
-        with stack, contextlib.nullcontext() if is_host else gpu_kernels():
+        with stack, joined_in_one(), contextlib.nullcontext() if is_host else gpu_kernels():
             if setting.script:
                 _run_script(plan, setting, rank, recorder, begin, axes, stack)
                 return recorder.log
@@ -107,13 +123,15 @@ def rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting) -> Log:
             model = parallelize(module, plan, device=torch.device("cpu"), loss_fn=setting.loss_fn, on_split=begin)
             axes.update(_axes(model.mesh))
             _assume_rows(model, is_worst=setting.is_worst)
-            _run_step(model, recorder)
+            _run_step(model, recorder, copies=copies)
             return recorder.log
-    except MeshwrightError:
+    except (MeshwrightError, NotPeriodicError):
         raise
     except SystemExit as error:
         raise RehearsalError(f"{setting.script[0] if setting.script else 'torch'} ended with {error.code}") from None
     except Exception as error:
+        if copies and _is_from(error, NotPeriodicError):  # torch's pipelining wraps what a stage raises
+            raise NotPeriodicError from None
         raise _explained(error, plan, rank, recorder) from error
     finally:
         recorder.end_entries()
@@ -173,14 +191,14 @@ def _forget_meshes() -> None:
         cached.cache_clear()
 
 
-def _run_step(model: ParallelModel, recorder: Recorder) -> None:
+def _run_step(model: ParallelModel, recorder: Recorder, *, copies: bool) -> None:
     for tensor in (*model.module.parameters(), *model.module.buffers()):
         recorder.mark(tensor, "parameters")
     with recorder.watching(dict(model.module.named_modules())):
-        _run(model, recorder)
+        _run(model, recorder, copies=copies)
 
 
-def _run(model: ParallelModel, recorder: Recorder) -> None:
+def _run(model: ParallelModel, recorder: Recorder, *, copies: bool) -> None:
     optimizer = build_optimizer(model, learning_rate=TrainOptions().learning_rate)
     recorder.begin_phase("initial optimizer states", "init")
     for parameter in model.parameters():
@@ -195,6 +213,8 @@ def _run(model: ParallelModel, recorder: Recorder) -> None:
     recorder.log.messages.clear()
     recorder.log.flops.clear()
     recorder.on_part_end = lambda: _mark(model, recorder)
+    if copies:
+        repeat_passes(model, recorder)
     take_step(model, optimizer, tokens, max_grad_norm=TrainOptions().max_grad_norm)
     _mark(model, recorder)
 
@@ -268,6 +288,12 @@ def _assume_rows(model: ParallelModel, *, is_worst: bool) -> None:
 
 
 # Failures
+
+
+def _is_from(error: BaseException | None, kind: type[Exception]) -> bool:
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__
+    return error is not None
 
 
 def _explained(error: Exception, plan: TrainingPlan, rank: int, recorder: Recorder) -> RehearsalError:

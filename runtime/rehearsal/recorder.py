@@ -15,7 +15,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ...cost_models.pipeline.orders import Action
 from ...schema.errors import RuntimeMismatchError
-from ..context_parallel import RING_ATTENTION, _ring_attention
+from ..context_parallel import RING_ATTENTION, ring_attention
 from .kernels import FLASH_ON_CPU, GROUPED_PRODUCT, flash_on_cpu, grouped_product
+
+if TYPE_CHECKING:
+    from .repetition import Repetition
 
 Category = Literal[
     "parameters", "gradients", "optimizer", "unsharded", "activations", "logits", "communication", "temporaries"
@@ -123,6 +126,7 @@ class Recorder(TorchDispatchMode):
         self.on_part_end: Callable[[], None] = lambda: None
         self.failed_module = ""
         self._is_paused = False
+        self.repetition: Repetition | None = None
 
     # The log
 
@@ -136,9 +140,21 @@ class Recorder(TorchDispatchMode):
     def part(self, name: str, action: Action | None = None) -> Iterator[None]:
         """Count as `StepClock.part` does, whose place it takes."""
         label = name if action is None else f"{name} of micro-batch {action.micro_batch}, stage {action.stage}"
+        repetition = self.repetition
+        if repetition is not None and action is not None:
+            repetition.begin(action)
         self.begin_phase(label, name, action)
-        yield
-        self.on_part_end()
+        if repetition is not None and repetition.is_copied(action):
+            paused = _Pause(self) if repetition.copies_on_begin else contextlib.nullcontext()
+            if repetition.copies_on_begin:
+                repetition.copy()
+            with paused:
+                yield
+        else:
+            yield
+            self.on_part_end()
+        if repetition is not None and action is not None:
+            repetition.end()
         self.begin_phase("between passes", "between")
 
     def mark(self, tensor: Tensor | None, category: Category) -> None:
@@ -155,6 +171,8 @@ class Recorder(TorchDispatchMode):
     def end_entries(self) -> None:
         """End the log."""
         self.log.phase_list[-1].end = len(self.log.events)
+        if self.repetition is not None:
+            self.repetition.finish()
 
     def _begin(self, num_bytes: int, op: str) -> int:
         log, entry = self.log, len(self.log.num_bytes)
@@ -181,16 +199,35 @@ class Recorder(TorchDispatchMode):
     def _end(self, key: int) -> None:
         entry, _ = self._alive.pop(key)
         self._entries.pop(key, None)
+        self._end_entry(entry)
+
+    def _end_entry(self, entry: int) -> None:
         if entry >= 0:
+            if self.repetition is not None:
+                self.repetition.on_end(entry)
             self.log.events.append(~entry)
+
+    def entry_of(self, tensor: Tensor) -> int:
+        """Return the entry of a tensor's storage, -1 where it has none."""
+        return self._alive.get(tensor.untyped_storage()._cdata, (-1, None))[0]
+
+    def copy_entry(self, source: int) -> int:
+        """Begin an entry like another."""
+        log = self.log
+        entry = self._begin(log.num_bytes[source], log.ops[source])
+        log.modules[entry] = log.modules[source]
+        if source in log.streams:
+            log.streams[entry] = log.streams[source]
+        if source in log.exchanged:
+            log.exchanged.add(entry)
+        return entry
 
     def _resize(self, storage: torch.UntypedStorage, resize: Callable[..., Any], size: int) -> Any:
         result = resize(storage, size)
         key = storage._cdata
         if key in self._alive:
             entry, reference = self._alive[key]
-            if entry >= 0:
-                self.log.events.append(~entry)
+            self._end_entry(entry)
             new = self._begin(size, "resize_") if size else -1
             self._alive[key] = new, reference
             self._entries.setdefault(key, [] if entry < 0 else [entry])
@@ -219,7 +256,7 @@ class Recorder(TorchDispatchMode):
         self.current = func, args
         if kind == "ring":  # one operator for torch, of which what happens within counts
             with self:
-                return _ring_attention._init_fn(*args)
+                return ring_attention._init_fn(*args)
         if kind == "scalar":
             return self._scalar(args[0])
         if kind == "bincount":

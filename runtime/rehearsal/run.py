@@ -13,6 +13,7 @@ from .kinds import RankKind, rank_kinds
 from .peak import Peak, find_peak
 from .rank import RehearsalError, Setting, rehearse_rank
 from .recorder import Log
+from .reordering import Contents, contents_in_the_middle, reordered
 
 _OPS = {
     "_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather",
@@ -30,6 +31,7 @@ def rehearse(
     ranks: Sequence[int] = (),
     setting: Setting | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    worst: bool = True,
 ) -> Rehearsal:
     """Let every kind of rank of a plan go through a step without devices, and say what it holds and sends.
 
@@ -37,6 +39,7 @@ def rehearse(
         ranks: only the kinds of these ranks.
         setting: another module than the plan's model, with its loss.
         progress: told how many kinds are done, of how many.
+        worst: experts are rehearsed with the most rows as well.
 
     Raises:
         ConfigError: a rank that the plan does not have.
@@ -51,15 +54,16 @@ def rehearse(
     kinds = rank_kinds(plan, ranks)
     rehearsed, failures = list[RehearsedKind](), list[Failure]()
     capacity = plan.cluster.weakest_device.memory_bytes
+    logs = _Logs(plan)
     for done, kind in enumerate(kinds):
         progress(done, len(kinds))
         try:
-            log = rehearse_rank(plan, kind.rank, setting)
+            log = logs.log(kind, setting)
             peak = find_peak(log, capacity=int(capacity))
-            worst = None
-            if plan.layout.ep > 1:
-                worst = find_peak(rehearse_rank(plan, kind.rank, replace(setting, is_worst=True))).allocated_bytes
-            rehearsed.append(_compared(plan, kind, log, peak, worst))
+            peak_of_worst = None
+            if worst and plan.layout.ep > 1:
+                peak_of_worst = find_peak(logs.log(kind, replace(setting, is_worst=True))).allocated_bytes
+            rehearsed.append(_compared(plan, kind, log, peak, peak_of_worst))
         except RehearsalError as error:
             failures.append(Failure(rank=kind.rank, stage=kind.stages[0], message=error.message, details=error.details))
         except MeshwrightError as error:
@@ -74,6 +78,25 @@ def rehearse(
         runs=runs, fits=runs and all(kind.peak_reserved_bytes <= budget for kind in rehearsed), budget_bytes=budget,
         kinds=tuple(rehearsed), failures=tuple(failures), notes=tuple(_notes(plan)),
     )  # fmt: skip
+
+
+class _Logs:
+    """Logs of ranks, of those with alike stages in the middle of a pipeline one that was rehearsed and others made of it."""
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        self._plan, self._known = plan, dict[tuple[Contents, bool], tuple[RankKind, Log]]()
+
+    def log(self, kind: RankKind, setting: Setting) -> Log:
+        """Return the log of a rank."""
+        contents = None if setting.script else contents_in_the_middle(self._plan, kind)
+        if contents is None:
+            return rehearse_rank(self._plan, kind.rank, setting)
+        known = self._known.get((contents, setting.is_worst))
+        log = None if known is None else reordered(known[1], self._plan, known[0], kind)
+        if log is None:
+            log = rehearse_rank(self._plan, kind.rank, setting)
+            self._known[contents, setting.is_worst] = kind, log
+        return log
 
 
 def _notes(plan: TrainingPlan) -> list[str]:

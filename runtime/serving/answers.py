@@ -44,7 +44,7 @@ class Answer:
             "id": f"{prefix}-{ticket.id}",
             "object": kind,
             "created": int(time.time()),
-            "model": endpoint.model,
+            "model": request.adapter or endpoint.model,
         }
 
     async def parts(self) -> AsyncIterator[tuple[str, list[int]]]:
@@ -82,9 +82,11 @@ class Answer:
         is_served = self.finish in ("stop", "length")
         outcome = "served" if is_served else "failed" if self._endpoint.failure is not None else "cancelled"
         times = (self._first_s, self._last_s, self.num_tokens) if self.num_tokens else ()
+        of_engine = self._endpoint.engine.times(self._ticket.id)
         self._endpoint.meter.ended(
-            outcome, prompt_tokens=self._ticket.prompt_tokens, times=times, arrived_s=self._ticket.arrived_s
-        )
+            outcome, prompt_tokens=self._ticket.prompt_tokens, times=times, arrived_s=self._ticket.arrived_s,
+            queue_s=0.0 if of_engine is None else of_engine.queue_s,
+        )  # fmt: skip
 
     async def complete(self) -> dict[str, Any]:
         """Return the answer in full."""

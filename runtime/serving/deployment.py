@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -54,6 +54,7 @@ def open_engine(
     seed: int = 0,
     max_queue: int | None = None,
     prefix_cache: bool = True,
+    adapters: Mapping[str, Path] | None = None,
 ) -> EngineFront:
     """Return an engine for pools: in this process where they are one device, else in processes that it starts on this machine.
 
@@ -66,14 +67,16 @@ def open_engine(
     pools = (pools,) if isinstance(pools, Pool) else tuple(pools)
     if sum(pool.num_devices for pool in pools) == 1:
         return ServingEngine.build(
-            model, pools[0], weights=weights, device=device, seed=seed, max_queue=max_queue, prefix_cache=prefix_cache
-        )
+            model, pools[0], weights=weights, device=device, seed=seed, max_queue=max_queue, prefix_cache=prefix_cache,
+            adapters=adapters,
+        )  # fmt: skip
     spec, folder = resolve_model(model, weights)
     for pool in pools:
         require_servable(spec, pool, is_single=False)
     job = ServingJob(
         model=spec, pools=pools, weights=None if folder is None else str(folder.resolve()), seed=seed, device=device,
         prefix_cache=prefix_cache, socket="",
+        adapters=tuple((name, str(Path(folder).resolve())) for name, folder in (adapters or {}).items()),
     )  # fmt: skip
     return Deployment(job, max_queue=max_queue)
 
@@ -103,7 +106,10 @@ class Deployment(EngineFront):
         """Start the ranks and wait until every instance can serve."""
         self.job, self.instances = job, job.instances()
         self._entries, self._decoders = _by_role(job.pools, self.instances)
-        super().__init__(job.model, min(max_request_len(job.model, pool) for pool in job.pools), max_queue)
+        super().__init__(
+            job.model, min(max_request_len(job.model, pool) for pool in job.pools), max_queue,
+            adapters=[name for name, _ in job.adapters],
+        )  # fmt: skip
         self._arrived = _Wake()  # type: ignore[assignment]
         self._routes: dict[str, _Routed] = {}
         self._seen = [_Seen(tokens=[0] * pool.layout.attention_dp) for pool, _ in self.instances]
@@ -140,6 +146,19 @@ class Deployment(EngineFront):
     def records(self, instance: int) -> list[StepRecord]:
         """Return the last steps of one instance."""
         return list(self._seen[instance].records)
+
+    def measure(self, *, max_context: int, budget_s: float) -> list[list[StepRecord]]:
+        """Measure the steps of every instance, all at once."""
+        for idx in self._connections:
+            self._say(idx, {"do": "measure", "max_context": max_context, "budget_s": budget_s})
+        measured = []
+        for _, connection in sorted(self._connections.items()):
+            try:
+                measured.append([StepRecord(**record) for record in json.loads(connection.recv_bytes())])
+            except (EOFError, OSError):
+                self._ranks.join(_STOP_S)
+                raise self._failure() from None
+        return measured
 
     def step(self, timeout_s: float = 0.0) -> list[TokenEvent]:
         """Send what was submitted, and return what the instances have said since; waits for it where there is work."""
@@ -336,6 +355,8 @@ class _Wake:
 def _by_role(pools: Sequence[Pool], instances: Sequence[Any]) -> tuple[list[int], list[int]]:
     """Return the instances that take requests in, and those that decode for them."""
     roles = {pool.role for pool in pools}
+    if any(pool.speculate is not None for pool in pools):
+        raise ConfigError("the plan drafts tokens, which our own engine does not", help="plan without --speculate")
     if roles not in ({"agg"}, {"prefill", "decode"}):
         raise ConfigError(f"pools of {', '.join(sorted(roles))}: either all are agg, or there are prefill and decode")
     if len(roles) > 1 and len({pool.cache for pool in pools}) > 1:

@@ -15,7 +15,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -202,14 +202,15 @@ class Endpoint:
             content = await self._body(request)
             read = asyncio.to_thread(read_body, kind, content) if len(content) > _LONG_BODY else None
             body: Common = read_body(kind, content) if read is None else await read
-            if body.model not in (None, self.model):
+            adapter = body.model if body.model in self.engine.adapters else None
+            if body.model not in (None, self.model, adapter):
                 raise RefusedError(
                     404, "there is no such model here; /v1/models has its name", param="model", code="model_not_found"
                 )
             try:
                 prompt = await prompt_of(body)
                 ends = self.text.stop_tokens if self.text is not None else frozenset()
-                engine_request = body.request(prompt, limit(body, len(prompt)), ends)
+                engine_request = replace(body.request(prompt, limit(body, len(prompt)), ends), adapter=adapter)
                 if body.stop_texts and self.text is None:
                     raise RefusedError(400, "stop needs a tokenizer: this server has tokens only", param="stop")
                 ticket = self._submit(engine_request, arrived_s)
@@ -307,13 +308,13 @@ class Endpoint:
     async def _models(self, request: Request) -> Response:
         self._require_host(request)
         entry = {
-            "id": self.model,
             "object": "model",
             "created": self._created_s,
             "owned_by": "meshwright",
             "max_model_len": self.engine.max_len,
         }
-        return JSONResponse({"object": "list", "data": [entry]})
+        adapters = [{**entry, "id": name, "parent": self.model} for name in self.engine.adapters]
+        return JSONResponse({"object": "list", "data": [{**entry, "id": self.model}, *adapters]})
 
     async def _health(self, request: Request) -> Response:
         self._require_host(request)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from ...schema.serving import Pool
 from .executor import Executor
 from .front import REMEMBERED, Accepted, EngineFront, max_request_len, resolve_model
 from .instance import Instance, require_servable
+from .measure import measure_steps
 from .ranks import InstanceRanks
 from .requests import EngineStats, Finish, Request, StepRecord, TokenEvent
 from .scheduler import Running, Scheduler, Step
@@ -59,10 +60,11 @@ class ServingEngine(EngineFront):
         max_queue: int | None = None,
         reuses_prefixes: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        adapters: Iterable[str] = (),
     ) -> None:
         """Drive an instance; see `build`."""
         limits, layout = pool.limits, pool.layout
-        super().__init__(instance.spec, max_request_len(instance.spec, pool), max_queue, clock)
+        super().__init__(instance.spec, max_request_len(instance.spec, pool), max_queue, clock, adapters)
         self.pool, self._instance = pool, instance
         self._schedulers = [
             Scheduler(limits, reuses_prefixes=reuses_prefixes, steps_under_way=layout.pp)
@@ -89,6 +91,7 @@ class ServingEngine(EngineFront):
         max_queue: int | None = None,
         prefix_cache: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        adapters: Mapping[str, Path] | None = None,
     ) -> ServingEngine:
         """Return an engine of one rank in this process.
 
@@ -98,6 +101,7 @@ class ServingEngine(EngineFront):
             max_queue: waiting requests beyond which `submit` refuses; None: no limit.
             prefix_cache: reuse blocks of requests that start alike.
             clock: of all times that the engine tells.
+            adapters: folder of each low-rank adapter by the name that requests give.
 
         Raises:
             ConfigError: the model is not to be read, or the pool asks for types that our engine lacks.
@@ -106,14 +110,23 @@ class ServingEngine(EngineFront):
         spec, folder = resolve_model(model, weights)
         require_servable(spec, pool)
         ranks = InstanceRanks(pool.layout)
-        executor = Executor(spec, ranks, pool, device=torch.device(device), seed=seed, weights=folder)
-        return cls(Instance(executor), pool, max_queue=max_queue, reuses_prefixes=prefix_cache, clock=clock)
+        adapters = adapters or {}
+        executor = Executor(
+            spec, ranks, pool, device=torch.device(device), seed=seed, weights=folder, adapters=tuple(adapters.values())
+        )
+        return cls(
+            Instance(executor), pool, max_queue=max_queue, reuses_prefixes=prefix_cache, clock=clock, adapters=adapters
+        )
 
     def stats(self) -> EngineStats:
         """Return counters, and the last steps and requests."""
         counted = self.counters()
         with self._lock:
             return replace(counted, records=list(self._records), requests=list(self._ended.values()))
+
+    def measure(self, *, max_context: int, budget_s: float) -> list[list[StepRecord]]:
+        """Measure the steps of this instance."""
+        return [measure_steps(self, max_context=max_context, budget_s=budget_s, clock=self._clock)]
 
     def _num_waiting(self) -> int:
         return sum(len(one.waiting) for one in self._schedulers)
@@ -142,11 +155,16 @@ class ServingEngine(EngineFront):
         self._tickets += 1
         with self._lock:
             self._live[accepted.id] = accepted
-        one = Running(accepted.id, accepted.request, accepted.times, [*accepted.request.prompt, token])
+        one = self._begin(accepted, [*accepted.request.prompt, token])
         scheduler = self._schedulers[attention_rank]
         self._running[one.id] = one, scheduler
         self._arriving.append((one, scheduler, self._tickets))
         self._instance.expect(self._tickets, source, attention_rank, len(accepted.request.prompt))
+
+    def _begin(self, accepted: Accepted, tokens: list[int]) -> Running:
+        request = accepted.request
+        number = 0 if request.adapter is None else self.adapters[request.adapter]
+        return Running(accepted.id, request, accepted.times, tokens, adapter=number)
 
     def handed_by(self, request: str) -> int:
         """Return which attention rank sent the cache of a request that was handed over; may be asked once."""
@@ -186,7 +204,7 @@ class ServingEngine(EngineFront):
         with self._lock:
             while self._inbox:
                 accepted = self._inbox.popleft()
-                one = Running(accepted.id, accepted.request, accepted.times, list(accepted.request.prompt))
+                one = self._begin(accepted, list(accepted.request.prompt))
                 one.hand_to = self._hand_to.pop(one.id, None)
                 scheduler = min(self._schedulers, key=lambda candidate: candidate.load)
                 scheduler.add(one)
@@ -218,7 +236,7 @@ class ServingEngine(EngineFront):
                 steps = [scheduler.schedule(now) for scheduler in self._schedulers]
             if not any(steps):
                 return
-            self._under_way.append((steps, now))
+            self._under_way.append((steps, self._clock()))
             self._instance.begin([None if step is None else step.batch for step in steps])
 
     def _end_step(self) -> list[TokenEvent]:
@@ -229,7 +247,7 @@ class ServingEngine(EngineFront):
             for scheduler, step, sampled in zip(self._schedulers, steps, tokens, strict=True):
                 if step is None:
                     continue
-                self._records.append(replace(step.record, seconds=now - start_s))
+                self._records.append(replace(step.record, start_s=start_s, seconds=now - start_s))
                 self.num_records += 1
                 for one, token in scheduler.finish(step, sampled):
                     events.append(self._event(one, token, now))

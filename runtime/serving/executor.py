@@ -20,6 +20,7 @@ from ...schema.serving import Pool
 from ..models.attention import Rotary
 from ..models.decoder import Decoder, DecoderBlock
 from ..models.experts import MixtureOfExperts
+from .adapters import AdapterSet
 from .batch import StepBatch
 from .paged_attention import PagedAttention, StepState
 from .part import blocks_of, build_part, require_dtype
@@ -48,14 +49,17 @@ class Executor:
         weights: Path | None = None,
         sites: Sequence[Place] = (),
         instance: int = 0,
+        adapters: Sequence[Path] = (),
     ) -> None:
         """Build this rank's part of a pool's instance; see `build_part`."""
         limits, weight_dtype, cache_dtype = pool.limits, require_dtype(pool.weights), require_dtype(pool.cache)
         self.spec, self.ranks, self.device, self.dtype = spec, ranks, device, weight_dtype
         self._state = StepState(limits.block_size)
+        self._adapters = AdapterSet() if adapters else None
         self.part: Decoder = build_part(
-            spec, ranks, self._state, dtype=weight_dtype, device=device, seed=seed, weights=weights
-        )
+            spec, ranks, self._state, dtype=weight_dtype, device=device, seed=seed, weights=weights,
+            adapters=self._adapters, adapter_folders=adapters,
+        )  # fmt: skip
         self.outbox = Outbox(limit=2 * ranks.layout.pp)
         self.caches: dict[int, Tensor] = {}
         self._rotaries: list[Rotary] = []
@@ -85,6 +89,8 @@ class Executor:
         if not batch.rows:
             return self._stand_by(widest)
         self._state.begin(batch, widest, self.device)
+        if self._adapters is not None:
+            self._adapters.begin(batch, self.device)
         positions = [position for row in batch.rows for position in range(row.start, row.end)]
         self._move(torch.tensor(positions, dtype=torch.long, device=self.device))
         trunk, hidden = self.part.model, self._inputs(batch)

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,7 +18,7 @@ from typing import Self
 from ...schema.errors import ConfigError
 from ...schema.model import ModelSpec
 from ...schema.serving import Pool
-from .requests import EngineBusyError, EngineStats, Listener, Request, RequestTimes, TokenEvent
+from .requests import EngineBusyError, EngineStats, Listener, Request, RequestTimes, StepRecord, TokenEvent
 
 REMEMBERED = 10_000
 """Steps and ended requests whose times are kept."""
@@ -40,11 +40,14 @@ class EngineFront(ABC):
     Attributes:
         spec: of the model.
         max_len: tokens of a prompt and its answer at most.
+        adapters: number of each by its name, from 1.
     """
 
     def __init__(
-        self, spec: ModelSpec, max_len: int, max_queue: int | None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, spec: ModelSpec, max_len: int, max_queue: int | None, clock: Callable[[], float] = time.monotonic,
+        adapters: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self.adapters = {name: number for number, name in enumerate(adapters, start=1)}
         self.spec, self.max_len, self._max_queue, self._clock = spec, max_len, max_queue, clock
         self._lock = threading.Lock()
         self._arrived = threading.Event()
@@ -109,6 +112,10 @@ class EngineFront(ABC):
     @abstractmethod
     def stats(self) -> EngineStats:
         """Return counters, and the last steps and requests."""
+
+    @abstractmethod
+    def measure(self, *, max_context: int, budget_s: float) -> list[list[StepRecord]]:
+        """Measure the steps of every instance, all at once (`measure_steps`); only without requests."""
 
     @abstractmethod
     def _num_waiting(self) -> int:
@@ -177,8 +184,10 @@ class EngineFront(ABC):
                 "that a request may have here",
                 help="a shorter prompt, or smaller max_tokens",
             )
-        if request.adapter is not None:
-            raise ConfigError(f"there is no adapter {request.adapter}")
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise ConfigError(
+                f"there is no adapter {request.adapter}", details=(f"there are: {', '.join(self.adapters) or 'none'}",)
+            )
 
     def _tell(self, event: TokenEvent) -> None:
         """Note what an event says about its request, then let its listener hear it."""

@@ -9,8 +9,8 @@ from typing import Literal
 
 from .requests import EngineStats
 
-Metric = Literal["ttft", "tpot", "e2e"]
-METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
+Metric = Literal["ttft", "tpot", "e2e", "queue"]
+METRICS: tuple[Metric, ...] = ("ttft", "tpot", "e2e", "queue")
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 QUANTILES = (0.5, 0.9, 0.99)
 _REMEMBERED = 100_000
@@ -33,7 +33,13 @@ class Meter:
         self._sums: dict[Metric, float] = dict.fromkeys(METRICS, 0.0)
 
     def ended(
-        self, outcome: str, *, prompt_tokens: int = 0, times: Sequence[float] = (), arrived_s: float = 0.0
+        self,
+        outcome: str,
+        *,
+        prompt_tokens: int = 0,
+        times: Sequence[float] = (),
+        arrived_s: float = 0.0,
+        queue_s: float = 0.0,
     ) -> None:
         """Count a request, with the times of its first and last token and how many there were; latencies where it was served."""
         self.outcomes[outcome] += 1
@@ -46,6 +52,7 @@ class Meter:
             return
         self._add("ttft", first_s - arrived_s)
         self._add("e2e", last_s - arrived_s)
+        self._add("queue", queue_s)
         if count > 1:
             self._add("tpot", (last_s - first_s) / (count - 1))
 

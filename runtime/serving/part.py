@@ -7,6 +7,7 @@ is a part of a sum, it is reduced at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from ..models.decoder import Decoder, DecoderBlock, init_weights
 from ..models.experts import MixtureOfExperts
 from ..models.layers import FeedForward, shard_parameters
 from ..weights.load import load_weights
+from .adapters import AdapterSet
 from .experts import place_experts
 from .paged_attention import StepState
 from .products import pack_products
@@ -43,15 +45,18 @@ def build_part(
     device: torch.device,
     seed: int,
     weights: Path | None,
+    adapters: AdapterSet | None = None,
+    adapter_folders: Sequence[Path] = (),
 ) -> Decoder:
     """Return this rank's part of a model, with plain local parameters and no gradients.
 
     Args:
         seed: of made weights; used where there are none to load.
         weights: folder of safetensors.
+        adapters: of the steps; adapter_folders: of each, in order.
 
     Raises:
-        ConfigError: the weights are damaged or of another model.
+        ConfigError: the weights or an adapter are damaged or of another model.
         RuntimeMismatchError: this version cannot serve the model, or the layout does not divide it.
     """
     require_divisible(spec, ranks.layout)
@@ -71,6 +76,8 @@ def build_part(
     _make_local(part)
     part.tie()
     pack_products(part)
+    if adapters is not None:
+        adapters.attach(part, ranks, adapter_folders, dtype)
     _connect(part, ranks, state)
     part.eval()
     return part

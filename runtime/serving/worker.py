@@ -45,6 +45,7 @@ class ServingJob(Document):
     Attributes:
         pools: with their replicas; ranks are counted pool by pool, replica by replica.
         weights: folder of safetensors; None: made from ``seed``.
+        adapters: name and folder of each.
         socket: where drivers meet the deployment.
     """
 
@@ -54,6 +55,7 @@ class ServingJob(Document):
     seed: int = 0
     device: str = "cpu"
     prefix_cache: bool = True
+    adapters: tuple[tuple[str, str], ...] = ()
     socket: str
 
     def instances(self) -> list[tuple[Pool, Place]]:
@@ -80,12 +82,13 @@ def main() -> None:
     pool = instances[idx][0]
     executor = Executor(
         job.model, ranks, pool, device=device, seed=job.seed, weights=Path(job.weights) if job.weights else None,
-        sites=sites if len(sites) > 1 else (), instance=idx,
+        sites=sites if len(sites) > 1 else (), instance=idx, adapters=[Path(folder) for _, folder in job.adapters],
     )  # fmt: skip
     if ranks.rank:
         follow(executor)
         return
-    engine = ServingEngine(Instance(executor), pool, reuses_prefixes=job.prefix_cache)
+    names = [name for name, _ in job.adapters]
+    engine = ServingEngine(Instance(executor), pool, reuses_prefixes=job.prefix_cache, adapters=names)
     with Client(job.socket, family="AF_UNIX") as connection, engine:
         connection.send_bytes(json.dumps({"instance": idx}).encode())
         Driver(engine, connection).run()
@@ -127,6 +130,10 @@ class Driver:
                 engine.take(accepted, message["token"], Peer(*message["source"]), message["attention_rank"])
             case "cancel":
                 engine.cancel(message["id"])
+            case "measure":
+                bounds = {name: message[name] for name in ("max_context", "budget_s")}
+                records = engine.measure(**bounds)[0]
+                self._connection.send_bytes(json.dumps([dataclasses.asdict(record) for record in records]).encode())
             case "stop":
                 return False
         return True

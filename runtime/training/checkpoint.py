@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import StorageReader
 
 from ...schema import ConfigError, MeshwrightError, ModelSpec
 from ...schema.base import Document, Frozen
@@ -46,6 +47,9 @@ from ..parallel_model import ParallelModel
 from .options import INFO_FILE, list_checkpoints
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_ABANDON_S = 2.0
+"""How long the thread of such a checkpoint may take to notice."""
+
 _TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 
 
@@ -87,18 +91,30 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
             f"the checkpoint {folder} is of another model: {info.model.name} with {info.model.num_params} parameters; "
             f"the plan's is {model.plan.model.name} with {model.plan.model.num_params}"
         )
-    current, state = _current(model, optimizer), checkpoint_state(model, optimizer)
     try:
-        load(state, storage_reader=SafeReader(folder), planner=TensorsOnly())
+        read_states(model, optimizer, SafeReader(folder), planner=TensorsOnly())
     except CheckpointException as error:
         raise _explained(f"cannot read the checkpoint {folder}", error) from None
+    return info
+
+
+def read_states(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, reader: StorageReader, *, planner: LoadPlanner,
+    is_collective: bool = True,
+) -> None:  # fmt: skip
+    """Fill a model and its optimizer from a reader of torch.distributed.checkpoint, whatever layout it has them in.
+
+    Args:
+        is_collective: every rank calls it and all fail together; otherwise each plans and reads by itself.
+    """
+    current, state = _current(model, optimizer), checkpoint_state(model, optimizer)
+    load(state, storage_reader=reader, planner=planner, no_dist=not is_collective)
     loaded = {
         part: {name: _loaded_value(name, value, state[part], model) for name, value in values.items()}
         for part, values in current.items()
     }
     set_model_state_dict(model.module, loaded["model"], options=StateDictOptions(strict=False))
     set_optimizer_state_dict(model.module, optimizer, loaded["optimizer"], options=_FLAT)
-    return info
 
 
 def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -111,8 +127,9 @@ def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
 
 def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return what is stored of `_current`: the tensors, under the names of the model without a pipeline."""
+    spec = model.plan.model
     return {
-        part: {_stored_name(name, model): value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        part: {stored_name(name, spec): value for name, value in values.items() if isinstance(value, torch.Tensor)}
         for part, values in _current(model, optimizer).items()
     }
 
@@ -123,14 +140,14 @@ def _loaded_value(name: str, current: Any, state: dict[str, Any], model: Paralle
     The two copies of a tied embedding may be on one rank: each gets values of its own, or the optimizer would update one tensor
     for both.
     """
-    stored = _stored_name(name, model)
+    stored = stored_name(name, model.plan.model)
     value = state.get(stored, current)
     return value.clone() if stored != name and isinstance(value, torch.Tensor) else value
 
 
-def _stored_name(name: str, model: ParallelModel) -> str:
+def stored_name(name: str, model: ModelSpec) -> str:
     """Return the name in files: a tied output projection, which the last stage holds under its own name, is the embedding."""
-    return name.replace(*_TIED_NAMES) if model.plan.model.tie_embeddings else name
+    return name.replace(*_TIED_NAMES) if model.tie_embeddings else name
 
 
 class CheckpointWriter:
@@ -204,6 +221,13 @@ class CheckpointWriter:
             raise self._failure(folder, error) from None
         self._publish(folder, progress)
 
+    def abandon(self) -> None:
+        """Let a checkpoint be that cannot be finished, because a rank is gone."""
+        if self._pending is not None:
+            with contextlib.suppress(CheckpointException, RuntimeError, TimeoutError):
+                self._pending[0].result(_ABANDON_S)
+            self._pending = None
+
     def _publish(self, folder: Path, progress: TrainingProgress) -> None:
         """Give a checkpoint that every rank has written its name, and delete all but the newest; the first rank does it."""
         if dist.get_rank() != 0:
@@ -211,6 +235,9 @@ class CheckpointWriter:
         partial = _partial(folder)
         try:
             CheckpointInfo(model=self._model.plan.model, **progress.model_dump()).save(partial / INFO_FILE)
+            if (folder / INFO_FILE).is_file():  # by a rank that died after it had given it its name
+                shutil.rmtree(partial)
+                return
             partial.rename(folder)
             for old in list_checkpoints(folder.parent)[: -self._keep]:
                 (old / INFO_FILE).unlink()  # first of all: what is deleted halfway is no checkpoint

@@ -292,13 +292,31 @@ def make_token_file(
             raise ConfigError("--end-token needs a --tokenizer that knows it")
         starts = range(0, corpus.num_tokens, _PIECE_BYTES)
         pieces = (corpus.tokens(start, min(_PIECE_BYTES, corpus.num_tokens - start)) for start in starts)
-        return write_tokens(path, pieces, vocab_size=BYTE_VOCAB_SIZE)
+        count = write_tokens(path, pieces, vocab_size=BYTE_VOCAB_SIZE)
+        _write_ends(path, corpus.ends)
+        return count
     loaded = load_tokenizer(tokenizer)
     end = None if end_token is None else loaded.token_to_id(end_token)
     if end_token is not None and end is None:
         raise ConfigError(f"the tokenizer {tokenizer} has no token {end_token!r}")
     vocab_size = loaded.get_vocab_size(with_added_tokens=True)
-    return write_tokens(path, _encoded(corpus.files, loaded, end), vocab_size=vocab_size)
+    lengths = [0] * len(corpus.files)
+    count = write_tokens(path, _encoded(corpus.files, loaded, end, lengths), vocab_size=vocab_size)
+    _write_ends(path, list(accumulate(length for length in lengths if length)))
+    return count
+
+
+def _write_ends(path: Path, ends: Sequence[int]) -> None:
+    """Write where documents end in a token file, beside it."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+        partial = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            np.save(file, np.array(ends, dtype=np.int64), allow_pickle=False)
+        partial.chmod(0o644)
+        partial.replace(path.with_name(f"{path.name}.ends.npy"))
+    except OSError as error:
+        raise MeshwrightError(f"cannot write the ends of documents beside {path}: {error.strerror}") from None
 
 
 def cached_token_file(corpus: TextCorpus, tokenizer: str | Path) -> Path:
@@ -319,14 +337,16 @@ def cached_token_file(corpus: TextCorpus, tokenizer: str | Path) -> Path:
     return path
 
 
-def _encoded(files: Sequence[Path], tokenizer: Any, end: int | None) -> Iterator[np.ndarray]:
-    """Yield the ids of every file, piece by piece."""
-    for file in files:
+def _encoded(files: Sequence[Path], tokenizer: Any, end: int | None, lengths: list[int]) -> Iterator[np.ndarray]:
+    """Yield the ids of every file, piece by piece, and count them in ``lengths``."""
+    for idx, file in enumerate(files):
         pieces = _text_pieces(file)
         while batch := list(islice(pieces, _BATCH_PIECES)):
             for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+                lengths[idx] += len(encoding.ids)
                 yield np.array(encoding.ids, dtype=np.int64)
         if end is not None:
+            lengths[idx] += 1
             yield np.array([end])
 
 

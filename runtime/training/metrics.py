@@ -56,6 +56,15 @@ class OffloadRecord(TypedDict):
     warnings: list[str]
 
 
+class BatchRecord(TypedDict):
+    """A batch of documents: its tokens, this rank's micro-batches, and the seconds predicted for it and spent on its schedule."""
+
+    num_tokens: int
+    micro_batches: int
+    predicted_s: float
+    schedule_s: float
+
+
 class StepRecord(TypedDict):
     """One step; ``peak_allocated_bytes`` is the highest so far on the reporting rank.
 
@@ -73,6 +82,7 @@ class StepRecord(TypedDict):
     parts_s: dict[StepPart, float]
     loss_scale: NotRequired[float]
     offload: NotRequired[OffloadRecord]
+    batch: NotRequired[BatchRecord]
 
 
 class RankRecord(TypedDict):
@@ -111,6 +121,13 @@ class MetricsWriter:
             self._file.close()
 
 
+def last_step(path: str | Path) -> int:
+    """Return the last step that a file of metrics tells of; 0 where there is none."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    steps = [json.loads(line).get("step", 0) for line in lines]
+    return max(steps, default=0)
+
+
 def mfu(plan: TrainingPlan, step_time_s: float) -> float:
     """Return the FLOPs of a step over what all devices could do at their peak in that time, as in the plan."""
     return plan.estimate.mfu * plan.estimate.step_time_s / step_time_s
@@ -120,14 +137,23 @@ _COMPARED = ("step_time_s", "tokens_per_s", "mfu", "peak_allocated_bytes", "peak
 
 
 def summarise(
-    plan: TrainingPlan, step_times_s: Sequence[float], ranks: Sequence[RankRecord], *, memory_source: MemorySource
+    plan: TrainingPlan,
+    step_times_s: Sequence[float],
+    ranks: Sequence[RankRecord],
+    *,
+    memory_source: MemorySource,
+    num_tokens: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Return the last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
 
     ``step_times_s`` are of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not count.
+    ``num_tokens`` are those of each step, where steps differ in them.
     """
     warmup = WARMUP_STEPS if len(step_times_s) > WARMUP_STEPS else 0
     step_time_s, parts = statistics.median(step_times_s[warmup:]), plan.estimate.breakdown_s
+    tokens_per_s = plan.workload.tokens_per_step / step_time_s
+    if num_tokens:
+        tokens_per_s = sum(num_tokens[warmup:]) / sum(step_times_s[warmup:])
     predicted = {
         **{name: getattr(plan.estimate, name) for name in _COMPARED},
         "step_time_interval_s": plan.estimate.step_time_interval_s.model_dump(),
@@ -152,8 +178,8 @@ def summarise(
     ]
     measured = {
         "step_time_s": step_time_s,
-        "tokens_per_s": plan.workload.tokens_per_step / step_time_s,
-        "mfu": mfu(plan, step_time_s),
+        "tokens_per_s": tokens_per_s,
+        "mfu": mfu(plan, step_time_s) * tokens_per_s * step_time_s / plan.workload.tokens_per_step,
         "peak_allocated_bytes": max(rank["peak_allocated_bytes"] for rank in ranks),
         "peak_reserved_bytes": max(rank["peak_reserved_bytes"] for rank in ranks),
         "parts_s": _measured_parts_s(medians),

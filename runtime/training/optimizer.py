@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ...schema.layers import Block, MoE
+from ..documents.packs import RankBatch
 from ..models.decoder import parameter_seed
 from ..models.experts import MixtureOfExperts, Router
 from ..models.layers import local_part, local_tensor
@@ -67,20 +68,31 @@ def build_optimizer(
 
 
 def take_step(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, tokens: Tensor, *, max_grad_norm: float
+) -> Tensor:
+    """Do one step on this rank's share of the global batch; return the sums of `local_sums`."""
+    sums = local_sums(model, optimizer, tokens)
+    model.add_over_ranks(sums)
+    update(model, optimizer, sums, max_grad_norm=max_grad_norm)
+    return sums
+
+
+def local_sums(
     model: ParallelModel,
     optimizer: torch.optim.Optimizer,
-    tokens: Tensor,
+    tokens: Tensor | RankBatch,
     *,
-    max_grad_norm: float,
     done: int = 0,
     votes: bool = False,
-) -> tuple[Tensor, bool]:
-    """Do one step; return the loss, the square of the gradients' norm and the votes [3], and whether a gradient overflowed.
+) -> Tensor:
+    """Compute the gradients of a step; return what this rank adds to loss, square of the gradients' norm and votes [3].
+
+    All that is left to do then is local: whoever has the sums over all ranks can end the step (`update`).
 
     Args:
-        tokens: this rank's share of the global batch, on its device.
+        tokens: this rank's share of the global batch, or of a batch of documents.
         done: steps before this one.
-        votes: this rank asks all to end after the step; summed over the ranks.
+        votes: this rank asks all to end after the step.
     """
     if isinstance(optimizer, ZerothOrderSGD):
         optimizer.num_steps = done
@@ -88,15 +100,18 @@ def take_step(
     else:
         share = model.backward(tokens)
     stop_votes = torch.full_like(share, float(votes))
-    sums = torch.stack((share.float(), local_square(model), stop_votes.float()))
-    model.add_over_ranks(sums)
+    return torch.stack((share.float(), local_square(model), stop_votes.float()))
+
+
+def update(model: ParallelModel, optimizer: torch.optim.Optimizer, sums: Tensor, *, max_grad_norm: float) -> bool:
+    """End a step, given the sums over all ranks; return whether a gradient overflowed, so that nothing changed."""
     overflowed = model.loss_scale.is_dynamic and not math.isfinite(sums[1].item())
     if not overflowed:
         scale_gradients(model, sums[1].sqrt(), max_grad_norm)
         with model.clock.part("optimizer"):
             optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return sums, overflowed
+    return overflowed
 
 
 @torch.no_grad()
@@ -197,7 +212,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         self.num_steps = 0
 
     @torch.no_grad()
-    def losses(self, tokens: Tensor) -> Tensor:
+    def losses(self, tokens: Tensor | RankBatch) -> Tensor:
         """Return what this rank adds to the mean loss, [] on the device, half way between the two losses."""
         self._move(EPSILON)
         above = self._model.forward(tokens)

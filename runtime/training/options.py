@@ -38,6 +38,9 @@ class TrainOptions(Frozen):
         steps: steps of the entire run, those before a resumed checkpoint included.
         data: text files and folders, or token files (`meshwright tokens`); repeatable. Default: Python's own sources.
         tokenizer: tokenizer.json for text, or its folder. Default: every byte is a token.
+        documents: train on batches of entire documents, each attending to itself only, scheduled anew for every step; those longer
+            than the plan's sequences are cut. They end with the files of text, in token files where `meshwright tokens` noted it.
+        end_id: the token that ends documents, for token files that were made elsewhere.
         restart_data: begin the order of the data anew, for data that are not those of the checkpoint.
         seed: of the weights and of the order of the data.
         learning_rate: at its highest, after a linear warm-up.
@@ -49,6 +52,8 @@ class TrainOptions(Frozen):
         mtbf_hours_per_device: mean hours between faults of one device, for --checkpoint-every auto. Default: 50000, as of Llama 3's
             training on 16,384 H100.
         keep_checkpoints: how many of the newest stay.
+        copy_every: where a job goes on without a dead rank whose states no other holds: steps between their copies to another
+            rank's memory. Default: as many as keep copying below 3 % of the time, by measurement.
         checkpoint_beside: write checkpoints while the next steps run; takes host memory.
         resume: go on from the newest checkpoint, if there is one.
         weights: Hugging Face safetensors to start from. Default: initial weights.
@@ -69,6 +74,8 @@ class TrainOptions(Frozen):
     steps: Count = 20
     data: Annotated[tuple[str, ...], OptionSpec(metavar="PATH")] = ()
     tokenizer: Annotated[str | None, OptionSpec(metavar="FILE")] = None
+    documents: bool = False
+    end_id: Annotated[NonNegativeInt | None, OptionSpec(metavar="ID", needs=("documents",))] = None
     restart_data: Annotated[bool, OptionSpec(needs=("resume",))] = False
     seed: NonNegativeInt = 0
     learning_rate: PositiveFloat = 3e-4
@@ -83,6 +90,7 @@ class TrainOptions(Frozen):
     ] = None
     mtbf_hours_per_device: Annotated[PositiveFloat | None, OptionSpec(metavar="H", needs=("checkpoint_every",))] = None
     keep_checkpoints: Annotated[PositiveInt, _OfCheckpoints] = 2
+    copy_every: Annotated[Count | None, OptionSpec(metavar="N")] = None
     checkpoint_beside: Annotated[bool, _OfCheckpoints] = False
     resume: Annotated[bool, _OfCheckpoints] = False
     weights: Annotated[str | None, _Folder] = None
@@ -148,6 +156,12 @@ def prepare_options(plan: TrainingPlan, options: TrainOptions) -> TrainOptions:
 
         check_weights_target(plan.model, options.save_weights)
     options = options.replace(data=tokenize_paths(options.data, options.tokenizer), tokenizer=None)
+    if options.documents:
+        from .documents import open_documents
+
+        require_documents(plan, compiles=options.compile_blocks)
+        open_documents(plan, options.data, seed=options.seed, end_id=options.end_id)
+        return options
     open_batches(plan, options.data, seed=options.seed, rows=range(1))
     return options
 
@@ -169,6 +183,23 @@ def require_compilable(plan: TrainingPlan) -> None:
         )
 
 
+def require_documents(plan: TrainingPlan, *, is_decoder: bool = True, compiles: bool = False) -> None:
+    """Refuse plans that cannot be trained on batches of documents."""
+    reasons = []
+    if not is_decoder:
+        reasons.append("attention of another module than the plan's own model is that module's code")
+    if plan.layout.pp > 1:
+        reasons.append(f"pp {plan.layout.pp}: the micro-batches of a pipeline have one shape")
+    if plan.offload is not None:
+        reasons.append("an offload schedule is made for micro-batches of one shape")
+    if compiles:
+        reasons.append("a block that is compiled has one shape")
+    if reasons:
+        raise RuntimeMismatchError(
+            "the plan cannot be trained on documents", details=tuple(reasons), help="plan with --fix pp=1"
+        )
+
+
 def require_zeroth_order(plan: TrainingPlan) -> None:
     """Refuse plans that cannot be trained by two forward passes."""
     if plan.layout.pp > 1 or plan.offload is not None:
@@ -177,6 +208,23 @@ def require_zeroth_order(plan: TrainingPlan) -> None:
             details=(f"pp {plan.layout.pp}, offload {plan.layout.offload}",),
             help="plan with --fix pp=1 and without --offload",
         )
+
+
+def why_not_continued(plan: TrainingPlan, options: TrainOptions) -> tuple[str, ...]:
+    """Return why a training cannot go on without a rank that dies, but only start again (supervision/)."""
+    layers = plan.model.iter_layers()
+    lacks = [
+        (plan.cluster.num_nodes > 1, "it runs on several nodes, of which each knows its own ranks only"),
+        (plan.offload is not None, "what is offloaded to the host is on no other rank"),
+        (options.zeroth_order or not plan.workload.has_backward, "zeroth-order steps move parameters before all agree"),
+        (options.documents, "plans for fewer devices do not say what --documents cost"),
+        (options.hot_experts, "--hot-experts exchanges experts after the update"),
+        (
+            options.router_bias_rate > 0 and any(getattr(layer.experts, "router", "") == "sigmoid" for layer in layers),
+            "corrections of sigmoid routers are exchanged after the update (--router-bias-rate 0 leaves them)",
+        ),
+    ]  # fmt: skip
+    return tuple(text for is_lacking, text in lacks if is_lacking)
 
 
 def list_checkpoints(root: str | Path) -> tuple[Path, ...]:

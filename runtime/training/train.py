@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import threading
 import time
 import warnings
 from collections import deque
@@ -14,23 +15,35 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ...schema import ConfigError, MeshwrightError, RuntimeMismatchError, TrainingPlan
 from ..adapters import merge_adapters, save_adapters
+from ..documents.packs import RankBatch
 from ..job.machine import check_device, explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
 from ..parallel_model import MIN_SCALE, ParallelModel
 from ..parallelize_model import parallelize
 from ..weights.save import save_weights
 from .checkpoint import CheckpointWriter, TrainingProgress, load_checkpoint
+from .documents import DocumentBatches, open_documents
 from .expert_load import ExpertLoad
 from .memory import MemoryMeter
-from .metrics import RETAINED_STEPS, WARMUP_STEPS, MetricsWriter, RankRecord, StepRecord, mfu, summarise
-from .optimizer import RouterBalance, build_optimizer, build_scheduler, take_step
+from .metrics import (
+    RETAINED_STEPS,
+    WARMUP_STEPS,
+    BatchRecord,
+    MetricsWriter,
+    RankRecord,
+    StepRecord,
+    last_step,
+    mfu,
+    summarise,
+)
+from .optimizer import RouterBalance, build_optimizer, build_scheduler, local_sums, update
 from .options import TrainOptions, list_checkpoints, prepare_options
 from .samples import TokenBatches, open_batches
 from .save_schedule import SaveSchedule
@@ -39,46 +52,110 @@ from .step_clock import StepPart, StepTrace, clock_waiting
 T = TypeVar("T")
 
 
+Batches = TokenBatches | DocumentBatches
+
+
+class Guard(Protocol):
+    """What a job that goes on without dead ranks does at each step (supervision/); every rank has one."""
+
+    def before_step(self) -> None:
+        """Raise where a rank is gone."""
+
+    def before_sums(self) -> None:
+        """Do what must be done before any rank can end the step."""
+
+    def after_step(self) -> None:
+        """Note that this rank has ended the step."""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank makes of a plan: its part of the model and of the data, and ``data``, the fingerprint of all of them."""
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    data: str
+
+
 @dataclass(eq=False)
 class TrainingRun:
     """The state of a rank's run.
 
     Attributes:
+        report: file that the plan's first rank appends its metrics to.
         samples: sequences of the data that the run has seen, all ranks together.
-        data: fingerprint of the data.
         stop_requested: by a scheduler (SIGTERM); the ranks then agree on a step after which all of them do.
         steps: of the entire run that are done, those before a resumed checkpoint included.
+        start: how far the run is whose part this is; None: at the beginning, or at the checkpoint that is to be resumed.
+        saved: step of the last checkpoint that was written in this run.
+        is_updating: the states are being changed.
+        sums: over all ranks, of the last step; None where this rank has gradients of the next one and awaits their sums.
     """
 
-    model: ParallelModel
-    optimizer: torch.optim.Optimizer
+    part: RankPart
     options: TrainOptions
     meter: MemoryMeter
-    writer: MetricsWriter
-    data: str
+    report: str | Path | None = None
+    guard: Guard | None = None
+    start: TrainingProgress | None = None
     samples: int = 0
     stop_requested: bool = False
     step_times_s: list[float] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
     parts_s: deque[dict[StepPart, float]] = field(default_factory=lambda: deque(maxlen=RETAINED_STEPS))
     is_stopped: bool = False
+    saved: int = -1
+    is_updating: bool = False
+    sums: list[float] | None = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        options = self.options
-        self.steps = self._resume()
         # A step that overflows moves the schedule on and not the parameters.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+        self._progress, self._saves = ProgressFile(), None
+        self.writer = MetricsWriter(None)
+        self._reported = 0
+        self._batch: RankBatch | None = None
+        self.model, self.optimizer = self.part.model, self.part.optimizer
+        if self.start is not None:
+            self.adopt(self.part, self.start)
+            return
+        self.steps = self._resume()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with the model that is there, after the steps that are done."""
+        options = self.options
         self._scheduler = build_scheduler(self.optimizer, options, done=self.steps)
         self._balance = RouterBalance(self.model, options.router_bias_rate)
         self._expert_load = ExpertLoad(self.model) if options.hot_experts else None
-        self._progress = ProgressFile()
         self._trace = StepTrace(self.model.plan, self.model.clock, options.trace) if options.trace else None
         self._traced_step = min(self.steps + WARMUP_STEPS + 1, options.steps)
-        self._saves, self._due = None, SaveSchedule(options, done=self.steps)
+        self._due = SaveSchedule(options, done=self.steps)
         if options.checkpoint_dir is not None:
             self._saves = CheckpointWriter(
                 options.checkpoint_dir, self.model, self.optimizer, keep=options.keep_checkpoints,
                 in_background=options.checkpoint_beside,
             )  # fmt: skip
+        is_reporter = dist.get_rank() == self.model.plan.rank_map[0]
+        # After what ranks wrote before a restart.
+        self.writer = MetricsWriter(self.report if is_reporter else None, append=True)
+
+    def adopt(self, part: RankPart, progress: TrainingProgress) -> None:
+        """Go on with another model, whose states are those of some progress, and another part of the data."""
+        if self._saves is not None:
+            self._saves.abandon()
+        self.writer.close()
+        self.part, self.model, self.optimizer = part, part.model, part.optimizer
+        self.steps, self.sums, self.is_stopped = progress.step, [], False
+        self.samples = progress.samples or 0
+        scale = self.model.loss_scale
+        if scale.is_dynamic and progress.loss_scale is not None:
+            scale.value, scale.steps = progress.loss_scale, progress.scale_steps
+        self._begin()
+        if self.report is not None:
+            self._reported = max(self._reported, last_step(self.report))
+        self.step_times_s, self.parts_s = [], deque(maxlen=RETAINED_STEPS)
 
     @property
     def is_finished(self) -> bool:
@@ -88,6 +165,11 @@ class TrainingRun:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGTERM as a request while inside, not as the end."""
+        if (
+            threading.current_thread() is not threading.main_thread()
+        ):  # which alone may; it listened before it was replaced
+            yield
+            return
         before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
         try:
             yield
@@ -108,7 +190,7 @@ class TrainingRun:
             raise ConfigError(f"{newest} was trained with --seed {info.seed}, this run has {options.seed}")
         if info.step >= options.steps:
             raise ConfigError(f"{newest} has {info.step} steps done; --steps {options.steps} leaves none to do")
-        if info.data not in ("", self.data) and not options.restart_data:
+        if info.data not in ("", self.part.data) and not options.restart_data:
             raise ConfigError(
                 f"{newest} was trained on other data, or on sequences of another length",
                 help="give the same --data, or add --restart-data to begin the order of the new data",
@@ -121,29 +203,37 @@ class TrainingRun:
             self.samples = info.samples if info.samples is not None else info.step * batch
         return info.step
 
-    def step(self, tokens: torch.Tensor) -> None:
+    def step(self, tokens: torch.Tensor | RankBatch) -> None:
         """Do one step; the clock runs from the batch being on the device to the parameters being new."""
-        model, options = self.model, self.options
-        trace = self._trace if self.steps + 1 == self._traced_step else None
-        if trace is not None:
-            trace.begin()
+        model = self.model
+        self._batch = tokens if isinstance(tokens, RankBatch) else None
+        is_traced = self._trace is not None and self.steps + 1 == self._traced_step
+        if self.guard is not None:
+            self.guard.before_step()
+        if is_traced and self._trace is not None:
+            self._trace.begin()
         start_s = self._now_s()
-        if trace is not None:
+        if is_traced:
             model.clock.keep()
+        sums = local_sums(model, self.optimizer, tokens, done=self.steps, votes=self.stop_requested)
+        if self.guard is not None:
+            self.guard.before_sums()
+        self.sums = None
+        model.add_over_ranks(sums)
+        self.complete(sums, start_s, is_traced=is_traced)
+
+    def complete(self, sums: torch.Tensor, start_s: float | None = None, *, is_traced: bool = False) -> None:
+        """End a step whose gradients are there, given the sums over all ranks."""
+        model = self.model
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        sums, overflowed = take_step(
-            model,
-            self.optimizer,
-            tokens,
-            max_grad_norm=options.max_grad_norm,
-            done=self.steps,
-            votes=self.stop_requested,
-        )
+        self.is_updating = True
+        overflowed = update(model, self.optimizer, sums, max_grad_norm=self.options.max_grad_norm)
+        self.sums = sums.tolist()
         if self._expert_load is not None:
             self._expert_load.follow()
         self._balance.update()
-        loss, square, votes = sums.tolist()
-        step_time_s = self._now_s() - start_s
+        loss, square, votes = self.sums
+        step_time_s = 0.0 if start_s is None else self._now_s() - start_s
         self.steps += 1
         self.samples += model.plan.workload.global_batch_size
         self.is_stopped = votes > 0
@@ -151,29 +241,40 @@ class TrainingRun:
         model.loss_scale.update(overflowed=overflowed)
         self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
         self._scheduler.step()
+        self.is_updating = False
         self._progress.beat()
-        self.step_times_s.append(step_time_s)
+        self.step_times_s.append(step_time_s or max(self.step_times_s, default=1.0))
         if len(self.step_times_s) == WARMUP_STEPS:
             self.meter.stop_counting()
         self.parts_s.append(model.clock.take(step_time_s))
-        if trace is not None:
-            trace.write(step=self.steps, start_s=start_s, step_time_s=step_time_s)
+        if is_traced and self._trace is not None and start_s is not None:
+            self._trace.write(step=self.steps, start_s=start_s, step_time_s=step_time_s)
+        num_tokens = model.plan.workload.tokens_per_step if self._batch is None else self._batch.num_tokens
         record = StepRecord(
             step=self.steps,
             loss=loss,
             grad_norm=None if overflowed else math.sqrt(square),
             learning_rate=learning_rate,
-            step_time_s=step_time_s,
-            tokens_per_s=model.plan.workload.tokens_per_step / step_time_s,
-            mfu=mfu(model.plan, step_time_s),
+            step_time_s=self.step_times_s[-1],
+            tokens_per_s=num_tokens / self.step_times_s[-1],
+            mfu=mfu(model.plan, self.step_times_s[-1]) * num_tokens / model.plan.workload.tokens_per_step,
             peak_allocated_bytes=self.meter.peak_allocated_bytes(),
             parts_s=self.parts_s[-1],
         )
+        if self._batch is not None:
+            self.num_tokens.append(num_tokens)
+            record["batch"] = BatchRecord(
+                num_tokens=num_tokens, micro_batches=len(self._batch.packs), predicted_s=self._batch.predicted_s,
+                schedule_s=self._batch.schedule_s,
+            )  # fmt: skip
         if model.loss_scale.is_dynamic:
             record["loss_scale"] = used_scale
         if model.offload is not None:
             record["offload"] = model.offload.report(model.module)
-        self.writer.write(record)
+        if self.steps > self._reported:  # a step that is done again was told
+            self.writer.write(record)
+        if self.guard is not None:
+            self.guard.after_step()
 
     def _require_finite(self, loss: float, norm: float) -> None:
         scale = self.model.loss_scale
@@ -183,6 +284,19 @@ class TrainingRun:
                 f"the loss is {loss} and the gradient norm {norm} at step {self.steps}",
                 help="use a lower --learning-rate",
             )
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """How far the run is."""
+        scale = self.model.loss_scale
+        return TrainingProgress(
+            step=self.steps, seed=self.options.seed, samples=self.samples, data=self.part.data,
+            loss_scale=scale.value if scale.is_dynamic else None, scale_steps=scale.steps,
+        )  # fmt: skip
+
+    def rest(self) -> None:
+        """Note that what comes next may take any time, until the next step."""
+        self._progress.rest()
 
     def checkpoint(self) -> None:
         """Save where it is due; does not count in the measured memory."""
@@ -195,12 +309,8 @@ class TrainingRun:
         self._progress.rest()
         self.meter.pause()
         self._due.begin()
-        scale = self.model.loss_scale
-        progress = TrainingProgress(
-            step=self.steps, seed=options.seed, samples=self.samples, data=self.data,
-            loss_scale=scale.value if scale.is_dynamic else None, scale_steps=scale.steps,
-        )  # fmt: skip
-        self._saves.save(progress)
+        self._saves.save(self.progress)
+        self.saved = self.steps
         self._due.end(self.steps, self.step_times_s)
         if self.is_finished:
             self._saves.finish()
@@ -220,7 +330,11 @@ class TrainingRun:
             parts_s=list(self.parts_s),
         )
         ranks = sorted(gather(local), key=lambda entry: entry["rank"])
-        self.writer.write(summarise(self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source))
+        self.writer.write(
+            summarise(
+                self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source, num_tokens=self.num_tokens
+            )
+        )
         self.writer.close()
 
     def _now_s(self) -> float:
@@ -249,43 +363,61 @@ def train(
         ConfigError, RuntimeMismatchError: the options, the data or this machine do not suit the plan.
         MeshwrightError: the loss is no longer a number, a checkpoint cannot be written, or there is no memory left.
     """
-    device = _join(plan, timeout_s)
+    backend, device = backend_and_device(plan)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     meter = MemoryMeter(device, count=options.count_memory)
     options = prepare_options(plan, options)
     with explain_out_of_memory(plan, device):
-        model = parallelize(
-            None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks
-        )
-        batches, data = open_batches(plan, options.data, seed=options.seed, rows=model.share.rows)
-        if len(set(gather(data))) > 1:
-            raise RuntimeMismatchError(
-                "the ranks found different data", help="give --data a folder that all nodes share"
-            )
-        optimizer = build_optimizer(
-            model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas,
-            zeroth_order=options.zeroth_order,
-        )  # fmt: skip
-        is_reporter = dist.get_rank() == plan.rank_map[0]
-        writer = MetricsWriter(report if is_reporter else None, append=True)  # after what ranks wrote before a restart
-        run = TrainingRun(model, optimizer, options, meter, writer, data)
-        with (
-            contextlib.nullcontext() if options.checkpoint_dir is None else run.listening(),
-            clock_waiting(model.clock),
-        ):
-            for tokens in _in_advance(run, batches):
-                run.step(tokens.to(device))
-                run.checkpoint()
-        run.finish()
-        if options.save_adapters and not run.is_stopped:
-            save_adapters(model, options.save_adapters)
-        if options.save_weights and not run.is_stopped:
-            if plan.workload.adapters is not None:
-                merge_adapters(model)
-            save_weights(model, options.save_weights, origin=options.weights)
+        train_to_the_end(TrainingRun(build_part(plan, options, device), options, meter, report))
     dist.destroy_process_group()
 
 
-def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tensor]:
+def build_part(plan: TrainingPlan, options: TrainOptions, device: torch.device) -> RankPart:
+    """Build this rank's part of a plan in the running process group.
+
+    Raises:
+        RuntimeMismatchError: the ranks found different data.
+    """
+    model = parallelize(
+        None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks,
+        documents=options.documents,
+    )  # fmt: skip
+    batches: Batches
+    if options.documents:
+        documents, data = open_documents(plan, options.data, seed=options.seed, end_id=options.end_id)
+        batches = DocumentBatches(documents, model)
+    else:
+        batches, data = open_batches(plan, options.data, seed=options.seed, rows=model.share.rows)
+    if len(set(gather(data))) > 1:
+        raise RuntimeMismatchError("the ranks found different data", help="give --data a folder that all nodes share")
+    optimizer = build_optimizer(
+        model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas,
+        zeroth_order=options.zeroth_order,
+    )  # fmt: skip
+    return RankPart(model, optimizer, batches, data)
+
+
+def train_to_the_end(run: TrainingRun) -> None:
+    """Do what is left of a run: steps, checkpoints, the report, and what is saved at the end."""
+    options, model = run.options, run.model
+    with (
+        contextlib.nullcontext() if options.checkpoint_dir is None else run.listening(),
+        clock_waiting(model.clock),
+    ):
+        for tokens in _in_advance(run, run.part.batches):
+            run.step(tokens.to(model.device))
+            run.checkpoint()
+    run.finish()
+    if options.save_adapters and not run.is_stopped:
+        save_adapters(model, options.save_adapters)
+    if options.save_weights and not run.is_stopped:
+        if model.plan.workload.adapters is not None:
+            merge_adapters(model)
+        save_weights(model, options.save_weights, origin=options.weights)
+
+
+def _in_advance(run: TrainingRun, batches: Batches) -> Iterator[torch.Tensor | RankBatch]:
     """Yield batches until the run is finished, each read while the one before is trained on."""
     batch = run.model.plan.workload.global_batch_size
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as reader:
@@ -297,18 +429,20 @@ def _in_advance(run: TrainingRun, batches: TokenBatches) -> Iterator[torch.Tenso
             yield tokens
 
 
-def _join(plan: TrainingPlan, timeout_s: float) -> torch.device:
-    """Enter the job's process group; return this rank's device."""
-    cluster, timeout = plan.cluster, timedelta(seconds=timeout_s)
+def backend_and_device(plan: TrainingPlan) -> tuple[str, torch.device]:
+    """Return what the job's process group runs on, and this rank's device.
+
+    Raises:
+        RuntimeMismatchError: the device is not that of the plan.
+    """
+    cluster = plan.cluster
     backend: str = cluster.weakest_device.backend.collectives
     if backend == "gloo":
-        dist.init_process_group(backend, timeout=timeout)
-        return torch.device("cpu")
+        return backend, torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     group = [group for group in cluster.groups for _ in range(group.num_devices)][int(os.environ["RANK"])]
     check_device(plan, group, device)
     torch.cuda.set_device(device)
     if plan.offload is not None and plan.offload.streamed_parameter_layers:
         backend = f"cpu:gloo,cuda:{backend}"  # those are reduced and counted on the host
-    dist.init_process_group(backend, timeout=timeout, device_id=device)
-    return device
+    return backend, device

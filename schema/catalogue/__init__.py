@@ -73,6 +73,12 @@ def device_names() -> tuple[str, ...]:
     return tuple(device_entries())
 
 
+def num_mtp_modules(name: str) -> int:
+    """Return the multi-token-prediction modules that a shipped model's checkpoint has beside its layers; 0 of others."""
+    config = load_model(name)["config"] if name in model_names() else {}
+    return int(next((config[key] for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if key in config), 0))
+
+
 def load_model(name: str) -> dict[str, Any]:
     """Load a shipped model: ``{"name", "source", "config"}`` where config is the published ``config.json``.
 

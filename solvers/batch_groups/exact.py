@@ -30,7 +30,7 @@ def solve_exactly(i: BatchInstance) -> list[Groups]:
     within: list[list[_Within]] = [[(0.0 if mask == 0 else math.inf, [])] * width for mask in range(size)]
     for mask in range(1, size):
         row: list[_Within] = [(math.inf, [])] * (i.num_ranks + 1)
-        for part in _parts(mask):
+        for part in subsets_with_first(mask):
             for k, degree in enumerate(i.degrees):
                 if tokens[part] > i.tokens_per_rank * degree:
                     continue
@@ -44,13 +44,13 @@ def solve_exactly(i: BatchInstance) -> list[Groups]:
     for mask in range(1, size):
         options = (
             (within[part][-1][0] + i.fixed_s + total[mask ^ part][0], [part, *total[mask ^ part][1]])
-            for part in _parts(mask)
+            for part in subsets_with_first(mask)
         )
         total.append(min(options, key=lambda option: option[0]))
     return [[(k, bits[part]) for k, part in within[chosen][-1][1]] for chosen in total[-1][1]]
 
 
-def _parts(mask: int) -> Iterator[int]:
+def subsets_with_first(mask: int) -> Iterator[int]:
     """Yield the subsets of a set of sequences that hold its first one."""
     first = mask & -mask
     part = rest = mask ^ first

@@ -1,12 +1,14 @@
 """One batch of sequences of unequal lengths: micro-batches, groups of ranks in each, and which group computes which sequences.
 
 A group of d ranks shares its sequences (context parallelism of degree d): long sequences need large groups, for which the others
-pay with exchange. Ranks meet after every micro-batch, as under ZeRO-3, whose gathers all of them take part in.
+pay with exchange. Ranks meet after every micro-batch, as under ZeRO-3, whose gathers all of them take part in; under ZeRO 0 to 2
+they meet once a step, and (O') takes the place of (O) (meeting_once.py).
 
 Sets        s sequences;  k = 1..m micro-batches;  g groups of k;  d degrees 1, 2, 4, .. R
 Data        LEN[s] tokens;  SECONDS[s,d] of a sequence in a group of d ranks;  FIXED seconds of a micro-batch;  C tokens of a rank
 Variables   x[s,g] in {0,1};  d[g] degree;  T[k] seconds
-(O)         min  sum_k (T[k] + FIXED)
+(O)         min  sum_k (T[k] + FIXED)                                   where ranks wait after every micro-batch
+(O')        min  max_r sum over groups g of r (t[g] + FIXED)            where they meet once
 (C1) once:    sum_g x[s,g] = 1
 (C2) memory:  sum_s LEN[s] x[s,g] <= C d[g]
 (C3) ranks:   sum_{g of k} d[g] <= R
@@ -26,6 +28,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ...schema.batch import LengthCosts
 from ...schema.errors import ConfigError, InfeasibleError
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import SUMMED
@@ -43,6 +46,7 @@ class BatchInstance:
         degrees: sizes of groups, powers of two up to ``num_ranks`` [D].
         seconds: of each sequence in a group of each size [S, D].
         tokens_per_rank: that a rank can hold in a micro-batch; fixed_s: of every micro-batch.
+        waits: the objective is (O), else (O').
     """
 
     lengths: IntArray
@@ -51,6 +55,7 @@ class BatchInstance:
     num_ranks: int
     tokens_per_rank: int
     fixed_s: float
+    waits: bool = True
 
     @classmethod
     def of(
@@ -62,6 +67,7 @@ class BatchInstance:
         tokens_per_rank: int,
         fixed_s: float,
         max_degree: int | None = None,
+        waits: bool = True,
     ) -> BatchInstance:
         """Return the instance of lengths with ``seconds_of(lengths, degree)``.
 
@@ -83,8 +89,22 @@ class BatchInstance:
             )
         seconds = np.stack([seconds_of(given.astype(np.float64), degree) for degree in degrees], axis=1)
         return cls(
-            lengths=given, degrees=degrees, seconds=seconds, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank, fixed_s=fixed_s
+            lengths=given, degrees=degrees, seconds=seconds, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank, fixed_s=fixed_s,
+            waits=waits,
         )  # fmt: skip
+
+    @classmethod
+    def under(cls, costs: LengthCosts, lengths: Sequence[int]) -> BatchInstance:
+        """Return the instance of lengths under the costs of a plan."""
+        return cls.of(
+            lengths,
+            costs.seconds,
+            num_ranks=costs.num_ranks,
+            max_degree=2 ** (len(costs.token_s) - 1),
+            tokens_per_rank=costs.tokens_per_rank,
+            fixed_s=costs.fixed_s,
+            waits=costs.waits,
+        )
 
     @cached_property
     def allowed(self) -> BoolArray:
@@ -139,9 +159,15 @@ Groups = list[tuple[int, list[int]]]
 def lower_bound_s(instance: BatchInstance) -> float:
     """Return seconds that no schedule is below.
 
+    Under (O'): the longest sequence at its fastest, or what all of them come to on ranks that are evenly busy.
+
     With T the longest of the deadlines a sequence costs the fewest rank seconds of the degrees within T. That sum falls with T, and
     the T are at least T together: the bound is the least over T of the larger of both.
     """
+    if not instance.waits:
+        micro_batches = float(instance.lengths.sum()) / (instance.num_ranks * instance.tokens_per_rank)
+        even_s = float(instance.rank_seconds.min(axis=1).sum()) / instance.num_ranks + micro_batches * instance.fixed_s
+        return max(even_s, float(instance.fastest_s.max()) + instance.fixed_s) * (1 - SUMMED)
     finite = np.unique(instance.seconds[instance.allowed])
     levels = finite[finite >= instance.fastest_s.max()]
     costs = np.where(instance.seconds[None] <= levels[:_MAX_LEVELS, None, None], instance.rank_seconds[None], math.inf)
@@ -152,8 +178,14 @@ def lower_bound_s(instance: BatchInstance) -> float:
 
 
 def batch_seconds(instance: BatchInstance, micro_batches: Sequence[Sequence[BatchGroup]]) -> float:
-    """Return (O) of a schedule, recomputed from the sequences: a micro-batch takes as long as its slowest group (C4)."""
+    """Return (O) or (O') of a schedule, recomputed from the sequences: a micro-batch takes as long as its slowest group (C4)."""
     column = {degree: idx for idx, degree in enumerate(instance.degrees)}
+    if not instance.waits:
+        loads = np.zeros(instance.num_ranks)
+        for group in (group for groups in micro_batches for group in groups):
+            seconds = float(instance.seconds[list(group.sequences), column[group.size]].sum())
+            loads[group.first : group.first + group.size] += seconds + instance.fixed_s
+        return float(loads.max())
     slowest = (
         max(float(instance.seconds[list(group.sequences), column[group.size]].sum()) for group in groups)
         for groups in micro_batches

@@ -24,6 +24,7 @@ from ..tolerances import SUMMED
 from .exact import MAX_STEPS, num_steps, solve_exactly
 from .filling import Distinct, Filled, entries, fill
 from .instance import BatchGroup, BatchInstance, BatchSchedule, Groups, batch_seconds, lower_bound_s
+from .meeting_once import solve_without_waits
 
 _SPAN = 3
 """Numbers of micro-batches that are tried, from the fewest that the tokens allow."""
@@ -48,6 +49,14 @@ def schedule_batch(instance: BatchInstance) -> BatchSchedule:
         InfeasibleError: no schedule within `_SPAN` micro-batches more than the tokens need.
     """
     start = time.perf_counter()
+    if not instance.waits:
+        rounds = solve_without_waits(instance)
+        return BatchSchedule(
+            micro_batches=rounds,
+            seconds=batch_seconds(instance, rounds),
+            bound_seconds=lower_bound_s(instance),
+            solve_seconds=time.perf_counter() - start,
+        )
     distinct = Distinct(instance)
     answer = (
         solve_exactly(instance)

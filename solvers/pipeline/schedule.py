@@ -23,9 +23,7 @@ Method: every named order that fits the cap, repeated blocks (blocks.py) and eve
 incumbent. CP-SAT improves it from that hint, in windows of time (solvers/pipeline/improve.py: `solve`), and tries to prove it where
 all actions fit into one window. Cold, CP-SAT finds nothing at 8 stages and 24 micro-batches.
 
-Bound, with head(r) = ticks until rank r's first input can arrive (zero for the span) and work(r) its busy ticks:
-    length >= head(r) + work(r) + idle(r),   idle(r) >= way(r) - F(r),
-because before rank r's first B, which is way(r) after its first F, only F can run there, and CAP[r] admits F(r) ticks of them.
+Bound: `no_order_below_s`.
 Source: Qi et al., arXiv:2401.10241, sections 3 and 4 (greedy and integer program); windows: Shaw, CP 1998.
 """
 
@@ -42,7 +40,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...cost_models.pipeline.orders import ORDERS, Order, Pipeline, dualpipe_v
+from ...cost_models.pipeline.orders import ORDERS, Order, Pipeline, dualpipe_v, no_order_below_s
 from ...cost_models.pipeline.simulation import Timeline, peak_bytes, simulate
 from ...schema.errors import ConfigError, InfeasibleError
 from ...schema.schedules import SCHEDULES, placement
@@ -117,25 +115,9 @@ def check(instance: PipelineInstance, order: Order) -> float:
 
 
 def lower_bound_s(instance: PipelineInstance) -> float:
-    """Return the seconds that no order can beat: the bound stated above, the largest over ranks."""
-    costs = instance.pipeline
-    hops = [costs.hop_s(s) for s in range(costs.num_stages - 1)]
-    heads = np.concatenate([[0.0], np.cumsum(np.array(costs.forward_s[:-1]) + hops)])
-    tails = np.concatenate([np.cumsum((np.array(costs.backward_s[1:]) + hops)[::-1])[::-1], [0.0]])
-    down = heads[-1] + costs.forward_s[-1]
-    work = costs.work_s()
-    bounds = []
-    for rank in range(costs.num_ranks):
-        stages = costs.stages_of(rank)
-        first, last = stages[0], stages[-1]
-        way = down - heads[first] + tails[last]
-        resident, seconds = (np.array([column[s] for s in stages]) for column in (costs.held_bytes, costs.forward_s))
-        admitted = math.inf if np.any(resident <= 0) else instance.cap_bytes[rank] * float(np.max(seconds / resident))
-        if np.all(resident == resident[0]) and resident[0] > 0:
-            admitted = math.floor(instance.cap_bytes[rank] / resident[0] * (1 + SUMMED)) * float(np.max(seconds))
-        idle = max(0.0, way - min(admitted, float(np.sum(seconds)) * costs.num_microbatches))
-        bounds.append((heads[first] if instance.length == "makespan" else 0.0) + work[rank] + idle)
-    return float(max(bounds))
+    """Return the seconds that no order can beat, with the rounding that `check` allows."""
+    caps = [cap * (1 + SUMMED) for cap in instance.cap_bytes]
+    return no_order_below_s(instance.pipeline, caps, ranks_apart=instance.length == "span")
 
 
 def best_greedy(instance: PipelineInstance, *, until: float = math.inf) -> tuple[str, Order] | None:

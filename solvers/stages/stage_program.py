@@ -43,7 +43,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -119,24 +119,52 @@ class OptionFronts:
 
     def front(self, stage: int, within: int, counts: tuple[int, ...]) -> OptionFront:
         """Return the fillings of so many layers of each kind on a stage with the options of one set."""
-        key, instance = (self.values[stage].tobytes(), within, counts), self._instance
+        key = (self.values[stage].tobytes(), within, counts)
         if key in self._made:
             return self._made[key]
-        if not any(counts):
-            none = np.zeros((1, *instance.retained_bytes.shape), dtype=np.int64)
-            return self._made.setdefault(key, OptionFront(np.zeros(1), np.zeros(1), none))
-        kind = max(k for k, count in enumerate(counts) if count)
-        fewer = self.front(stage, within, tuple(count - (k == kind) for k, count in enumerate(counts)))
-        options = np.flatnonzero(instance.uses[within])
-        retained = (fewer.retained_bytes[None] + instance.retained_bytes[kind, options, None]).ravel()
-        value = (fewer.value[None] + self.values[stage, kind, options, None]).ravel()
-        order = np.lexsort((value, retained))
-        best_before = np.concatenate([[np.inf], np.minimum.accumulate(value[order])[:-1]])
-        order = order[value[order] < best_before * (1 - ROUNDING)]
-        option, parent = np.divmod(order, len(fewer.value))
-        picks = fewer.picks[parent].copy()
-        picks[np.arange(len(order)), kind, options[option]] += 1
-        return self._made.setdefault(key, OptionFront(retained[order], value[order], picks))
+        kinds = [kind for kind, count in enumerate(counts) if count]
+        if len(kinds) == 1:
+            return self._made.setdefault(key, self._of_one_kind(stage, within, kinds[0], counts[kinds[0]]))
+        none = np.zeros((1, *self._instance.retained_bytes.shape), dtype=np.int64)
+        front = OptionFront(np.zeros(1), np.zeros(1), none)
+        for kind in kinds:
+            other = self.front(stage, within, tuple(count * (k == kind) for k, count in enumerate(counts)))
+            retained, value = (
+                np.add.outer(*columns).ravel()
+                for columns in ((front.retained_bytes, other.retained_bytes), (front.value, other.value))
+            )
+            unbeaten = _unbeaten(retained, value)
+            one, two = np.divmod(unbeaten, len(other.value))
+            front = OptionFront(retained[unbeaten], value[unbeaten], front.picks[one] + other.picks[two])
+        return self._made.setdefault(key, front)
+
+    def _of_one_kind(self, stage: int, within: int, kind: int, count: int) -> OptionFront:
+        options = np.flatnonzero(self._instance.uses[within])
+        ways = _ways(count, len(options))
+        retained = ways @ self._instance.retained_bytes[kind, options]
+        value = ways @ self.values[stage, kind, options]
+        unbeaten = _unbeaten(retained, value)
+        picks = np.zeros((len(unbeaten), *self._instance.retained_bytes.shape), dtype=np.int64)
+        picks[:, kind, options] = ways[unbeaten]
+        return OptionFront(retained[unbeaten], value[unbeaten], picks)
+
+
+@lru_cache(maxsize=8)
+def _ways(count: int, num_options: int) -> IntArray:
+    """Return every way to give each of so many layers an option: layers of each option [W, O]."""
+    taken, rest = np.zeros((1, 0), dtype=np.int64), np.array([count])
+    for _ in range(num_options - 1):
+        ends = np.cumsum(rest + 1)
+        more = np.arange(ends[-1]) - np.repeat(ends - rest - 1, rest + 1)
+        taken, rest = np.column_stack([np.repeat(taken, rest + 1, axis=0), more]), np.repeat(rest, rest + 1) - more
+    return np.column_stack([taken, rest])
+
+
+def _unbeaten(retained_bytes: FloatArray, value: FloatArray) -> IntArray:
+    """Return the ways that no other way beats in both, by growing bytes."""
+    order = np.lexsort((value, retained_bytes))
+    best_before = np.concatenate([[np.inf], np.minimum.accumulate(value[order])[:-1]])
+    return np.asarray(order[value[order] < best_before * (1 - ROUNDING)])
 
 
 def min_values(instance: StageProgramInstance, once_weight: float, fronts: OptionFronts | None = None) -> FloatArray:

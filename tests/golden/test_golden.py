@@ -11,7 +11,10 @@ from golden_cases import Case, cases, differences, run, stored_answers
 ANSWERS = stored_answers()
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.group}: {case.name}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.label, marks=[] if "quick" in case.name else [pytest.mark.long]) for case in cases()],
+)
 def test_answer_is_the_stored_one(case: Case) -> None:
     expected, actual = ANSWERS[case.group][case.name], run(case)
     changed = list(differences(expected, actual))

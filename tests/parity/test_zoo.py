@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,29 @@ def plans_of(name: str) -> tuple[dict[str, TrainingPlan], dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in zoo.MODELS]
+    "names",
+    [QUICK, pytest.param([name for name in zoo.MODELS if name not in QUICK], marks=pytest.mark.long)],
+    ids=["quick", "all"],
 )
-def test_what_is_offered_runs_and_the_rest_says_why(name: str, tmp_path: Path) -> None:
-    offered, refused = plans_of(name)
-    assert "the plan's own choice" in offered
-    for wish, why in refused.items():
-        assert any(reason in why for reason in REASONS), f"{wish}: {why}"
-    cases = [Case(wish, found, module=name, run=zoo.one_step) for wish, found in offered.items()]
-    outcomes = run_group(2, cases, tmp_path)
-    expected = {kind: zoo.alone(name, next_tokens=kind) for kind in {found.layout.pp > 1 for found in offered.values()}}
-    for wish, found in offered.items():
-        reference = expected[found.layout.pp > 1]
-        gradients = {key: grad for outcome in outcomes[wish] for key, grad in outcome.gradients.items()}
-        assert not (problems := differences(gradients, reference)), f"{name}, {wish}, {found.layout}: {problems}"
+def test_what_is_offered_runs_and_the_rest_says_why(names: Sequence[str], tmp_path: Path) -> None:
+    cases: dict[str, dict[str, Case]] = {}
+    for name in names:
+        offered, refused = plans_of(name)
+        assert "the plan's own choice" in offered, refused
+        for wish, why in refused.items():
+            assert any(reason in why for reason in REASONS), f"{name}, {wish}: {why}"
+        cases[name] = {
+            wish: Case(f"{name}, {wish}", plan, module=name, run=zoo.one_step) for wish, plan in offered.items()
+        }
+    outcomes = run_group(2, [case for of_model in cases.values() for case in of_model.values()], tmp_path)
+    for name, of_model in cases.items():
+        is_piped = {case.plan.layout.pp > 1 for case in of_model.values()}
+        expected = {next_tokens: zoo.alone(name, next_tokens=next_tokens) for next_tokens in is_piped}
+        for case in of_model.values():
+            reference = expected[case.plan.layout.pp > 1]
+            gradients = {key: grad for outcome in outcomes[case.name] for key, grad in outcome.gradients.items()}
+            problems = differences(gradients, reference)
+            assert not problems, f"{case.name}, {case.plan.layout}: {problems}"
 
 
 def differences(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> list[str]:
@@ -69,11 +79,3 @@ def differences(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> l
         if error > 1e-5 * largest:
             wrong.append(f"{key}: {error / largest:.1e} of the largest gradient")
     return wrong
-
-
-@pytest.mark.parametrize("name", zoo.REFUSED)
-def test_models_without_blocks_of_tokens_are_refused_by_name(name: str) -> None:
-    build, why = zoo.REFUSED[name]
-    model, inputs = build()
-    with pytest.raises(ConfigError, match=why):
-        profile_module(model, list(inputs.values()))

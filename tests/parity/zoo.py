@@ -13,6 +13,7 @@ from harness import Case, Outcome
 from meshwright.runtime import parallelize
 from meshwright.runtime.models.layers import full_tensor
 from torch import Tensor, nn
+from zoo_more import MORE
 
 BATCH, LENGTH = 4, 16
 TEXT: dict[str, Any] = {
@@ -134,27 +135,6 @@ class Peeking(PlainModel):
         return super().forward(tokens) * self.blocks[0].norm_1.weight.mean()
 
 
-class Layers(nn.Module):
-    """Without repeated blocks, or with ones that read no tokens: convolutions, a recurrence, a graph."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        if kind == "lstm":
-            self.layers: nn.Module = nn.LSTM(32, 32, num_layers=2, batch_first=True)
-        elif kind == "conv":
-            self.layers = nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)])
-        else:
-            self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "lstm":
-            return self.layers(x)[0]
-        for layer in self.layers:  # type: ignore[attr-defined]
-            x = layer(x)
-        return x
-
-
 def _plain(module: type[nn.Module], *arguments: Any, **inputs: Tensor) -> Callable[[], tuple[nn.Module, Inputs]]:
     return lambda: (module(*arguments), inputs)
 
@@ -178,15 +158,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "plain": _plain(PlainModel, tokens=_tokens()),
     "mixers": _plain(Mixers, images=_images()),
     "peeking": _plain(Peeking, tokens=_tokens()),
+    **MORE,
 }
-"""Those of which a plan is made."""
-
-REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Inputs]], str]] = {
-    "lstm": (_plain(Layers, "lstm", x=torch.zeros(BATCH, LENGTH, 32)), "Layers has no repeated blocks"),
-    "conv": (_plain(Layers, "conv", x=torch.zeros(BATCH, 3, 8, 8)), "no hidden states"),
-    "graph": (_plain(Layers, "graph", x=torch.zeros(BATCH, 32)), "no hidden states"),
-}
-"""Those of which none is made, and why."""
 
 
 def build(name: str) -> tuple[nn.Module, Inputs]:

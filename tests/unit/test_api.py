@@ -72,6 +72,7 @@ def test_wrong_fields_are_named(task: mw.Workload | None, options: dict[str, int
         mw.plan("llama-3.1-8b", "8xH100-SXM-80GB", task, **options)
 
 
+@pytest.mark.long
 @pytest.mark.job
 def test_planning_needs_no_torch_and_running_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "blocked").mkdir()

@@ -79,6 +79,7 @@ def cluster_files() -> list[str]:
     return [text for text in files if "[[groups]]" in text]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", cluster_files(), ids=lambda text: text.split('"')[1])
 def test_cluster_files_of_the_document_are_read_and_planned_for(text: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"

@@ -81,7 +81,9 @@ def run(words: list[str]) -> tuple[int, str]:
     return 0, ""
 
 
-@pytest.mark.parametrize("page", SHORT)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[] if page in SHORT[:2] else [pytest.mark.long]) for page in SHORT]
+)
 def test_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(page):
@@ -134,6 +136,7 @@ def test_every_page_has_a_place_in_the_site() -> None:
     assert sorted(placed) == sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md"))
 
 
+@pytest.mark.long
 def test_parts_of_a_printed_plan_are_numbered_as_their_page_explains_them() -> None:
     drawn = ET.fromstring(annotated_plan.drawing())
     numbers = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text") if text.get("class") == "number"]

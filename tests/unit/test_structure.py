@@ -21,7 +21,8 @@ MAY_IMPORT = {
     # Of the runtime only rehearsals, by the file of that name.
     "planner": {"schema", "profilers", "cost_models", "solvers", "runtime"},
     # Of cost models only the orders of pipelines and their text form, and the best interval between checkpoints.
-    "runtime": {"schema", "profilers", "cost_models"},
+    # Of solvers only that of batches, which schedules while a run goes on.
+    "runtime": {"schema", "profilers", "cost_models", "solvers"},
     "engines": {"schema", "cost_models"},
     # Offline: tables of measured runs against predictions, and the fits of coefficients and learned models.
     "validation": {"schema", "cost_models", "solvers", "planner"},

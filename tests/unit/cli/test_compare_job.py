@@ -107,6 +107,7 @@ def test_a_job_that_is_the_plan_has_nothing_to_change(tmp_path: Path) -> None:
     assert abs(document["difference"]["lost_fraction"]) < 2e-3 and document["steps"] == []
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_fit_is_told_what_makes_it_fit(tmp_path: Path) -> None:
     text = SCRIPT.replace("TP=8", "TP=1").replace("--use-distributed-optimizer", "").replace("--sequence-parallel", "")
     answer = json.loads(run(tmp_path, text, "--json").stdout)

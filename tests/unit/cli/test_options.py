@@ -25,6 +25,7 @@ MODES: dict[str, dict[str, list[str]]] = {
         "--infer": ["gpt2", "--infer"],
         "--objective cost": ["gpt2", "--objective", "cost"],
         "--objective energy": ["gpt2", "--objective", "energy"],
+        "--lengths": ["gpt2", "--lengths", "lengths.txt"],
     },
     "apply": {"": ["plan.json"], "a script of your own": ["plan.json", "train.py"]},
     "experts bench": {"files of loads": ["loads.npy"], "no files of loads": []},
@@ -37,7 +38,7 @@ MODES: dict[str, dict[str, list[str]]] = {
 POSITIONALS = {
     "estimate": ["gpt2", "--global-batch-size=8", "--seq-len=64", "--layout=tp=1"],
     "experts synth": ["--out=x.npz"], "calibrate": ["plan.json", "metrics.jsonl"], "validate": ["runs.csv"],
-    "experts place": ["loads.npy"], "experts evaluate": ["placement.npz"], "report": ["plan.json"],
+    "batch": ["plan.json"], "experts place": ["loads.npy"], "experts evaluate": ["placement.npz"], "report": ["plan.json"],
 }  # fmt: skip
 
 
@@ -80,6 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     small_plan().save(tmp_path / "plan.json")
     (tmp_path / "train.py").touch()
+    (tmp_path / "lengths.txt").write_text("5\n")
 
 
 def refused(name: str, mode: Mode, arguments: list[str], options: list[str], patch: pytest.MonkeyPatch) -> str:
@@ -130,7 +132,7 @@ def test_every_option_is_read_somewhere() -> None:
     read |= {
         node.slice.value for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
     }
-    dumped = {"PlacementOptions", "StepOptions", "SyntheticOptions", "TrainingOptions"}
+    dumped = {"PlacementOptions", "PlannedStepOptions", "StepOptions", "SyntheticOptions", "TrainingOptions"}
     unread = [
         f"{name}: {entry.flag}"
         for name, options in COMMANDS.items()

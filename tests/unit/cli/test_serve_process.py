@@ -89,6 +89,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         connection.close()
 
 
+@pytest.mark.long
 def test_two_ranks_serve_a_plan(tmp_path: Path) -> None:
     with serving(tmp_path) as (_, port):
         alone = json.loads(post(port, {**BODY, "max_tokens": 12})[1].read())["choices"][0]["token_ids"]

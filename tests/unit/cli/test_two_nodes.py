@@ -81,6 +81,7 @@ def wait_for(condition: object, launchers: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_killed_rank_of_one_node_brings_both_back(nodes: Nodes, tmp_path: Path) -> None:
     """kill -9 on the second node's rank, a restart from the last checkpoint on both, SIGTERM to one with a last checkpoint."""
     folder, metrics = tmp_path / "checkpoints", [tmp_path / f"metrics{node}.jsonl" for node in range(2)]

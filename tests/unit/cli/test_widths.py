@@ -101,6 +101,7 @@ def at_width(table: Table, width: int) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.long
 def test_the_commands_print_what_this_file_is_about(printed: list[tuple[str, Table]]) -> None:
     names = {command for command, _ in printed}
     silent = ("experts synth", "plan llama-3.1-70b --cluster 8xH100")

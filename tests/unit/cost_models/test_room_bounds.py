@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.bounds import lower_bound_slowest_s, slowest_stage_s, uniform_time_bounds
+from meshwright.cost_models.stage import memory
+from meshwright.cost_models.stage.bounds import (
+    budget_bytes,
+    lower_bound_slowest_s,
+    memory_bounds,
+    slowest_stage_s,
+    uniform_time_bounds,
+)
 from meshwright.cost_models.stage.table import CostTable
-from meshwright.planner.expand import expand
+from meshwright.planner.expand import expand, expand_fitting
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, Workload
@@ -44,3 +51,15 @@ def test_no_stages_of_a_mixed_layout_are_shorter_than_the_bound(engine: str) -> 
             assert bound_s[idx] <= estimate.step_time_s * (1 + 1e-9), (memory_ratio, idx)
             fitting += 1
     assert fitting > 1
+
+
+def test_memory_of_one_mixed_stage_is_bounded_as_its_best_options_need_it() -> None:
+    spec, workload = shortened("llama-3.2-1b", 4), Workload(seq_len=16384, global_batch_size=64)
+    cluster = ClusterSpec.parse("2xA100-SXM-40GB")
+    batch = build_space(PlanRequest(spec, cluster, workload, {"cp": 1, "tp": 1, "pp": 1})).batch
+    costs = CostTable.from_layouts(spec, workload, cluster, batch.select(np.flatnonzero(batch.recompute == MIXED)))
+    may_fit = memory.lower_bound_required_bytes(memory_bounds(costs), costs.scenario) <= budget_bytes(costs)
+    fits = [expand_fitting(costs, idx) is not None for idx in range(len(costs.layouts))]
+    assert any(fits)
+    assert not all(fits)
+    assert may_fit.tolist() == fits

@@ -21,7 +21,8 @@ VLLM: Table = {
     "kv-cache-dtype": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"), "enable-chunked-prefill": bool,
     "no-enable-chunked-prefill": bool, "enable-prefix-caching": bool, "no-enable-prefix-caching": bool,
     "long-prefill-token-threshold": int, "quantization": str, "cudagraph-capture-sizes": list, "enforce-eager": bool,
-    "kv-transfer-config": dict, "tensor-parallel-size": int, "pipeline-parallel-size": int, "data-parallel-size": int,
+    "kv-transfer-config": dict, "speculative-config": dict,
+    "tensor-parallel-size": int, "pipeline-parallel-size": int, "data-parallel-size": int,
     "data-parallel-size-local": int, "data-parallel-address": str, "data-parallel-rpc-port": int, "data-parallel-start-rank": int,
     "enable-expert-parallel": bool, "headless": bool, "nnodes": int, "node-rank": int, "master-addr": str, "master-port": int,
 }  # fmt: skip
@@ -42,6 +43,9 @@ SGLANG: Table = {
     "disable-radix-cache": bool, "cuda-graph-backend-decode": ("full", "breakable", "disabled"), "cuda-graph-bs-decode": list,
     "disaggregation-mode": ("null", "prefill", "decode"), "disaggregation-transfer-backend": ("mooncake", "nixl"),
     "disaggregation-bootstrap-port": int, "nnodes": int, "node-rank": int, "dist-init-addr": str,
+    "speculative-algorithm": ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"), "speculative-num-steps": int,
+    "enable-mixed-chunk": bool,
+    "speculative-eagle-topk": int, "speculative-num-draft-tokens": int, "speculative-draft-model-path": str,
 }  # fmt: skip
 
 SGLANG_BENCH: Table = {
@@ -64,6 +68,7 @@ TRTLLM: Table = {
                         "enable_block_reuse": bool},
     "cuda_graph_config": {"enable_padding": bool, "batch_sizes": list},
     "cache_transceiver_config": {"backend": str, "max_tokens_in_buffer": int},
+    "speculative_config": {"decoding_type": str, "num_nextn_predict_layers": int},
 }  # fmt: skip
 
 DYNAMO: dict[str, Table] = {

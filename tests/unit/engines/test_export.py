@@ -342,6 +342,7 @@ KEYS = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @given(st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES, max_size=4), max_size=6))
 @settings(max_examples=80, deadline=None)
 def test_any_values_are_read_or_refused(content: dict[str, Any]) -> None:
@@ -406,6 +407,7 @@ def test_torchtitan_toml(tmp_path: Path) -> None:
         read_configuration(path)
 
 
+@pytest.mark.long
 def test_commands(tmp_path: Path) -> None:
     """export, import and compare as a user runs them."""
     plan = tmp_path / "plan.json"

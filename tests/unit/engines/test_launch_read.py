@@ -377,6 +377,7 @@ KEYS = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @given(st.dictionaries(KEYS, VALUES | st.dictionaries(KEYS, VALUES, max_size=5), max_size=7), st.booleans())
 @settings(max_examples=250, deadline=None)
 def test_any_table_is_read_or_refused(content: dict[str, Any], has_model: bool) -> None:

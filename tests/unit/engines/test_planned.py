@@ -43,6 +43,7 @@ def read_back(made: TrainingPlan, engine: str, folder: Path) -> Layout:
     return read_configuration(path, num_devices=made.cluster.num_devices, model=made.model).layout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job[0])
 @pytest.mark.parametrize("engine", OTHERS)
 def test_plan_for_an_engine_is_what_its_file_says(engine: str, job: tuple[str, str, int, int], tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_what_is_fixed_is_exported_or_refused_by_plan(engine: str, fixed: dict[s
     assert found == layout
 
 
+@pytest.mark.long
 def test_plan_of_ours_is_costed_again_elsewhere(tmp_path: Path) -> None:
     """The logits of plain code make what fits ours too large; what fits is written with the difference."""
     made = planned(

@@ -23,6 +23,8 @@ from plans import make_plan
 PARSERS = Path(__file__).parent / "parsers"
 MODELS = Path(__file__).parents[3] / "schema" / "catalogue" / "models"
 
+pytestmark = pytest.mark.long
+
 
 def engine_reads(parser: str, cases: Sequence[dict[str, Any]], checkout: str = "") -> list[dict[str, Any]]:
     """What an engine makes of each case, ``found`` or ``error``; skips where the engine cannot be imported."""

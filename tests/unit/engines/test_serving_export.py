@@ -13,6 +13,7 @@ import pytest
 import yaml
 from meshwright.engines import SERVING_TARGETS, Exported, export, exportable
 from meshwright.schema import ConfigError, RequestClass, Requests, ServingPlan
+from meshwright.schema.speculation import Speculation
 from plans import cpu_cluster
 from serving_options import (
     AIPERF,
@@ -284,6 +285,30 @@ def test_what_an_engine_cannot_do_is_refused_with_its_limit() -> None:
     with pytest.raises(ConfigError) as refused:
         export(named, "llm-d")
     assert "[model_name]" in refused.value.details[0]
+
+
+def test_drafts_are_told_to_each_engine_or_refused(tmp_path: Path) -> None:
+    own = Speculation(method="mtp", draft_tokens=2, accept=0.8)
+    plan = serving_plan(pool_of(tp=8, speculate=own))
+    words = parse(VLLM, calls_of(plan, "vllm", "serve.sh", tmp_path / "vllm")[0]["words"][2:])
+    assert words["speculative-config"] == {"method": "mtp", "num_speculative_tokens": 2}
+    other = own.replace(method="draft", model="llama-3.2-1b")
+    plan = serving_plan(pool_of(tp=8, speculate=other))
+    words = parse(SGLANG, calls_of(plan, "sglang", "serve.sh", tmp_path / "sglang")[0]["words"][2:])
+    assert words["speculative-algorithm"] == "STANDALONE" and words["speculative-num-draft-tokens"] == 3
+    assert words["speculative-draft-model-path"] == "meta-llama/Llama-3.2-1B"
+    with pytest.raises(ConfigError, match="the model's own alone"):
+        export(plan, "trtllm")
+    content = yaml.safe_load(dict(export(serving_plan(pool_of(tp=8, speculate=own)), "trtllm").files)["agg.yaml"])
+    require_fields(TRTLLM, content)
+    assert content["speculative_config"] == {"decoding_type": "MTP", "num_nextn_predict_layers": 2}
+    with pytest.raises(ConfigError, match="knows no name"):
+        export(serving_plan(pool_of(tp=8, speculate=own.replace(method="eagle3"))), "vllm")
+
+
+def test_sglang_is_told_to_mix_where_the_plan_does(tmp_path: Path) -> None:
+    words = calls_of(serving_plan(pool_of(tp=8), scheduler="mixed"), "sglang", "serve.sh", tmp_path)[0]["words"]
+    assert parse(SGLANG, words[2:])["enable-mixed-chunk"] is True
 
 
 def test_pools_that_do_not_lie_on_nodes_are_refused() -> None:

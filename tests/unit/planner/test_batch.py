@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -93,3 +94,38 @@ def test_what_does_not_go_together_is_refused(trained: TrainingPlan, tmp_path: P
             ),
             LENGTHS,
         )
+
+
+def test_the_command_draws_a_batch(trained: TrainingPlan, tmp_path: Path) -> None:
+    path, lengths, picture = tmp_path / "plan.json", tmp_path / "lengths.txt", tmp_path / "batch.svg"
+    trained.save(path)
+    lengths.write_text("\n".join(map(str, LENGTHS)))
+    result = CliRunner().invoke(app, ["batch", str(path), "--lengths", str(lengths), "--plot", str(picture), "--json"])
+    assert result.exit_code == 0, result.output
+    groups = [group for groups in json.loads(result.stdout)["micro_batches"] for group in groups]
+    drawn = ET.parse(picture).getroot()
+    titles = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert [title.split(":")[0] for title in titles if title] == [
+        f"ranks {group['first']} to {group['first'] + group['size'] - 1}" for group in groups
+    ]
+    frame, *bars = list(drawn.iter("{http://www.w3.org/2000/svg}rect"))[1:]
+    right = float(frame.get("x", "")) + float(frame.get("width", ""))
+    assert all(float(bar.get("x", "")) + float(bar.get("width", "")) <= right + 0.1 for bar in bars[: len(groups)])
+
+
+def test_the_command_packs_lengths(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("30\n20\n25\n25\n")
+    result = CliRunner().invoke(app, ["batch", str(lengths), "--pack", "50", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert (sorted(map(tuple, answer["packs"])), answer["tokens"], answer["padding"]) == (
+        [(0, 1), (2, 3)],
+        [50, 50],
+        0.0,
+    )
+    shown = CliRunner().invoke(app, ["batch", str(lengths), "--pack", "50"])
+    assert "2 packs" in shown.stdout
+    wrong = CliRunner().invoke(app, ["batch", str(lengths), "--pack", "29"])
+    assert wrong.exit_code == 2
+    assert "longest sequence has 30 tokens" in wrong.output

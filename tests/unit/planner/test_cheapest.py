@@ -92,6 +92,7 @@ def usd(offer: str, nodes: int, step_time_s: float) -> float:
     return price / 3600 * step_time_s
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
 def test_cheapest_size_equals_exhaustive_search_of_all_sizes(engine: str) -> None:
     workload = Workload(seq_len=2048, global_batch_size=48, engine=engine)

@@ -87,6 +87,7 @@ def test_the_best_choice_of_pools_is_that_of_searching_them_all(seed: int, monke
         assert pool.step_time_s is None or pool.step_time_s >= best * (1 - 1e-9)
 
 
+@pytest.mark.long
 def test_a_zone_that_slows_the_others_down_is_left_out_and_the_plan_says_what_it_costs(tmp_path: Path) -> None:
     cluster = zones(tmp_path)
     found = plan(ModelSpec.named("llama-3.2-1b"), cluster, Workload(seq_len=2048, global_batch_size=96), top=0)

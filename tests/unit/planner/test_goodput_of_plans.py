@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from meshwright.cli.main import app
 from meshwright.planner import plan
-from meshwright.planner.goodput import expected_goodput
+from meshwright.planner.fallbacks import check
+from meshwright.planner.goodput import expected_goodput, tolerant
+from meshwright.planner.spot import Costs, going_on, plans_by_units, replay_pool
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.goodput import Faults
+from meshwright.schema.machines_file import Change, read_pools
 from typer.testing import CliRunner
 
 FAULTS = Faults(mtbf_hours_per_device=2_000, save_s=10, restart_s=300, repair_hours=12)
@@ -57,3 +60,61 @@ def test_the_command_prints_the_report_and_refuses_what_leaves_nothing(trained: 
     assert "at most 3" in refused.output
     with pytest.raises(ConfigError):
         FAULTS.replace(save_s=0)
+
+
+def test_a_tolerant_plan_holds_its_states_twice_and_brings_plans_that_verify(
+    trained: TrainingPlan, tmp_path: Path
+) -> None:
+    """One replica costs little speed and spares the copies and what they lose."""
+    faults = FAULTS.replace(tolerate=1)
+    chosen = tolerant([trained], faults)
+    assert not check(chosen, chosen.fallbacks)
+    assert [each.cluster.num_nodes for each in chosen.fallbacks] == [3]
+    report = expected_goodput(chosen, faults)
+    assert report.falling_back is not None
+    assert report.going_on is not None
+    assert report.waiting < report.falling_back < report.going_on
+    other = chosen.fallbacks[0].workload.replace(global_batch_size=32)
+    wrong = check(chosen, [chosen.fallbacks[0].replace(workload=other, shares=())])
+    assert any("(C1)" in text for text in wrong)
+    chosen.save(tmp_path / "plan.json")
+    assert TrainingPlan.load(tmp_path / "plan.json") == chosen
+
+
+def test_machines_that_come_and_go(trained: TrainingPlan, tmp_path: Path) -> None:
+    """Three hours of four machines, one of which is away for the second one; by hand."""
+    changes = [Change(0, 4), Change(3600, 3), Change(7200, 4), Change(10_800, 4)]
+    plans = plans_by_units(trained, [3, 4])
+    rates = {size: each.estimate.tokens_per_s for size, each in plans.items()}
+    pool = replay_pool(trained, plans, "pool", changes, Costs(save_s=30, restart_s=300, usd_per_unit_hour=2))
+    kept = {entry.policy: entry for entry in pool.policies}
+    assert pool.losses == 1
+    assert pool.mean_units == pytest.approx(11 / 3)
+    assert kept["wait"].running_s == 3600 + 3300
+    (lost_s, less), (joins_s, main_less) = going_on(plans[3], 10_800), going_on(trained, 10_800)
+    expected = (1 - main_less) * (7200 - joins_s) * rates[4] + (1 - less) * (3600 - lost_s) * rates[3]
+    assert kept["join"].tokens == pytest.approx(expected)
+    assert kept["wait"].fraction < kept["restart"].fraction < kept["continue"].fraction < kept["join"].fraction < 1
+    assert kept["join"].usd_per_million_tokens == pytest.approx(2 * 11 / kept["join"].tokens * 1e6)
+    path = tmp_path / "pool.csv"
+    path.write_text("time_s,available\n" + "".join(f"{change.time_s},{change.available}\n" for change in changes))
+    assert read_pools(path) == {"pool": tuple(changes)}
+    trained.save(tmp_path / "plan.json")
+    words = ["replay", str(tmp_path / "plan.json"), "--trace", str(path), "--usd-per-hour", "2"]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["pools"][0]["policies"][3]["fraction"] == pytest.approx(kept["join"].fraction)
+    refused = CliRunner().invoke(app, ["replay", str(tmp_path / "plan.json"), "--requests", str(path)])
+    assert refused.exit_code == 2
+    assert "--trace" in refused.output
+
+
+@pytest.mark.parametrize(
+    "text", ["a,b\n1,2\n", "time_s,available\n", "time_s,available\n0,4\n", "time_s,available\n5,4\n1,3\n",
+             "time_s,available\n0,x\n1,3\n", "time_s,available\n0,-1\n1,3\n", "time_s,available\nnan,1\n1,3\n"],
+)  # fmt: skip
+def test_a_recording_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "pool.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="time_s"):
+        read_pools(path)

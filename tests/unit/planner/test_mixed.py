@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from meshwright.cost_models.stage import memory
 from meshwright.cost_models.stage.bounds import quick_time_bounds, time_bounds
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable, is_aligned
@@ -105,7 +106,7 @@ def all_placements(costs: CostTable, idx: int) -> list[tuple[float, bool]]:
         for cuts in itertools.combinations(range(2, num_layers - 1), len(placed) - 1):
             one = estimate_step(costs, idx, (0, *cuts, num_layers), placed)
             fits = all(
-                expand.memory.required_bytes(float(s.memory_bytes.total), s.memory_bytes.parameters, part.scenario)
+                memory.required_bytes(float(s.memory_bytes.total), s.memory_bytes.parameters, part.scenario)
                 <= part.cluster.memory_budget_bytes
                 for s, part in zip(one.stages, [costs.device_pools[g] for g in placed], strict=True)
             )

@@ -84,6 +84,7 @@ def test_no_map_beats_the_bound_and_the_found_one_is_never_worse_than_as_listed(
         assert found.estimate.step_time_s == pytest.approx(cost(found.nodes or orders[0]).step_time_s)
 
 
+@pytest.mark.long
 def test_search_equals_expanding_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     cluster = with_matrix("4x2xA100-SXM-80GB/ib200", alternating(4))

@@ -11,7 +11,7 @@ from meshwright.cost_models.stage.bounds import ROUGH_ERROR, estimates_s, memory
 from meshwright.cost_models.stage.contents import chunks_may_fit, contents_between, stage_memory_terms
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
-from meshwright.planner import expand, plan, search
+from meshwright.planner import cuts, expand, plan, search
 from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.planner.space import Frontier, Pool, build_space
 from meshwright.planner.tasks import training
@@ -33,7 +33,7 @@ def test_stages_that_fit_are_those_that_fit_one_by_one(engine: str) -> None:
         parts = stage_memory_terms(costs, idx, contents_between(costs, idx, i, j), s)
         required = memory.required_by_terms(parts, costs.scenario)
         cap = float(np.median(required))
-        fits = expand._stage_fits(costs, idx, cap_bytes=cap)
+        fits = cuts.stage_fits(costs, idx, cap_bytes=cap)
         has_block = np.array([any(isinstance(layer, Block) for layer in layers[a:b]) for _, a, b in spans])
         assert np.array_equal(fits[s, i, j], has_block & (required <= cap))
 

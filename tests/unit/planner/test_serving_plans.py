@@ -11,6 +11,7 @@ import pytest
 from meshwright.planner import plan
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.serving.checks import Deployment, drawn_requests, serve, wilson
+from meshwright.planner.serving.limits import Touched
 from meshwright.planner.serving.mix import cluster_of_offers
 from meshwright.planner.tasks.serving import ServingProblem, search_serving
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Offer, Plan, Serving, ServingPlan
@@ -65,6 +66,56 @@ def test_no_deployment_of_a_small_space_is_better(objective: str) -> None:
     assert search.answer.bound <= min(costs) * (1 + 1e-9)
 
 
+def test_no_batch_limits_are_better_than_those_found() -> None:
+    """Every limit of every count of one layout simulated: none meets the limits with fewer devices, the engine's own need more."""
+    serving = task("isl=2048,osl=64,rate=30", modes=("agg",))
+    request = PlanRequest.create(
+        ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB"), serving, fixed={"pp": 1, "tp": 1}
+    )
+    search, problem = search_serving(request), ServingProblem(request)
+    least = []
+    for limited in problem.families[0].with_limits():
+        every = (Deployment(limited.kinds, (count,)) for count in range(1, 9))
+        meeting = (each for each in every if serve(each, serving, rate=30, in_flight=20).meets_limits)
+        least.append(next((each.num_devices for each in meeting), 9))
+    assert search.answer.best is not None and search.answer.is_proved
+    assert search.answer.best.objective == min(least) < least[0]
+
+
+def test_limits_that_nothing_touched_change_nothing() -> None:
+    problem = ServingProblem(
+        PlanRequest.create(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("1xH100-SXM-80GB"), task())
+    )
+    own, *others = problem.families[0].with_limits()
+    served = serve(Deployment(own.kinds, (1,)), problem.serving, rate=10, in_flight=10)
+    touched, seen = Touched.of(served.result.pools[0]), 0
+    for other in others:
+        again = serve(Deployment(other.kinds, (1,)), problem.serving, rate=10, in_flight=10)
+        if touched.same_under(own.kinds[0].limits, other.kinds[0].limits):
+            seen += 1
+            assert (again.result.ttft_s == served.result.ttft_s).all()
+    assert seen
+    tight = own.kinds[0].limits.replace(max_batch=touched.rows - 1)
+    assert not touched.same_under(own.kinds[0].limits, tight)
+    assert Touched(5, 100, 0.1).reached(tight.replace(max_batch=5))
+
+
+def test_a_chunk_is_kept_or_refused_where_the_engine_has_no_words_for_it() -> None:
+    limits = planned(task(engine="meshwright"), fixed="chunk=256,max_batched_tokens=1024,tp=1").pools[0].limits
+    assert (limits.chunk, limits.max_batched_tokens) == (256, 1024)
+    with pytest.raises(ConfigError, match="sglang cuts prompts where"):
+        planned(task(engine="sglang"), fixed="chunk=256")
+
+
+def test_mixed_steps_spare_tokens_the_wait_for_prompts_and_are_refused_where_the_engine_has_them_not() -> None:
+    load = {"tpot": None, "engine": "sglang", "modes": ("agg",), "objective": "gpus"}
+    first, mixed = (planned(task(**load, scheduler=policy), "1xH100-SXM-80GB", "tp=1") for policy in (None, "mixed"))
+    assert mixed.estimate.overall.tpot.p50_s < first.estimate.overall.tpot.p50_s
+    assert mixed.estimate.overall.ttft.p50_s >= 0.95 * first.estimate.overall.ttft.p50_s
+    with pytest.raises(ConfigError, match="has mixed alone"):
+        planned(task(scheduler="prefill_first"))
+
+
 @pytest.mark.parametrize("mode", ["agg", "disagg"])
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_no_simulation_is_above_the_bound(mode: str, engine: str) -> None:
@@ -81,6 +132,7 @@ def test_no_simulation_is_above_the_bound(mode: str, engine: str) -> None:
         assert not beyond.meets_limits
 
 
+@pytest.mark.long
 def test_looser_limits_and_more_devices_are_never_worse() -> None:
     tight, loose = planned(task()), planned(task(ttft="800ms@p90", tpot="24ms@p90"))
     assert loose.num_devices <= tight.num_devices
@@ -96,6 +148,7 @@ def test_a_closed_loop_keeps_its_requests_in_flight() -> None:
     assert cost.requests_per_s * cost.overall.e2e.mean_s == pytest.approx(16, rel=0.03)
 
 
+@pytest.mark.long
 def test_latency_takes_all_that_helps_and_fixed_degrees_are_kept() -> None:
     quick = planned(task("isl=1024,osl=128,rate=2", objective="latency"))
     few = planned(task("isl=1024,osl=128,rate=2"))
@@ -104,6 +157,7 @@ def test_latency_takes_all_that_helps_and_fixed_degrees_are_kept() -> None:
     assert {pool.limits.max_batch for pool in planned(task(), fixed="max_batch=48").pools} == {48}
 
 
+@pytest.mark.long
 def test_classes_have_latencies_of_their_own_and_prefixes_help() -> None:
     classes = "isl=256,osl=64,share=0.8,rate=10;isl=8192,osl=128,share=0.2"
     answer = planned(task(classes, ttft="2s@p90", tpot="30ms@p90"))
@@ -113,6 +167,7 @@ def test_classes_have_latencies_of_their_own_and_prefixes_help() -> None:
     assert planned(with_prefix).num_devices < planned(with_prefix.replace(prefix_cache=False)).num_devices
 
 
+@pytest.mark.long
 def test_what_nothing_serves_names_the_limit_and_what_helps() -> None:
     with pytest.raises(InfeasibleError) as error:
         planned(task("isl=1024,osl=128,rate=100", tpot="30ms@p90", modes=("agg",)), "1xH100-SXM-80GB")
@@ -128,6 +183,7 @@ def offered(text: str, usd_per_hour: float) -> Offer:
     return Offer.from_cluster(ClusterSpec.parse(text), price_per_device_hour=usd_per_hour)
 
 
+@pytest.mark.long
 def test_unlike_devices_share_a_load_where_none_carries_it_alone() -> None:
     both = cluster_of_offers([offered("2xH100-SXM-80GB", 2.95), offered("2xA100-SXM-80GB", 1.35)])
     load = task("isl=200,osl=100,share=0.8,rate=20;isl=4000,osl=200,share=0.2", ttft="1s", tpot="40ms", modes=("agg",))
@@ -135,7 +191,7 @@ def test_unlike_devices_share_a_load_where_none_carries_it_alone() -> None:
     alone = [
         plan("llama-3.1-8b", kind, free).estimate.requests_per_s for kind in ("2xH100-SXM-80GB", "2xA100-SXM-80GB")
     ]
-    rate = max(alone) + 0.5 * min(alone)
+    rate = max(alone) + 0.3 * min(alone)
     mixed = plan("llama-3.1-8b", both, load.replace(requests=load.requests.replace(rate=rate), objective="cost"))
     assert {pool.device for pool in mixed.pools} == {"H100-SXM-80GB", "A100-SXM-80GB"}
     assert all(limit.is_met for limit in mixed.estimate.limits)

@@ -11,7 +11,7 @@ from meshwright.cost_models.layer.layer import LayerCost
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import plan
 from meshwright.planner.request import PlanRequest
-from meshwright.planner.space import build_space
+from meshwright.planner.space import build_narrow_space, build_space
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.engine_facts import ENGINES, PLANNED_ENGINES, require_our_engine
 from meshwright.schema.layout_rules import ENGINE_RULES, broken_rules, problem_facts
@@ -271,3 +271,13 @@ def test_layout_of_a_megatron_space_reads_back() -> None:
     layout = batch.layout(0)
     assert isinstance(layout, Layout)
     assert (layout.ep, layout.etp, layout.pp, layout.world_size) == (4, 2, 2, 16)
+
+
+def test_early_answers_look_at_larger_micro_batches_without_a_pipeline() -> None:
+    request = PlanRequest(MIXTRAL, ClusterSpec.parse("256xH100-SXM-80GB"), workload("fsdp2", global_batch_size=1024))
+    narrow = build_narrow_space(request)
+    assert narrow is not None
+    layouts = narrow.batch
+    larger = layouts.micro_batch_size > 1
+    assert larger.any()
+    assert np.all(layouts.pp[larger] * layouts.tp[larger] == 1)

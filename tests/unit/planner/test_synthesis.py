@@ -45,15 +45,17 @@ def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Tr
     batch = LayoutTable.from_layouts([ordered.layout], WORKLOAD.global_batch_size)
     costs = CostTable.from_layouts(SPEC, WORKLOAD, CLUSTER, batch)
     boundaries = (0, *(stage.first_layer_idx + stage.num_layers for stage in ordered.stages))
-    makespan_s = check(
-        PipelineInstance(*order_instance(costs, boundaries)), from_torch_csv("\n".join(ordered.pipeline_order))
-    )
+    instance = order_instance(costs, 0, boundaries)
+    order = from_torch_csv("\n".join(ordered.pipeline_order))
+    makespan_s = check(PipelineInstance(instance.pipeline, instance.headroom_bytes), order)
     parts = ordered.estimate.breakdown_s
     # Beside the passes: copies of the rank that has most of them.
     of_stage = [costs.copied_s(0)[first:end].sum() for first, end in pairwise(boundaries)]
     copied_s = np.bincount(pipeline_shape(costs, 0).rank_of_stage, of_stage).max()
     beside_s = parts.dp + parts.optimizer + copied_s
     assert makespan_s == pytest.approx(parts.total - beside_s, rel=1e-9)  # sums in another order
+    assert instance.outside_s == pytest.approx(beside_s, rel=1e-9)
+    assert instance.bound_s <= ordered.estimate.step_time_s * (1 + 1e-9)
     assert ordered.estimate.fits
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from meshwright.cli.apply import _meeting_of_used
 from meshwright.engines.registry import export
 from meshwright.planner import cheapest, pareto, plan
-from meshwright.planner.plan import plan_as_requested
+from meshwright.planner.plan import _is_settled, plan_as_requested
 from meshwright.planner.request import PlanRequest
+from meshwright.planner.tasks.training import build_alternative
 from meshwright.planner.variants import _rounded_batches, min_device_s, resized
 from meshwright.runtime.job.rendezvous import Rendezvous
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Offer, TrainingPlan, Workload
@@ -25,6 +28,17 @@ def on(cluster: str, work: Workload = WORK, **options: object) -> TrainingPlan:
 def test_counts_that_divide_well_are_planned_as_they_are() -> None:
     for cluster in ("8xH100-SXM-80GB", "64xH100-SXM-80GB"):
         assert on(cluster).requested is None
+
+
+def test_an_even_layout_that_is_the_fastest_settles_how_many_devices_are_used() -> None:
+    request = PlanRequest.create(MODEL, ClusterSpec.parse("8xH100-SXM-80GB"), WORK.replace(global_batch_size=12))
+    uneven, even = (
+        plan_as_requested(replace(request, fixed={"tp": tp, "pp": 1, "cp": 1, "micro_batch_size": 1})) for tp in (1, 2)
+    )
+    assert (uneven.is_even, even.is_even) == (False, True)
+    assert not _is_settled(request, uneven)
+    fastest = build_alternative(even.layout, even.estimate, uneven.estimate)
+    assert _is_settled(request, uneven.replace(fastest=fastest))
 
 
 def test_more_devices_that_do_not_divide_are_never_slower() -> None:
@@ -63,6 +77,7 @@ def test_no_plan_takes_less_than_perfect_scaling() -> None:
             assert least_s <= plan_as_requested(request).estimate.step_time_s
 
 
+@pytest.mark.long
 def test_a_batch_is_rounded_within_its_tolerance_where_that_pays() -> None:
     exact, rounded = on("80xH100-SXM-80GB"), on("80xH100-SXM-80GB", batch_tolerance=0.05)
     batch = rounded.workload.global_batch_size

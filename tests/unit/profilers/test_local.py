@@ -104,6 +104,7 @@ def runs_a_rank(process):
         return False
 
 
+@pytest.mark.long
 @pytest.mark.job
 def test_killed_launcher_leaves_no_ranks_and_no_cache(cache):
     code = "from meshwright.profilers.local import measure_local; measure_local(2)"

@@ -113,7 +113,7 @@ def test_adapters_beside_code_are_refused() -> None:
 
 
 def test_blocks_that_share_parameters_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = model[0].weight
+    blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    blocks[1].weight = blocks[0].weight
     with pytest.raises(ConfigError, match=r"0\.weight and 0 more parameters of Sequential are shared"):
-        profile_module(model, [torch.zeros(2, 4, 8)], blocks="")
+        profile_module(nn.Sequential(blocks), [torch.zeros(2, 4, 8)], blocks="0")

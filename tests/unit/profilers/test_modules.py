@@ -150,14 +150,17 @@ def test_another_sequence_length_than_was_traced_is_refused(vision: ModelSpec) -
         estimate(vision, ClusterSpec.parse("4xA100-SXM-80GB"), workload, Layout(dp_shard=4))
 
 
-def test_model_without_repeated_blocks_or_with_odd_ones_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no repeated blocks"):
-        profile_module(nn.Linear(4, 4), [torch.empty(1, 4)])
-    flat = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match="hidden states"):
-        profile_module(nn.ModuleDict({"all": flat})["all"], [torch.empty(1, 4)], blocks="")
+def test_model_without_repeated_blocks_is_one_block() -> None:
+    spec = profile_module(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), [torch.empty(2, 3, 6, 6)])
+    assert (spec.num_blocks, spec.traced_len, spec.hidden_dim) == (1, 36, 3)
+    assert spec.num_params == spec.block_runs[0][0].num_params(3) == 8 * 27 + 8
+
+
+def test_names_and_inputs_that_lead_nowhere_are_refused() -> None:
     with pytest.raises(ConfigError, match="no module"):
-        profile_module(flat, [torch.empty(1, 4)], blocks="layers")
+        profile_module(nn.Linear(4, 4), [torch.empty(1, 4)], blocks="layers")
+    with pytest.raises(ConfigError, match="reads no tensor"):
+        profile_module(nn.Identity(), [4])
 
 
 # --- what autograd keeps, against a real run --------------------------------------------------------------------------

@@ -11,8 +11,12 @@ import torch
 import torch.distributed as dist
 from meshwright.planner import plan, rehearse
 from meshwright.planner.rehearse import first_that_runs
+from meshwright.runtime.rehearsal import run
 from meshwright.runtime.rehearsal.kinds import rank_kinds
-from meshwright.runtime.rehearsal.rank import Setting
+from meshwright.runtime.rehearsal.peak import find_peak
+from meshwright.runtime.rehearsal.rank import Setting, _rehearse_rank, rehearse_rank
+from meshwright.runtime.rehearsal.recorder import Log
+from meshwright.runtime.rehearsal.reordering import contents_in_the_middle, reordered
 from meshwright.runtime.rehearsal.run import rehearse as rehearse_with
 from meshwright.schema import ConfigError, TrainingPlan
 from meshwright.schema.layout import parse_assignments
@@ -85,6 +89,7 @@ def test_ranks_with_fewer_sequences_are_another_kind() -> None:
     assert len(kinds) == 2
 
 
+@pytest.mark.long
 def test_experts_are_rehearsed_with_even_and_with_most_rows() -> None:
     given = made("olmoe-1b-7b", "8xH100-SXM-80GB", "ep=8,tp=1,pp=1,dp_shard=8,recompute=none", seq_len=1024)
     rehearsal = rehearse(given)
@@ -104,6 +109,7 @@ def test_experts_are_rehearsed_with_even_and_with_most_rows() -> None:
         ("olmoe-1b-7b", "ep=4,pp=1,tp=1,dp_shard=8,recompute=none", {"dp_shard", "ep"}),
     ],
 )
+@pytest.mark.long
 def test_bytes_of_collectives_are_those_of_the_formulas(model: str, fix: str, axes: set[str]) -> None:
     """But for numbers of which there are a few a message: losses, votes, counts of rows."""
     rehearsal = rehearse(made(model, "8xH100-SXM-80GB", fix, batch=16))
@@ -111,6 +117,91 @@ def test_bytes_of_collectives_are_those_of_the_formulas(model: str, fix: str, ax
     assert {one.axis for one in predicted} == axes
     for one in predicted:
         assert one.bytes == pytest.approx(one.predicted_bytes, rel=2e-4), one
+
+
+@pytest.mark.long  # 10 CPU s: each in full as well
+@pytest.mark.parametrize(
+    "fix",
+    [
+        "pp=1,dp_shard=8,zero_stage=3",
+        "pp=4,dp_shard=2,schedule=zb-v,num_model_chunks=2",
+    ],
+)
+def test_copied_passes_leave_the_log_that_all_of_them_do(fix: str) -> None:
+    given = made("smollm2-135m", "8xH100-SXM-80GB", f"{fix},tp=1,micro_batch_size=1", batch=48 if "pp=1" in fix else 16)
+    copied, full = (_rehearse_rank(given, 0, Setting(), copies=copies) for copies in (True, False))
+    assert len(copied.events) == len(full.events)
+    assert copied.messages == full.messages
+    assert copied.flops == full.flops
+    a, b = find_peak(copied), find_peak(full)
+    assert a.allocated_bytes == pytest.approx(b.allocated_bytes, rel=2e-3)  # what one pass leaves to the next to free
+    assert a.by_category["activations"] == pytest.approx(b.by_category["activations"], rel=0.02)
+
+
+@pytest.mark.long  # 6 CPU s: a pipeline of four, two ranks of it in full
+@pytest.mark.parametrize("fix", ["schedule=1f1b,num_model_chunks=1", "schedule=zb-v,num_model_chunks=2"])
+def test_rank_made_of_another_is_as_rehearsed(fix: str) -> None:
+    given = made("smollm2-135m", "4xH100-SXM-80GB", f"pp=4,dp_shard=1,tp=1,micro_batch_size=1,{fix}", batch=10)
+    one, other = (kind for kind in rank_kinds(given) if kind.rank in (1, 2))
+    assert contents_in_the_middle(given, one) == contents_in_the_middle(given, other) is not None
+    logs = {kind.rank: rehearse_rank(given, kind.rank, Setting()) for kind in (one, other)}
+    log = reordered(logs[1], given, one, other)
+    assert log is not None
+    assert sorted(log.events) == sorted(logs[1].events)
+    a, b = find_peak(log), find_peak(logs[2])
+    assert a.allocated_bytes == pytest.approx(b.allocated_bytes, rel=3e-3)  # what one pass leaves to the next to free
+    assert a.module == b.module
+    assert a.allocated_bytes != find_peak(logs[1]).allocated_bytes
+
+
+@pytest.mark.long  # 3 CPU s
+def test_ranks_in_the_middle_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix = "pp=4,dp_shard=1,tp=1,micro_batch_size=1,schedule=1f1b,num_model_chunks=1"
+    given = made("smollm2-135m", "4xH100-SXM-80GB", fix, batch=4)
+    rehearsed = list[int]()
+
+    def watched(given: TrainingPlan, rank: int, setting: Setting) -> Log:
+        rehearsed.append(rank)
+        return rehearse_rank(given, rank, setting)
+
+    monkeypatch.setattr(run, "rehearse_rank", watched)
+    kinds = rehearse(given, ranks=[1, 2]).kinds
+    assert [kind.rank for kind in kinds] == [1, 2]
+    assert rehearsed == [1]
+    assert kinds[0].module != kinds[1].module
+
+
+class Sound(torch.nn.Module):
+    """An embedding, products and a head."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(num_layers)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens [B, S] to logits [B, S, V]."""
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_passes_that_differ_are_all_run(grows: bool) -> None:
+    given = made("smollm2-135m", "2xH100-SXM-80GB", "pp=1,dp_shard=2,zero_stage=3,micro_batch_size=1", batch=16)
+    passes = [0]
+
+    def loss_fn(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        passes[0] += 1
+        logits = module(inputs) * torch.ones(1024 + grows * 1024 * passes[0]).sum()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    setting = Setting(build=lambda: Sound(given.model.num_blocks), loss_fn=loss_fn)
+    log = rehearse_rank(given, 0, setting)
+    assert sum(phase.kind == "forward" for phase in log.phase_list) == given.num_microbatches == 8
+    assert passes[0] == (3 + 8 if grows else 4), "begun again with every pass, or four of them and copies"
 
 
 class Broken(torch.nn.Module):
@@ -168,6 +259,7 @@ for step in range(100):
 """
 
 
+@pytest.mark.long
 def test_own_script_is_rehearsed_for_two_steps(tmp_path: Path) -> None:
     given = made("smollm2-135m", "2xH100-SXM-80GB", "dp_shard=2,tp=1,pp=1,zero_stage=3,recompute=none", batch=2)
     path, script = tmp_path / "plan.json", tmp_path / "train.py"
@@ -182,6 +274,7 @@ def test_own_script_is_rehearsed_for_two_steps(tmp_path: Path) -> None:
         rehearse(given, script=("none.py",), plan_path=str(path))
 
 
+@pytest.mark.long
 def test_runner_up_is_taken_where_the_choice_does_not_fit() -> None:
     given = made("smollm2-135m", "2xH100-SXM-80GB", "tp=1,pp=1", batch=4)
     assert given.alternatives

@@ -6,12 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import psutil
 import pytest
+import torch.distributed as dist
 from meshwright.profilers.machine import first_host, interface_of
 from meshwright.runtime.job.rendezvous import (
+    Meeting,
     Rendezvous,
     is_endpoint_local,
     local_address,
@@ -138,3 +142,35 @@ def test_a_job_of_one_node_listens_on_the_loopback_alone() -> None:
                 rank.communicate()
     assert listening[0] == {"127.0.0.1"}
     assert set().union(*listening) == {"127.0.0.1"}
+
+
+def other_address() -> str | None:
+    """An address of this machine besides the loopback's."""
+    entries = [entry for each in psutil.net_if_addrs().values() for entry in each if entry.family == socket.AF_INET]
+    return next((entry.address for entry in entries if not entry.address.startswith("127.")), None)
+
+
+@pytest.mark.skipif(other_address() is None, reason="the machine has its loopback only")
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_from_another_address_nobody_reaches_the_store(nnodes: int, endpoint_here: str) -> None:
+    """Keys can be read and written at the address that was named, and the port is closed at every other one."""
+    named, checked = "127.0.0.1", threading.Event()
+    node = Rendezvous(nnodes=2, endpoint=f"{named}:{endpoint_here.rpartition(':')[2]}", timeout_s=30)
+    meetings: SimpleQueue[Meeting] = SimpleQueue()
+
+    def meet_and_wait() -> None:
+        with meet(node if nnodes == 2 else Rendezvous()) as meeting:
+            meetings.put(meeting)
+            checked.wait(30)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(meet_and_wait) for _ in range(nnodes)]
+        meeting = meetings.get(timeout=30)
+        port = int(meeting.variables["MASTER_PORT"])
+        dist.TCPStore(named, port, is_master=False, wait_for_workers=False).set("key", "theirs")
+        assert meeting.store.check(["key"])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((str(other_address()), port), timeout=2).close()
+        checked.set()
+        for future in done:
+            future.result(30)

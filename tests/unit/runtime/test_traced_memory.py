@@ -49,6 +49,7 @@ def test_products_of_a_dense_model_are_counted_exactly():
     assert traced(DENSE)["flops"] == 6 * TOKENS * (DENSE.num_params - norms) + attention
 
 
+@pytest.mark.long
 def test_products_of_experts_are_counted():
     model = shrunk("olmoe-1b-7b")
     flops, linear = traced(model)["flops"], 6 * TOKENS * model.num_active_params

@@ -341,12 +341,14 @@ def accept_or_refuse(config):
         assert spec.num_blocks <= 10_000
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), json_values, max_size=12))
 def test_any_json_object_is_a_model_or_a_config_error(config):
     accept_or_refuse(config)
 
 
+@pytest.mark.long
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(sorted(MINIMAL)),

@@ -74,6 +74,7 @@ def test_the_order_of_few_nodes_is_proved(seed: int) -> None:
         assert found.objective == pytest.approx(brute_force(instance))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10**6), num_positions=st.sampled_from([4, 8, 12, 16]), num_kinds=st.integers(1, 3))
 def test_never_worse_than_the_identity_and_within_the_constraints(

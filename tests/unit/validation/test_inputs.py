@@ -40,6 +40,7 @@ def test_row_that_cannot_be_predicted_says_why(changes, reason) -> None:
     assert reason in result
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not (SHARED / "training_runs.csv").exists(), reason="needs the measured runs")
 def test_measured_rows_are_skipped_for_true_reasons_only() -> None:
     rows = [row for row in read_runs(SHARED / "training_runs.csv") if row.is_scored][::7]

@@ -71,6 +71,7 @@ def test_stages_without_layers_are_predicted() -> None:
     assert sum(stage.forward_s > 0 for stage in estimate.stages) == 5
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not SHARED.exists(), reason=f"the measured runs are not beside the repository ({SHARED})")
 def test_measured_runs_are_read_whole_and_mostly_predicted() -> None:
     rows = read_runs(SHARED / "training_runs.csv")

@@ -79,6 +79,7 @@ def apex_row(row: dict[str, str], steps: dict[int, StepCosts]) -> SimulatedReque
     return simulate(pool, RequestTable.of(prompts, outputs, arrivals), router="round_robin")
 
 
+@pytest.mark.long
 def test_the_best_layout_of_a_trace_is_the_measured_one() -> None:
     """Llama-3.1-70B on eight H100 as dp x tp, vLLM 0.6: 22 runs, six choices."""
     rows, steps = table("online_layouts_apex.csv"), dict[int, StepCosts]()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from meshwright.cli.main import app
 from meshwright.schema.errors import ConfigError
+from meshwright.schema.serving import ServingLayout
 from meshwright.validation.serving import (
+    SPARE_TOKENS,
     ServingPrediction,
     ServingRow,
+    _pool,
     load_of,
     predict_serving,
     profile_of,
@@ -92,6 +96,16 @@ def test_requests_are_drawn_where_the_client_is_described() -> None:
     assert len(set(drawn.output_len)) > 5
     assert set(equal.prompt_len) == {1024}
     assert equal.output_len.min() == 128
+
+
+def test_servers_with_generated_settings_have_their_token_budget() -> None:
+    asked = row(engine="trtllm", version="1.0.0", tp=1, gpus=1, concurrency=8.0)
+    budgets = []
+    for entry in (asked, replace(asked, described=True), replace(asked, engine="vllm", version="0.12.0")):
+        layout = ServingLayout(tp=1)
+        pool, _ = _pool(entry, profile_of(entry), layout, 1, 8, None)
+        budgets.append(pool.limits.max_batched_tokens)
+    assert budgets == [1024 + SPARE_TOKENS + 8, 8192, 2048]
 
 
 def test_the_client_is_that_of_a_row_with_a_day_or_of_one_with_the_same_load(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from meshwright.cost_models.coefficients import packaged_coefficients
+from meshwright.cost_models.serving.communication import all_reduce_s
 from meshwright.cost_models.serving.step import StepCosts
 from meshwright.schema import ClusterSpec, ModelSpec
 from meshwright.schema.serving import ServingLayout
@@ -55,3 +57,26 @@ def test_prompts_take_as_long_as_published_first_tokens() -> None:
         ratios.append(float(seconds) / (r.ttft_ms / 1e3))
     print(np.round(ratios, 2))
     assert np.mean(np.abs(np.array(ratios) - 1)) < 0.12
+
+
+@needs_data
+@pytest.mark.parametrize("gpu", ["A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB", "GB200-186GB"])
+def test_all_reduces_take_as_long_as_engines_kernels(gpu: str) -> None:
+    """Of 4 KiB to 64 MB over 2 to 8 devices; engines differ by a factor of two."""
+    systems = {"A100": "a100_sxm", "H100": "h100_sxm", "H200": "h200_sxm", "B200": "b200_sxm", "GB200": "gb200"}
+    table = pd.read_parquet(DATA / "operators/custom_all_reduce.parquet")
+    table = table[(table.system == systems[gpu.partition("-")[0]]) & ~table.kernel_source.str.contains("eager")]
+    table = table[table.message_size.between(2048, 2**25)]
+    errors = [
+        np.log(
+            all_reduce_s(
+                2.0 * part.message_size.to_numpy(), n, ClusterSpec.parse(f"{n}x{gpu}"), packaged_coefficients()
+            )
+        )
+        - np.log(part.latency.to_numpy() / 1e3)
+        for n, part in table.groupby("num_gpus")
+    ]
+    error = np.concatenate(errors)
+    print(gpu, np.abs(error).mean(), np.exp(np.median(error)))
+    assert np.abs(error).mean() < 0.3
+    assert 0.85 < np.exp(np.median(error)) < 1.2

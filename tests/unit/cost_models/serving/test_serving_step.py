@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from meshwright.cost_models.serving.step import StepCosts
+from meshwright.cost_models.layer.operators import OperatorRules, layer_operators
+from meshwright.cost_models.serving.attention import state_element_bytes
+from meshwright.cost_models.serving.engine import EngineProfile
+from meshwright.cost_models.serving.operators import KERNELS, operators
+from meshwright.cost_models.serving.simulation import EnginePool
+from meshwright.cost_models.serving.step import StepCosts, attention_planes
+from meshwright.cost_models.serving.tables import Plane
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec
 from meshwright.schema.serving import ServingLayout, WeightDtype
 
@@ -102,6 +108,48 @@ def test_windows_bound_what_a_row_reads_and_states_do_not_grow() -> None:
     assert [window for window, _ in step.window_cache_bytes] == [128]
     all_of_it, half = step.cache_bytes_per_token, sum(size for _, size in step.window_cache_bytes)
     assert half == pytest.approx(all_of_it / 2)
+
+
+def test_a_filled_pipeline_moves_with_its_slowest_stage() -> None:
+    """The last of llama-3.1-8b's two stages has the head, and the first waits for it."""
+    step = costs("llama-3.1-8b", {"pp": 2})
+    totals = [float(sum(stage.parts(step.queries, *np.array([16.0, 16e3, 0, 0, 0])).values())) for stage in step.stages]
+    assert totals[1] > totals[0]
+    filled = step.filled().parts(16, 16e3)
+    assert float(sum(filled.values())) == pytest.approx(2 * totals[1])
+    profile = EngineProfile.named("vllm")
+    limits = profile.limits(device_bytes=80e9, cache_tokens=100_000, max_batch=64)
+    pool = EnginePool.of(step, profile, limits, lanes=2)
+    assert pool.table.decode_s(16, 16e3) > float(step.seconds(16, 16e3)) + 0.5 * float(filled["imbalance"])
+
+
+def test_scales_of_blocks_and_gates_cost_kernels() -> None:
+    """Mixtures of 8 bits have scales by blocks; gates of shared experts and of delta rules are products of their own."""
+    block = next(b for b, _ in ModelSpec.named("qwen3.5-397b-a17b").block_runs if getattr(b.attention, "delta", False))
+    instance = costs("qwen3.5-397b-a17b", {"tp": 8}, "fp8").instance
+    assert instance.block_s > 0 == costs("qwen3-32b", {"tp": 8}, "fp8").instance.block_s
+    listed = {op.name: op for op in operators(instance, block)}
+    plain = {op.name: op for op in layer_operators(block, OperatorRules(hidden_dim=4096, kernels=KERNELS))}
+    assert {"shared_gate", "shared_sum", "state_gates", "state_split"} == listed.keys() - plain.keys()
+    assert listed["state_in"].n + listed["state_gates"].n == plain["state_in"].n
+    assert state_element_bytes(block, 2) == 4
+
+
+def test_an_indexer_costs_its_scores_and_bounds_what_is_read() -> None:
+    """Sparse attention (DeepSeek-V3.2) is slower than all of it for few tokens, and faster for many."""
+    instance = costs("glm-5", {}, "fp8").instance
+    sparse = instance.model.block_runs[-1][0].halves[0]
+    dense = sparse.replace(attention=sparse.attention.replace(index_heads=0, index_dim=0, index_top_k=0))
+    assert {op.name for op in operators(instance, sparse)} - {op.name for op in operators(instance, dense)} == {
+        "index_q", "index_k", "index_weights", "index_rotation"
+    }  # fmt: skip
+    for which, size in ((0, 64.0), (1, 16384.0)):
+        few, many = (
+            [float(Plane.of(attention_planes(instance, block)[which])(size, tokens)) for block in (sparse, dense)]
+            for tokens in (1024.0, 2.0**18)
+        )
+        assert few[0] > few[1]
+        assert many[0] < many[1]
 
 
 def test_what_does_not_divide_is_refused() -> None:

@@ -110,3 +110,17 @@ def test_a_prefix_in_the_cache_is_not_computed() -> None:
         > largest_rate(INSTANCE, Mix.of(LOAD), LIMITS).requests_per_s
     )
     assert Mix.of(with_prefix, prefix_cache=False).new_tokens == 1000
+
+
+def test_requests_wait_for_a_place_among_max_batch_as_at_that_many_servers() -> None:
+    mix = Mix.of(LOAD).decoding
+    one = replace(INSTANCE, max_batch=1)
+    curve = operating_points(one, mix, np.array([0.005]))
+    # A single place is a queue M/D/1: rho / (1 - rho) / 2 lives, of 100 steps each; rho = .005 x 100 rows.
+    assert curve.wait_s[0] == pytest.approx(0.5 / 0.5 / 2 * 100 * curve.step_s[0], rel=1e-6)
+    waits = [
+        float(operating_points(replace(INSTANCE, max_batch=size), mix, np.array([0.2])).wait_s[0])
+        for size in (21, 25, 40)
+    ]
+    assert waits[0] > 3 * waits[1] > 9 * waits[2] > 0
+    assert operating_points(one, mix, np.array([0.005]), fluid=True).wait_s[0] == 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,20 +28,21 @@ from meshwright.runtime.serving.requests import Request
 from meshwright.runtime.serving.text import Text
 from meshwright.schema.serving import EngineLimits, Pool, ServingLayout
 from plans import tiny_model
+from safetensors.torch import save_file
 
 VOCABULARY = 320
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
-def make_engine(*, max_batch: int = 8, max_queue: int = 64) -> ServingEngine:
+def make_engine(*, max_batch: int = 8, max_queue: int = 64, adapters: dict[str, Path] | None = None) -> ServingEngine:
     limits = EngineLimits(max_batch=max_batch, max_batched_tokens=128, chunk=64, cache_blocks=256, block_size=16)
     pool = Pool(device="cpu", replicas=1, layout=ServingLayout(), weights="fp32", cache="fp32", limits=limits)
     model = tiny_model(num_blocks=2, vocab_size=VOCABULARY).replace(max_seq_len=2048)
-    return ServingEngine.build(model, pool, max_queue=max_queue)
+    return ServingEngine.build(model, pool, max_queue=max_queue, adapters=adapters)
 
 
 @contextmanager
-def served(*, text: Text | None = None, bounds: Bounds | None = None, **engine: int) -> Iterator[tuple[Endpoint, int]]:
+def served(*, text: Text | None = None, bounds: Bounds | None = None, **engine: Any) -> Iterator[tuple[Endpoint, int]]:
     """An endpoint on a free port of the loopback; at the end every block is free again."""
     with make_engine(**engine) as made:
         endpoint = Endpoint(made, model="tiny", text=text, bounds=bounds, hosts=LOOPBACK_NAMES)
@@ -88,6 +90,29 @@ def ask(
     found = answer.status, json.loads(answer.read()), answer.headers
     connection.close()
     return found
+
+
+def test_the_model_that_is_asked_for_may_be_an_adapter(tmp_path: Path) -> None:
+    model = tiny_model(num_blocks=2, vocab_size=VOCABULARY)
+    heads = model.block_runs[0][0].attention
+    torch.manual_seed(0)
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    down, up = torch.randn(2, model.hidden_dim), torch.randn(heads.num_heads * heads.head_dim, 2)
+    save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with served(adapters={"french": tmp_path}) as (_, port):
+        answers = [ask(port, {**body, **more})[1] for more in ({}, {"model": "tiny"}, {"model": "french"})]
+        plain, named, french = (answer["choices"][0]["token_ids"] for answer in answers)
+        assert plain == named != french
+        assert answers[2]["model"] == "french"
+        assert ask(port, {**body, "model": "german"})[0] == 404
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/v1/models")
+        listed = json.loads(connection.getresponse().read())["data"]
+        connection.close()
+        assert [(one["id"], one.get("parent")) for one in listed] == [("tiny", None), ("french", "tiny")]
 
 
 def head_of(length: int) -> bytes:

@@ -1,0 +1,230 @@
+"""The layout that is fastest over batches of unequal lengths: a Problem of the one search, over mean seconds of drawn batches.
+
+Groups of ranks are made anew for every batch, so that a layout here is what groups leave open: tp, how parameters are sharded and
+replicated, recompute, the axes of experts; cp and the micro-batch follow from each batch.
+
+    best    min over layouts of  mean over b of (SECONDS(b, layout) + STEP),   SECONDS of the batch problem (solvers/batch_groups)
+    row     a layout with a bound that costs nothing: its step with the same tokens in packs of one length, documents attending to
+            themselves only, every rank evenly full (`search_layouts`, which also says which layouts there are)
+    again   its costs by length and degree are worked out, and the mean of the batches' own bounds
+    leaf    every batch is scheduled
+
+The batches are drawn once, the same for all layouts, so that layouts differ by what they are and not by luck.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..schema import Certificate, InfeasibleError, Layout, TrainingEstimate, TrainingPlan
+from ..schema.batch import LengthCosts, Lengths
+from ..schema.units import format_percent
+from ..solvers.batch_groups import BatchInstance, lower_bound_s, schedule_batch
+from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
+from .batch import layout_estimate, length_costs
+from .expand import Candidate
+from .explain.infeasible import explain_infeasible
+from .request import PlanRequest
+from .search import SearchResult
+from .tasks.training import build_alternative, plan_candidate, search_layouts
+
+NUM_BATCHES, SEED = 16, 0
+"""Batches that are drawn: of 512 code files the mean over 16 is within 1 % of that over 256."""
+
+_PACKED_TOKENS = 4096
+"""Tokens of the packs by which layouts are bounded: few enough that recompute is not decided by them."""
+
+_MAX_ROWS = 6
+"""Layouts of other degrees that the search behind the bounds hands on, of each recompute."""
+
+REL_GAP = 0.005
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A layout: the candidate that packs made it, and what is known since its first turn."""
+
+    candidate: Candidate
+    layout: Layout
+    costs: LengthCosts | None = None
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A layout with its mean over the batches."""
+
+    row: _Row
+    seconds: float
+
+    @property
+    def costs(self) -> LengthCosts:
+        """Return what sequences cost under it."""
+        assert self.row.costs is not None
+        return self.row.costs
+
+
+class LayoutsOverBatches:
+    """The problem; see the module."""
+
+    def __init__(self, request: PlanRequest, rows: list[_Row], batches: list[tuple[int, ...]]) -> None:
+        self.request, self.rows, self.batches = request, rows, batches
+        self.refused: list[InfeasibleError] = []
+
+    def roots(self) -> Step[_Row, Mean]:
+        """Return a node for each layout."""
+        return Step(nodes=[Node(row.candidate.step_time_s, row, idx) for idx, row in enumerate(self.rows)])
+
+    def expand(self, node: Node[_Row], incumbent: float) -> Step[_Row, Mean]:
+        """Work out a layout's costs, or schedule its batches."""
+        row, request = node.state, self.request
+        if row.costs is None:
+            lengths = request.workload.lengths
+            assert lengths is not None
+            try:
+                costs = length_costs(
+                    request.model, request.cluster, request.workload, row.layout,
+                    shortest=lengths.lengths[0], longest=request.workload.seq_len,
+                )  # fmt: skip
+                bounds = [lower_bound_s(BatchInstance.under(costs, batch)) for batch in self.batches]
+            except InfeasibleError as error:
+                self.refused.append(error)
+                return Step(evaluated=1)
+            # By its own costs, which may be below those of packs.
+            row = dataclasses.replace(row, costs=costs)
+            if math.isfinite(incumbent):
+                return Step(nodes=[Node(costs.step_s + float(np.mean(bounds)), row, node.key)])
+        assert row.costs is not None
+        answers = [schedule_batch(BatchInstance.under(row.costs, batch)).seconds for batch in self.batches]
+        seconds = row.costs.step_s + float(np.mean(answers))
+        return Step(leaves=[Leaf(seconds, Mean(row, seconds), key=node.key)], evaluated=1)
+
+
+def plan_lengths(request: PlanRequest, *, top: int) -> TrainingPlan:
+    """Return the plan of the layout with the least mean seconds over drawn batches, with what sequences cost under it.
+
+    Raises:
+        InfeasibleError: no layout holds the longest sequence, or none fits at all.
+    """
+    workload, lengths = request.workload, request.workload.lengths
+    assert lengths is not None
+    packed = _packed(request, lengths)
+    rows, results = list[_Row](), list[SearchResult]()
+    for recompute in (packed.fixed["recompute"],) if "recompute" in packed.fixed else ("none", "selective", "full"):
+        alike = dataclasses.replace(packed, fixed={**packed.fixed, "recompute": recompute})
+        results.append(search_layouts(alike, runner_ups=_MAX_ROWS))
+        rows += _rows(results[-1], workload.global_batch_size)
+    if not rows:
+        raise explain_infeasible(packed, results[-1])
+    problem = LayoutsOverBatches(
+        request, rows, [lengths.draw(workload.global_batch_size, SEED + b) for b in range(NUM_BATCHES)]
+    )
+    search: Search[_Row, Mean] = Search(problem)
+    answer = search.run(Stop(rel_gap=REL_GAP, deadline=request.deadline), on_progress=request.on_progress)
+    if answer.best is None:
+        if problem.refused:
+            raise problem.refused[0]
+        raise request.deadline.error("while batches were scheduled")
+    best = answer.best.candidate
+    others = sorted(
+        (leaf.candidate for leaf in answer.leaves if leaf is not answer.best), key=lambda mean: mean.seconds
+    )
+    chosen = _estimate(request, best, problem.batches)
+    certificate = Certificate.proved(
+        objective=best.seconds,
+        bound=min(best.seconds, answer.bound),
+        finished=answer.is_proved,
+        evaluated=answer.evaluated,
+        pruned=len(rows) - answer.evaluated,
+        pruned_in_groups=sum(result.problem.num_layouts for result in results) - len(rows),
+        search_s=answer.solve_s + sum(result.search_s for result in results),
+    )
+    plan = plan_candidate(packed, best.row.layout, best.row.candidate, certificate)
+    return plan.replace(
+        workload=workload,
+        batches=best.costs,
+        estimate=chosen,
+        alternatives=tuple(
+            build_alternative(mean.row.layout, _estimate(request, mean, problem.batches), chosen)
+            for mean in others[:top]
+        ),
+        notes=(*plan.notes, _note(best, answer.best.objective, problem)),
+        provenance=request.provenance(),
+    )
+
+
+def _packed(request: PlanRequest, lengths: Lengths) -> PlanRequest:
+    """Return the request with the tokens of a mean batch in packs of one length."""
+    tokens = request.workload.tokens_per_step
+    devices = request.cluster.num_devices
+    length = min(_PACKED_TOKENS, max(1, request.workload.seq_len))
+    batch = max(1, math.ceil(tokens / length))
+    batch = math.ceil(batch / devices) * devices  # every degree of data parallelism deals it evenly
+    workload = request.workload.replace(
+        lengths=None, seq_len=length, global_batch_size=batch, document_len=lengths.attended_len(length)
+    )
+    return dataclasses.replace(request, task=workload, fixed={**request.fixed, "pp": 1, "cp": 1})
+
+
+def _rows(result: SearchResult, batch_size: int) -> list[_Row]:
+    """Return the layouts that groups leave open, each with its fastest candidate, fastest first."""
+    rows: dict[Layout, _Row] = {}
+    for candidate in result.feasible:
+        layout = candidate.layout(result.costs.layouts).replace(micro_batch_size=1)
+        if layout.dp > batch_size:
+            continue  # a plan has a sequence for each of them
+        rows.setdefault(layout, _Row(candidate, layout))
+    return list(rows.values())
+
+
+def _estimate(request: PlanRequest, mean: Mean, batches: list[tuple[int, ...]]) -> TrainingEstimate:
+    """Return the estimate of a layout over the batches: its memory with full micro-batches, its parts as those of packs.
+
+    Compute makes up for what packs lack of the work of every sequence on one rank: attention over long ones. What is beyond that
+    work, evenly dealt, is context-parallel communication: exchange, and ranks that wait.
+    """
+    packed, costs = mean.row.candidate.estimate, mean.costs
+    tokens = request.workload.tokens_per_step
+    packs = _packed(request, request.workload.lengths).workload  # type: ignore[arg-type]
+    scale = tokens / packs.tokens_per_step
+    parts = {name: scale * value for name, value in packed.breakdown_s.model_dump().items()}
+    single_rank_s = (
+        float(np.mean([costs.seconds(np.array(batch, dtype=float), 1).sum() for batch in batches])) / costs.num_ranks
+    )
+    even_s = min(single_rank_s + costs.step_s, mean.seconds)
+    beyond = even_s - sum(parts.values())
+    parts["compute"] += max(beyond, 0.0)
+    shrunk = min(1.0, even_s / sum(parts.values()))
+    parts = {name: value * shrunk for name, value in parts.items()}
+    parts["cp"] += mean.seconds - sum(parts.values())
+    full = _full(request, mean)
+    interval, ratio = packed.step_time_interval_s, mean.seconds / packed.step_time_s
+    return full.replace(
+        step_time_s=mean.seconds,
+        step_time_interval_s=interval.replace(low=interval.low * ratio, high=interval.high * ratio),
+        tokens_per_s=tokens / mean.seconds,
+        tokens_per_s_per_device=tokens / mean.seconds / request.cluster.num_devices,
+        mfu=packed.mfu * scale / ratio,
+        breakdown_s=packed.breakdown_s.replace(**parts),
+    )
+
+
+def _full(request: PlanRequest, mean: Mean) -> TrainingEstimate:
+    """Return the estimate of a step whose ranks each hold all the tokens that they can."""
+    layout, tokens = mean.row.layout, mean.costs.tokens_per_rank
+    workload = request.workload.replace(
+        lengths=None, seq_len=tokens, global_batch_size=layout.dp, document_len=min(tokens, request.workload.seq_len)
+    )
+    return layout_estimate(request.model, request.cluster, workload, layout)
+
+
+def _note(best: Mean, seconds: float, problem: LayoutsOverBatches) -> str:
+    bounds = np.mean([lower_bound_s(BatchInstance.under(best.costs, batch)) for batch in problem.batches])
+    beyond = format_percent(1 - (float(bounds) + best.costs.step_s) / seconds)
+    return (
+        f"the mean of {len(problem.batches)} batches drawn from the lengths, each scheduled by itself: {beyond} over their bounds; "
+        f"a rank holds {best.costs.tokens_per_rank:,} tokens of a micro-batch"
+    )

@@ -1,0 +1,154 @@
+"""A unit as a graph: its forward pass in the operators that autograd sees, by torch.export, and the graph run on local tensors.
+
+Exported in its training form (28 operators of a BERT block: linear, attention and norms stay whole), so autograd does the backward
+pass of whatever the operators work on: a rank's parts in the runtime, all ranks' parts in the gate.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import export
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils._pytree import TreeSpec
+
+from ...schema.errors import ConfigError
+from ..module.trials import first_line
+from .localise import Call
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a node puts out at a position; most put out one tensor, at 0."""
+
+    node: str
+    idx: int = 0
+
+
+@dataclass
+class UnitGraph:
+    """The graph of a unit.
+
+    Attributes:
+        nodes: operators in order; calls: each as a call.
+        inputs: names of the nodes of the user's tensors and constants, in the order of the flattened arguments.
+        state: parameters and buffers by the name of their node: path in the unit.
+        constants: tensors that the code makes, by the name of their node.
+        outputs: what is put out, flattened: values, or constants.
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[str]
+    state: dict[str, str]
+    parameters: frozenset[str]
+    constants: dict[str, Tensor]
+    outputs: list[Any]
+    out_spec: TreeSpec
+
+    @cached_property
+    def calls(self) -> dict[str, Call]:
+        """The operators as calls, by the name of their node."""
+        return {node.name: Call(node) for node in self.nodes}
+
+    def value_of(self, node: fx.Node) -> Value:
+        """Return what a node stands for, seen through picks of one of several outputs."""
+        if node.op == "call_function" and node.target is operator.getitem:
+            producer, idx = node.args
+            assert isinstance(producer, fx.Node)
+            assert isinstance(idx, int)
+            return Value(producer.name, idx)
+        return Value(node.name)
+
+    @property
+    def described(self) -> list[str]:
+        """The operators with their constants and what they read, to compare graphs; names come first and may differ."""
+        positions = {name: f"input{idx}" for idx, name in enumerate(self.inputs)} | self.state
+        positions |= {node.name: f"op{idx}" for idx, node in enumerate(self.nodes)}
+        lines = []
+        for node in self.nodes:
+            call = self.calls[node.name]
+            values = (self.value_of(producer) for producer in call.producers)
+            wiring = [f"{positions.get(value.node, 'constant')}.{value.idx}" for value in values]
+            lines.append(f"{node.name} {node.target} {call.static} {' '.join(wiring)}")
+        return lines
+
+
+def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, path: str = "") -> UnitGraph:
+    """Return the graph of a module for one call.
+
+    Raises:
+        ConfigError: the code cannot be traced, or does what a graph cannot say; the message says what.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = export(module, tuple(args), dict(kwargs), strict=False)
+    except Exception as error:  # the module's own code, or what torch does not trace
+        raise ConfigError(f"{path or type(module).__name__} cannot be traced: {first_line(error)}") from None
+    for node in list(program.graph.nodes):
+        if (
+            node.target is torch.ops.aten.contiguous.default
+        ):  # there or not as attention's kernels lay out what they make
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
+        elif str(node.target).startswith("aten._assert_") and not node.users:
+            program.graph.erase_node(node)  # there or not as the tensors of the trace are fake
+    signature = program.graph_signature
+    names, state, parameters, constants = [], dict[str, str](), set[str](), dict[str, Tensor]()
+    for spec in signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        if spec.kind is InputKind.USER_INPUT:
+            names.append(name)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            state[name] = str(spec.target)
+            parameters |= {name} if spec.kind is InputKind.PARAMETER else set()
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[name] = program.constants[str(spec.target)]
+        else:
+            raise ConfigError(f"{path} holds {spec.kind.name.lower()}, which is not placed")
+    nodes, outputs = [], []
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            if not isinstance(node.target, torch._ops.OpOverload):
+                raise ConfigError(f"{path}: {node.name} is a {node.target}, which is not placed")
+            nodes.append(node)
+        elif node.op == "get_attr":
+            raise ConfigError(f"{path}: {node.name} is a graph within the graph, which is not placed")
+        elif node.op == "output":
+            outputs = list(node.args[0])
+    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
+        raise ConfigError(f"{path} changes its buffers in a way that is not placed")
+    assert program.call_spec.out_spec is not None
+    graph = UnitGraph(
+        nodes, names, state, frozenset(parameters), constants, outputs, program.call_spec.out_spec,
+    )  # fmt: skip
+    _require_no_writes(graph, path)
+    return graph
+
+
+def _require_no_writes(graph: UnitGraph, path: str) -> None:
+    """Refuse operators that write into what is read again, or that others see as well."""
+    order = {node: idx for idx, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        assert isinstance(node.target, torch._ops.OpOverload)
+        if not node.target._schema.is_mutable:
+            continue
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        is_counter = target.op == "placeholder" and target.name in graph.state and target.name not in graph.parameters
+        if is_counter and len(target.users) == 1:
+            continue  # a buffer that counts: every rank has its own
+        is_view = isinstance(target.target, torch._ops.OpOverload) and any(
+            alias.alias_info is not None for alias in target.target._schema.returns
+        )
+        read_later = [user for user in target.users if user is not node and order.get(user, 0) > order[node]]
+        has_twin = graph.calls[node.name].target is not node.target
+        if target.op == "placeholder" or is_view or read_later or not has_twin:
+            raise ConfigError(f"{path}: {node.name} ({node.target}) writes into a value that is read elsewhere")

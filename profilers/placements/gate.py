@@ -1,0 +1,220 @@
+"""The gate: placements of a unit run on all ranks in one process, every value and every gradient against the unsplit unit's.
+
+Trials find signatures of operators on random tensors; a coincidence would pass them. So placements are run as a whole, forward and
+backward, with conversions, until every signature of every operator has been in one: whatever a program then chooses is made of
+signatures that were proved together with their conversions. One that computes something else is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...schema.errors import ConfigError
+from ...schema.placement_forms import ENTIRE, Form
+from .export import UnitGraph, Value
+from .localise import Call, tensors_of
+from .parts import converted, joined, part_of
+from .signatures import RANDOM, Signature, scale_of, short_name
+
+DRAWN = ("rand", "bernoulli", "multinomial", "normal", "empty")
+"""Operators whose values nothing determines."""
+
+TOLERANCE = 1e-5
+"""Of the largest entry of a value, in fp64; some operators round to fp32 inside."""
+
+
+class Wrong(NamedTuple):
+    """A node that computes something else where it is placed; empty where the gradients differ though every value is right."""
+
+    node: str
+    why: str
+
+
+def proved(
+    graph: UnitGraph,
+    proposed: Mapping[str, Sequence[Signature]],
+    parameters: Mapping[str, Sequence[Form]],
+    given: Mapping[str, Any],
+    num_ranks: int,
+) -> dict[str, list[Signature]]:
+    """Return the signatures of each operator that are right wherever they are combined with others.
+
+    Args:
+        found: by node, the whole ones first; parameters: forms of each parameter's node.
+
+    Raises:
+        ConfigError: one is wrong that every operator has, or gradients are.
+    """
+    retained = {name: list(signatures) for name, signatures in proposed.items()}
+    turn = 0
+    while turn < max((len(signatures) for signatures in retained.values()), default=0):
+        # From the last one down, so that the first placements cut most.
+        placed = {name: signatures[-1 - turn % len(signatures)] for name, signatures in retained.items()}
+        forms = {name: of[-1 - turn % len(of)] for name, of in parameters.items()}
+        wrong = why_wrong(graph, placed, forms, given, num_ranks)
+        if wrong is None:
+            turn += 1
+        elif wrong.node and not all(form.is_entire for form in placed[wrong.node].ins):
+            retained[wrong.node].remove(placed[wrong.node])
+        else:
+            raise ConfigError(wrong.why)
+    return retained
+
+
+def why_wrong(
+    graph: UnitGraph,
+    placed: Mapping[str, Signature],
+    parameters: Mapping[str, Form],
+    given: Mapping[str, Any],
+    num_ranks: int,
+) -> Wrong | None:
+    """Return the first node of a placed graph that computes something else than in the unsplit one; None where all is right.
+
+    Args:
+        placed: of each operator; parameters: form of each parameter's node.
+        given: placeholders by name, with ``requires_grad`` as in a run; parameters and inputs.
+    """
+    given = {name: _doubled(value) for name, value in given.items()}
+    leaves = {name: _leaf(value) for name, value in given.items()}
+    entire, out = _run_unsplit(graph, leaves)
+    parts: dict[tuple[Value, Form], Sequence[Any]] = {}
+    for name, value in given.items():
+        form = parameters.get(name, ENTIRE)
+        of_ranks = [value] * num_ranks
+        if isinstance(value, Tensor):
+            of_ranks = [_leaf(part_of(value.detach(), form, r, num_ranks), template=value) for r in range(num_ranks)]
+        parts[Value(name), form] = of_ranks
+    inputs = {value.node: of_ranks for (value, _), of_ranks in parts.items()}
+    forms = dict(parts.keys())
+    for node in graph.nodes:
+        call, signature = graph.calls[node.name], placed[node.name]
+        read = [
+            _read(parts, graph.value_of(producer), forms[graph.value_of(producer)], form)
+            for producer, form in zip(call.producers, signature.ins, strict=True)
+        ]
+        still = _as_tried(call)
+        expected = [entire[Value(node.name, idx)] for idx in range(len(signature.outs))]
+        shape = expected[0].shape if len(expected) == 1 else None
+        if any(part in short_name(call) for part in DRAWN):  # every rank draws the same, from one state
+            made = [[tensor.clone() for tensor in expected] for _ in range(num_ranks)]
+            parts |= {
+                (Value(node.name, idx), form): [of[idx] for of in made] for idx, form in enumerate(signature.outs)
+            }
+            forms |= {Value(node.name, idx): form for idx, form in enumerate(signature.outs)}
+            continue
+        try:
+            made = [
+                tensors_of(still.run([of[r] for of in read], signature.variant, num_ranks, shape))
+                for r in range(num_ranks)
+            ]
+        except Exception as error:  # whatever an operator says of shapes that are not its own
+            return Wrong(node.name, f"{node.name} ({node.target}) as {text(signature)}: {str(error).splitlines()[0]}")
+        for idx, form in enumerate(signature.outs):
+            value = Value(node.name, idx)
+            parts[value, form], forms[value] = [of_rank[idx] for of_rank in made], form
+            difference = _difference(parts[value, form], form, expected[idx])
+            if difference > TOLERANCE:
+                return Wrong(node.name, f"{node.name} ({node.target}) as {text(signature)} differs by {difference:.1e}")
+    ends = [
+        _read(parts, graph.value_of(o), forms[graph.value_of(o)], ENTIRE)
+        for o in graph.outputs
+        if isinstance(o, torch.fx.Node)
+    ]
+    return _compare_gradients(out, ends, leaves, inputs, parameters)
+
+
+def text(signature: Signature) -> str:
+    """Return a signature as it is written in a plan."""
+    variant = f";{signature.variant}" if signature.variant else ""
+    return f"{','.join(map(str, signature.ins))}>{','.join(map(str, signature.outs))}{variant}"
+
+
+def parsed(written: str) -> Signature:
+    """Return the signature of a text."""
+    forms, _, variant = written.partition(";")
+    ins, _, outs = forms.partition(">")
+    return Signature(*(tuple(Form.parse(form) for form in side.split(",") if form) for side in (ins, outs)), variant)
+
+
+def _as_tried(call: Call) -> Call:
+    """Return a call without dropout, in fp64: placements sum in other orders, and chains of sums that cancel show it."""
+    name = short_name(call)
+    return ((call.with_changed(RANDOM[name], 0.0) if name in RANDOM else None) or call).in_double()
+
+
+def _doubled(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().double().requires_grad_(value.requires_grad)
+
+
+def _leaf(value: Any, template: Any = None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_((value if template is None else template).requires_grad)
+
+
+def _run_unsplit(graph: UnitGraph, given: Mapping[str, Any]) -> tuple[dict[Value, Any], list[Tensor]]:
+    values: dict[Value, Any] = {Value(name): value for name, value in given.items()}
+    for node in graph.nodes:
+        call = _as_tried(graph.calls[node.name])
+        made = call.run([values[graph.value_of(p)] for p in call.producers], "", 1)
+        values.update({Value(node.name, idx): tensor for idx, tensor in enumerate(tensors_of(made))})
+    return values, [values[graph.value_of(o)] for o in graph.outputs if isinstance(o, torch.fx.Node)]
+
+
+def _read(parts: dict[tuple[Value, Form], Sequence[Any]], value: Value, made: Form, form: Form) -> Sequence[Any]:
+    key = value, form
+    if key not in parts:
+        source = parts[value, made]
+        is_tensor = isinstance(source[0], Tensor)
+        parts[key] = converted(source, made, form) if is_tensor else source
+    return parts[key]
+
+
+def _difference(parts: Sequence[Tensor], form: Form, entire: Tensor) -> float:
+    with torch.no_grad():
+        of_ranks = parts if form.is_entire else [joined(parts, form)]
+        if entire.dtype == torch.bool or not entire.dtype.is_floating_point:
+            return max(float(not torch.equal(part, entire)) for part in of_ranks)
+        finite, scale = torch.isfinite(entire), max(scale_of(entire), 1e-6)
+        return max(_largest(((part - entire).abs() / (scale + entire.abs()))[finite]) for part in of_ranks)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _compare_gradients(
+    out: Sequence[Tensor], ends: Sequence[Sequence[Tensor]], leaves: Mapping[str, Any], inputs: Mapping[str, Sequence[Any]],
+    parameters: Mapping[str, Form],
+) -> Wrong | None:  # fmt: skip
+    trained = [(o, e) for o, e in zip(out, ends, strict=True) if o.requires_grad]
+    if not trained:
+        return None
+    generator = torch.Generator().manual_seed(5)
+    seeds = [torch.randn(o.shape, generator=generator).to(o.dtype) for o, _ in trained]
+    torch.autograd.backward([o for o, _ in trained], seeds)
+    ranks = range(len(trained[0][1]))
+    flat = [
+        (end[r], seed) for (_, end), seed in zip(trained, seeds, strict=True) for r in ranks if end[r].requires_grad
+    ]
+    torch.autograd.backward([tensor for tensor, _ in flat], [seed for _, seed in flat])
+    gradients_of = [leaf.grad for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.grad is not None]
+    largest = max(map(_largest, gradients_of), default=0.0)
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, Tensor) or leaf.grad is None:
+            continue
+        form = parameters.get(name, ENTIRE)
+        gradients = [part.grad if part.grad is not None else torch.zeros_like(part) for part in inputs[name]]
+        wholes = gradients if form.is_entire else [joined(gradients, form)]
+        worst = max(_largest(gradient - leaf.grad) for gradient in wholes)
+        if worst > TOLERANCE * largest:
+            return Wrong(
+                "", f"the gradient of {name}, {form}, differs by {worst / max(largest, 1e-12):.1e} of the largest"
+            )
+    return None

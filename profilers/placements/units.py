@@ -1,0 +1,142 @@
+"""The units of a module that are placed one by one: its repeated blocks, and modules with parameters outside of these.
+
+A unit reads and puts out whole values (form I), so that everything between units is the user's own code and runs as it is. Units of
+one kind (class, sizes, settings, and what they are called with) share a placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from ..module.structure import caching_configs
+
+
+@dataclass
+class Unit:
+    """A module that is traced by itself; ``call``: arguments of its first call in the sample run, with gradients as there."""
+
+    path: str
+    module: nn.Module
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    num_calls: int = 0
+    read_outside: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """A text that equal units have in common; positions in a list do not count."""
+        shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in self.module.named_parameters()]
+        settings = [
+            (name, key, value)
+            for name, part in self.module.named_modules()
+            for key, value in sorted(vars(part).items())
+            if isinstance(value, str | int | float) and not key.startswith("_") and not key.endswith(("_idx", "_id"))
+        ]
+        return f"{type(self.module).__qualname__} {shapes} {settings} {described(self.call)}"
+
+
+def described(call: Any) -> str:
+    """Return the structure, shapes and constants of a call."""
+    leaves, spec = tree_flatten(call)
+    texts = [
+        f"{tuple(leaf.shape)} {leaf.dtype} {leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    ]
+    return f"{texts} {spec}"
+
+
+def find_units(module: nn.Module) -> list[Unit]:
+    """Return the units, outermost first: children of lists and sequences, and modules that have parameters of their own."""
+    return [Unit(path, unit) for path, unit in _walk("", module)]
+
+
+def _walk(path: str, module: nn.Module, *, is_listed: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    children = list(module.named_children())
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if not any(True for _ in module.parameters()):
+        return
+    is_chain = isinstance(module, nn.Sequential) and not any(
+        True for child in module.children() for _ in child.children()
+    )
+    if path and not is_list and ((is_listed and not _holds_lists(module)) or not children or is_chain):
+        yield path, module
+        return
+    for name, child in children:
+        yield from _walk(
+            f"{path}.{name}" if path else name, child, is_listed=is_list or isinstance(module, nn.Sequential)
+        )
+
+
+def _holds_lists(module: nn.Module) -> bool:
+    """Return whether a module holds lists of modules that are no leaves: a stage of blocks, not a block of layers."""
+    return any(
+        isinstance(part, nn.ModuleList) and any(any(True for _ in child.children()) for child in part)
+        for part in module.modules()
+    )
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which parameters of units are read while none of their units runs."""
+
+    def __init__(self, owners: Mapping[int, tuple[Unit, str]], running: list[Unit]) -> None:
+        super().__init__()
+        self._owners, self._running = owners, running
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._running and getattr(func, "__name__", "") != "__get__":
+            for leaf in tree_leaves((args, kwargs)):
+                if id(leaf) in self._owners:
+                    unit, name = self._owners[id(leaf)]
+                    unit.read_outside.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def sample_run(module: nn.Module, units: Sequence[Unit], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run a module once and note what its units are called with, and what of theirs is read outside of them.
+
+    Parameters must have values; those of a module on the meta device are given random ones first (gate.py).
+    """
+    running: list[Unit] = []
+    owners = {id(p): (unit, f"{unit.path}.{name}") for unit in units for name, p in unit.module.named_parameters()}
+    with ExitStack() as stack:
+        for config in caching_configs(module):
+            config.use_cache = False
+            stack.callback(setattr, config, "use_cache", True)
+        for unit in units:
+
+            def enter(_: nn.Module, given: Any, named: Any, unit: Unit = unit) -> None:
+                running.append(unit)
+                unit.num_calls += 1
+                if unit.call is None:
+                    unit.call = tree_map(copied, (given, named))
+
+            def leave(*_: Any) -> None:
+                running.pop()
+
+            stack.callback(unit.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(unit.module.register_forward_hook(leave).remove)
+        stack.enter_context(_Watch(owners, running))
+        module(*args, **kwargs)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a tensor that is a leaf with the same flag."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def seeded(module: nn.Module) -> None:
+    """Give a module on the meta device random parameters on the CPU, in place, and buffers of ones: for trials only."""
+    module.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.05, generator=generator)
+        for buffer in module.buffers():
+            buffer.fill_(1)

@@ -1,0 +1,244 @@
+"""What is placed of a module: its units traced, the signatures of their operators tried, and proved by the gate."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ...schema.errors import ConfigError
+from ...schema.placement_forms import ENTIRE, REPEATED, Form
+from ...schema.placements import OperatorWork, UnitWork, WholeUnit
+from ..module.trials import first_line
+from .export import UnitGraph, Value, export_unit
+from .gate import proved, text
+from .localise import Call, tensors_of
+from .parts import is_cut
+from .signatures import Sample, Signature, find_signatures, short_name
+from .units import Unit, find_units, sample_run, seeded
+
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
+
+
+@dataclass
+class TracedUnit:
+    """A kind of unit that was traced: its graph, what it was called with, and the values of a run of it."""
+
+    paths: list[str]
+    graph: UnitGraph
+    given: dict[str, Any]
+    module: nn.Module
+
+
+def placed_units(
+    module: nn.Module, example_inputs: Sequence[Any] | Mapping[str, Any], degrees: Sequence[int]
+) -> tuple[tuple[UnitWork, ...], tuple[WholeUnit, ...]]:
+    """Return the work of each kind of unit for each degree, and the units that stay whole at some degree.
+
+    A batch has one sample more than there are ranks, so that no operator is cut along the samples: their number changes.
+    """
+    works, unplaced = list[UnitWork](), dict[str, WholeUnit]()
+    for num_ranks in degrees:
+        batch = rows_of(example_inputs, num_ranks + 1)
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        traced, remaining = trace_units(module, args, kwargs)
+        unplaced |= {unit.path: unit for unit in remaining}
+        cache: dict[Any, list[Signature]] = {}
+        shared = _shared_parameters(module)
+        for unit in traced:
+            try:
+                works.append(unit_work(unit, num_ranks, shared, cache))
+            except ConfigError as error:
+                unplaced |= {path: WholeUnit(path=path, why=error.message) for path in unit.paths}
+    return tuple(works), tuple(unplaced.values())
+
+
+def _shared_parameters(module: nn.Module) -> dict[str, Form]:
+    """Return the parameters, by path, that stand at several places: all units hold them in one form, cut in rows where even."""
+    paths_of: dict[int, list[str]] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        paths_of.setdefault(id(parameter), []).append(path)
+    return {path: Form("S", 0) for paths in paths_of.values() if len(paths) > 1 for path in paths}
+
+
+def trace_units(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[TracedUnit], list[WholeUnit]]:
+    """Return the kinds of units of a module, and the units that stay whole with the reason.
+
+    Args:
+        module: is run once, in training mode without its dropout; one on the meta device as a copy with random parameters.
+    """
+    module = copy.deepcopy(module)
+    if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        seeded(module)
+    module.train()
+    units, unplaced = find_units(module), list[WholeUnit]()
+    try:
+        sample_run(module, units, args, kwargs)
+    except Exception as error:  # the module's own code
+        raise ConfigError(f"{type(module).__name__} does not run on the sample: {first_line(error)}") from None
+    kinds: dict[str, TracedUnit | str] = {}
+    for unit in units:
+        why = "it is not called with this sample" if unit.call is None else ""
+        if unit.read_outside:
+            why = f"{unit.read_outside[0]} is read outside of it"
+        if not why:
+            kind = unit.kind
+            if kind not in kinds:
+                kinds[kind] = _traced(unit)
+            traced = kinds[kind]
+            if isinstance(traced, TracedUnit):
+                traced.paths.append(unit.path)
+            else:
+                why = traced
+        if why:
+            unplaced.append(WholeUnit(path=unit.path, why=why))
+    return [traced for traced in kinds.values() if isinstance(traced, TracedUnit)], unplaced
+
+
+def _traced(unit: Unit) -> TracedUnit | str:
+    assert unit.call is not None
+    try:
+        graph = export_unit(unit.module, *unit.call, path=unit.path)
+    except ConfigError as error:
+        return error.message
+    if not any(node for node in graph.nodes):
+        return "it computes nothing"
+    return TracedUnit([], graph, bind(graph, unit.module, unit.call), unit.module)
+
+
+def bind(graph: UnitGraph, module: nn.Module, call: Any) -> dict[str, Any]:
+    """Return the values of a graph's placeholders: a unit's parameters and buffers, constants, and the arguments of a call."""
+    leaves, _ = tree_flatten(call)
+    state = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    given: dict[str, Any] = {name: state[path] for name, path in graph.state.items()}
+    return {**given, **graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+
+
+def unit_work(
+    traced: TracedUnit, num_ranks: int, tied: Mapping[str, Form], cache: dict[Any, list[Signature]]
+) -> UnitWork:
+    """Return the operators of a unit with their proved signatures; ``tied``: forms that parameters, by path, have elsewhere."""
+    graph = traced.graph
+    values = values_of(graph, traced.given)
+    proposed, facts = dict[str, list[Signature]](), dict[str, dict[str, Any]]()
+    for node in graph.nodes:
+        call = graph.calls[node.name]
+        refs = [graph.value_of(producer) for producer in call.producers]
+        ins = [values[ref] for ref in refs]
+        outs = [values[Value(node.name, idx)] for idx in range(len([v for v in values if v.node == node.name]))]
+        samples = [Sample.of(t) for t in ins], [Sample.of(t) for t in outs]
+        key = call.name, str(samples), call.static, num_ranks
+        if key not in cache:
+            cache[key] = find_signatures(call, *samples, num_ranks)
+        trained = [t.requires_grad for t in ins], [t.requires_grad for t in outs]
+        proposed[node.name] = list(dict.fromkeys(_merged(signature, *trained) for signature in cache[key]))
+        facts[node.name] = {
+            "op": short_name(call), "ins": tuple((ref.node, ref.idx) for ref in refs),
+            "elements": tuple(t.numel() for t in outs), "element_bytes": outs[0].element_size() if outs else 4,
+            "flops": _flops(call, ins, outs), "moves_nothing": _is_view(node), "is_trained": any(trained[1]),
+        }  # fmt: skip
+    forms = {
+        name: _parameter_forms(
+            [f"{path}.{graph.state[name]}" for path in traced.paths], traced.given[name], num_ranks, tied
+        )
+        for name in graph.parameters
+    }
+    right = proved(graph, proposed, forms, traced.given, num_ranks)
+    operators = [
+        _source(name, value, forms.get(name)) for name, value in traced.given.items() if isinstance(value, Tensor)
+    ]
+    operators += [
+        OperatorWork(name=name, **facts[name], signatures=tuple(map(text, signatures)))
+        for name, signatures in right.items()
+    ]
+    return UnitWork(
+        paths=tuple(traced.paths), num_ranks=num_ranks, num_samples=_num_samples(traced), operators=tuple(operators),
+        outs=tuple((v.node, v.idx) for o in graph.outputs if isinstance(o, fx.Node) for v in (graph.value_of(o),)),
+        described=tuple(graph.described),
+        parameters=tuple((name, path) for name, path in graph.state.items() if name in graph.parameters),
+        trained_inputs=tuple(isinstance(v, Tensor) and v.requires_grad for v in map(traced.given.get, graph.inputs)),
+    )  # fmt: skip
+
+
+def values_of(graph: UnitGraph, given: Mapping[str, Any]) -> dict[Value, Tensor]:
+    """Return every value of a graph on whole tensors, with gradients as in a run."""
+    values: dict[Value, Any] = {
+        Value(name): value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
+    for node in graph.nodes:
+        call = graph.calls[node.name]
+        made = call.run([values[graph.value_of(p)] for p in call.producers], "", 1)
+        values |= {Value(node.name, idx): tensor for idx, tensor in enumerate(tensors_of(made))}
+    return values
+
+
+def _merged(signature: Signature, ins: Sequence[bool], outs: Sequence[bool]) -> Signature:
+    """Write R as I where there is no gradient: the two are then one."""
+
+    def merge(forms: Sequence[Form], trained: Sequence[bool]) -> tuple[Form, ...]:
+        return tuple(ENTIRE if form == REPEATED and not has else form for form, has in zip(forms, trained, strict=True))
+
+    return Signature(merge(signature.ins, ins), merge(signature.outs, outs), signature.variant)
+
+
+def _parameter_forms(paths: Sequence[str], parameter: Tensor, num_ranks: int, tied: Mapping[str, Form]) -> list[Form]:
+    if form := next((tied[path] for path in paths if path in tied), None):
+        return [form if is_cut(parameter.shape[form.dim], form, num_ranks) else ENTIRE]
+    cuts = [Form("S", dim) for dim, size in enumerate(parameter.shape) if is_cut(size, Form("S", dim), num_ranks)]
+    return [ENTIRE, *cuts]
+
+
+def _source(name: str, value: Tensor, forms: Sequence[Form] | None) -> OperatorWork:
+    return OperatorWork(
+        name=name, op="given" if forms is None else "parameter", elements=(value.numel(),), element_bytes=value.element_size(),
+        is_trained=value.requires_grad, signatures=tuple(f">{form}" for form in forms or [ENTIRE]),
+    )  # fmt: skip
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _flops(call: Call, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> int:
+    name = short_name(call)
+    if name in PRODUCTS and len(ins) > 1:
+        inner = ins[0].shape[-1] if name not in ("addmm", "baddbmm") else ins[1].shape[-1]
+        return 2 * outs[0].numel() * inner
+    if name.startswith("conv") and len(ins) > 1:
+        return 2 * outs[0].numel() * math.prod(ins[1].shape[1:])
+    if name == "scaled_dot_product_attention":
+        return 4 * ins[0].numel() * ins[1].shape[-2]
+    return 0
+
+
+def _num_samples(traced: TracedUnit) -> int:
+    return max((t.shape[0] for t in _inputs(traced) if t.ndim), default=1) or 1
+
+
+def _inputs(traced: TracedUnit) -> Iterator[Tensor]:
+    return (traced.given[name] for name in traced.graph.inputs if isinstance(traced.given[name], Tensor))
+
+
+def rows_of(value: Any, num_samples: int) -> Any:
+    """Return a batch with so many samples, the first ones again where there are fewer."""
+
+    def rows(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or not tensor.ndim:
+            return tensor
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+        return tensor[torch.arange(num_samples) % tensor.shape[0]]
+
+    return tree_map(rows, value)

@@ -1,0 +1,261 @@
+"""Units of a user's module run as a plan places their operators: the exported graph on this rank's tensors.
+
+A unit is exported when it is first called with tensors of some shape, from a copy without contents, and must be the graph that
+was placed. Its parameters become DTensors (for checkpoints, clipping and `fully_shard`), its forward pass the graph's operators on
+local tensors with conversions between them. Everything between units is the user's code on whole values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ...profilers.module.fakes import on_fakes
+from ...profilers.module.trials import fake_twin, first_line
+from ...profilers.placements.export import UnitGraph, Value, export_unit
+from ...profilers.placements.gate import parsed
+from ...profilers.placements.localise import Call, tensors_of
+from ...profilers.placements.signatures import RANDOM, Signature, short_name
+from ...profilers.placements.units import described
+from ...schema.errors import ConfigError, RuntimeMismatchError
+from ...schema.placement_forms import ENTIRE, Form
+from ...schema.placements import UnitPlacement
+from ..models.layers import local_tensor
+from .conversions import convert
+
+
+def apply_placements(module: nn.Module, placements: Sequence[UnitPlacement], tp: DeviceMesh) -> None:
+    """Place the units of a module on the ranks of a mesh, in place.
+
+    Raises:
+        RuntimeMismatchError: a unit is missing, or has other parameters than were placed.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = fake_twin(module, mode)
+    sharded: dict[int, nn.Parameter] = {}
+    for placement in placements:
+        for path in placement.paths:
+            unit = _submodule(module, path)
+            if unit is None or not any(True for _ in unit.parameters()):
+                continue  # of another pipeline stage
+            _shard_parameters(module, unit, path, placement, tp, sharded)
+            unit.forward = _PlacedUnit(unit, twin.get_submodule(path), mode, path, placement, tp)
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _shard_parameters(
+    module: nn.Module,
+    unit: nn.Module,
+    path: str,
+    placement: UnitPlacement,
+    tp: DeviceMesh,
+    sharded: dict[int, nn.Parameter],
+) -> None:
+    """Make parameters DTensors wherever the module has them: tied ones stay one parameter."""
+    for name, written in placement.parameters:
+        owner_path, _, attribute = name.rpartition(".")
+        owner = _submodule(unit, owner_path)
+        parameter = getattr(owner, attribute, None)
+        if owner is None or not isinstance(parameter, nn.Parameter):
+            raise RuntimeMismatchError(f"{path} has no parameter {name}, which the plan places")
+        if any(parameter is made for made in sharded.values()):
+            continue  # tied, and placed with another unit
+        form = Form.parse(written)
+        if form.kind == "S" and parameter.shape[form.dim] % tp.size():
+            raise RuntimeMismatchError(
+                f"{path}.{name} is {list(parameter.shape)}, dimension {form.dim} of which {tp.size()} ranks cannot hold equally",
+                help="plan this module again",
+            )
+        cut = Shard(form.dim) if form.kind == "S" else Replicate()
+        part = distribute_tensor(parameter.data, tp, [cut], src_data_rank=None)
+        sharded[id(parameter)] = made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        for other in module.modules():
+            for key, value in other._parameters.items():
+                if value is parameter:
+                    other._parameters[key] = made
+
+
+@dataclass
+class _Step:
+    """An operator: what it reads in which form, made in which one, and what is no longer needed behind it."""
+
+    name: str
+    call: Call
+    signature: Signature
+    reads: list[tuple[Value, Form, Form]]
+    out_shape: tuple[int, ...] | None
+    is_random: bool
+    done: list[Value]
+
+
+@dataclass
+class _Program:
+    """A placed graph: its steps, how its outputs are read, and where its state is."""
+
+    graph: UnitGraph
+    steps: list[_Step]
+    forms: dict[Value, Form]
+    state: list[tuple[str, nn.Module, str]]
+
+
+class _PlacedUnit:
+    """The forward pass of a unit; graphs are made for each kind of call."""
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        twin: nn.Module,
+        mode: FakeTensorMode,
+        path: str,
+        placement: UnitPlacement,
+        tp: DeviceMesh,
+    ) -> None:
+        self._unit, self._twin, self._mode, self._path, self._placement = unit, twin, mode, path, placement
+        self._group, self._num_ranks = tp.get_group(), tp.size()
+        self._programs: dict[str, _Program] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit on whole values."""
+        key = f"{self._unit.training} {described((args, kwargs))}"
+        if key not in self._programs:
+            self._programs[key] = self._program(args, kwargs)
+        program = self._programs[key]
+        graph = program.graph
+        values: dict[tuple[Value, Form], Any] = {
+            (Value(name), program.forms[Value(name)]): local_tensor(getattr(owner, attribute))
+            for name, owner, attribute in program.state
+        }
+        leaves, _ = tree_flatten((args, kwargs))
+        values |= {(Value(name), ENTIRE): leaf for name, leaf in zip(graph.inputs, leaves, strict=True)}
+        values |= {(Value(name), ENTIRE): constant for name, constant in graph.constants.items()}
+        for step in program.steps:
+            read = [self._read(values, *which) for which in step.reads]
+            made = self._run(step, read)
+            for idx, (tensor, form) in enumerate(zip(made, step.signature.outs, strict=True)):
+                values[Value(step.name, idx), form] = tensor
+            for value in step.done:
+                for entry in [known for known in values if known[0] == value]:
+                    del values[entry]
+        outs = [
+            self._read(values, graph.value_of(out), program.forms[graph.value_of(out)], ENTIRE)
+            if isinstance(out, torch.fx.Node)
+            else out
+            for out in graph.outputs
+        ]
+        return tree_unflatten(outs, graph.out_spec)
+
+    def _read(self, values: dict[tuple[Value, Form], Any], value: Value, made: Form, form: Form) -> Any:
+        if (value, form) not in values:
+            source = values[value, made]
+            values[value, form] = convert(source, made, form, self._group) if isinstance(source, Tensor) else source
+        return values[value, form]
+
+    def _run(self, step: _Step, read: Sequence[Any]) -> list[Tensor]:
+        if not step.is_random:
+            return tensors_of(step.call.run(read, step.signature.variant, self._num_ranks, step.out_shape))
+        # Each rank drops out by itself on its part: from one number that all ranks draw, so that they stay in step.
+        seed = int(torch.randint(2**31, (1,))) + dist.get_rank(self._group)
+        devices = [t.device for t in read if isinstance(t, Tensor) and t.device.type != "cpu"][:1]
+        with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu"):
+            torch.manual_seed(seed)
+            return tensors_of(step.call.run(read, step.signature.variant, self._num_ranks, step.out_shape))
+
+    def _program(self, args: Any, kwargs: Any) -> _Program:
+        graph = self._traced(args, kwargs)
+        placed, traced = self._placement.described, graph.described
+        if [_without_sizes(line) for line in placed] != [_without_sizes(line) for line in traced]:
+            pairs = zip(placed, traced, strict=False)
+            pair = next(
+                ((a, b) for a, b in pairs if _without_sizes(a) != _without_sizes(b)),
+                (f"{len(placed)} operators", len(traced)),
+            )
+            raise RuntimeMismatchError(
+                f"{self._path} computes {pair[1]} where the plan placed {pair[0]}",
+                help="plan this module again with these inputs",
+            )
+        leaves, _ = tree_flatten((args, kwargs))
+        for idx, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not self._placement.trained_inputs[idx]:
+                raise RuntimeMismatchError(
+                    f"{self._path}: its input {idx} has a gradient, which it had not where it was placed",
+                    help="plan this module again with such inputs",
+                )
+        signatures = [parsed(written) for written in self._placement.signatures]
+        of_path = {path: Form.parse(form) for path, form in self._placement.parameters}
+        forms = {Value(name): ENTIRE for name in (*graph.inputs, *graph.constants)}
+        forms |= {Value(name): of_path.get(path, ENTIRE) for name, path in graph.state.items()}
+        last: dict[Value, int] = {}
+        ends = {graph.value_of(out) for out in graph.outputs if isinstance(out, torch.fx.Node)}
+        steps: list[_Step] = []
+        device = next(self._unit.parameters()).device
+        graph.constants = {name: constant.to(device) for name, constant in graph.constants.items()}
+        for idx, (node, signature) in enumerate(zip(graph.nodes, signatures, strict=True)):
+            call = graph.calls[node.name].on_device(device)
+            refs = [graph.value_of(producer) for producer in call.producers]
+            last |= dict.fromkeys(refs, idx)
+            reads = [(ref, forms[ref], form) for ref, form in zip(refs, signature.ins, strict=True)]
+            forms |= {Value(node.name, i): form for i, form in enumerate(signature.outs)}
+            shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), Tensor) else None
+            is_random = short_name(call) in RANDOM and any(form.kind == "S" for form in signature.ins)
+            is_random = (
+                is_random and bool(call.argument(RANDOM[short_name(call)])) and call.argument("train") is not False
+            )
+            steps.append(_Step(node.name, call, signature, reads, shape, is_random, []))
+        for value, idx in last.items():
+            if value not in ends:
+                steps[idx].done.append(value)
+        state = [(name, *_owner(self._unit, path)) for name, path in graph.state.items()]
+        return _Program(graph, steps, forms, state)
+
+    def _traced(self, args: Any, kwargs: Any) -> UnitGraph:
+        twin = self._twin.train(self._unit.training)
+        local = {name: local_tensor(parameter).dtype for name, parameter in self._unit.named_parameters()}
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.empty(value.shape, dtype=value.dtype, device="cpu").requires_grad_(value.requires_grad)
+
+        try:
+            with on_fakes(twin, self._mode):
+                for name, parameter in twin.named_parameters():  # `fully_shard` gathers them in the type of products
+                    parameter.data = parameter.data.to(local[name])
+                given, named = tree_map(fake, (args, kwargs))
+            # In a thread of its own: a checkpoint that runs here would count what the trace saves.
+            with ThreadPoolExecutor(1) as tracing:
+                return tracing.submit(export_unit, twin, given, named, path=self._path).result()
+        except ConfigError as error:
+            raise RuntimeMismatchError(error.message) from None
+        except Exception as error:  # the module's own code
+            raise RuntimeMismatchError(f"{self._path} cannot be traced: {first_line(error)}") from None
+
+
+def _owner(unit: nn.Module, path: str) -> tuple[nn.Module, str]:
+    owner, _, attribute = path.rpartition(".")
+    return unit.get_submodule(owner), attribute
+
+
+def _without_sizes(line: str) -> str:
+    """Return a described operator without whole numbers, which change with the samples, and what training changes of dropout."""
+    line = line.partition(" ")[2]
+    if any(name in line for name in (*RANDOM, "batch_norm")):
+        return line.partition("[")[0] + line.rpartition("]")[2]
+    line = re.sub(r"torch\.b?float\d+", "float", line)
+    return re.sub(r"(?<![\w.])-?\d+(?![\w.])", "#", line)

@@ -1,0 +1,1 @@
+"""A job that goes on when a rank dies: the supervisor in the launcher, and what the surviving ranks do."""

@@ -1,0 +1,338 @@
+"""What a rank does in a job that goes on without its dead: train, and after each death take its place in the next generation.
+
+    unwind     the collective that waits for the dead raises, here or because the thread of the membership aborted it
+    end        all gradients of a step are there before anybody can have the sums over all ranks: where one survivor has them the
+               others end the step with them too, so that all are at the same step
+    choose     the latest state of which the survivors hold every part: their live tensors, or copies of an earlier step
+    build      the model of the generation's plan, in new groups, and fill it from what the members hold
+    go on      with the samples of the step that was cut short, or of those since the copies
+
+What was held before stays until every member has filled its new model: another death meanwhile begins again from the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from ...schema import MeshwrightError, TrainingPlan
+from ...schema.shares import state_copies
+from ..job.machine import explain_out_of_memory
+from ..models.decoder import Decoder, is_adapter
+from ..training.checkpoint import TrainingProgress, checkpoint_state, read_states, stored_name
+from ..training.memory import MemoryMeter
+from ..training.options import TrainOptions, prepare_options
+from ..training.save_schedule import MTBF_HOURS_PER_DEVICE
+from ..training.train import TrainingRun, backend_and_device, build_part, train_to_the_end
+from .copies import PeerCopies
+from .exchange import Exchange
+from .generations import Generation, GenerationOverError, Membership
+from .holdings import Holding, Piece, SurvivorReader, missing, pieces_of
+
+_BEGIN_ANEW_STEPS = 2
+"""Until the first copies are complete, a run that lost a part begins anew: so few steps are done by then."""
+
+
+class StatesLostError(MeshwrightError):
+    """The survivors do not hold every part of the states."""
+
+
+def train_through_faults(options: TrainOptions, *, report: str | Path | None, timeout_s: float) -> None:
+    """Train as `train` does, in a job that a supervisor watches over; return when the job is done.
+
+    Raises:
+        MeshwrightError: as by `train`, or too much is lost to go on.
+    """
+    survivor = Survivor(Membership.from_environment(timeout_s), options, report)
+    survivor.membership.begin(survivor.take_over)
+    survivor.drive()
+
+
+class Survivor:
+    """One process of the job, through all generations; the guard of its run.
+
+    Its driver is the main thread, until that does not come back from a collective of a generation that is over (of gloo's, a wait
+    for a send that a closed connection never ends). Another thread then drives on from what the process holds, and the one
+    before only waits for it. No thread is replaced while it changes states.
+
+    Attributes:
+        run: None before the process has first trained.
+    """
+
+    def __init__(self, membership: Membership, options: TrainOptions, report: str | Path | None) -> None:
+        self.membership, self._report = membership, report
+        self.run: TrainingRun | None = None
+        self._generation = -1  # of the model in `run`
+        self._live: dict[Piece, torch.Tensor] | None = None
+        self._copies: PeerCopies | None = None
+        self._retained: list[Holding] = []
+        self._past: list[Generation] = []
+        self._plan = TrainingPlan.load(membership.generation.plan)
+        _, self._device = backend_and_device(self._plan)
+        self._meter = MemoryMeter(self._device, count=options.count_memory)
+        self._options = prepare_options(self._plan, options)
+        self._driver, self._is_behind = threading.current_thread(), True
+        self._outcome: Future[None] = Future()
+
+    def drive(self) -> None:
+        """Train until the job is done, through all generations.
+
+        Raises:
+            MeshwrightError: as by `train`, or too much is lost to go on.
+        """
+        while True:
+            try:
+                if self._is_behind:
+                    self.take_place()
+                    self._is_behind = False
+                if self.run is None or not self.membership.is_active:
+                    self.membership.stand_by()
+                    return
+                train_to_the_end(self.run)
+                self.membership.finish()
+                return
+            except StatesLostError:
+                raise
+            except (Exception, CheckpointException) as error:
+                if self._driver is not threading.current_thread():
+                    self._outcome.result()
+                    return
+                self.follow(error, has_met=not self._is_behind)
+                self._is_behind = True
+
+    def take_over(self) -> bool:
+        """Drive on in a new thread, where the driver does not leave a generation; False where it must not be left alone."""
+        if self.run is not None and self.run.is_updating:
+            return False
+
+        def drive() -> None:
+            error: BaseException | None = None
+            try:
+                self.follow(GenerationOverError("the thread before did not leave"), has_met=not self._is_behind)
+                self._is_behind = True
+                self.drive()
+            except BaseException as caught:
+                error = caught
+            if self._driver is threading.current_thread():  # or else who came after it tells
+                self._outcome.set_exception(error) if error else self._outcome.set_result(None)
+
+        self._driver = threading.Thread(target=drive, daemon=True, name="driver")
+        self._driver.start()
+        return True
+
+    def follow(self, error: BaseException, *, has_met: bool) -> None:
+        """Enter the generation that explains an error; ask for one where its members, all alive, did not meet.
+
+        Raises:
+            BaseException: the error, where there is none.
+        """
+        if self.run is not None:
+            self.run.rest()
+        if not has_met and not isinstance(error, MeshwrightError):
+            self.membership.meet_again()
+        self._past += self.membership.follow(error)
+
+    # --- the guard of the run ---
+
+    def before_step(self) -> None:
+        """Raise where a rank is gone."""
+        self.membership.check()
+
+    def before_sums(self) -> None:
+        """Wait for the copies on their way: no rank ends the step before."""
+        self.membership.check()
+        if self._driver is not threading.current_thread():
+            raise GenerationOverError("another thread has taken over")
+        if self._copies is not None:
+            self._copies.settle()
+
+    def after_step(self) -> None:
+        """Note what this rank holds from now on, and copy it where that is due."""
+        assert self.run is not None
+        if self._past:
+            self._tell()
+        if self._live is None:
+            self._capture()
+        if self._copies is not None:
+            self._copies.copy(self.run.progress, self.run.step_times_s[-1])
+
+    # --- a generation ---
+
+    def take_place(self) -> None:
+        """Build this rank's part of the generation's plan, with the states that the members hold."""
+        membership, generation = self.membership, self.membership.generation
+        self._plan = plan = TrainingPlan.load(generation.plan)
+        if generation.number == 0:
+            if membership.is_active:
+                self._build(plan, None)
+            return
+        exchange = Exchange(membership, "members", len(generation.members))
+        statuses = exchange.tell(self._status())
+        self._end_step(statuses)
+        holdings = self._holdings()
+        offers = exchange.tell(
+            {tag: [holding.progress.model_dump(), _words(holding)] for tag, holding in holdings.items()}
+        )
+        tag = self._chosen(plan, offers, statuses)
+        self._retained = list(holdings.values())
+        if tag is None:
+            if membership.is_active:
+                self._build(plan, None)
+        else:
+            parts = [[Piece.read(words) for words in of_member.get(tag, (None, ()))[1]] for of_member in offers]
+            progress = next(TrainingProgress(**of_member[tag][0]) for of_member in offers if tag in of_member)
+            reader = SurvivorReader(exchange, parts, holdings[tag].tensors if tag in holdings else {})
+            if membership.is_active:
+                self._build(plan, progress, reader)
+            else:
+                reader.swap(())
+        if self._copies is not None:
+            self._copies.settle()
+        exchange.barrier()
+        self._retained = []
+        if self.run is not None and membership.is_active:
+            self._save_again(max(status["saved"] for status in statuses))
+
+    def _build(
+        self, plan: TrainingPlan, progress: TrainingProgress | None, reader: SurvivorReader | None = None
+    ) -> None:
+        """Build the model, and fill it where the run has made progress."""
+        backend, device = backend_and_device(plan)
+        self.membership.join(backend, device)
+        with explain_out_of_memory(plan, device):
+            part = build_part(plan, self._options, device)
+            if reader is not None:
+                read_states(part.model, part.optimizer, reader, planner=DefaultLoadPlanner(), is_collective=False)
+        number = self.membership.generation.number
+        start = progress or TrainingProgress(step=0, seed=self._options.seed, samples=0, data=part.data)
+        if self.run is None:
+            self.run = TrainingRun(
+                part, self._options, self._meter, self._report, self, start=start if number else None
+            )
+        else:
+            self.run.adopt(part, start)
+        if number == 0 and self.run.steps:  # resumed
+            progress = self.run.progress
+        self._generation, self._live, self._copies = number, None, None
+        if progress is not None:
+            self._capture()
+            if self._copies is not None:
+                self._copies.copy(progress, 0.0)
+
+    def _capture(self) -> None:
+        """Note by reference what this rank holds; optimizer states are there after the first step."""
+        assert self.run is not None
+        plan = self.run.model.plan
+        self._live = pieces_of(checkpoint_state(self.run.model, self.run.optimizer))
+        if state_copies(self._plan) > 1 or self.membership.generation.num_active == 1:
+            return
+        cluster = plan.cluster
+        self._copies = PeerCopies(
+            Exchange(self.membership, "active", self.membership.generation.num_active),
+            generation=self._generation,
+            every=self._options.copy_every,
+            mtbf_s=3600 * (self._options.mtbf_hours_per_device or MTBF_HOURS_PER_DEVICE) / plan.layout.world_size,
+            stride=cluster.groups[0].devices_per_node if cluster.num_nodes > 1 else 1,
+            live=self._live,
+        )
+
+    def _status(self) -> dict[str, Any]:
+        run = self.run
+        if run is None:
+            return {"generation": -1, "step": 0, "sums": [], "saved": -1}
+        sums = None if run.sums is None else [repr(value) for value in run.sums]  # may be no number
+        return {"generation": self._generation, "step": run.steps, "sums": sums, "saved": run.saved}
+
+    def _end_step(self, statuses: Sequence[dict[str, Any]]) -> None:
+        """End the step whose gradients are here, where another rank has the sums that this one waited for."""
+        run = self.run
+        if run is None or run.sums is not None:
+            return
+        ahead = [s for s in statuses if s["generation"] == self._generation and s["step"] == run.steps + 1]
+        if ahead:
+            run.guard = None
+            run.complete(torch.tensor([float(value) for value in ahead[0]["sums"]], device=self._device))
+            run.guard = self
+            self._live = self._live or pieces_of(checkpoint_state(run.model, run.optimizer))
+
+    def _holdings(self) -> dict[str, Holding]:
+        holdings = {holding.tag: holding for holding in self._retained}
+        if (
+            self.run is not None
+            and self._live is not None
+            and not any(holding.tensors is self._live for holding in self._retained)
+        ):
+            live = Holding(self._generation, self.run.progress, self._live)
+            holdings[live.tag] = live
+        for holding in () if self._copies is None else self._copies.holdings():
+            holdings.setdefault(f"{holding.tag}/copy", holding)
+        return holdings
+
+    def _chosen(
+        self, plan: TrainingPlan, offers: Sequence[dict[str, Any]], statuses: Sequence[dict[str, Any]]
+    ) -> str | None:
+        """Return the latest state of which every part is held; None where there is none yet.
+
+        Raises:
+            StatesLostError: a part is lost.
+        """
+        needed, lost = _needed(plan), list[str]()
+        tags = {tag: of_member[tag][0]["step"] for of_member in offers for tag in of_member}
+        for tag in sorted(tags, key=lambda tag: (tags[tag], tag), reverse=True):
+            holdings = [Piece.read(words) for of_member in offers for words in of_member.get(tag, (None, ()))[1]]
+            lost = missing(needed, holdings)
+            if not lost:
+                return tag
+        if max(status["step"] for status in statuses) <= _BEGIN_ANEW_STEPS:
+            return None
+        raise StatesLostError(
+            "too many ranks are gone to go on: no other rank holds what they held",
+            details=(f"{len(lost)} tensors, such as {lost[0]}",) if lost else (),
+            help="--max-restarts goes back to the last checkpoint; a layout with dp_replicate >= 2 holds everything twice",
+        )
+
+    def _save_again(self, saved: int) -> None:
+        """Write the checkpoint that a death cut short."""
+        assert self.run is not None
+        self.run.saved = saved
+        if self.run.steps and self.run.steps != saved:
+            self.run.checkpoint()
+
+    def _tell(self) -> None:
+        """Report that the job went on, once the first step is done."""
+        assert self.run is not None
+        past, self._past = self._past, []
+        self.run.writer.write(
+            {
+                "event": "went on",
+                "causes": [generation.cause for generation in past],
+                "ranks": past[-1].num_active,
+                "layout": str(self._plan.layout),
+                "before_step": self.run.steps,
+                "seconds": time.time() - past[0].time_s,
+            }
+        )
+
+
+def _words(holding: Holding) -> list[Any]:
+    return [[p.name, p.offsets, p.sizes, p.of, p.dtype] for p in holding.tensors]
+
+
+def _needed(plan: TrainingPlan) -> dict[str, Sequence[int]]:
+    """Return the sizes of what a checkpoint has of the model, by name."""
+    with torch.device("meta"):
+        state = Decoder(plan.model, attention=plan.workload.attention).state_dict()
+    adapts = plan.workload.adapters is not None
+    return {
+        f"model.{stored_name(name, plan.model)}": value.shape
+        for name, value in state.items()
+        if not adapts or is_adapter(name)
+    }

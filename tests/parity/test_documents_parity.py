@@ -1,0 +1,154 @@
+"""Batches of documents on mixed groups of ranks against one document after the other on one rank.
+
+The reference knows no packs: plain decoder, each document by itself, the sum of all token losses divided once. Losses and every
+gradient agree to 1e-5 (seen: 1e-6), whatever the groups and the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import LEARNING_RATE, SEED, Case, Outcome, by_world_size, run_group
+from meshwright.runtime import Decoder, build_optimizer, parallelize
+from meshwright.runtime.documents.packs import Batch
+from meshwright.runtime.models.decoder import init_weights
+from meshwright.runtime.models.layers import full_tensor
+from meshwright.schema import Layout
+from meshwright.schema.layers import MoE
+from meshwright.solvers.batch_groups import BatchGroup
+from plans import gpt2_model, tiny_model
+from test_parity import MODELS, Setup
+
+TOLERANCE = 1e-5
+LENGTHS = (23, 5, 1, 12, 20, 3, 9, 2, 16)
+MODELS["exchanging"] = tiny_model(num_blocks=2, num_heads=4, num_kv_heads=2, tied=True)
+MODELS["ring"] = tiny_model(num_blocks=2, num_heads=3, num_kv_heads=3, head_dim=8)
+MODELS["learned positions"] = gpt2_model()
+MODELS["routed"] = tiny_model(num_blocks=2, experts=MoE(num_experts=8, top_k=2, ffn_dim=32))
+
+
+def group(first: int, size: int, *sequences: int) -> BatchGroup:
+    return BatchGroup(first, size, sequences, 0.0)
+
+
+ONE = ((group(0, 1, 0, 3), group(0, 1, 1, 2, 4)), (group(0, 1, *range(5, 9)),))
+TWO = (
+    (group(0, 2, 0, 2, 1),),
+    (group(0, 1, 3, 5), group(1, 1, 4)),
+    (group(1, 1, 6, 7),),
+    (group(0, 2, 8),),
+)
+FOUR = (
+    (group(0, 4, 0, 2),),
+    (group(0, 2, 4, 1), group(2, 2, 8)),
+    (group(0, 2, 3), group(2, 1, 5), group(3, 1, 6)),
+    (group(2, 1, 7),),
+)
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    return torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(step))
+
+
+def one_by_one(case: Case, folder: Path) -> Outcome:
+    """Train on one document after the other, two steps of SGD."""
+    decoder = Decoder(case.plan.model)
+    init_weights(decoder, SEED)
+    outcome = Outcome()
+    for step in range(case.num_steps):
+        documents = tokens_of(step).split(list(LENGTHS))
+        total = torch.zeros(())
+        for document in documents:
+            if len(document) > 1:
+                logits = decoder(document[None, :-1])
+                total += F.cross_entropy(logits[0].float(), document[1:], reduction="sum")
+        decoder.zero_grad()
+        loss = total / (sum(LENGTHS) - len(LENGTHS))
+        loss.backward()
+        outcome.losses.append(loss.item())
+        gradients = {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
+        outcome.gradients.update({f"{step} {name}": gradient for name, gradient in gradients.items()})
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter -= LEARNING_RATE * parameter.grad
+    return outcome
+
+
+def on_groups(case: Case, folder: Path) -> Outcome:
+    """Do the same by `backward_batch`, in a loop of one's own."""
+    plan = case.plan
+    model = parallelize(None, plan, device=torch.device("cpu"), seed=SEED, documents=True)
+    optimizer = build_optimizer(model, learning_rate=LEARNING_RATE, weight_decay=0.0)
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    outcome = Outcome()
+    groups = {1: ONE[1:] + tuple((entry,) for entry in ONE[0]), 2: TWO, 4: FOUR}[plan.layout.dp * plan.layout.cp]
+    for step in range(case.num_steps):
+        optimizer.zero_grad()
+        share = model.backward_batch(Batch.of(tokens_of(step), ends, groups))
+        model.add_over_ranks(share)
+        outcome.losses.append(share.item())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                outcome.gradients[f"{step} {name}"] = full_tensor(parameter.grad).clone()
+        optimizer.step()
+    return outcome
+
+
+@dataclass(frozen=True)
+class Packed(Setup):
+    model: str = "exchanging"
+    workload: object = Setup("", Layout()).workload.replace(optimizer="sgd")
+    num_steps: int = 2
+
+
+ONE_RANK = (Packed("one rank", Layout()), Packed("one rank, full", Layout(recompute="full"), model="ring"))
+TWO_RANKS = (
+    Packed("two", Layout(dp_shard=2)),
+    Packed("two of a ring, selective", Layout(dp_shard=2, recompute="selective"), model="ring"),
+    Packed("two replicas", Layout(dp_replicate=2), model="ring"),
+    Packed("learned positions", Layout(dp_shard=2, zero_stage=1), model="learned positions"),
+    Packed("tp", Layout(tp=2)),
+    Packed("experts", Layout(dp_shard=2, ep=2), model="routed"),
+)
+FOUR_RANKS = (
+    Packed("zero 3, ring and exchange", Layout(dp_shard=4)),
+    Packed("zero 3, ring", Layout(dp_shard=4, recompute="full"), model="ring"),
+    Packed("zero 2", Layout(dp_shard=4, zero_stage=2), model="ring"),
+    Packed("zero 1", Layout(dp_shard=4, zero_stage=1)),
+    Packed("zero 0", Layout(dp_replicate=4, zero_stage=0), model="ring"),
+    Packed("hsdp", Layout(dp_replicate=2, dp_shard=2)),
+    Packed("cp of the plan", Layout(dp_shard=2, cp=2)),
+    Packed("zero 3 tp", Layout(dp_shard=2, tp=2)),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    setups = {setup.model: setup for setup in (*ONE_RANK, *TWO_RANKS, *FOUR_RANKS)}
+    cases = [Case(name, Packed(name, Layout(), model=name).plan, num_steps=2, run=one_by_one) for name in setups]
+    return {name: ranks[0] for name, ranks in run_group(1, cases, tmp_path_factory.mktemp("references")).items()}
+
+
+@pytest.mark.parametrize("setups", by_world_size(ONE_RANK, TWO_RANKS, FOUR_RANKS))
+def test_documents_on_groups_train_as_one_after_the_other(
+    setups: tuple[Packed, ...], references: dict[str, Outcome], tmp_path: Path
+) -> None:
+    cases = [Case(setup.name, setup.plan, num_steps=setup.num_steps, run=on_groups) for setup in setups]
+    outcomes = run_group(setups[0].layout.world_size, cases, tmp_path)
+    for setup in setups:
+        expected = references[setup.model]
+        for outcome in outcomes[setup.name]:
+            assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE), setup.name
+            assert set(outcome.gradients) <= set(expected.gradients)
+            for name, gradient in outcome.gradients.items():
+                difference = (gradient - expected.gradients[name]).abs().max().item()
+                assert difference <= TOLERANCE * max(1.0, expected.gradients[name].abs().max().item()), (
+                    setup.name,
+                    name,
+                )
+        names = {name for outcome in outcomes[setup.name] for name in outcome.gradients}
+        assert names == set(expected.gradients), setup.name

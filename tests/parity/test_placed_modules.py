@@ -1,0 +1,112 @@
+"""Modules whose code does not say how they are split: their operators placed by a program, and run on two ranks as on one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import zoo
+from harness import Case, run_group
+from meshwright.planner import plan
+from meshwright.profilers import profile_module
+from meshwright.schema import TrainingPlan, Workload
+from plans import cpu_cluster
+from test_zoo import differences
+
+QUICK = ("nanogpt", "mlp", "dlrm")
+"""Fused projections with a tied head; a chain of layers; tables and products of pairs."""
+
+RULED = ("neox", "gemma", "phi3", "olmo2", "cohere", "llama", "gemma3")
+"""Those that say themselves how they are split."""
+
+
+PARTLY = ("llava", "qwen2_vl", "peeking", "mixtral")
+"""Towers that the sample does not call, a block of which a parameter is read outside, and blocks of experts are on both ranks."""
+
+OTHERWISE_IN_EVALUATION = ("mamba", "mamba2", "swin", "resnet", "lstm", "graph")
+"""Those whose graph is another one than in training, in which they were placed: the zoo calls its models in evaluation."""
+
+
+def placed_plan(name: str, **fixed: int | str) -> TrainingPlan:
+    """A plan with tp 2 on as many ranks as its degrees make."""
+    model, inputs = zoo.build(name)
+    spec = profile_module(model, inputs if hasattr(model, "config") else list(inputs.values()), tp=(2,))
+    assert spec.traced_len is not None
+    workload = Workload(seq_len=spec.traced_len, global_batch_size=zoo.BATCH, precision="fp32")
+    degrees = {"tp": 2, "dp_shard": 1, "pp": 1, "dp_replicate": 1, **fixed}
+    ranks = math.prod(int(degrees[axis]) for axis in ("tp", "dp_shard", "pp", "dp_replicate"))
+    return plan(spec, cpu_cluster(ranks), workload, fixed={**degrees, "sequence_parallel": False})
+
+
+def share_of_parameters(name: str, found: TrainingPlan) -> float:
+    """What a rank holds of a model's parameters."""
+    assert found.model.code is not None
+    cut = {
+        f"{path}.{parameter}"
+        for placement in found.model.code.placements
+        for path in placement.paths
+        for parameter, form in placement.parameters
+        if form.startswith("S")
+    }
+    model, _ = zoo.build(name)
+    held, total, seen = 0.0, 0, set[int]()
+    paths = [(path, p) for path, p in model.named_parameters(remove_duplicate=False)]
+    for path, parameter in sorted(paths, key=lambda item: item[0] not in cut):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            total += parameter.numel()
+            held += parameter.numel() / (2 if path in cut else 1)
+    return held / total
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        QUICK,
+        pytest.param(
+            [n for n in zoo.MODELS if n not in (*QUICK, *RULED, *OTHERWISE_IN_EVALUATION)], marks=pytest.mark.long
+        ),
+    ],
+    ids=["quick", "all"],
+)
+def test_placed_modules_run_with_the_gradients_of_one_rank(names: Sequence[str], tmp_path: Path) -> None:
+    plans = {name: placed_plan(name) for name in names}
+    outcomes = run_group(
+        2, [Case(name, found, module=name, run=zoo.one_step) for name, found in plans.items()], tmp_path
+    )
+    wrong = {}
+    for name in names:
+        gradients = {key: grad for outcome in outcomes[name] for key, grad in outcome.gradients.items()}
+        if problems := differences(gradients, zoo.alone(name, next_tokens=False)):
+            wrong[name] = problems
+        share = share_of_parameters(name, plans[name])
+        print(f"{name}: {share:.2f}")
+        if share > 0.6 and name not in PARTLY:
+            wrong[name] = [f"{share:.2f} of the parameters on a rank"]
+    assert not wrong
+
+
+@pytest.mark.long
+def test_placed_modules_are_sharded_and_recomputed(tmp_path: Path) -> None:
+    """Tp 2 and zero 3 over two more ranks, blocks computed again: a tied head, attention under a condition, a block of images."""
+    sharded = {"dp_shard": 2, "zero_stage": 3, "recompute": "full"}
+    plans = {name: placed_plan(name, **sharded) for name in ("nanogpt", "dit", "unet")}
+    outcomes = run_group(4, [Case(name, plan, module=name, run=zoo.one_step) for name, plan in plans.items()], tmp_path)
+    for name in plans:
+        gradients = {key: grad for outcome in outcomes[name] for key, grad in outcome.gradients.items()}
+        assert not differences(gradients, zoo.alone(name, next_tokens=False)), name
+
+
+@pytest.mark.long
+def test_a_placed_module_computes_in_bf16(tmp_path: Path) -> None:
+    """Parameters are gathered in bf16, for which the units are exported once more."""
+    plan_of_cpu = placed_plan("nanogpt")  # a CPU has no rate for bf16, by which it would be planned
+    mixed = plan_of_cpu.model_copy(update={"workload": plan_of_cpu.workload.replace(precision="bf16-mixed")})
+    (outcomes,) = run_group(2, [Case("bf16", mixed, module="nanogpt", run=zoo.one_step)], tmp_path).values()
+    gradients = {key: grad for outcome in outcomes for key, grad in outcome.gradients.items()}
+    reference = zoo.alone("nanogpt", next_tokens=False)
+    largest = max(float(grad.abs().max()) for grad in reference.values())
+    for key, grad in gradients.items():
+        assert float((grad - reference[key]).abs().max()) < 0.05 * largest, key
