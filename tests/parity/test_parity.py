@@ -24,7 +24,7 @@ from plans import gpt2_model, make_plan, tiny_model
 LOSS_TOLERANCE = 1.5e-6
 GRADIENT_TOLERANCE = 5e-7
 NORM_TOLERANCE = 1e-6  # relative: six digits
-LATER_NORM_TOLERANCE = 1e-5
+LATER_NORM_TOLERANCE = 1e-4  # Adam's first update has a gradient's sign even where that is rounding: up to 2.3e-5 seen
 MIXED_LOSS_TOLERANCE = 3e-4  # bf16 keeps 8 bits: 4e-3 a logit, averaged over 128 tokens
 MIXED_LATER_LOSS_TOLERANCE = 6e-3
 MIXED_GRADIENT_TOLERANCE = 5e-3
