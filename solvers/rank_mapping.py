@@ -22,31 +22,44 @@ Constraints
 Method: every order of up to eight nodes; of more local search, then annealing of many orders at once. All nodes of a kind are
 swapped in pairs, among many nodes only the ends of each axis's slowest pair with the others; the best swap is taken while it
 lowers (O), or at equal (O) the mean over the pairs in place of the slowest one. Starts: the identity, nodes gathered block by
-block with those they reach fastest, and random orders. What the bound does not prove is annealed: each order swaps two nodes at a
-time, and every now and then the worst orders begin again as copies of the best; what comes out best is searched locally once
-more. The identity is among the starts, so that the answer is never worse. Deterministic for a seed. (The bottleneck assignment
-problem with quadratic costs is NP-hard.)
+block with those they reach fastest, and roundings of a relaxed quadratic assignment problem around the best order (random orders,
+where nodes are of several kinds), built anew while that leads to a better one. What the bound does not prove is annealed: each
+order swaps two nodes at a time, and every now and then the worst orders begin again as copies of the best; what comes out best is
+searched locally and relaxed once more. The identity is among the starts, so that the answer is never worse. Deterministic for a
+seed. (The bottleneck assignment problem with quadratic costs is NP-hard.)
 
 Bound: each axis by itself at the rate that its slowest pair exceeds in no order (`node_links.max_slowest` of cost_models/hardware).
 Source: local search by pairwise exchange for assignments (Burkard, Dell'Amico, Martello: Assignment Problems, SIAM 2009, ch. 8);
-annealing: Kirkpatrick, Gelatt, Vecchi, Science 220 (1983).
+annealing: Kirkpatrick, Gelatt, Vecchi, Science 220 (1983); relaxation: Vogelstein et al., Fast approximate quadratic programming
+for graph matching, PLOS ONE 10 (2015), as in scipy.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import quadratic_assignment
 
 from ..cost_models.hardware.node_links import max_slowest
 from ..schema.units import FloatArray, IntArray
 from .backend import Solution, Status
 from .tolerances import SUMMED
 
-NUM_RANDOM_STARTS = 12
-"""Random orders to start from, besides the two that are made on purpose; each costs one local search."""
+RELAXED_POWERS = (2, 4, 8)
+"""Powers p of the seconds in the relaxed problem: higher ones are nearer to the slowest pair and have more local optima."""
+
+RANDOM_SHARES = (0.3, 0.6, 1.0, 1.0, 1.0, 1.0)
+"""How far from the best order the relaxed problem begins, 1 at a random assignment; each start costs one local search."""
+
+MAX_RELAXATIONS = 4
+"""How often in a row the relaxed problem is built anew around a better order."""
+
+MAX_RATIO = 1e6
+"""A power of seconds counts at most so many times the median pair's, so that the relaxation stays well scaled."""
 
 ALL_SWAPS_UP_TO = 24
 """Positions up to which all K (K - 1) / 2 swaps are tried; beyond it only those that move an end of a slowest pair."""
@@ -58,8 +71,8 @@ ALL_ORDERS_UP_TO = 8
 NUM_CHAINS = 48
 """Orders that are annealed at once."""
 
-ANNEALING_STEPS = 5000
-"""Swaps of each of them: with 16 to 32 nodes 0.2 to 0.3 CPU s."""
+ANNEALING_STEPS = 3000
+"""Swaps of each of them: with 16 to 32 nodes 0.1 to 0.2 CPU s."""
 
 ROUND = 512
 """Swaps after which the worst chains begin again as the best ones, and sums are counted anew."""
@@ -109,31 +122,51 @@ def solve(
             status=Status.OPTIMAL, choice=tuple(order.tolist()), objective=order_s, bound=order_s,
             solve_s=time.perf_counter() - start, backend="enumeration",
         )  # fmt: skip
-    rng, bound = np.random.default_rng(seed), lower_bound_s(instance)
-    starts = [np.arange(instance.num_positions), _gather_blocks(instance)]
-    starts += [_shuffle_within_kinds(instance, rng) for _ in range(NUM_RANDOM_STARTS)]
-    best, best_s = starts[0], float(_objectives(instance, starts[0][None])[0][0])
-    locals_: list[IntArray] = [best]
-    for order in starts:
-        if best_s <= bound * (1 + SUMMED):
-            break
-        local, local_s = _swap_to_local_optimum(instance, order)
-        locals_.append(local)
-        if local_s < best_s * (1 - SUMMED):
-            best, best_s = local, local_s
-    if best_s > bound * (1 + SUMMED) and annealing_steps and len(_swaps(instance, best)):
-        annealed = _anneal(instance, np.array([best, *locals_]), best_s, annealing_steps, rng)
-        local, local_s = _swap_to_local_optimum(instance, annealed)
-        if local_s < best_s * (1 - SUMMED):
-            best, best_s = local, local_s
+    rng, tried = np.random.default_rng(seed), _Tried(instance, lower_bound_s(instance))
+    tried.descend([np.arange(instance.num_positions), _gather_blocks(instance)])
+    tried.relax(rng)
+    if not tried.is_proved and annealing_steps and len(_swaps(instance, tried.best)):
+        tried.descend([_anneal(instance, np.array([tried.best, *tried.local]), tried.best_s, annealing_steps, rng)])
+        tried.relax(rng)
     return Solution(
-        status=Status.OPTIMAL if best_s <= bound * (1 + SUMMED) else Status.FEASIBLE,
-        choice=tuple(best.tolist()),
-        objective=best_s,
-        bound=bound,
+        status=Status.OPTIMAL if tried.is_proved else Status.FEASIBLE,
+        choice=tuple(tried.best.tolist()),
+        objective=tried.best_s,
+        bound=tried.bound_s,
         solve_s=time.perf_counter() - start,
         backend="local search",
     )
+
+
+class _Tried:
+    """Local optima seen, the best of all and its (O); the order as listed unless another is better."""
+
+    def __init__(self, instance: RankMappingInstance, bound_s: float) -> None:
+        self.instance, self.bound_s = instance, bound_s
+        self.best, self.local = np.arange(instance.num_positions), list[IntArray]()
+        self.best_s = float(_objectives(instance, self.best[None])[0][0])
+
+    @property
+    def is_proved(self) -> bool:
+        return self.best_s <= self.bound_s * (1 + SUMMED)
+
+    def descend(self, orders: Iterable[IntArray]) -> bool:
+        """Search locally from each order; return whether the best one has changed."""
+        before_s = self.best_s
+        for order in orders:
+            if self.is_proved:
+                break
+            local, local_s = _swap_to_local_optimum(self.instance, order)
+            self.local.append(local)
+            if local_s < self.best_s * (1 - SUMMED):
+                self.best, self.best_s = local, local_s
+        return self.best_s < before_s
+
+    def relax(self, rng: np.random.Generator) -> None:
+        """Descend from where the relaxed problem around the best order leads, as long as that changes."""
+        for _ in range(MAX_RELAXATIONS):
+            if not self.descend(_relaxed_orders(self.instance, self.best, rng)):
+                break
 
 
 def lower_bound_s(instance: RankMappingInstance) -> float:
@@ -291,6 +324,40 @@ def _gather_blocks(instance: RankMappingInstance) -> IntArray:
         order.append(max(of_kind, key=lambda n: min((instance.bandwidth[n, m] for m in near), default=0.0)))
         remaining.remove(order[-1])
     return _sort_within_blocks(instance, np.array(order))
+
+
+def _relaxed_orders(instance: RankMappingInstance, best: IntArray, rng: np.random.Generator) -> Iterator[IntArray]:
+    """Yield orders to which the relaxed problem around the best one leads, from it and from random starts.
+
+    In place of an axis's maximum stands its p-norm, made linear in the p-th powers at the best order: a quadratic assignment
+    problem that is nowhere below the sum of the norms, and equal to it there. It knows no kinds of node: where there are several
+    the orders are random.
+    """
+    size, off_diagonal = instance.num_positions, ~np.eye(instance.num_positions, dtype=bool)
+    seconds = np.divide(1.0, instance.bandwidth, where=off_diagonal, out=np.zeros((size, size)))
+    seconds /= np.median(seconds[off_diagonal])
+    for power in RELAXED_POWERS:
+        flows = np.zeros((size, size))
+        for axis in instance.axes:
+            of_pairs = seconds[best[axis.pairs[:, 0]], best[axis.pairs[:, 1]]]
+            slowest = of_pairs.max()
+            slope = np.sum((of_pairs / slowest) ** power) ** (1 / power - 1) * slowest ** (1 - power)
+            np.add.at(flows, tuple(axis.pairs.T), axis.weight * slope)
+        flows /= flows.max()
+        for share in RANDOM_SHARES:
+            if len(np.unique(instance.kind)) > 1:
+                yield _shuffle_within_kinds(instance, rng)
+                continue
+            start = (1 - share) * np.eye(size)[best] + share * _random_assignment(size, rng)
+            options = {"P0": start, "rng": rng}
+            relaxed = quadratic_assignment(flows, np.minimum(seconds**power, MAX_RATIO), method="faq", options=options)
+            yield _sort_within_blocks(instance, relaxed.col_ind)
+
+
+def _random_assignment(size: int, rng: np.random.Generator) -> FloatArray:
+    """Return a doubly stochastic matrix [size, size]: the mean of the even one and of `size` random permutations."""
+    permutations = np.eye(size)[rng.permuted(np.tile(np.arange(size), (size, 1)), axis=1)]
+    return np.asarray((permutations.mean(axis=0) + 1 / size) / 2)
 
 
 def _shuffle_within_kinds(instance: RankMappingInstance, rng: np.random.Generator) -> IntArray:
