@@ -214,7 +214,6 @@ def why_not_continued(plan: TrainingPlan, options: TrainOptions) -> tuple[str, .
     """Return why a training cannot go on without a rank that dies, but only start again (supervision/)."""
     layers = plan.model.iter_layers()
     lacks = [
-        (plan.cluster.num_nodes > 1, "it runs on several nodes, of which each knows its own ranks only"),
         (plan.offload is not None, "what is offloaded to the host is on no other rank"),
         (options.zeroth_order or not plan.workload.has_backward, "zeroth-order steps move parameters before all agree"),
         (options.documents, "plans for fewer devices do not say what --documents cost"),

@@ -1,0 +1,59 @@
+"""A rank of the built-in training that dies, waits or is slow at steps that files in a folder (``FAULTS``) name:
+
+die-STEP-RANK   it kills itself in that step, once; die-STEP-RANK-NUMBER by that signal
+stop-STEP       it waits at the beginning of the step until the file is gone
+slow            each step takes a third of a second more
+at-STEP-RANK    written by the rank at the beginning of a step
+waits-RANK      written by a rank that was started anew and waits to be taken in
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from meshwright.profilers.run.processes import serve_rank
+from meshwright.runtime.job import launch, worker
+from meshwright.runtime.supervision.generations import Board
+from meshwright.runtime.training.train import TrainingRun
+
+
+def serve() -> None:
+    """Do the worker's job, with faults."""
+    folder, rank, step, arrive = Path(os.environ["FAULTS"]), os.environ["RANK"], TrainingRun.step, Board.arrive
+
+    def faulty_step(run: TrainingRun, tokens: Any) -> None:
+        name = f"{run.steps + 1}-{rank}"
+        (folder / f"at-{name}").touch()
+        while (folder / f"stop-{run.steps + 1}").exists():
+            time.sleep(0.01)
+        if (folder / "slow").exists():
+            time.sleep(0.3)
+        for file in [*folder.glob(f"die-{name}"), *folder.glob(f"die-{name}-*")]:
+            file.unlink()
+            os.kill(os.getpid(), int(file.name.removeprefix(f"die-{name}").strip("-") or signal.SIGKILL))
+        step(run, tokens)
+
+    def arrive_noted(board: Board, process: int) -> None:
+        arrive(board, process)
+        (folder / f"waits-{rank}").touch()
+
+    TrainingRun.step = faulty_step  # type: ignore[method-assign]
+    Board.arrive = arrive_noted  # type: ignore[method-assign]
+    worker.main()
+
+
+def use(folder: Path, patch: Any) -> None:
+    """Let `launch` start such ranks."""
+    here = str(Path(__file__).parent)
+    patch.setenv("FAULTS", str(folder))
+    patch.setenv("PYTHONPATH", os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]))
+    patch.setattr(launch, "worker", SimpleNamespace(__name__=Path(__file__).stem))
+
+
+if __name__ == "__main__":
+    serve_rank(serve)
