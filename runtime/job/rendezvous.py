@@ -13,10 +13,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -113,7 +114,7 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
             node_rank = next((node for node in nodes if store.delete_key(_absent(node))), -1)
             if node_rank < 0:
                 raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
-        _wait_for(lambda: max(rendezvous.nnodes - shared.add("arrived", 0), 0), rendezvous.nnodes, rendezvous.timeout_s)
+        _wait_for(partial(_num_awaited, shared, rendezvous.nnodes), rendezvous.nnodes, rendezvous.timeout_s)
     except dist.DistError as error:
         lines = str(error).strip().splitlines() or [""]
         raise NodesNotMetError(
@@ -128,7 +129,7 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
             shared.set(f"done/{node_rank}", "1")
             awaited = set(range(rendezvous.nnodes)) - meeting.absent if is_host else set()
-            _wait_for(lambda: sum(not shared.check([f"done/{node}"]) for node in awaited), len(awaited), _LEAVE_S)
+            _wait_for(partial(_num_training, shared, awaited), len(awaited), _LEAVE_S)
     finally:
         del shared, store, meeting  # a traceback would hold them, and with them the port
 
@@ -206,6 +207,14 @@ def _open_store(rendezvous: Rendezvous, host: str, port: int) -> tuple[dist.TCPS
                 if time.monotonic() > end:
                     raise
         time.sleep(_POLL_S)  # in Python, so that a signal is noticed
+
+
+def _num_awaited(store: dist.Store, nnodes: int) -> int:
+    return max(nnodes - store.add("arrived", 0), 0)
+
+
+def _num_training(store: dist.Store, nodes: Collection[int]) -> int:
+    return sum(not store.check([f"done/{node}"]) for node in nodes)
 
 
 def _wait_for(missing: Callable[[], int], count: int, timeout_s: float) -> None:

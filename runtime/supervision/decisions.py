@@ -137,14 +137,14 @@ class Decisions:
 
     def _num_active(self) -> int:
         """Return for how many devices there is a plan, of those that are left; 0 where there is none."""
-        num_left = self.num_processes - len(self._dead)
-        return max((size for size in self._sizes if size <= num_left), default=0)
+        num_alive = self.num_processes - len(self._dead)
+        return max((size for size in self._sizes if size <= num_alive), default=0)
 
     def _begin(self, number: int, cause: str) -> None:
         num_active = self._num_active()
         if not num_active:
-            num_left = self.num_processes - len(self._dead)
-            self.end(f"{cause}, and there is no plan for {num_left} of {self.num_processes} ranks")
+            num_alive = self.num_processes - len(self._dead)
+            self.end(f"{cause}, and there is no plan for {num_alive} of {self.num_processes} ranks")
             return
         self._returned, self._is_invited = [], False
         self.generation = Generation(

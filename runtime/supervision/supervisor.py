@@ -49,7 +49,7 @@ class Line:
         self._wake.set()
 
     @property
-    def has_told(self) -> bool:
+    def is_idle(self) -> bool:
         """Everything is told."""
         return not self._reports
 
@@ -176,7 +176,7 @@ class Supervisor:
 
     def returning(self) -> Collection[int]:
         """Return the local ranks that are to be started anew, once their deaths are told."""
-        if not self._to_start or (self._line is not None and not self._line.has_told):
+        if not self._to_start or (self._line is not None and not self._line.is_idle):
             return ()
         ranks, self._to_start = self._to_start, []
         self._coming |= {self._ranks.start + rank for rank in ranks}

@@ -1,8 +1,8 @@
-"""A rank of the built-in training that dies, waits or is slow at steps that files in a folder (``FAULTS``) name:
+"""A rank of the built-in training that dies or waits at steps that files in a folder (``FAULTS``) name:
 
 die-STEP-RANK   it kills itself in that step, once; die-STEP-RANK-NUMBER by that signal
 stop-STEP       it waits at the beginning of the step until the file is gone
-slow            each step takes a third of a second more
+takes-in        the first rank waits in the next step until others are to be taken in after it
 at-STEP-RANK    written by the rank at the beginning of a step
 waits-RANK      written by a rank that was started anew and waits to be taken in
 """
@@ -19,6 +19,7 @@ from typing import Any
 from meshwright.profilers.run.processes import serve_rank
 from meshwright.runtime.job import launch, worker
 from meshwright.runtime.supervision.generations import Board
+from meshwright.runtime.supervision.membership import Membership
 from meshwright.runtime.training.train import TrainingRun
 
 
@@ -31,8 +32,6 @@ def serve() -> None:
         (folder / f"at-{name}").touch()
         while (folder / f"stop-{run.steps + 1}").exists():
             time.sleep(0.01)
-        if (folder / "slow").exists():
-            time.sleep(0.3)
         for file in [*folder.glob(f"die-{name}"), *folder.glob(f"die-{name}-*")]:
             file.unlink()
             os.kill(os.getpid(), int(file.name.removeprefix(f"die-{name}").strip("-") or signal.SIGKILL))
@@ -42,6 +41,15 @@ def serve() -> None:
         arrive(board, process)
         (folder / f"waits-{rank}").touch()
 
+    def is_invited_in_time(membership: Membership) -> bool:
+        awaits = not membership.position and (folder / "takes-in").exists()
+        while awaits and not membership._board.is_marked("invited", membership.generation.number):
+            time.sleep(0.01)
+        if awaits:
+            (folder / "takes-in").unlink()
+        return awaits or is_invited(membership)
+
+    is_invited, Membership.is_invited = Membership.is_invited, is_invited_in_time  # type: ignore[method-assign]
     TrainingRun.step = faulty_step  # type: ignore[method-assign]
     Board.arrive = arrive_noted  # type: ignore[method-assign]
     worker.main()

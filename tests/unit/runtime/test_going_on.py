@@ -120,28 +120,35 @@ def test_killed_ranks_leave_the_losses_as_they_would_have_been(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_spare_rank_takes_the_place_of_a_dead_one_and_a_rank_that_is_started_anew_comes_back(
-    expected: list[float], faults: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two train of three; one dies and the spare takes over, another dies: one goes on alone until both are back."""
-    plan, look, steps = plan_of(dp_replicate=2), Supervisor.look, faults.parent / "report"
-    (faults / "stop-6").touch()
+@pytest.mark.parametrize(
+    ("spares", "restarts", "causes", "sizes"),
+    [
+        (1, 0, ["rank 1 of 3 was killed by signal 9 (SIGKILL)"], [2]),
+        (0, 1, ["rank 1 of 2 was killed by signal 9 (SIGKILL)", "rank 1 came back"], [1, 2]),
+    ],
+)
+def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
+    spares: int, restarts: int, causes: list[str], sizes: list[int], expected: list[float], faults: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    look = Supervisor.look
 
     def waiting(supervisor: Supervisor, pids: Mapping[int, int]) -> None:
-        if last_step(steps) == 5 and all((faults / f"waits-{rank}").exists() for rank in (0, 1)):
-            (faults / "slow").touch()
-            (faults / "stop-6").unlink(missing_ok=True)
+        if (faults / "waits-1").exists():
+            (faults / "stop-5").unlink(missing_ok=True)
         look(supervisor, pids)
 
-    monkeypatch.setattr(Supervisor, "look", waiting)
+    if restarts:
+        monkeypatch.setattr(Supervisor, "look", waiting)
+        for name in ("stop-5", "takes-in"):
+            (faults / name).touch()
     records = go_on(
-        plan, faults, "die-3-0", "die-5-1", fewer=(plan_of(),), spares=1, restart_ranks=2, hang_timeout_s=0.0
-    )
+        plan_of(dp_replicate=2), faults, "die-3-1", fewer=(plan_of(),), spares=spares, restart_ranks=restarts,
+        hang_timeout_s=0.0,
+    )  # fmt: skip
     assert losses(records) == pytest.approx(expected, rel=1e-5)
-    killed = "rank {} of 3 was killed by signal 9 (SIGKILL)"
-    assert causes_of(records) == [killed.format(0), killed.format(1), "ranks 0, 1 came back"]
-    sizes = [record["ranks"] for record in records if "event" in record]
-    assert sizes == [2, 1, 2]
+    assert causes_of(records) == causes
+    assert [record["ranks"] for record in records if "event" in record] == sizes
 
 
 @pytest.mark.long
