@@ -13,9 +13,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -73,7 +73,6 @@ class Meeting:
     Attributes:
         is_host: this node holds the store.
         is_return: the job runs already, and goes on without this node.
-        absent: nodes that the job goes on without, as the node with the store knows them.
     """
 
     node_rank: int
@@ -81,12 +80,14 @@ class Meeting:
     store: dist.Store
     is_host: bool = True
     is_return: bool = False
-    absent: set[int] = field(default_factory=set)
 
     def leave_out(self, node: int) -> None:
         """Go on without a node: it is not waited for, and may come back."""
-        self.absent.add(node)
         self.store.set(_absent(node), "1")
+
+    def is_absent(self, node: int) -> bool:
+        """Tell whether the job goes on without a node, which has not come back."""
+        return self.store.check([_absent(node)])
 
 
 def _absent(node: int) -> str:
@@ -128,8 +129,8 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
         yield meeting
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
             shared.set(f"done/{node_rank}", "1")
-            awaited = set(range(rendezvous.nnodes)) - meeting.absent if is_host else set()
-            _wait_for(partial(_num_training, shared, awaited), len(awaited), _LEAVE_S)
+            if is_host:
+                _wait_for(partial(_num_training, shared, meeting, rendezvous.nnodes), rendezvous.nnodes, _LEAVE_S)
     finally:
         del shared, store, meeting  # a traceback would hold them, and with them the port
 
@@ -213,8 +214,8 @@ def _num_awaited(store: dist.Store, nnodes: int) -> int:
     return max(nnodes - store.add("arrived", 0), 0)
 
 
-def _num_training(store: dist.Store, nodes: Collection[int]) -> int:
-    return sum(not store.check([f"done/{node}"]) for node in nodes)
+def _num_training(store: dist.Store, meeting: Meeting, nnodes: int) -> int:
+    return sum(not (store.check([f"done/{node}"]) or meeting.is_absent(node)) for node in range(nnodes))
 
 
 def _wait_for(missing: Callable[[], int], count: int, timeout_s: float) -> None:

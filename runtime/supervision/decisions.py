@@ -78,7 +78,7 @@ class Decisions:
         """Decide what becomes of the job after ranks have ended."""
         if self.is_over or self.board.is_finished():
             return
-        if report.leaves and report.node not in self._meeting.absent:
+        if report.leaves:
             self._meeting.leave_out(report.node)
         lost = set(report.ranks) - self._dead
         self._dead |= lost
@@ -121,9 +121,7 @@ class Decisions:
         limit_s = BROKEN_S if self.board.is_marked("broken", self.generation.number) else SILENT_S
         for node, silence in self._silences.items():
             silent_s = silence.hear(self.board.beats(node))
-            if silent_s == 0:
-                self._meeting.absent.discard(node)
-            elif silent_s > limit_s and node not in self._meeting.absent:
+            if silent_s > limit_s and not self._meeting.is_absent(node):
                 cause = f"node {node} of {len(self._nodes)} said nothing for {silent_s:.0f} s"
                 self.take(Report(node=node, ranks=tuple(self._nodes[node]), cause=cause, leaves=True))
 
