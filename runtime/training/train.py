@@ -389,6 +389,10 @@ def build_part(plan: TrainingPlan, options: TrainOptions, device: torch.device) 
         None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks,
         documents=options.documents,
     )  # fmt: skip
+    if options.robust_sum is not None:
+        from ..robust_sum import apply_robust_sum
+
+        apply_robust_sum(model, options.robust_sum)
     batches: Batches
     if options.documents:
         documents, data = open_documents(plan, options.data, seed=options.seed, end_id=options.end_id)
