@@ -183,6 +183,10 @@ def apply(
             run_job(loaded, work, meeting, job)
             return
         prepared = _prepared(training, loaded, is_only_node=meeting.nnodes == 1)
+        if prepared.robust_sum is not None:
+            typer.echo(
+                f"--robust-sum {prepared.robust_sum}: losses are not those of the plain mean of gradients", err=True
+            )
         with (
             _fallback_files(loaded, prepared, faults) as fallbacks,
             running_report(

@@ -226,11 +226,13 @@ def require_robust_sum(plan: TrainingPlan, *, is_zeroth_order: bool = False) -> 
     is_plain = layout.dp_shard == 1 and layout.zero_stage == 0 and plan.workload.is_full_precision
     reasons = []
     if layout.world_size != degree or degree < MIN_ROBUST_RANKS:
-        reasons.append(f"it takes at least {MIN_ROBUST_RANKS} ranks that differ in their data alone; the layout is {layout}")
+        reasons.append(
+            f"it takes at least {MIN_ROBUST_RANKS} ranks that differ in their data alone; the layout is {layout}"
+        )
     elif not is_plain and not (layout.dp_replicate == 1 and layout.zero_stage == 1):
         reasons.append(
-            f"gradients are shared out as zero_stage {layout.zero_stage}, dp_replicate {layout.dp_replicate}; it takes zero_stage 1 "
-            "and dp_shard alone, or in fp32 dp_replicate alone"
+            f"gradients are shared out as zero_stage {layout.zero_stage}, dp_replicate {layout.dp_replicate}; it takes zero_stage "
+            "1 and dp_shard alone, or in fp32 dp_replicate alone"
         )
     if len(set(plan.batch_shares)) > 1:
         reasons.append(f"shares of {plan.batch_shares} sequences: gradients of unlike shares are not alike")

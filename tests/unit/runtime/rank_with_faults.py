@@ -4,6 +4,7 @@ die-STEP-RANK   it kills itself in that step, once; die-STEP-RANK-NUMBER by that
 stop-STEP       it waits at the beginning of the step until the file is gone
 takes-in        the first rank waits in the next step until others are to be taken in after it
 at-STEP-RANK    written by the rank at the beginning of a step
+wrong-RANK      with a robust sum: it sends -10 times its gradients
 waits-RANK      written by a rank that was started anew and waits to be taken in
 """
 
@@ -16,7 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from meshwright.profilers.run.processes import serve_rank
+from meshwright.runtime import robust_sum
 from meshwright.runtime.job import launch, worker
 from meshwright.runtime.supervision.generations import Board
 from meshwright.runtime.supervision.membership import Membership
@@ -49,6 +52,10 @@ def serve() -> None:
             (folder / "takes-in").unlink()
         return awaits or is_invited(membership)
 
+    def wrong_mean(parts: torch.Tensor, kind: Any, group: Any) -> torch.Tensor:
+        return mean(-10 * parts if (folder / f"wrong-{rank}").exists() else parts, kind, group)
+
+    mean, robust_sum.scattered_mean = robust_sum.scattered_mean, wrong_mean
     is_invited, Membership.is_invited = Membership.is_invited, is_invited_in_time  # type: ignore[method-assign]
     TrainingRun.step = faulty_step  # type: ignore[method-assign]
     Board.arrive = arrive_noted  # type: ignore[method-assign]
