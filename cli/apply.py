@@ -115,6 +115,15 @@ class FaultHandling(OptionModel):
         "continue: the others go on at once, under a plan for what is left; restart: --max-restarts. Default: continue where the "
         "plan has fallbacks (plan --tolerate) and nothing is in the way.",
     )
+    spares: int = option(
+        0,
+        "nodes, or devices of a single one, that stand by: they train once others are lost. --nnodes counts them.",
+        ge=0,
+    )
+    restart_ranks: int = option(
+        0, "start a dead rank anew, so many times on each node; it is taken in at a step's end, once there is a plan for it.",
+        ge=0,
+    )  # fmt: skip
 
 
 SCRIPT = Mode(
@@ -158,7 +167,8 @@ def apply(
                 if loaded.model.code is None
                 else "add the script that builds the model and calls parallelize: meshwright apply PLAN SCRIPT",
             )
-        meeting = _meeting_of_used(loaded, job.rendezvous())
+        spares = 0 if faults is None else faults.spares
+        meeting = job.rendezvous() if spares else _meeting_of_used(loaded, job.rendezvous())
         if meeting is None:
             typer.echo(
                 f"node {job.node_rank} stays idle: the plan uses {loaded.cluster.num_nodes} of {job.nnodes} nodes",
@@ -173,13 +183,20 @@ def apply(
             run_job(loaded, work, meeting, job)
             return
         prepared = _prepared(training, loaded, is_only_node=meeting.nnodes == 1)
+        if prepared.robust_sum is not None:
+            typer.echo(
+                f"--robust-sum {prepared.robust_sum}: losses are not those of the plain mean of gradients", err=True
+            )
         with (
-            _fallback_files(loaded, prepared, faults.on_fault) as fallbacks,
+            _fallback_files(loaded, prepared, faults) as fallbacks,
             running_report(
                 training.steps, metrics=output.metrics, append=training.resume, as_json=output.as_json
             ) as report,
         ):
-            work = work.replace(options=prepared, report=str(report), fallbacks=fallbacks)
+            work = work.replace(
+                options=prepared, report=str(report), fallbacks=fallbacks, spares=spares,
+                restart_ranks=faults.restart_ranks,
+            )  # fmt: skip
             run_job(loaded, work, meeting, job)
     if prepared.trace is not None and Path(prepared.trace).exists():
         typer.echo(
@@ -188,20 +205,26 @@ def apply(
 
 
 @contextlib.contextmanager
-def _fallback_files(
-    plan: TrainingPlan, options: TrainOptions, on_fault: Literal["continue", "restart"] | None
-) -> Iterator[tuple[str, ...]]:
+def _fallback_files(plan: TrainingPlan, options: TrainOptions, faults: FaultHandling) -> Iterator[tuple[str, ...]]:
     """Yield files of the plans for fewer devices, under which a training goes on; none where a fault ends it.
 
     Raises:
         RuntimeMismatchError: it is to go on and cannot.
         InfeasibleError: nothing fits on fewer devices.
     """
+    on_fault = "continue" if faults.on_fault is None and faults.spares else faults.on_fault
+    if on_fault == "restart" and (faults.spares or faults.restart_ranks):
+        raise ConfigError(
+            "--spares and --restart-ranks are for a training that goes on without a rank that dies",
+            help="leave them out, or say --on-fault continue",
+        )
     if on_fault == "restart" or (on_fault is None and not plan.fallbacks):
+        if faults.restart_ranks:
+            raise ConfigError("--restart-ranks needs --on-fault continue, or a plan with fallbacks (plan --tolerate)")
         yield ()
         return
     if reasons := why_not_continued(plan, options):
-        if on_fault is not None:
+        if on_fault == "continue":
             raise RuntimeMismatchError(
                 "this training cannot go on without a rank that dies", details=reasons, help="say --on-fault restart"
             )
@@ -209,11 +232,11 @@ def _fallback_files(
         yield ()
         return
     plans = plan.fallbacks
-    if not plans:
+    if not plans and faults.on_fault == "continue":
         from ..planner.fallbacks import fallbacks, num_units
 
         plans, reason = fallbacks(plan, num_units(plan.cluster) - 1)
-        if not plans:
+        if not plans and not faults.spares:
             raise InfeasibleError("no plan for fewer devices: this training cannot go on", details=(reason,))
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         files = [Path(folder) / f"{each.layout.world_size}.json" for each in plans]

@@ -50,8 +50,8 @@ def expected_goodput(plan: TrainingPlan, faults: Faults) -> GoodputReport:
         unit_mtbf_s=unit_mtbf_s,
         repair_s=repair_s,
         lost_s=[going_on(each, mtbf_s)[0] for each in (*[plan] * (faults.spares + 1), *plans)],
-        # Back by a save and a start (`apply` takes nobody in while it runs), but from a spare at once.
-        move_s=[0.0] * (faults.spares + 1) + [faults.restart_s + faults.save_s] * len(plans),
+        # A unit that is back is taken in at a step's end; a spare one stands by.
+        move_s=[0.0] * (faults.spares + 1) + [going_on(each, mtbf_s)[0] for each in (plan, *plans)[: len(plans)]],
         beyond_s=faults.restart_s + interval_s / 2 + repair_s / max(len(rates) - 1, 1),
         copies=going_on(plan, mtbf_s)[1],
     )

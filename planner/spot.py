@@ -6,7 +6,7 @@ fewer of them, RATE[n] tokens/s. A policy says when the job runs, and what a cha
     wait      runs with all units only; after a loss from the last checkpoint, RESTART seconds after all are there
     restart   on what is left, from the last checkpoint, at each loss; when a unit is back after a save (`apply --replan`)
     continue  a loss takes seconds (detection, new groups, states, work since the copies); when a unit is back as `restart`
-    join      as `continue`, and a unit that is back is taken in at a step's end
+    join      as `continue`, and a unit that is back is taken in at a step's end (`apply` where its command is given there again)
 
 Checkpoints are as often as Daly's interval makes best for the losses of the recording, under `continue` for those of all units at
 once. Several units that are lost between two looks at a pool are lost one after the other: looks are minutes apart, a loss takes

@@ -133,7 +133,7 @@ class ParallelModel:
         self.documents = documents
         self._batch_parts = batch_parts
         self.plan, self.mesh, self.module, self.device = plan, mesh, module, device
-        self.offload, self._reduction, self._ends, self._loss_fn = offload, reduction, ends, loss_fn
+        self.offload, self.reduction, self._ends, self._loss_fn = offload, reduction, ends, loss_fn
         self.share: BatchShare = share_of_rank(plan, mesh.dp_rank)
         self._inverse_weights = [self._inverse_weight(count) for count in self.share.passes]
         self.clock = StepClock(device, is_pipeline=mesh.pp is not None)
@@ -299,8 +299,8 @@ class ParallelModel:
             if has_backward:
                 with self.clock.part("backward", Action(0, "BW", i)):
                     (loss * scale).backward()
-                    if self._reduction is not None:
-                        self._reduction.settle(self.clock)
+                    if self.reduction is not None:
+                        self.reduction.settle(self.clock)
             total += loss.detach()
         return total
 

@@ -20,15 +20,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from .faults import RankDeath, read_death, record_error
 
 ERROR_FILE = "MESHWRIGHT_ERROR_FILE"
 """Names the file for a rank's error record in its environment."""
+
+STARTS = "MESHWRIGHT_STARTS"
+"""Says in a rank's environment how often its number was started in this job; 1 at first."""
 
 _LAUNCHER = "MESHWRIGHT_LAUNCHER_PID"
 _POLL_S = 0.05
@@ -54,6 +57,7 @@ class NodeJob:
         captures_output: write output to files in ``folder``, not to this process's own streams.
         ends_at: when ranks that are not done are ended, seconds of the epoch.
         grace_s: on SIGTERM the ranks get the signal too and have so long to end by themselves; 0: they are ended at once.
+        starts: how often ranks of these numbers have been started, this time included.
     """
 
     command: Sequence[str]
@@ -66,6 +70,7 @@ class NodeJob:
     captures_output: bool = True
     ends_at: float = float("inf")
     grace_s: float = 0.0
+    starts: int = 1
 
     def error_file(self, local_rank: int) -> Path:
         """Return where a rank records its error."""
@@ -75,7 +80,7 @@ class NodeJob:
         """Return where a rank's output goes."""
         return self.folder / f"rank-{local_rank}.log"
 
-    def environment(self, local_rank: int) -> dict[str, str]:
+    def environment(self, local_rank: int, *, again: bool = False) -> dict[str, str]:
         """Return a rank's environment, with torchrun's variables."""
         numbers = {
             "RANK": self.first_rank + local_rank,
@@ -83,6 +88,7 @@ class NodeJob:
             "LOCAL_RANK": local_rank,
             "LOCAL_WORLD_SIZE": self.num_ranks,
             "GROUP_RANK": self.node_rank,
+            STARTS: self.starts + again,
             _LAUNCHER: os.getpid(),
         }
         local = {name: str(number) for name, number in numbers.items()} | {ERROR_FILE: str(self.error_file(local_rank))}
@@ -95,7 +101,7 @@ class JobEnd:
 
     Attributes:
         deaths: of the ranks that did not end well, those that the launcher ended included; none where all did.
-        outlived: of ranks without which the others went on.
+        outlived: of ranks without which the others went on, and that were not started anew.
         ended_well: ranks that had ended by themselves without an error.
         received: the signal to this process that ended them, or requested their end.
         is_late: they were ended because the time was over.
@@ -108,16 +114,27 @@ class JobEnd:
     is_late: bool = False
 
 
+class Survival(Protocol):
+    """Says what becomes of a job whose ranks die one by one."""
+
+    def goes_on(self, death: RankDeath) -> bool:
+        """Tell whether the others go on without a rank."""
+
+    def returning(self) -> Collection[int]:
+        """Return the local ranks that are to be started anew."""
+
+    def stays(self) -> bool:
+        """Tell whether this launcher is needed although none of its ranks runs."""
+
+
 def run_ranks(
-    job: NodeJob,
-    on_poll: Callable[[Mapping[int, int]], None] | None = None,
-    goes_on: Callable[[RankDeath], bool] | None = None,
+    job: NodeJob, on_poll: Callable[[Mapping[int, int]], None] | None = None, survival: Survival | None = None
 ) -> JobEnd:
     """Run the ranks of this node until all are done, one fails, the time is over or a signal comes; none is left behind.
 
     Args:
         on_poll: called twenty times a second with the process of each local rank.
-        goes_on: called when a rank has failed; tells whether the others go on without it. Unset, they never do.
+        survival: asked when ranks fail. Unset, the first one ends the job.
     """
     processes: list[subprocess.Popen[bytes]] = []
     outlived: dict[int, RankDeath] = {}
@@ -132,18 +149,28 @@ def run_ranks(
         )
 
     def outlives(local_rank: int) -> bool:
+        if local_rank in outlived:
+            return True
         death = death_of(local_rank)
-        if goes_on is None or not goes_on(death):
+        if survival is None or received or not survival.goes_on(death):
             return False
         outlived[local_rank] = death
         _end_session(processes[local_rank])
         return True
 
+    def look(pids: Mapping[int, int]) -> None:
+        if on_poll is not None:
+            on_poll(pids)
+        for local_rank in survival.returning() if survival is not None and not received else ():
+            job.error_file(local_rank).unlink(missing_ok=True)
+            processes[local_rank] = _start(job, local_rank, again=True)
+            del outlived[local_rank]
+
     with _noted_signals() as received:
         try:
             for local_rank in range(job.num_ranks):
                 processes.append(_start(job, local_rank))  # noqa: PERF401 - if one cannot start the others are ended
-            _wait(job, processes, received, on_poll or (lambda _: None), outlives)
+            _wait(job, processes, received, look, outlives, lambda: survival is not None and survival.stays())
             codes = [process.poll() for process in processes]
         finally:
             _end(processes, at_once=time.time() > job.ends_at)
@@ -161,12 +188,12 @@ def run_ranks(
     )
 
 
-def _start(job: NodeJob, local_rank: int) -> subprocess.Popen[bytes]:
+def _start(job: NodeJob, local_rank: int, *, again: bool = False) -> subprocess.Popen[bytes]:
     # A session of its own: signals from the terminal reach the launcher only, and what a dead rank had started can be ended.
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(job.log_file(local_rank).open("wb")) if job.captures_output else None
         return subprocess.Popen(
-            job.command, stdout=log, stderr=log, env=job.environment(local_rank), start_new_session=True
+            job.command, stdout=log, stderr=log, env=job.environment(local_rank, again=again), start_new_session=True
         )
 
 
@@ -176,17 +203,15 @@ def _wait(
     received: Sequence[signal.Signals],
     on_poll: Callable[[Mapping[int, int]], None],
     outlives: Callable[[int], bool],
+    stays: Callable[[], bool],
 ) -> None:
-    """Return when all ranks have ended well, or the others have to be ended."""
-    deadline, is_outlived = float("inf"), [False] * len(processes)
+    """Return when all ranks have ended well and this launcher is not needed, or the others have to be ended."""
+    deadline = float("inf")
     while True:
         codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code and not is_outlived[rank]:
-                is_outlived[rank] = not received and None in codes and outlives(rank)
-                if not is_outlived[rank]:
-                    return
-        if None not in codes or time.time() > min(deadline, job.ends_at):
+        if any(code and not outlives(rank) for rank, code in enumerate(codes)):
+            return
+        if (None not in codes and not stays()) or time.time() > min(deadline, job.ends_at):
             return
         if received:
             if received[0] != signal.SIGTERM or len(received) > 1 or not job.grace_s:

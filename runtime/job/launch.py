@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -39,35 +40,50 @@ def launch(plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None
         MeshwrightError: a rank failed, or a signal ended the job. No process is left behind.
     """
     rendezvous = rendezvous or Rendezvous()
-    group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=rendezvous.node_rank)
+    nodes = processes_of_nodes(plan, job.spares)
+    group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=rendezvous.node_rank, spares=job.spares)
     check_machine(plan, group)
-    sizes = [group.devices_per_node for group in plan.cluster.groups for _ in range(group.num_nodes)]
     try:
         with meet(rendezvous) as meeting, tempfile.TemporaryDirectory(prefix="meshwright-") as name:
             folder, progress = Path(name), Path(name) / "progress"
             progress.mkdir()
             job.save(folder / "job.json")
             has_checkpoints = not job.script and job.options.checkpoint_dir is not None
+            local = nodes[meeting.node_rank]
             ranks = NodeJob(
                 command=(sys.executable, "-u", "-m", worker.__name__, str(folder / "job.json")),
                 folder=folder,
-                num_ranks=group.devices_per_node,
-                first_rank=sum(sizes[: meeting.node_rank]),
-                world_size=plan.layout.world_size,
+                num_ranks=len(local),
+                first_rank=local.start,
+                world_size=nodes[-1].stop,
                 node_rank=meeting.node_rank,
                 variables={**_variables(job, group), **meeting.variables, FOLDER_VARIABLE: str(progress)},
                 captures_output=not job.script,
                 grace_s=job.grace_s if has_checkpoints else 0.0,
+                starts=1 + meeting.is_return,
             )
             watch = Watch(progress, job.hang_timeout_s)
-            if job.fallbacks:
-                supervisor = Supervisor(meeting.store, plan, job.plan, job.fallbacks, watch)
-                end = run_ranks(ranks, supervisor.look, supervisor.goes_on)
-            else:
-                end = run_ranks(ranks, watch.look)
+            if job.goes_on:
+                fallbacks = [TrainingPlan.load(file) for file in job.fallbacks]
+                supervisor = Supervisor(meeting, plan, fallbacks, nodes, watch, restarts=job.restart_ranks)
+                with supervisor.telling_its_end():
+                    end = run_ranks(ranks, supervisor.look, supervisor)
+                    _require_good_end(end, ranks, plan, watch)
+                    if not meeting.is_host and not end.ended_well:
+                        raise explain_failure(end.outlived, world_size=ranks.world_size)
+                return
+            end = run_ranks(ranks, watch.look)
             _require_good_end(end, ranks, plan, watch)
     except KeyboardInterrupt:  # while the nodes met
         raise InterruptedRunError(signal.SIGINT) from None
+
+
+def processes_of_nodes(plan: TrainingPlan, spares: int) -> list[range]:
+    """Return the numbers of each node's processes; spares are nodes behind those of the plan, or processes of a single one."""
+    sizes = [group.devices_per_node for group in plan.cluster.groups for _ in range(group.num_nodes)]
+    sizes = [sizes[0] + spares] if len(sizes) == 1 else [*sizes, *sizes[:1] * spares]
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _variables(job: Job, group: NodeGroup) -> dict[str, str]:
@@ -85,6 +101,6 @@ def _require_good_end(end: JobEnd, ranks: NodeJob, plan: TrainingPlan, watch: Wa
         raise InterruptedRunError(end.received or signal.SIGTERM, checkpoint_step=step)
     if end.deaths:
         deaths = [watch.completed(death, death.rank - ranks.first_rank) for death in end.deaths]
-        ended_well = end.ended_well if ranks.num_ranks == plan.layout.world_size else ()
+        ended_well = end.ended_well if ranks.num_ranks == ranks.world_size else ()
         memory = memory_line(plan, torch.device("cpu")) if plan.cluster.weakest_device.backend.is_host else ""
-        raise explain_failure(deaths, world_size=plan.layout.world_size, ended_well=ended_well, memory=memory)
+        raise explain_failure(deaths, world_size=ranks.world_size, ended_well=ended_well, memory=memory)

@@ -23,10 +23,18 @@ _MEMORY_TOLERANCE = 0.03
 _VARIANTS = ("pcie", "nvl")
 
 
-def local_group(plan: TrainingPlan, *, nnodes: int, node_rank: int | None) -> NodeGroup:
-    """Return the plan's description of this node, by its position in the cluster where the nodes differ."""
+def local_group(plan: TrainingPlan, *, nnodes: int, node_rank: int | None, spares: int = 0) -> NodeGroup:
+    """Return the plan's description of this node, by its position in the cluster where the nodes differ.
+
+    Args:
+        spares: nodes that stand by, or ranks of a single node.
+    """
     cluster = plan.cluster
-    if nnodes != cluster.num_nodes:
+    if spares and len(cluster.groups) > 1:
+        raise RuntimeMismatchError(
+            f"the nodes of {cluster.name} differ: a spare one cannot stand in for each", help="leave out --spares"
+        )
+    if nnodes != cluster.num_nodes + (spares if nnodes > 1 else 0):
         raise RuntimeMismatchError(
             f"the plan is for {plan.layout.world_size} ranks on {cluster.num_nodes} nodes; this job has {nnodes} nodes",
             details=(f"cluster of the plan: {cluster.name}; layout: {plan.layout}",),
@@ -39,6 +47,9 @@ def local_group(plan: TrainingPlan, *, nnodes: int, node_rank: int | None) -> No
                 f"the nodes of {cluster.name} differ, so each must know which one it is", help="add --node-rank"
             )
         return cluster.groups[0]
+    if len(cluster.groups) == 1:
+        group = cluster.groups[0]
+        return group.replace(devices_per_node=group.devices_per_node + spares) if nnodes == 1 and spares else group
     nodes = [group for group in cluster.groups for _ in range(group.num_nodes)]
     return nodes[node_rank]
 

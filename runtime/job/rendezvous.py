@@ -2,7 +2,7 @@
 
 One node holds a store at the endpoint, and listens on that address alone; every node counts itself in and waits until all are
 there. The ranks use the same store, so that it stays until the last node is done. A job of one node has a store of its own, and its
-ranks meet, on the loopback alone.
+ranks meet, on the loopback alone. A node that the job goes on without (supervision/) is not waited for, and may come back.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -67,11 +68,30 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The nodes of a job, all present: which one this is, and the store and the variables by which its ranks find the others."""
+    """The nodes of a job, all present: which one this is, and the store and the variables by which its ranks find the others.
+
+    Attributes:
+        is_host: this node holds the store.
+        is_return: the job runs already, and goes on without this node.
+    """
 
     node_rank: int
     variables: Mapping[str, str]
     store: dist.Store
+    is_host: bool = True
+    is_return: bool = False
+
+    def leave_out(self, node: int) -> None:
+        """Go on without a node: it is not waited for, and may come back."""
+        self.store.set(_absent(node), "1")
+
+    def is_absent(self, node: int) -> bool:
+        """Tell whether the job goes on without a node, which has not come back."""
+        return self.store.check([_absent(node)])
+
+
+def _absent(node: int) -> str:
+    return f"meshwright/absent/{node}"
 
 
 @contextmanager
@@ -88,9 +108,14 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
         store, is_host = _open_store(rendezvous, host, int(port))
         shared = dist.PrefixStore(f"meshwright/{rendezvous.run_id or 'meshwright'}", store)
         number = shared.add("arrived", 1)
-        if number > rendezvous.nnodes:
-            raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
-        _wait_for(shared, "arrived", rendezvous.nnodes, rendezvous.timeout_s)
+        node_rank = number - 1 if rendezvous.node_rank is None else rendezvous.node_rank
+        is_return = number > rendezvous.nnodes
+        if is_return:
+            nodes = range(rendezvous.nnodes) if rendezvous.node_rank is None else (node_rank,)
+            node_rank = next((node for node in nodes if store.delete_key(_absent(node))), -1)
+            if node_rank < 0:
+                raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
+        _wait_for(partial(_num_awaited, shared, rendezvous.nnodes), rendezvous.nnodes, rendezvous.timeout_s)
     except dist.DistError as error:
         lines = str(error).strip().splitlines() or [""]
         raise NodesNotMetError(
@@ -98,16 +123,16 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
             details=(f"{type(error).__name__}: {lines[0]}",),
             help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
         ) from None
+    variables = _variables(host, int(port)) | _socket_interface(local_address(rendezvous.endpoint))
+    meeting = Meeting(node_rank, variables, store, is_host, is_return)
     try:
-        node_rank = number - 1 if rendezvous.node_rank is None else rendezvous.node_rank
-        variables, address = _variables(host, int(port)), local_address(rendezvous.endpoint)
-        yield Meeting(node_rank, variables | _socket_interface(address), store)
+        yield meeting
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
-            shared.add("done", 1)
+            shared.set(f"done/{node_rank}", "1")
             if is_host:
-                _wait_for(shared, "done", rendezvous.nnodes, _LEAVE_S)
+                _wait_for(partial(_num_training, shared, meeting, rendezvous.nnodes), rendezvous.nnodes, _LEAVE_S)
     finally:
-        del shared, store  # a traceback would hold them, and with them the port
+        del shared, store, meeting  # a traceback would hold them, and with them the port
 
 
 def _loopback_store() -> dist.TCPStore:
@@ -185,11 +210,19 @@ def _open_store(rendezvous: Rendezvous, host: str, port: int) -> tuple[dist.TCPS
         time.sleep(_POLL_S)  # in Python, so that a signal is noticed
 
 
-def _wait_for(store: dist.Store, key: str, count: int, timeout_s: float) -> None:
+def _num_awaited(store: dist.Store, nnodes: int) -> int:
+    return max(nnodes - store.add("arrived", 0), 0)
+
+
+def _num_training(store: dist.Store, meeting: Meeting, nnodes: int) -> int:
+    return sum(not (store.check([f"done/{node}"]) or meeting.is_absent(node)) for node in range(nnodes))
+
+
+def _wait_for(missing: Callable[[], int], count: int, timeout_s: float) -> None:
     end = time.monotonic() + timeout_s
-    while (arrived := store.add(key, 0)) < count:
+    while lacking := missing():
         if time.monotonic() > end:
-            raise dist.DistStoreError(f"{arrived} of {count} nodes after {timeout_s:g} s")
+            raise dist.DistStoreError(f"{count - lacking} of {count} nodes after {timeout_s:g} s")
         time.sleep(_POLL_S)
 
 

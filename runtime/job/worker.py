@@ -27,7 +27,9 @@ class Job(Document):
         timeout_s: how long a collective may wait for a rank.
         hang_timeout_s: no rank of a training run is taken for hung before this time without a step; 0: never.
         grace_s: how long ranks may take for a last checkpoint after SIGTERM.
-        fallbacks: files of plans for fewer devices, under which the training goes on when ranks die; empty: it ends then.
+        fallbacks: files of plans for fewer devices, under which the training goes on when ranks die.
+        spares: nodes, or ranks of a single node, that stand by; without them and fallbacks a death ends the job.
+        restart_ranks: how often this node starts a dead rank anew, all together.
         script: a user's script and its arguments; empty for the built-in training.
     """
 
@@ -38,13 +40,20 @@ class Job(Document):
     hang_timeout_s: float = Field(default=10.0, ge=0)
     grace_s: float = Field(default=25.0, ge=0)
     fallbacks: tuple[str, ...] = ()
+    spares: int = Field(default=0, ge=0)
+    restart_ranks: int = Field(default=0, ge=0)
     script: tuple[str, ...] = ()
+
+    @property
+    def goes_on(self) -> bool:
+        """A death does not end the job as long as there is a plan for those who are left."""
+        return bool(self.fallbacks or self.spares)
 
 
 def main() -> None:
     """Do the job named on the command line in this process."""
     job = Job.load(sys.argv[1])
-    if not job.script and job.fallbacks:
+    if not job.script and job.goes_on:
         from ..supervision.survivor import train_through_faults
 
         train_through_faults(job.options, report=job.report, timeout_s=job.timeout_s)

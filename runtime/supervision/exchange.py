@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .generations import Membership
+from .membership import Membership
 
 
 class Exchange:

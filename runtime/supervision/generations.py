@@ -1,59 +1,69 @@
-"""Generations of a job: which processes are left, and under which plan they train.
+"""Generations of a job: which processes are left, and with how many of them it trains.
 
-Only the launcher knows who is alive, because it sees processes end; it writes each generation into the store that all ranks share,
-and never takes one back. A rank learns of the next one from a thread that waits for its key. The thread cuts this process's
-connections to other ranks, so that a collective that waits for the dead raises at once, and the rank unwinds to its step loop.
-(`abort` of torch 2.13's gloo groups ends nothing: a collective goes on to wait for its timeout.)
+They are in the store that all launchers and ranks share, where the launcher that holds the store writes them and never takes one
+back. Launchers see processes end and tell it; who has no connection to the store can begin nothing. What is written besides:
 
-Everything in the store is JSON: whoever reaches it can end a job, but runs no code.
+    plan/N          the plan for N devices, as text: all train under the same
+    report/K        what launchers tell (`Report`)
+    beat/NODE       a number that its launcher raises as long as it runs
+    arrival/K       a process that was started anew and waits to be taken in
+    invited/N       processes wait to be taken in: generation N is to end with a step
+    requested/N     a generation after N, because its members could not meet, or because they ended the step
+    broken/N        a rank of generation N has lost the connection to another
+    finished, over  the job is done, or nobody goes on because of this
+
+Everything is JSON: whoever reaches the store can end a job, but runs no code.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
-from ...schema import MeshwrightError
+from ...schema import MeshwrightError, TrainingPlan
 from ...schema.base import Frozen, NonNegativeInt, PositiveInt
-
-NOTICE_S = 3.0
-"""How long a rank whose collective failed waits for word of a death, before it fails itself."""
-
-STUCK_S = 1.0
-"""How long a rank may take to leave a generation whose connections are cut, before another thread goes on in its place."""
-
-_POLL_S, _ABORT_S = 0.002, 0.05
-_FOREVER = timedelta(days=3650)
 
 
 class Generation(Frozen):
     """One generation of a job.
 
     Attributes:
-        members: the processes that are left, by their numbers at the start of the job, ascending.
-        plan: file of the plan under which they train.
-        num_active: members that train, the first ones; the others stand by.
+        members: the processes that are left, by their numbers at the start of the job: those of complete nodes first.
+        num_active: members that train, the first ones, under the plan for so many; the others stand by.
         cause: why it began; empty for the first one.
         time_s: when, seconds of the epoch.
+        notice_s: how long a rank whose collective failed waits for word of a death, before it fails itself.
     """
 
     number: NonNegativeInt
     members: tuple[NonNegativeInt, ...]
-    plan: str
     num_active: PositiveInt
     cause: str = ""
     time_s: float = 0.0
+    notice_s: float = 3.0
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The members that train."""
+        return self.members[: self.num_active]
+
+
+class Report(Frozen):
+    """What a launcher tells: ranks of its node ended.
+
+    Attributes:
+        cause: one line.
+        is_final: no rank can go on, because the error is not one rank's.
+        leaves: the node's launcher ends too.
+    """
+
+    node: NonNegativeInt
+    ranks: tuple[NonNegativeInt, ...]
+    cause: str
+    is_final: bool = False
+    leaves: bool = False
 
 
 class GenerationOverError(MeshwrightError):
@@ -61,7 +71,7 @@ class GenerationOverError(MeshwrightError):
 
 
 class Board:
-    """The generations in a store, as the launcher and every rank see them."""
+    """The generations in a store, as the launchers and every rank see them."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = dist.PrefixStore("meshwright/generations", store)
@@ -81,13 +91,45 @@ class Board:
             later.append(self.read(number + len(later) + 1))
         return later
 
-    def request(self, number: int) -> None:
-        """Ask for a generation after this one, whose members cannot meet although all of them are alive."""
-        self.store.set(f"requested/{number}", "1")
+    def write_plan(self, plan: TrainingPlan) -> None:
+        """Write the plan for a number of devices."""
+        self.store.set(f"plan/{plan.layout.world_size}", plan.model_dump_json())
 
-    def is_requested(self, number: int) -> bool:
-        """Tell whether a rank has asked for a generation after this one."""
-        return self.store.check([f"requested/{number}"])
+    def plan_for(self, num_devices: int) -> TrainingPlan:
+        """Return the plan for a number of devices."""
+        return TrainingPlan(**json.loads(self.store.get(f"plan/{num_devices}")))
+
+    def tell(self, report: Report) -> None:
+        """Tell the launcher that decides."""
+        self._append("report", report.model_dump_json())
+
+    def reports(self, read: int) -> Iterator[Report]:
+        """Yield the reports after the first ``read`` ones."""
+        return (Report.model_validate_json(text) for text in self._read_on("report", read))
+
+    def arrive(self, process: int) -> None:
+        """Tell that a process was started anew and waits to be taken in."""
+        self._append("arrival", str(process))
+
+    def arrivals(self, read: int) -> Iterator[int]:
+        """Yield the processes that came after the first ``read`` ones."""
+        return map(int, self._read_on("arrival", read))
+
+    def beat(self, node: int) -> None:
+        """Tell that the launcher of a node runs."""
+        self.store.add(f"beat/{node}", 1)
+
+    def beats(self, node: int) -> int:
+        """Return how often the launcher of a node told that it runs."""
+        return self.store.add(f"beat/{node}", 0)
+
+    def mark(self, name: str, number: int) -> None:
+        """Note of a generation that it is invited, requested or broken."""
+        self.store.set(f"{name}/{number}", "1")
+
+    def is_marked(self, name: str, number: int) -> bool:
+        """Tell whether that was noted of a generation."""
+        return self.store.check([f"{name}/{number}"])
 
     def finish(self) -> None:
         """Tell ranks that stand by that the job is done."""
@@ -97,236 +139,23 @@ class Board:
         """Tell whether the job is done."""
         return self.store.check(["finished"])
 
+    def end(self, reason: str) -> None:
+        """Tell all launchers that nobody goes on."""
+        self.store.set("over", reason)
+
+    def end_reason(self) -> str:
+        """Return why nobody goes on; empty where the job does."""
+        return self.store.get("over").decode(errors="replace") if self.store.check(["over"]) else ""
+
+    def _append(self, kind: str, text: str) -> None:
+        self.store.set(f"{kind}/{self.store.add(f'num_{kind}', 1)}", text)
+
+    def _read_on(self, kind: str, read: int) -> Iterator[bytes]:
+        while self.store.check([f"{kind}/{read + 1}"]):
+            read += 1
+            yield self.store.get(f"{kind}/{read}")
+
 
 def key_of(number: int) -> str:
     """Return the key of a generation."""
     return f"generation/{number}"
-
-
-class GenerationStore(dist.Store):
-    """The part of the store that belongs to one generation; waiting ends with a later generation."""
-
-    def __init__(self, membership: Membership, store: dist.Store, number: int) -> None:
-        super().__init__()
-        self._membership, self._number = membership, number
-        self._inner = dist.PrefixStore(f"meshwright/ranks/{number}", store)
-
-    def set(self, key: str, value: str) -> None:
-        """Write."""
-        self._inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        """Read, once the key is there."""
-        self.wait([key])
-        return self._inner.get(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Read several, once they are there."""
-        self.wait(keys)
-        return self._inner.multi_get(keys)
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        """Write several."""
-        self._inner.multi_set(keys, values)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        """Wait until the keys are there.
-
-        Raises:
-            GenerationOverError: there is a later generation.
-            DistStoreError: they are not there in time.
-        """
-        end = time.monotonic() + (timeout or self._membership.timeout).total_seconds()
-        while not self._inner.check(keys):
-            self._membership.check(self._number)
-            if time.monotonic() > end:
-                raise dist.DistStoreError(f"timeout: nobody wrote {keys[0]}")
-            time.sleep(_POLL_S)
-
-    def check(self, keys: list[str]) -> bool:
-        """Tell whether the keys are there."""
-        return self._inner.check(keys)
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
-        return self._inner.add(key, amount)
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key."""
-        return self._inner.delete_key(key)
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write where the value is the expected one."""
-        return self._inner.compare_set(key, expected, value)
-
-    def append(self, key: str, value: str) -> None:
-        """Write behind what is there."""
-        self._inner.append(key, value)
-
-    def has_extended_api(self) -> bool:
-        """Tell that several keys are read and written at once."""
-        return True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Ignore: the membership's holds."""
-
-
-class Membership:
-    """A process among the members of the generation that it has entered."""
-
-    def __init__(self, host: str, port: int, process: int, timeout_s: float) -> None:
-        self.process, self.timeout = process, timedelta(seconds=timeout_s)
-        self._place, self._lock = (host, port), threading.Lock()
-        self._board = Board(self._client())
-        self.generation = (self._board.after(0) or [self._board.read(0)])[-1]
-        self._noticed = self.generation.number
-        self._groups: list[Any] = []
-        self._stores: list[dist.Store] = []
-        self.store = self._enter(self.generation)
-
-    def begin(self, take_over: Callable[[], bool]) -> None:
-        """Begin to watch for later generations.
-
-        Args:
-            take_over: called where this process does not leave a generation that is over; returns whether it now does.
-        """
-        threading.Thread(target=self._watch, args=(take_over,), daemon=True, name="generations").start()
-
-    @classmethod
-    def from_environment(cls, timeout_s: float) -> Membership:
-        """Return the membership of a rank that a supervisor watches over."""
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return cls(*place, int(os.environ["RANK"]), timeout_s)
-
-    @property
-    def position(self) -> int:
-        """Position among the members; of the active ones the rank."""
-        return self.generation.members.index(self.process)
-
-    @property
-    def is_active(self) -> bool:
-        """The process trains in the generation; otherwise it stands by."""
-        return self.position < self.generation.num_active
-
-    def join(self, backend: str, device: torch.device) -> None:
-        """Enter the default process group of the active members."""
-        self.check()
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("default", self.store),
-            rank=self.position,
-            world_size=self.generation.num_active,
-            timeout=self.timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-
-    def group(self, name: str, position: int, size: int) -> Any:
-        """Return a group of gloo's beside torch's own, which ends with the generation as well."""
-        self.check()
-        group = dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), position, size, self.timeout)
-        with self._lock:
-            self._groups.append(group)
-        return group
-
-    def check(self, number: int | None = None) -> None:
-        """Refuse to go on with a generation that is over.
-
-        Raises:
-            GenerationOverError: there is a later one.
-        """
-        if self._noticed > (self.generation.number if number is None else number):
-            raise GenerationOverError(f"generation {self.generation.number} of the job is over")
-
-    def follow(self, error: BaseException) -> list[Generation]:
-        """Enter the last generation and return all that have begun since this one, which explain an error.
-
-        Raises:
-            BaseException: the error, where there is none.
-        """
-        end = time.monotonic() + NOTICE_S
-        while self._noticed == self.generation.number:
-            if time.monotonic() > end:
-                raise error
-            time.sleep(_POLL_S)
-        later = self._board.after(self.generation.number)
-        self._leave(later[-1])
-        return later
-
-    def meet_again(self) -> None:
-        """Ask for another generation, as the members could not meet in this one."""
-        self._board.request(self.generation.number)
-
-    def stand_by(self) -> None:
-        """Wait until the job is done.
-
-        Raises:
-            GenerationOverError: there is a later generation, in which this process may have work.
-        """
-        while not self._board.is_finished():
-            self.check()
-            time.sleep(_ABORT_S)
-
-    def finish(self) -> None:
-        """Let those who stand by go."""
-        self._board.finish()
-
-    def _leave(self, generation: Generation) -> None:
-        with self._lock:
-            self._cut()
-            self.generation = generation
-            self._noticed = max(self._noticed, generation.number)
-            self._groups.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self.store = self._enter(generation)
-
-    def _enter(self, generation: Generation) -> GenerationStore:
-        store = GenerationStore(self, self._client(), generation.number)
-        self._stores.append(store)  # groups of C++ hold it without keeping the Python object alive
-        return store
-
-    def _client(self) -> dist.TCPStore:
-        host, port = self._place
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
-
-    def _watch(self, take_over: Callable[[], bool]) -> None:
-        store = Board(self._client()).store
-        while True:
-            try:
-                store.wait([key_of(self._noticed + 1)], _FOREVER)
-            except dist.DistError:  # the launcher is gone, and this process with it
-                return
-            with self._lock:
-                self._noticed += 1
-            since = time.monotonic()
-            while self._is_behind():
-                time.sleep(_ABORT_S)
-                if time.monotonic() - since > STUCK_S and take_over():
-                    since = time.monotonic()
-
-    def _is_behind(self) -> bool:
-        """Cut the connections of a generation that is over, until this process has left it; return whether it has not."""
-        with self._lock:
-            if self._noticed <= self.generation.number:
-                return False
-            self._cut()
-        return True
-
-    def _cut(self) -> None:
-        """Cut every connection of this process but those to the store; groups of NCCL, which has others, are aborted."""
-        for group in list(_world.pg_map):
-            if group.name() != "gloo":
-                with suppress(RuntimeError):
-                    group.abort()
-        for path in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):
-                if path.readlink().name.startswith("socket:"):
-                    _shut(int(path.name), keep_port=self._place[1])
-
-
-def _shut(descriptor: int, *, keep_port: int) -> None:
-    """End a TCP connection unless it is to a port; its descriptor stays open for those who read from it."""
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-        if is_tcp and connection.getpeername()[1] != keep_port:
-            connection.shutdown(socket.SHUT_RDWR)

@@ -1,75 +1,219 @@
-"""The launcher's part of a job that goes on without its dead: it sees a process end and says who goes on, under which plan.
+"""The launcher's part of a job that goes on without its dead: it tells what it sees, and follows what is decided (decisions.py).
 
-It alone decides, from what it knows for sure. Ranks that are alive are never ended for another's death. A rank that stands still
-is first killed by the watch, which makes it a death like any other.
+Ranks that are alive are never ended for another's death. A rank that stands still is first killed by the watch, which makes it a
+death like any other. On a node without the store a thread talks to it, so that the launcher never waits for the network: a node
+that has no answer for some time ends with its ranks, as the others count it as lost.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from ...profilers.run.faults import FOLLOWING, RankDeath, explain_failure
-from ...schema import TrainingPlan
+from ...schema import MeshwrightError, TrainingPlan
+from ..job.rendezvous import Meeting
 from ..job.watch import Watch
-from .generations import Board, Generation
+from .decisions import SILENT_S, Decisions, Silence
+from .generations import Board, Generation, Report
 
-MAX_MEETINGS = 5
-"""How often in a row members may fail to meet although none of them died."""
+_BEAT_S, _LEAVE_S = 0.25, 1.0
+_COME_BACK = "start the same command here again to come back"
+
+
+class Line:
+    """The talk of a node's launcher with the store of another node, in a thread.
+
+    Attributes:
+        generation: the last one that is known here; None before the first.
+        over: why nobody goes on; empty where the job does.
+        num_answers: how often the store has answered.
+        failure: why there is no connection any more; empty where there is.
+    """
+
+    def __init__(self, store: dist.Store, node: int) -> None:
+        self.generation: Generation | None = None
+        self.over, self.failure, self.num_answers = "", "", 0
+        self._board, self._node = Board(store), node
+        self._reports, self._wake, self._is_closed = deque[Report](), threading.Event(), False
+        threading.Thread(target=self._talk, daemon=True, name="line").start()
+
+    def tell(self, report: Report) -> None:
+        """Tell what has happened here, as soon as that is possible."""
+        self._reports.append(report)
+        self._wake.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Everything is told."""
+        return not self._reports
+
+    def close(self) -> None:
+        """End, with what there is to tell told if that takes no time."""
+        end = time.monotonic() + _LEAVE_S
+        while self._reports and not self.failure and time.monotonic() < end:
+            time.sleep(0.01)
+        self._is_closed = True
+        self._wake.set()
+
+    def _talk(self) -> None:
+        board = self._board
+        try:
+            while not self._is_closed:
+                self._wake.clear()
+                while self._reports:
+                    board.tell(self._reports[0])
+                    self._reports.popleft()
+                board.beat(self._node)
+                before = -1 if self.generation is None else self.generation.number
+                for generation in board.after(before):
+                    self.generation = generation
+                self.over = board.end_reason()
+                self.num_answers += 1
+                self._wake.wait(_BEAT_S)
+        except dist.DistError as error:
+            self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Supervisor:
     """The supervisor of one node's ranks.
 
     Args:
-        plan, path: what the job starts with.
-        fallbacks: files of plans for fewer devices.
+        plan, fallbacks: what the job starts with, and plans for fewer devices.
+        nodes: the numbers of each node's processes, those that stand by included.
         watch: over suspended and hung ranks.
+        restarts: how often a dead rank of this node is started anew, all together.
     """
 
     def __init__(
-        self, store: dist.Store, plan: TrainingPlan, path: str, fallbacks: Sequence[str], watch: Watch
+        self,
+        meeting: Meeting,
+        plan: TrainingPlan,
+        fallbacks: Sequence[TrainingPlan],
+        nodes: Sequence[range],
+        watch: Watch,
+        *,
+        restarts: int = 0,
     ) -> None:
-        self._board, self._watch, self._num_processes = Board(store), watch, plan.layout.world_size
-        plans = {TrainingPlan.load(file).layout.world_size: file for file in fallbacks}
-        self._plans = {self._num_processes: path} | plans
-        self._dead: set[int] = set()
-        self._num_meetings = 0
-        self._publish(0, "")
+        self._node, self._ranks, self._watch, self._restarts = (
+            meeting.node_rank,
+            nodes[meeting.node_rank],
+            watch,
+            restarts,
+        )
+        self._num_processes = nodes[-1].stop
+        self._decisions = Decisions(meeting, plan, fallbacks, nodes) if meeting.is_host else None
+        self._line = None if meeting.is_host else Line(meeting.store, self._node)
+        self._silence, self._seen = Silence(), 0
+        self._to_start: list[int] = []
+        self._coming = set(self._ranks) if meeting.is_return else set[int]()
+        self._has_others = len(nodes) > 1
+
+    @property
+    def _generation(self) -> Generation | None:
+        if self._decisions is not None:
+            return self._decisions.generation
+        assert self._line is not None
+        return self._line.generation
 
     def goes_on(self, death: RankDeath) -> bool:
-        """Begin the generation after a death; return False where there is no plan for those who are left, or no use in it."""
-        if self._board.is_finished() or death.payload is not None or death.kind in FOLLOWING:
+        """Tell of a death; return False where nobody can go on."""
+        local_rank = death.rank - self._ranks.start
+        death = self._watch.completed(death, local_rank)
+        is_final = death.payload is not None or death.kind in FOLLOWING
+        cause = explain_failure((death,), world_size=self._num_processes).message
+        self._tell(Report(node=self._node, ranks=(death.rank,), cause=cause, is_final=is_final))
+        if is_final or (self._decisions is not None and self._decisions.is_over):
             return False
-        death = self._watch.completed(death, death.rank)
-        was_active = death.rank in self._generation.members[: self._generation.num_active]
-        if not any(size < self._num_processes - len(self._dead) for size in self._plans) and was_active:
-            return False
-        self._dead.add(death.rank)
-        if was_active:
-            self._num_meetings = 0
-            cause = explain_failure((death,), world_size=self._num_processes).message
-            self._publish(self._generation.number + 1, cause)
+        if self._restarts:
+            self._restarts -= 1
+            self._to_start.append(local_rank)
         return True
 
     def look(self, pids: Mapping[int, int]) -> None:
-        """Look at the processes of this node's ranks; called twenty times a second."""
-        generation = self._generation
-        self._watch.look(
-            {rank: pid for rank, pid in pids.items() if rank in generation.members[: generation.num_active]}
-        )
-        if self._board.is_requested(generation.number) and self._num_meetings < MAX_MEETINGS:
-            self._num_meetings += 1
-            self._publish(generation.number + 1, "ranks that are alive could not meet")
+        """Look at the processes of this node's ranks, and at what the others tell; called twenty times a second.
 
-    def _publish(self, number: int, cause: str) -> None:
-        members = tuple(rank for rank in range(self._num_processes) if rank not in self._dead)
-        num_active = max(size for size in self._plans if size <= len(members))
-        self._generation = Generation(
-            number=number, members=members, plan=self._plans[num_active], num_active=num_active, cause=cause,
-            time_s=time.time(),
-        )  # fmt: skip
-        self._watch.begin_anew()
-        self._board.publish(self._generation)
+        Raises:
+            MeshwrightError: nobody goes on, or the others go on without this node.
+        """
+        if self._decisions is not None:
+            self._decisions.look()
+            if self._decisions.is_over:
+                raise MeshwrightError(self._decisions.board.end_reason())
+        else:
+            self._listen()
+        generation = self._generation
+        if generation is None:
+            return
+        if generation.number != self._seen:
+            self._seen = generation.number
+            self._watch.begin_anew()
+            self._coming -= set(generation.members)
+        first = self._ranks.start
+        if any(first + rank not in generation.members and first + rank not in self._coming for rank in pids):
+            raise MeshwrightError(
+                f"the job goes on without node {self._node}", details=(generation.cause,), help=_COME_BACK
+            )
+        self._watch.look({rank: pid for rank, pid in pids.items() if first + rank in generation.active})
+
+    def _listen(self) -> None:
+        line = self._line
+        assert line is not None
+        if line.over:
+            raise MeshwrightError(line.over)
+        silent_s = self._silence.hear(line.num_answers)
+        if line.failure or silent_s > SILENT_S:
+            raise MeshwrightError(
+                f"node {self._node} has lost the node with the store of the job",
+                details=(line.failure or f"no answer for {silent_s:.0f} s",),
+                help=f"the others may go on without this node; {_COME_BACK}",
+            )
+
+    def returning(self) -> Collection[int]:
+        """Return the local ranks that are to be started anew, once their deaths are told."""
+        if not self._to_start or (self._line is not None and not self._line.is_idle):
+            return ()
+        ranks, self._to_start = self._to_start, []
+        self._coming |= {self._ranks.start + rank for rank in ranks}
+        return ranks
+
+    def stays(self) -> bool:
+        """Tell whether this launcher is needed although none of its ranks runs."""
+        if self._to_start:
+            return True
+        return self._decisions is not None and not (self._decisions.is_over or self._decisions.board.is_finished())
+
+    @contextmanager
+    def telling_its_end(self) -> Iterator[None]:
+        """Tell the others where this launcher ends before the job does; afterwards it holds nothing of the store."""
+        try:
+            yield
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        if error is not None:
+            said = error.message if isinstance(error, MeshwrightError) else type(error).__name__
+            cause = f"node {self._node} has ended: {said}"
+            if self._decisions is None:
+                self._tell(Report(node=self._node, ranks=tuple(self._ranks), cause=cause, leaves=True))
+            elif self._has_others:
+                if not self._decisions.is_over:
+                    self._decisions.end(cause)
+                time.sleep(2 * _BEAT_S)  # the store goes with this launcher, and the others should know why
+        if self._line is not None:
+            self._line.close()
+        self._decisions = self._line = None
+
+    def _tell(self, report: Report) -> None:
+        if self._decisions is not None:
+            self._decisions.take(report)
+        elif self._line is not None:
+            self._line.tell(report)

@@ -34,8 +34,9 @@ from ..training.save_schedule import MTBF_HOURS_PER_DEVICE
 from ..training.train import TrainingRun, backend_and_device, build_part, train_to_the_end
 from .copies import PeerCopies
 from .exchange import Exchange
-from .generations import Generation, GenerationOverError, Membership
+from .generations import Generation, GenerationOverError
 from .holdings import Holding, Piece, SurvivorReader, missing, pieces_of
+from .membership import Membership
 
 _BEGIN_ANEW_STEPS = 2
 """Until the first copies are complete, a run that lost a part begins anew: so few steps are done by then."""
@@ -51,7 +52,10 @@ def train_through_faults(options: TrainOptions, *, report: str | Path | None, ti
     Raises:
         MeshwrightError: as by `train`, or too much is lost to go on.
     """
-    survivor = Survivor(Membership.from_environment(timeout_s), options, report)
+    membership = Membership.from_environment(timeout_s)
+    if membership.is_too_late:
+        return
+    survivor = Survivor(membership, options, report)
     survivor.membership.begin(survivor.take_over)
     survivor.drive()
 
@@ -75,7 +79,7 @@ class Survivor:
         self._copies: PeerCopies | None = None
         self._retained: list[Holding] = []
         self._past: list[Generation] = []
-        self._plan = TrainingPlan.load(membership.generation.plan)
+        self._plan = membership.plan()
         _, self._device = backend_and_device(self._plan)
         self._meter = MemoryMeter(self._device, count=options.count_memory)
         self._options = prepare_options(self._plan, options)
@@ -137,7 +141,7 @@ class Survivor:
         if self.run is not None:
             self.run.rest()
         if not has_met and not isinstance(error, MeshwrightError):
-            self.membership.meet_again()
+            self.membership.request()
         self._past += self.membership.follow(error)
 
     # --- the guard of the run ---
@@ -154,13 +158,24 @@ class Survivor:
         if self._copies is not None:
             self._copies.settle()
 
+    def calls_a_halt(self) -> bool:
+        """Tell whether this rank asks all others to end the step, because processes wait to be taken in."""
+        return self.membership.is_invited()
+
     def after_step(self) -> None:
-        """Note what this rank holds from now on, and copy it where that is due."""
+        """Note what this rank holds from now on, and copy it where that is due.
+
+        Raises:
+            GenerationOverError: others are taken in after this step.
+        """
         assert self.run is not None
         if self._past:
             self._tell()
         if self._live is None:
             self._capture()
+        if self.run.is_halted and not self.run.is_finished:
+            self.membership.request()
+            raise GenerationOverError("other processes are taken in")
         if self._copies is not None:
             self._copies.copy(self.run.progress, self.run.step_times_s[-1])
 
@@ -169,7 +184,7 @@ class Survivor:
     def take_place(self) -> None:
         """Build this rank's part of the generation's plan, with the states that the members hold."""
         membership, generation = self.membership, self.membership.generation
-        self._plan = plan = TrainingPlan.load(generation.plan)
+        self._plan = plan = membership.plan()
         if generation.number == 0:
             if membership.is_active:
                 self._build(plan, None)

@@ -83,24 +83,24 @@ def local_sums(
     tokens: Tensor | RankBatch,
     *,
     done: int = 0,
-    votes: bool = False,
+    votes: tuple[bool, bool] = (False, False),
 ) -> Tensor:
-    """Compute the gradients of a step; return what this rank adds to loss, square of the gradients' norm and votes [3].
+    """Compute the gradients of a step; return what this rank adds to loss, square of the gradients' norm and votes [4].
 
     All that is left to do then is local: whoever has the sums over all ranks can end the step (`update`).
 
     Args:
         tokens: this rank's share of the global batch, or of a batch of documents.
         done: steps before this one.
-        votes: this rank asks all to end after the step.
+        votes: this rank asks all to end after the step; to interrupt the run after it.
     """
     if isinstance(optimizer, ZerothOrderSGD):
         optimizer.num_steps = done
         share = optimizer.losses(tokens)
     else:
         share = model.backward(tokens)
-    stop_votes = torch.full_like(share, float(votes))
-    return torch.stack((share.float(), local_square(model), stop_votes.float()))
+    numbers = [torch.full_like(share, float(vote)).float() for vote in votes]
+    return torch.stack((share.float(), local_square(model), *numbers))
 
 
 def update(model: ParallelModel, optimizer: torch.optim.Optimizer, sums: Tensor, *, max_grad_norm: float) -> bool:

@@ -19,8 +19,13 @@ from ...schema.base import Count, Frozen, OptionSpec
 from ...schema.schedules import SCHEDULES
 from ...schema.units import parse_count
 
+MIN_ROBUST_RANKS = 4
+"""With three, one wrong rank is a third of what is known."""
+
 INFO_FILE = "checkpoint.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8})")
+
+RobustSum = Literal["flag", "trimmed", "median"]
 
 _Folder = OptionSpec(metavar="FOLDER")
 _OfCheckpoints = OptionSpec(needs=("checkpoint_dir",))
@@ -59,6 +64,8 @@ class TrainOptions(Frozen):
         weights: Hugging Face safetensors to start from. Default: initial weights.
         save_weights: new folder for weights in Hugging Face's layout at the end, adapters merged into them; shared by all nodes.
         save_adapters: folder for trained adapters at the end, as peft reads them.
+        robust_sum: of the ranks' gradients take a mean that a few wrong ranks cannot spoil: flag (weights by rank), or a trimmed
+            mean or the median of every element. Losses are then not those of the plain mean.
         zeroth_order: train by two forward passes, without backward passes and their memory; a plan made with --train zeroth-order
             needs no such option, of another plan only the layout then means anything.
         compile_blocks: torch.compile each block, where the plan allows it.
@@ -96,6 +103,7 @@ class TrainOptions(Frozen):
     weights: Annotated[str | None, _Folder] = None
     save_weights: Annotated[str | None, _Folder] = None
     save_adapters: Annotated[str | None, _Folder] = None
+    robust_sum: RobustSum | None = None
     zeroth_order: bool = False
     compile_blocks: Annotated[bool, OptionSpec(name="--compile")] = False
     trace: Annotated[str | None, OptionSpec(metavar="FILE.json")] = None
@@ -143,6 +151,8 @@ def prepare_options(plan: TrainingPlan, options: TrainOptions) -> TrainOptions:
         from .expert_load import require_hot_experts
 
         require_hot_experts(plan, compiles=options.compile_blocks)
+    if options.robust_sum:
+        require_robust_sum(plan, is_zeroth_order=options.zeroth_order)
     if options.zeroth_order or not plan.workload.has_backward:
         require_zeroth_order(plan)
     if options.save_adapters and plan.workload.adapters is None:
@@ -210,13 +220,38 @@ def require_zeroth_order(plan: TrainingPlan) -> None:
         )
 
 
+def require_robust_sum(plan: TrainingPlan, *, is_zeroth_order: bool = False) -> None:
+    """Refuse plans whose gradients are not summed once a step over data-parallel ranks alone, as many as tell a wrong one."""
+    layout, degree = plan.layout, max(plan.layout.dp_replicate, plan.layout.dp_shard)
+    is_plain = layout.dp_shard == 1 and layout.zero_stage == 0 and plan.workload.is_full_precision
+    reasons = []
+    if layout.world_size != degree or degree < MIN_ROBUST_RANKS:
+        reasons.append(
+            f"it takes at least {MIN_ROBUST_RANKS} ranks that differ in their data alone; the layout is {layout}"
+        )
+    elif not is_plain and not (layout.dp_replicate == 1 and layout.zero_stage == 1):
+        reasons.append(
+            f"gradients are shared out as zero_stage {layout.zero_stage}, dp_replicate {layout.dp_replicate}; it takes zero_stage "
+            "1 and dp_shard alone, or in fp32 dp_replicate alone"
+        )
+    if len(set(plan.batch_shares)) > 1:
+        reasons.append(f"shares of {plan.batch_shares} sequences: gradients of unlike shares are not alike")
+    if plan.offload is not None or not plan.workload.has_backward or is_zeroth_order:
+        reasons.append("it is not for an offload schedule, nor for zeroth-order steps")
+    if reasons:
+        raise RuntimeMismatchError(
+            "--robust-sum does not suit this plan", details=tuple(reasons),
+            help="plan with --fix dp_shard=N,zero_stage=1, or leave it out",
+        )  # fmt: skip
+
+
 def why_not_continued(plan: TrainingPlan, options: TrainOptions) -> tuple[str, ...]:
     """Return why a training cannot go on without a rank that dies, but only start again (supervision/)."""
     layers = plan.model.iter_layers()
     lacks = [
-        (plan.cluster.num_nodes > 1, "it runs on several nodes, of which each knows its own ranks only"),
         (plan.offload is not None, "what is offloaded to the host is on no other rank"),
         (options.zeroth_order or not plan.workload.has_backward, "zeroth-order steps move parameters before all agree"),
+        (options.robust_sum is not None, "fewer ranks may not be enough for --robust-sum"),
         (options.documents, "plans for fewer devices do not say what --documents cost"),
         (options.hot_experts, "--hot-experts exchanges experts after the update"),
         (

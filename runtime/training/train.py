@@ -64,8 +64,11 @@ class Guard(Protocol):
     def before_sums(self) -> None:
         """Do what must be done before any rank can end the step."""
 
+    def calls_a_halt(self) -> bool:
+        """Tell whether this rank asks all to interrupt the run after the next step."""
+
     def after_step(self) -> None:
-        """Note that this rank has ended the step."""
+        """Note that this rank has ended the step; may raise where the run was to be interrupted."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class TrainingRun:
         steps: of the entire run that are done, those before a resumed checkpoint included.
         start: how far the run is whose part this is; None: at the beginning, or at the checkpoint that is to be resumed.
         saved: step of the last checkpoint that was written in this run.
+        is_halted: a guard asked for the run to be interrupted after the last step.
         is_updating: the states are being changed.
         sums: over all ranks, of the last step; None where this rank has gradients of the next one and awaits their sums.
     """
@@ -106,6 +110,7 @@ class TrainingRun:
     parts_s: deque[dict[StepPart, float]] = field(default_factory=lambda: deque(maxlen=RETAINED_STEPS))
     is_stopped: bool = False
     saved: int = -1
+    is_halted: bool = False
     is_updating: bool = False
     sums: list[float] | None = field(default_factory=list)
 
@@ -147,7 +152,7 @@ class TrainingRun:
             self._saves.abandon()
         self.writer.close()
         self.part, self.model, self.optimizer = part, part.model, part.optimizer
-        self.steps, self.sums, self.is_stopped = progress.step, [], False
+        self.steps, self.sums, self.is_stopped, self.is_halted = progress.step, [], False, False
         self.samples = progress.samples or 0
         scale = self.model.loss_scale
         if scale.is_dynamic and progress.loss_scale is not None:
@@ -215,7 +220,8 @@ class TrainingRun:
         start_s = self._now_s()
         if is_traced:
             model.clock.keep()
-        sums = local_sums(model, self.optimizer, tokens, done=self.steps, votes=self.stop_requested)
+        votes = self.stop_requested, self.guard is not None and self.guard.calls_a_halt()
+        sums = local_sums(model, self.optimizer, tokens, done=self.steps, votes=votes)
         if self.guard is not None:
             self.guard.before_sums()
         self.sums = None
@@ -232,11 +238,11 @@ class TrainingRun:
         if self._expert_load is not None:
             self._expert_load.follow()
         self._balance.update()
-        loss, square, votes = self.sums
+        loss, square, *votes = self.sums
         step_time_s = 0.0 if start_s is None else self._now_s() - start_s
         self.steps += 1
         self.samples += model.plan.workload.global_batch_size
-        self.is_stopped = votes > 0
+        self.is_stopped, self.is_halted = (number > 0 for number in votes)
         used_scale = model.loss_scale.value
         model.loss_scale.update(overflowed=overflowed)
         self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
@@ -383,6 +389,10 @@ def build_part(plan: TrainingPlan, options: TrainOptions, device: torch.device) 
         None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks,
         documents=options.documents,
     )  # fmt: skip
+    if options.robust_sum is not None:
+        from ..robust_sum import apply_robust_sum
+
+        apply_robust_sum(model, options.robust_sum)
     batches: Batches
     if options.documents:
         documents, data = open_documents(plan, options.data, seed=options.seed, end_id=options.end_id)

@@ -72,10 +72,10 @@ class ForkedRank:
         self.send_signal(signal.SIGKILL)
 
 
-def start_forked(job: NodeJob, local_rank: int) -> ForkedRank:
+def start_forked(job: NodeJob, local_rank: int, *, again: bool = False) -> ForkedRank:
     """In place of `processes._start`: the same module, arguments, environment and log."""
     module, *arguments = job.command[list(job.command).index("-m") + 1 :]
-    environment = {**job.environment(local_rank), processes._LAUNCHER: "0"}  # its parent is the server
+    environment = {**job.environment(local_rank, again=again), processes._LAUNCHER: "0"}  # its parent is the server
     log = str(job.log_file(local_rank)) if job.captures_output else script_output
     context = mp.get_context("forkserver")
     process = context.Process(target=_run, args=(module, arguments, environment, log, str(Path.cwd())), daemon=True)

@@ -1,4 +1,4 @@
-"""A job on two nodes: two network namespaces of this machine with a cable between them, where that is permitted.
+"""A job on two nodes: network namespaces of this machine with a cable between them, where that is permitted.
 
 Each namespace has its own addresses and its own loopback, so that a node that tells the others a name or an address that only it
 understands never meets them. Where namespaces may not be made, the nodes are two launchers on this machine.
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 from meshwright.profilers.machine import num_cores
-from meshwright.runtime.training.options import list_checkpoints
-from small_jobs import plan_elsewhere, read_lines
+from meshwright.runtime.training.options import TrainOptions, list_checkpoints
+from small_jobs import losses, plan_elsewhere, read_lines, small_plan, train_here
 
 pytestmark = [pytest.mark.job, pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")]
 WAIT_S = 240
@@ -29,15 +29,27 @@ WAIT_S = 240
 
 @dataclass
 class Nodes:
-    """What starts a command on each of two nodes, and where they meet."""
+    """What starts a command on each of two nodes, and where they meet; ``names``: of the namespaces, if there are any."""
 
-    prefixes: tuple[tuple[str, ...], tuple[str, ...]]
+    names: tuple[str, ...]
     endpoint: str
+    program: tuple[str, ...] = ("-m", "meshwright.cli")
 
-    def start(self, node: int, *arguments: str) -> subprocess.Popen[str]:
-        command = [*self.prefixes[node], sys.executable, "-m", "meshwright.cli", "apply", "--nnodes", "2"]
+    def start(self, node: int, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        inside = ["ip", "netns", "exec", self.names[node]] if self.names else []
+        command = [*inside, sys.executable, *self.program, "apply", "--nnodes", "2"]
         command += ["--rdzv-endpoint", self.endpoint, *arguments]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def cut(self, *, down: bool) -> None:
+        """Cut the cable, or mend it."""
+        assert ip("-n", self.names[0], "link", "set", "v0", "down" if down else "up")
 
 
 def ip(*words: str) -> bool:
@@ -49,7 +61,7 @@ def ip(*words: str) -> bool:
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    names = [f"mw{os.getpid()}{side}" for side in "ab"]
+    names = tuple(f"mw{os.getpid()}{side}" for side in "ab")
     steps = [
         *(("netns", "add", name) for name in names),
         ("link", "add", "v0", "netns", names[0], "type", "veth", "peer", "name", "v1", "netns", names[1]),
@@ -58,10 +70,9 @@ def nodes() -> Iterator[Nodes]:
     ]
     try:
         if all(ip(*words) for words in steps):
-            first, second = (("ip", "netns", "exec", name) for name in names)
-            yield Nodes((first, second), "10.77.3.1:29400")
+            yield Nodes(names, "10.77.3.1:29400")
         else:
-            yield Nodes(((), ()), f"127.0.0.1:{20_000 + os.getpid() % 10_000}")
+            yield Nodes((), f"127.0.0.1:{20_000 + os.getpid() % 10_000}")
     finally:
         for name in names:
             ip("netns", "del", name)
@@ -72,13 +83,19 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in children if any("job.worker" in word for word in child.cmdline())]
 
 
-def wait_for(condition: object, launchers: list[subprocess.Popen[str]]) -> None:
+def wait_for(condition: Callable[[], object], launchers: Sequence[subprocess.Popen[str]]) -> None:
+    """Wait until something is so; no launcher may end before."""
     end = time.monotonic() + WAIT_S
-    while not condition():  # type: ignore[operator]
+    while not condition():
         ended = [launcher.communicate() for launcher in launchers if launcher.poll() is not None]
         assert not ended
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def exists(*files: Path) -> Callable[[], bool]:
+    """A condition: the files are there."""
+    return lambda: all(file.exists() for file in files)
 
 
 @pytest.mark.long
@@ -131,3 +148,94 @@ def test_nodes_without_numbers_train_and_both_end_well(nodes: Nodes, tmp_path: P
     assert sum("measured /" in text for text in messages) == 1  # rank 0 may be on either
     drawn = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in drawn if event.get("name") == "optimizer"} == {0, 1}
+
+
+def launch_with_faults() -> None:
+    """The command, with ranks that die where files say so (rank_with_faults.py)."""
+    from types import SimpleNamespace
+
+    from meshwright.cli.main import main
+    from meshwright.runtime.job import launch
+
+    launch.worker = SimpleNamespace(__name__="rank_with_faults")  # type: ignore[assignment]
+    main()
+
+
+@pytest.mark.long
+def test_nodes_are_lost_and_come_back(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One job of one rank on each node, whose losses are those of a run without faults all the same.
+
+    Node 1's rank dies in step 3, is started anew and joins. The cable is cut for 3 s in a step: all go on. Node 1's launcher
+    is killed in another; the command is given there again, and it joins. The cable is cut for good: node 1 ends with one message,
+    node 0 trains to the end alone.
+    """
+    steps, faults = 12, tmp_path / "faults"
+    faults.mkdir()
+    alone = small_plan()
+    plan = plan_elsewhere(num_nodes=2).replace(fallbacks=(alone,))
+    plan.save(tmp_path / "plan.json")
+    here, metrics = Path(__file__).parent, [tmp_path / f"metrics{i}.jsonl" for i in range(3)]
+    nodes.program = ("-c", "import test_two_nodes; test_two_nodes.launch_with_faults()")
+    folders = [here, here.parent, here.parent / "runtime", here.parents[1] / "parity", here.parents[1] / "fuzz"]
+    environment = {"FAULTS": str(faults), "PYTHONPATH": ":".join(map(str, [*folders, *sys.path]))}
+    options = ("--steps", str(steps), "--restart-ranks", "1", "--hang-timeout-s", "0", "--on-fault", "continue")
+
+    def start(node: int, file: Path) -> subprocess.Popen[str]:
+        words = (*options, "--metrics", str(file), "--node-rank", str(node), str(tmp_path / "plan.json"))
+        return nodes.start(node, *words, environment=environment)
+
+    def stop_at(step: int) -> None:
+        (faults / f"stop-{step}").touch()
+
+    def go_on_at(step: int) -> None:
+        (faults / f"stop-{step}").unlink()
+
+    def joined(first: int) -> int:
+        """Wait until node 1's rank takes part again; the step in which it does."""
+        wait_for(exists(faults / "waits-1"), launchers)
+        (faults / "takes-in").touch()
+        stop_at(first + 1)
+        go_on_at(first)
+        wait_for(exists(faults / f"at-{first + 1}-0", faults / f"at-{first + 1}-1"), launchers)
+        (faults / "waits-1").unlink()
+        return first + 1
+
+    (faults / "die-3-1").touch()
+    stop_at(5)
+    launchers = [start(0, metrics[0]), start(1, metrics[1])]
+    try:
+        step = joined(5)
+        if nodes.names:
+            nodes.cut(down=True)
+            stop_at(step + 1)
+            go_on_at(step)
+            time.sleep(3)
+            nodes.cut(down=False)
+            wait_for(exists(faults / f"at-{step + 1}-0", faults / f"at-{step + 1}-1"), launchers)
+            step += 1
+        launchers.pop().kill()
+        stop_at(step + 1)
+        go_on_at(step)
+        wait_for(exists(faults / f"at-{step + 1}-0"), launchers)
+        launchers.append(start(1, metrics[2]))
+        step = joined(step + 1)
+        if nodes.names:
+            nodes.cut(down=True)
+        go_on_at(step)
+        messages = [launcher.communicate(timeout=WAIT_S)[1] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert launchers[0].returncode == 0, messages
+    if nodes.names:
+        assert launchers[1].returncode == 1, messages
+        assert "error: node 1 has lost the node with the store of the job" in messages[1]
+    records = read_lines(metrics[0])
+    assert [record["step"] for record in records if "step" in record] == list(range(1, steps + 1))
+    causes = [cause for record in records if "event" in record for cause in record["causes"]]
+    assert causes[:2] == ["rank 1 of 2 was killed by signal 9 (SIGKILL)", "rank 1 came back"]
+    assert causes[2].startswith("node 1 of 2 said nothing for ")
+    assert causes[3] == "rank 1 came back"
+    assert len(causes) == 4 + bool(nodes.names)
+    expected = losses(train_here(monkeypatch, alone, TrainOptions(steps=steps), tmp_path / "alone"))
+    assert losses(records) == pytest.approx(expected, rel=1e-5)

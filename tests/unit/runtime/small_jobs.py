@@ -23,13 +23,15 @@ def small_plan(layout: Layout | None = None, **model: Any) -> TrainingPlan:
     return make_plan(tiny_model(**{"num_blocks": 2, "vocab_size": 256, **model}), layout or Layout(), workload=WORKLOAD)
 
 
-def plan_elsewhere(*, num_devices: int = 2, num_nodes: int = 1, device: str | None = None) -> TrainingPlan:
-    """A data-parallel plan for more nodes, or for a GPU."""
+def plan_elsewhere(
+    *, num_devices: int = 2, num_nodes: int = 1, device: str | None = None, layout: Layout | None = None
+) -> TrainingPlan:
+    """A plan for more nodes, or for a GPU; by itself data-parallel."""
     cluster = cpu_cluster(num_devices)
     group = cluster.groups[0].replace(num_nodes=num_nodes, devices_per_node=num_devices // num_nodes)
     if device is not None:
         group = group.replace(device=group.device.replace(name=device, vendor="nvidia", memory_bytes=80 * GB))
-    return small_plan(Layout(dp_replicate=num_devices)).replace(cluster=cluster.replace(groups=(group,)))
+    return small_plan(layout or Layout(dp_replicate=num_devices)).replace(cluster=cluster.replace(groups=(group,)))
 
 
 def train_here(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import rank_with_faults
 import torch
 import torch.distributed as dist
 from meshwright.runtime.job import machine
@@ -51,76 +51,112 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         return losses(train_here(patch, plan_of(), options, tmp_path_factory.mktemp("one") / "report"))
 
 
-def go_on(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    plan: TrainingPlan,
-    kills: Mapping[int, int],
-    *,
-    number: int,
-    **options: Any,
-) -> list[dict[str, Any]]:
-    """Train on four ranks, of which some get a signal once so many steps are reported; what they report."""
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder whose files say where ranks die (rank_with_faults.py)."""
+    folder = tmp_path / "faults"
+    folder.mkdir()
+    rank_with_faults.use(folder, monkeypatch)
+    monkeypatch.setattr(machine, "num_cores", lambda: 4)
+    return folder
+
+
+def go_on(plan: TrainingPlan, faults: Path, *deaths: str, fewer: Sequence[TrainingPlan] = FEWER, **job: Any) -> Any:
+    """Train on four ranks, some of which die; what they report."""
+    folder = faults.parent
+    for name in deaths:
+        (faults / name).touch()
     files = []
-    for each in (plan, *FEWER):
+    for each in (plan, *fewer):
         files.append(str(folder / f"{each.layout.world_size}.json"))
         each.save(files[-1])
-    report, left, seen = folder / "report", dict(kills), set[int]()
-    look = Supervisor.look
-
-    def look_and_kill(supervisor: Supervisor, pids: Mapping[int, int]) -> None:
-        seen.update(pids.values())
-        for step, rank in list(left.items()):
-            if last_step(report) >= step:
-                os.kill(pids[rank], number)
-                del left[step]
-        look(supervisor, pids)
-
-    monkeypatch.setattr(Supervisor, "look", look_and_kill)
-    monkeypatch.setattr(machine, "num_cores", lambda: 4)
-    chosen = prepare_options(plan, TrainOptions(steps=STEPS, **options))
-    job = Job(plan=files[0], options=chosen, report=str(report), timeout_s=60, fallbacks=tuple(files[1:]))
+    chosen = prepare_options(plan, TrainOptions(steps=STEPS))
+    work = Job(
+        plan=files[0], options=chosen, report=str(folder / "report"), timeout_s=60, fallbacks=tuple(files[1:]), **job
+    )
+    before = psutil.Process().children(recursive=True)
     try:
-        launch(plan, job)
+        launch(plan, work)
     finally:
-        assert_gone([psutil.Process(pid) for pid in seen if psutil.pid_exists(pid)])
-    return read_lines(report)
+        assert_gone([each for each in psutil.Process().children(recursive=True) if is_new_rank(each, before)])
+    return read_lines(folder / "report")
+
+
+def is_new_rank(process: psutil.Process, before: Sequence[psutil.Process]) -> bool:
+    """A process that the job started, and no server of forks."""
+    try:
+        return process not in before and process.parent().pid != os.getpid()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def causes_of(records: Sequence[dict[str, Any]]) -> list[str]:
+    return [cause for record in records if "event" in record for cause in record["causes"]]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
-    ("name", "kills"),
-    [("replicas", {3: 0, 5: 2}), ("sharded, with copies", {4: 3}), ("pipeline", {3: 1}), ("tensor", {3: 2})],
+    ("name", "deaths"),
+    [
+        ("replicas", ("die-3-0", "die-5-2")),
+        ("sharded, with copies", ("die-4-3",)),
+        ("pipeline", ("die-3-1",)),
+        ("tensor", ("die-3-2",)),
+    ],
 )
 def test_killed_ranks_leave_the_losses_as_they_would_have_been(
-    name: str, kills: dict[int, int], expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, deaths: tuple[str, ...], expected: list[float], faults: Path
 ) -> None:
     """The first case loses the rank that reports, and then another; each process is gone at the end."""
-    records = go_on(monkeypatch, tmp_path, FOUR[name], kills, number=signal.SIGKILL)
+    records = go_on(FOUR[name], faults, *deaths)
     assert [record["step"] for record in records if "step" in record] == list(range(1, STEPS + 1))
     # Sums of shards and of replicas have another order.
     assert losses(records) == pytest.approx(expected, rel=1e-5)
-    causes = [cause for record in records if "event" in record for cause in record["causes"]]
-    assert causes == [f"rank {rank} of 4 was killed by signal 9 (SIGKILL)" for rank in kills.values()]
+    ranks = [death.rpartition("-")[2] for death in deaths]
+    assert causes_of(records) == [f"rank {rank} of 4 was killed by signal 9 (SIGKILL)" for rank in ranks]
     assert records[-1]["measured"]["steps"] < STEPS  # of the last layout alone
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
-def test_states_that_nobody_holds_end_the_job_with_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours of a sharded job die together, one with the copies of the other."""
-    plan = FOUR["sharded, with copies"]
+@pytest.mark.parametrize(
+    ("spares", "restarts", "causes", "sizes"),
+    [
+        (1, 0, ["rank 1 of 3 was killed by signal 9 (SIGKILL)"], [2]),
+        (0, 1, ["rank 1 of 2 was killed by signal 9 (SIGKILL)", "rank 1 came back"], [1, 2]),
+    ],
+)
+def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
+    spares: int, restarts: int, causes: list[str], sizes: list[int], expected: list[float], faults: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     look = Supervisor.look
 
-    def both(supervisor: Supervisor, pids: Mapping[int, int]) -> None:
-        if supervisor._dead and 2 in pids:
-            os.kill(pids[2], signal.SIGKILL)
+    def waiting(supervisor: Supervisor, pids: Mapping[int, int]) -> None:
+        if (faults / "waits-1").exists():
+            (faults / "stop-5").unlink(missing_ok=True)
         look(supervisor, pids)
 
-    monkeypatch.setattr(Supervisor, "look", both)
+    if restarts:
+        monkeypatch.setattr(Supervisor, "look", waiting)
+        for name in ("stop-5", "takes-in"):
+            (faults / name).touch()
+    records = go_on(
+        plan_of(dp_replicate=2), faults, "die-3-1", fewer=(plan_of(),), spares=spares, restart_ranks=restarts,
+        hang_timeout_s=0.0,
+    )  # fmt: skip
+    assert losses(records) == pytest.approx(expected, rel=1e-5)
+    assert causes_of(records) == causes
+    assert [record["ranks"] for record in records if "event" in record] == sizes
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_states_that_nobody_holds_end_the_job_with_one_message(faults: Path) -> None:
+    """Neighbours of a sharded job die together, one with the copies of the other."""
     with pytest.raises(MeshwrightError, match="too many ranks are gone") as caught:
-        go_on(monkeypatch, tmp_path, plan, {4: 1}, number=signal.SIGKILL)
+        go_on(FOUR["sharded, with copies"], faults, "die-5-1", "die-5-2")
     assert "dp_replicate" in (caught.value.help or "")
 
 
@@ -139,7 +175,7 @@ def test_generations_are_read_as_text() -> None:
     """A value that would run code if it were unpickled is no generation."""
     store = dist.HashStore()
     board = Board(store)
-    first = Generation(number=0, members=(0, 1), plan="plan.json", num_active=2)
+    first = Generation(number=0, members=(0, 1), num_active=2)
     board.publish(first)
     board.publish(first.replace(number=1, members=(1,), num_active=1, cause="rank 0 died"))
     assert board.read(0) == first
