@@ -112,7 +112,7 @@ def doctor(json: JsonOption = False) -> None:
 
     Exit code 1 where something is broken; what is merely limited is 0.
     """
-    from rich.markup import escape
+    from .markup import plain
 
     from ..profilers.doctor import examine
 
@@ -123,7 +123,7 @@ def doctor(json: JsonOption = False) -> None:
         table = headed_table("", "part", "state", "found", "means", text=("part", "state", "found", "means"))
         for finding in findings:
             means = finding.means + (f"; {finding.help}" if finding.help and finding.status != "ok" else "")
-            table.add_row(finding.subject, _SIGNS[finding.status], escape(finding.found), escape(means))
+            table.add_row(finding.subject, _SIGNS[finding.status], plain(finding.found), plain(means))
         show(table)
     if any(finding.status == "broken" for finding in findings):
         raise typer.Exit(1)

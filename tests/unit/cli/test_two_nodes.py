@@ -37,7 +37,8 @@ class Nodes:
     def start(self, node: int, *arguments: str) -> subprocess.Popen[str]:
         command = [*self.prefixes[node], sys.executable, "-m", "meshwright.cli", "apply", "--nnodes", "2"]
         command += ["--rdzv-endpoint", self.endpoint, *arguments]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        environment = {**os.environ, "MESHWRIGHT_SECRET": "what both nodes know"}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ip(*words: str) -> bool:
