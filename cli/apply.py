@@ -63,7 +63,8 @@ class JobOptions(OptionModel):
     """How the ranks of a job are started and watched."""
 
     nnodes: int | None = option(
-        None, "nodes of the job; run the same command on each, with the same secret in MESHWRIGHT_SECRET. Default: those of Slurm's step, else 1."
+        None,
+        "nodes of the job; run the same command on each, with the same secret in MESHWRIGHT_SECRET. Default: those of Slurm's step, else 1.",
     )
     node_rank: int | None = option(
         None, "position of this node in the plan's cluster, if it matters.", needs=("nnodes",)

@@ -198,7 +198,12 @@ def progress_bar(text: str, *, quiet: bool = False) -> Iterator[Bar]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), BarColumn(BAR_WIDTH), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        BarColumn(BAR_WIDTH),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     progress = Progress(
         *columns,

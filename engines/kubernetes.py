@@ -108,7 +108,13 @@ def write(plan: TrainingPlan, *, rdma_resource: str = "") -> Exported:
             "image: one that has meshwright",
             "--steps and --data after `meshwright apply`",
             "a volume that all pods share and --checkpoint-dir on it; then --resume lets a pod that comes back go on",
-            *([f"the secret of the job: kubectl create secret generic {name} --from-literal=secret=$(openssl rand -hex 32)"] if plan.cluster.num_nodes > 1 else []),
+            *(
+                [
+                    f"the secret of the job: kubectl create secret generic {name} --from-literal=secret=$(openssl rand -hex 32)"
+                ]
+                if plan.cluster.num_nodes > 1
+                else []
+            ),
             *(["network cards of the nodes: --rdma-resource rdma/hca, or what the cluster calls them"] if asks else []),
         ),
         command=f"kubectl apply -f {PYTORCH_JOB} (Kubeflow Trainer v2: {TRAIN_JOB})",
@@ -142,7 +148,12 @@ def _container(plan: TrainingPlan, name: str, *, rank: str, address: str, port: 
     secret = {"name": name, "key": "secret"}
     environment = [{"name": "MESHWRIGHT_SECRET", "valueFrom": {"secretKeyRef": secret}}] if nodes > 1 else []
     script = f"exec meshwright apply {_FOLDER}/{_KEY} --steps 100{meet if nodes > 1 else ''}"
-    return {"image": "meshwright:latest", "command": ["sh", "-c"], "args": [script], **({"env": environment} if environment else {})}
+    return {
+        "image": "meshwright:latest",
+        "command": ["sh", "-c"],
+        "args": [script],
+        **({"env": environment} if environment else {}),
+    }
 
 
 def _resources(plan: TrainingPlan, cards: dict[str, int]) -> dict[str, Any]:

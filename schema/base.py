@@ -21,15 +21,16 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
+from .limits import MAX_COUNT, MAX_TEXT_BYTES
 
 SCHEMA_VERSION = 1
 """Version of the JSON form of every document; raised when a field changes its meaning or goes."""
 
 
-Count = Annotated[int, Field(gt=0, le=10**9)]
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 """A count that a user states: positive, and small enough to compute with."""
 
-CountOrNone = Annotated[int, Field(ge=0, le=10**9)]
+CountOrNone = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """A count that may be zero."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
@@ -46,9 +47,6 @@ def _not_vanishing(value: float) -> float:
 PositiveFloat = Annotated[float, Field(gt=0, le=1e60), AfterValidator(_not_vanishing)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e60)]
 """Numbers whose products and quotients are finite."""
-
-MAX_TEXT_BYTES = 2**30
-"""Limit of a file that is read as text: the largest plans have some hundred megabytes, and a device file never ends."""
 
 
 class Frozen(BaseModel):

@@ -11,11 +11,10 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from .base import MAX_TEXT_BYTES, Count, Frozen, read_json, shown
+from .base import Count, Frozen, read_json, shown
 from .errors import ConfigError
+from .limits import MAX_SEQUENCES, MAX_TEXT_BYTES
 from .units import FloatArray
-
-MAX_SEQUENCES = 1_000_000
 
 _MAX_DISTINCT = 256
 """Lengths that a distribution tells apart."""

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .base import MAX_TEXT_BYTES, shown
+from .base import shown
 from .errors import ConfigError
+from .limits import MAX_TEXT_BYTES
 from .serving import LatencyLimit, LatencyMetric, RequestClass, Requests, TraceFile
 from .units import FloatArray, IntArray, parse_count
 

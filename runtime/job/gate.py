@@ -55,7 +55,11 @@ def secret_of(variables: Mapping[str, str]) -> bytes:
     """
     text = variables.get(SECRET_VARIABLE, "")
     if len(text) < MIN_SECRET:
-        what = f"{SECRET_VARIABLE} has {len(text)} letters, at least {MIN_SECRET} are needed" if text else "several nodes need a secret that they share"
+        what = (
+            f"{SECRET_VARIABLE} has {len(text)} letters, at least {MIN_SECRET} are needed"
+            if text
+            else "several nodes need a secret that they share"
+        )
         raise ConfigError(
             what,
             details=("without it anybody who reaches the place where they meet could be one of them",),
@@ -67,7 +71,11 @@ def secret_of(variables: Mapping[str, str]) -> bytes:
 class Relay:
     """Listens in a thread of its own, and joins each connection to another one."""
 
-    def __init__(self, listener: socket.socket, onward: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Streams]]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        onward: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Streams]],
+    ) -> None:
         """Begin to listen.
 
         Args:
@@ -89,7 +97,9 @@ class Relay:
         self._thread.join()
 
     def _run(self) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._accept, sock=self._listener, backlog=socket.SOMAXCONN))
+        server = self._loop.run_until_complete(
+            asyncio.start_server(self._accept, sock=self._listener, backlog=socket.SOMAXCONN)
+        )
         self._is_open.set()
         try:
             self._loop.run_forever()

@@ -188,7 +188,9 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.listen(socket.SOMAXCONN)
         return listener
     is_dual = socket.has_dualstack_ipv6()
-    return socket.create_server(("", port), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual)
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual
+    )
 
 
 def _is_literal(host: str) -> bool:

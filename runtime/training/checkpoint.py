@@ -147,7 +147,9 @@ def load_newest(
         notes.append(f"{damage.message}; {folder.name} is set aside as {set_aside(folder)}")
     if notes:
         raise DamagedCheckpointError(
-            f"no checkpoint under {root} can be read", details=tuple(notes), help="start anew, in another --checkpoint-dir"
+            f"no checkpoint under {root} can be read",
+            details=tuple(notes),
+            help="start anew, in another --checkpoint-dir",
         )
     return None, None, notes
 

@@ -44,7 +44,9 @@ class CheckedWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Write the index of what all ranks wrote."""
         super().finish(metadata, [[entry for entry in each if isinstance(entry, WriteResult)] for each in results])
-        checksums = {name: value for each in results for sums in each if isinstance(sums, dict) for name, value in sums.items()}
+        checksums = {
+            name: value for each in results for sums in each if isinstance(sums, dict) for name, value in sums.items()
+        }
         self.checksums = checksums | {INDEX_FILE: checksum(Path(self.path) / INDEX_FILE)}
 
 
@@ -104,4 +106,3 @@ def checkpoints_to_resume(root: str | None) -> Sequence[Path]:
     found: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, [str(path) for path in list_checkpoints(root)] if root else [])
     return [Path(path) for path in reversed(found[0])]
-

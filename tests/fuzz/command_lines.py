@@ -106,7 +106,9 @@ class Document:
     form: mutations.Form | None
 
 
-_REQUESTS = b"arrival_s,prompt_tokens,output_tokens\n" + b"".join(b"%d,%d,%d\n" % (i, 20 + i % 7, 5 + i % 3) for i in range(40))
+_REQUESTS = b"arrival_s,prompt_tokens,output_tokens\n" + b"".join(
+    b"%d,%d,%d\n" % (i, 20 + i % 7, 5 + i % 3) for i in range(40)
+)
 _BATCH = {
     "name": "mine", "lengths": [512, 4096, 30000], "multiple": 128, "num_ranks": 8, "tokens_per_rank": 8192,
     "costs": {"fixed_s": 0.63, "linear_s": 1.84e-4, "quadratic_s": 5.1e-9, "exchange_s": {"2": 1.7e-5, "8": 2.1e-5}},
@@ -123,15 +125,21 @@ def documents(run: Callable[[Sequence[str], Path], Any]) -> dict[str, Document]:
         "loads-moe": Document(".npz", [npz(load=np.arange(1, 25, dtype=np.float64).reshape(3, 8))], mutations.ZIP),
         "requests": Document(".csv", [_REQUESTS], mutations.CSV),
         "lengths": Document(".txt", [b"64\n12\n7\n63\n33\n40\n21\n5\n" * 4], None),
-        "batches": Document(".json", [json.dumps(_BATCH).encode(), json.dumps([_BATCH, _BATCH]).encode()], mutations.JSON),
+        "batches": Document(
+            ".json", [json.dumps(_BATCH).encode(), json.dumps([_BATCH, _BATCH]).encode()], mutations.JSON
+        ),
         "machines": Document(".csv", [b"trace,time_s,available\na,0,2\na,3600,1\na,7200,2\na,9000,2\n"], mutations.CSV),
     }
     plans = {
         "sharded": small_plans()[1],
         "measured": measured_plan(),
-        "trainable": make_plan(tiny_model(num_blocks=2, vocab_size=256), Layout(dp_shard=2, zero_stage=1), workload=STEP),
+        "trainable": make_plan(
+            tiny_model(num_blocks=2, vocab_size=256), Layout(dp_shard=2, zero_stage=1), workload=STEP
+        ),
     }
-    found |= {name: Document(".json", [plan.model_dump_json().encode()], mutations.JSON) for name, plan in plans.items()}
+    found |= {
+        name: Document(".json", [plan.model_dump_json().encode()], mutations.JSON) for name, plan in plans.items()
+    }
     folder = Path(tempfile.mkdtemp(prefix="documents-"))
     (folder / "loads.csv").write_text("1,2,3,4,5,6\n6,5,4,3,2,1\n")
     for name in ("plain", "moe"):

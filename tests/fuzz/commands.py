@@ -43,7 +43,18 @@ import mutations  # noqa: E402
 from command_lines import COMMANDS, Document, documents  # noqa: E402
 from readers import LONGEST_DOCUMENT, Lines  # noqa: E402
 
-GROUPS = ("schema", "cost_models", "solvers", "planner", "engines", "validation", "cli", "profilers", "runtime.job", "runtime.weights")
+GROUPS = (
+    "schema",
+    "cost_models",
+    "solvers",
+    "planner",
+    "engines",
+    "validation",
+    "cli",
+    "profilers",
+    "runtime.job",
+    "runtime.weights",
+)
 """Packages that are imported before the first fork."""
 CODES = {0, 1, 2}
 EXECUTED = "executed"
@@ -169,7 +180,15 @@ class Fuzzer:
         self.corpus, self.random = corpus, random.Random(seed)
         self.commands = [words for words in COMMANDS if only in " ".join(words)]
         self.seen: set[int] = set()
-        self.shell = (f"$(touch {EXECUTED})", f"`touch {EXECUTED}`", f"a; touch {EXECUTED};", "[/]", "[bold", "[/bold]", "<b>&'\"")
+        self.shell = (
+            f"$(touch {EXECUTED})",
+            f"`touch {EXECUTED}`",
+            f"a; touch {EXECUTED};",
+            "[/]",
+            "[bold",
+            "[/bold]",
+            "<b>&'\"",
+        )
 
     def case(self, folder: Path) -> tuple[list[str], str]:
         """Write the files of a mutated command line; return its words and the name of the document that was mutated."""
@@ -177,7 +196,10 @@ class Fuzzer:
         places = [idx for idx, word in enumerate(template) if re.search(r"\{[a-z-]+\}", word)]
         chosen = self.random.choice(places) if places and self.random.random() < 0.8 else None
         if chosen is None:
-            self._mutate_word(template, [idx for idx in range(1, len(template)) if idx not in places and "experts" not in template[:idx][-1:]])
+            self._mutate_word(
+                template,
+                [idx for idx in range(1, len(template)) if idx not in places and "experts" not in template[:idx][-1:]],
+            )
         changed, words = "", []
         for idx, word in enumerate(template):
             match = re.fullmatch(r"(.*)\{([a-z-]+)\}(.*)", word)
@@ -207,7 +229,9 @@ class Fuzzer:
         texts = (*mutations.TEXTS, *map(str, mutations.NUMBERS[:24]), *self.shell)
         word = self.random.choice(texts)
         if self.random.random() < 0.6:
-            word = mutations.mutated(template[idx].encode(), None, [t.encode("utf-8", "replace") for t in texts], self.random).decode("utf-8", "replace")
+            word = mutations.mutated(
+                template[idx].encode(), None, [t.encode("utf-8", "replace") for t in texts], self.random
+            ).decode("utf-8", "replace")
         template[idx] = word.replace("\0", "").replace("{", "(").encode("utf-8", "replace").decode()[:5000]
 
     def learn(self, name: str, data: bytes, pairs: frozenset[int]) -> None:
@@ -217,7 +241,9 @@ class Fuzzer:
         self.seen |= pairs
 
 
-def fuzz(fuzzer: Fuzzer, goes_on: Callable[[int], bool], out: Path, *, limit_s: float, memory: int, guided: bool) -> tuple[int, dict[str, int]]:
+def fuzz(
+    fuzzer: Fuzzer, goes_on: Callable[[int], bool], out: Path, *, limit_s: float, memory: int, guided: bool
+) -> tuple[int, dict[str, int]]:
     """Return how many command lines were run, and how often each kind of finding was met."""
     kinds: Counter[str] = Counter()
     codes: Counter[int] = Counter()
@@ -237,7 +263,11 @@ def fuzz(fuzzer: Fuzzer, goes_on: Callable[[int], bool], out: Path, *, limit_s: 
                 shutil.copytree(folder, stored)
                 print(f"--- {outcome.kind}\n    {stored}", flush=True)
         elif guided and changed:
-            at = next(path for idx, path in enumerate(sorted(folder.iterdir())) if path.suffix == fuzzer.corpus[changed].suffix)
+            at = next(
+                path
+                for idx, path in enumerate(sorted(folder.iterdir()))
+                if path.suffix == fuzzer.corpus[changed].suffix
+            )
             fuzzer.learn(changed, at.read_bytes(), outcome.pairs)
         shutil.rmtree(folder, ignore_errors=True)
         if tried % 500 == 0:
@@ -268,7 +298,9 @@ def main() -> int:
         return say_valid(fuzzer, limits)
     end = time.monotonic() + (options.seconds or 10**9)
     most = options.inputs or (10**9 if options.seconds else 1000)
-    _, kinds = fuzz(fuzzer, lambda tried: tried < most and time.monotonic() < end, options.out, guided=options.guided, **limits)
+    _, kinds = fuzz(
+        fuzzer, lambda tried: tried < most and time.monotonic() < end, options.out, guided=options.guided, **limits
+    )
     for kind, count in sorted(kinds.items()):
         print(f"{count:6} x {kind}")
     return min(len(kinds), 100)
@@ -289,7 +321,10 @@ def say_valid(fuzzer: Fuzzer, limits: dict[str, Any]) -> int:
             outcome = run(words, Path(name), **limits)
             failed += bool(outcome.kind or outcome.code)
             said = (Path(name) / "stderr").read_text() if outcome.kind or outcome.code else ""
-            print(f"{outcome.code:3} {outcome.cpu_s:6.2f} s  {' '.join(template)[:110]} {outcome.kind}\n{said[-600:]}", flush=True)
+            print(
+                f"{outcome.code:3} {outcome.cpu_s:6.2f} s  {' '.join(template)[:110]} {outcome.kind}\n{said[-600:]}",
+                flush=True,
+            )
     return failed
 
 

@@ -40,7 +40,9 @@ def renamed(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     return {
-        key: HOSTILE + key if key in TEXTS and isinstance(value, str) and not is_catalogued(tree, key) else renamed(value)
+        key: HOSTILE + key
+        if key in TEXTS and isinstance(value, str) and not is_catalogued(tree, key)
+        else renamed(value)
         for key, value in tree.items()
     }
 
@@ -51,7 +53,10 @@ def is_catalogued(tree: dict[str, Any], key: str) -> bool:
 
 
 SHOWN = [words for words in COMMANDS if words[0] in ("estimate", "explain", "goodput", "replay", "batch", "calibrate")]
-SHOWN += [next(words for words in COMMANDS if words[: len(start)] == start) for start in (("plan",), ("profile", "show"), ("profile", "diff"), ("compare",))]
+SHOWN += [
+    next(words for words in COMMANDS if words[: len(start)] == start)
+    for start in (("plan",), ("profile", "show"), ("profile", "diff"), ("compare",))
+]
 SHOWN += [next(words for words in COMMANDS if flag in words) for flag in ("--infer", "--serve", "--objective")]
 
 
@@ -74,7 +79,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", SHOWN, ids=" ".join)
-def test_hostile_names_are_shown_or_refused(words: tuple[str, ...], hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_names_are_shown_or_refused(
+    words: tuple[str, ...], hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(hostile)
     files = {f"{{{path.stem}}}": path.name for path in hostile.iterdir()}
     result = CliRunner().invoke(app, [files.get(word, word) for word in words], env={"COLUMNS": "200"})

@@ -210,7 +210,11 @@ def test_any_byte_that_is_changed_is_detected_or_harmless(tmp_path: Path, in_bac
 
 def damaged(content: bytes, random: Random) -> bytes:
     at = random.randrange(len(content))
-    return content[:at] if random.random() < 0.3 else content[:at] + bytes([content[at] ^ (1 << random.randrange(8))]) + content[at + 1 :]
+    return (
+        content[:at]
+        if random.random() < 0.3
+        else content[:at] + bytes([content[at] ^ (1 << random.randrange(8))]) + content[at + 1 :]
+    )
 
 
 def test_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

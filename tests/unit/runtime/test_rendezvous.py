@@ -161,7 +161,9 @@ def test_from_another_address_nobody_reaches_the_store(nnodes: int, endpoint_her
     """Nothing of the job is open at an address that was not named; its store is on the loopback."""
     node = Rendezvous(nnodes=2, endpoint=f"127.0.0.1:{endpoint_here.rpartition(':')[2]}", timeout_s=30, secret=SECRET)
     with nodes_that_met(node if nnodes == 2 else Rendezvous(), nnodes) as meeting:
-        ports = {int(meeting.variables["MASTER_PORT"])} | ({int(endpoint_here.rpartition(":")[2])} if nnodes == 2 else set())
+        ports = {int(meeting.variables["MASTER_PORT"])} | (
+            {int(endpoint_here.rpartition(":")[2])} if nnodes == 2 else set()
+        )
         for port in ports:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((str(other_address()), port), timeout=2).close()
@@ -225,7 +227,11 @@ def test_who_does_not_know_the_secret_lists_and_writes_nothing(from_outside: tup
         meeting.store.set("key", "ours")
         before = keys_of(meeting)
         stranger = subprocess.run(
-            [*from_outside, sys.executable, "-c", STRANGER, place], capture_output=True, text=True, check=True, timeout=60
+            [*from_outside, sys.executable, "-c", STRANGER, place],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         )
         assert stranger.stdout.split("\n")[:3] == ["bytes 32", "refused", "no store"]
         assert meeting.store.get("key") == b"ours"
@@ -242,7 +248,9 @@ def keys_of(meeting: Meeting) -> list[str]:
     )
     environment = {**os.environ, **meeting.variables}
     command = [sys.executable, "-c", listing]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
 
 
 @contextmanager
