@@ -12,6 +12,7 @@ import typer
 from .apply import ApplyCommand, apply, tokens
 from .batch import batch
 from .compare import compare
+from .entry import main as main
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain, export, import_configuration, report
@@ -134,8 +135,3 @@ app.add_typer(profile_app, name="profile")
 
 FROM_START = "from the start of the process"
 """What the context carries where the command may count its time from the start of the process."""
-
-
-def main() -> None:
-    """Console entry point: the process is this command's, from its start to its end."""
-    app(obj=FROM_START)

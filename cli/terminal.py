@@ -22,6 +22,7 @@ from pydantic import BaseModel
 
 from ..schema.errors import ConfigError, MeshwrightError, SolverLimitError
 from ..schema.units import format_count, format_percent, format_seconds
+from .entry import INTERRUPTED, interruptible
 from .markup import plain, styled
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ..planner.request import Deadline
     from ..schema import Certificate, ClusterSpec, ModelSpec, Plan
 
-INTERRUPTED = 130
 BAR_WIDTH = 20
 EXTRAS = {"torch": "run", "safetensors": "run"}
 """Packages that planning does without, and the extra that brings them."""
@@ -50,7 +50,8 @@ def exit_on_error(*, as_json: bool = False) -> Iterator[None]:
     object on stdout, as any failure.
     """
     try:
-        yield
+        with interruptible():
+            yield
     except MeshwrightError as error:
         raise exit_with(error, as_json=as_json) from None
     except ModuleNotFoundError as error:

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .base import shown
+from .base import read_limited, shown
 from .errors import ConfigError
-from .limits import MAX_TEXT_BYTES
 from .serving import LatencyLimit, LatencyMetric, RequestClass, Requests, TraceFile
 from .units import FloatArray, IntArray, parse_count
 
@@ -186,13 +185,10 @@ def read_trace(path: str | Path) -> Trace:
 def _content(path: Path) -> bytes:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(MAX_TEXT_BYTES + 1)
+            return read_limited(file, path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--requests: cannot read {path}: {reason}", help=_EXAMPLE) from None
-    if len(content) > MAX_TEXT_BYTES:
-        raise ConfigError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES // 2**20} MiB")
-    return content
 
 
 def requests_of_trace(trace: Trace, *, rate: float | None = None, concurrency: int | None = None) -> Requests:
