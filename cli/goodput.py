@@ -63,9 +63,8 @@ def goodput(
 
 
 def _tables(plan: TrainingPlan, report: GoodputReport) -> list[Table]:
-    from .markup import plain
-
     from ..schema.units import format_count, format_percent, format_seconds
+    from .markup import plain
 
     table = figures_table(f"{plan.model.name} on {plan.cluster.name}", 1)
     interval = format_seconds(report.interval_s)

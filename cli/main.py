@@ -113,9 +113,8 @@ def doctor(json: JsonOption = False) -> None:
 
     Exit code 1 where something is broken; what is merely limited is 0.
     """
-    from .markup import plain
-
     from ..profilers.doctor import examine
+    from .markup import plain
 
     findings = examine()
     if json:

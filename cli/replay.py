@@ -119,12 +119,11 @@ def _instances(answer: Replay, plan: ServingPlan) -> Table:
 def _replay_machines(
     plan: TrainingPlan, trace: Path, save_s: float, restart_s: float, usd_per_hour: float | None, *, as_json: bool
 ) -> None:
-    from .markup import plain
-
     from ..planner.fallbacks import num_units
     from ..planner.spot import Costs, plans_by_units, replay_pool
     from ..schema.goodput import MachinesReplay
     from ..schema.machines_file import read_pools
+    from .markup import plain
 
     pools, units = read_pools(trace), num_units(plan.cluster)
     plans = plans_by_units(plan, sorted({change.available for changes in pools.values() for change in changes}))

@@ -422,10 +422,9 @@ def _profiled_cluster(planned: ClusterSpec, profile: ProfileOptions) -> ClusterS
 
 def runs_table(runs: Sequence[PlanRun], cluster: ClusterSpec, calibration: Calibration) -> Table:
     """Compare the step times of runs with their predictions, without a calibration and with this one."""
-    from .markup import plain
-
     from ..planner.planned_stages import reestimate
     from ..schema import Calibration
+    from .markup import plain
 
     table = headed_table("step time of the runs", "measured", "predicted", "calibrated", "layout", text=("layout",))
     clusters = [cluster.replace(calibration=ratios) for ratios in (Calibration(), calibration)]

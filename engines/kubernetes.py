@@ -18,7 +18,7 @@ import yaml
 
 from ..schema.errors import ConfigError
 from ..schema.training_plan import TrainingPlan
-from .adapter import Adapter, Exported, Limit
+from .adapter import Adapter, Exported, Limit, comment
 
 VERSION = "v1.9 (PyTorchJob), v2.2 (TrainJob)"
 PYTORCH_JOB, TRAIN_JOB = "pytorchjob.yaml", "trainjob.yaml"
@@ -92,7 +92,7 @@ def write(plan: TrainingPlan, *, rdma_resource: str = "") -> Exported:
     """
     words = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
     name = f"meshwright-{words}"[:40].rstrip("-")  # by RFC 1035, short enough for the names of pods to be made of it
-    head = f"# {plan.model.name} on {plan.layout.world_size} devices, {plan.layout}\n"
+    head = comment(f"{plan.model.name} on {plan.layout.world_size} devices, {plan.layout}")
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_KEY: _text(plan)}}
     cards = _cards(rdma_resource)
     files = tuple(

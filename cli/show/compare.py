@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from ..markup import plain
 
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table, figures_table, headed_table, model_title
 from .plan import TIME_TITLES
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import RenderableType
-from ..markup import plain
 
 from ...schema import TrainingPlan
 from ...schema.errors import ConfigError
 from ...schema.placements import UnitPlacement
 from ...schema.traced import CodeFacts
 from ...schema.units import counted, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table
 
 MAX_CONVERSIONS = 12

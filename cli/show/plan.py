@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..markup import plain
-
 from ...cost_models.stage.step import has_power_limits, step_energy_j
 from ...schema import GenerationPlan, Plan, ServingPlan, TrainingPlan
 from ...schema.units import counted, format_bytes, format_count, format_joules, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
 from .generation import generation_table
 

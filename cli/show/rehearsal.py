@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from html import escape as escape_html
 from typing import TYPE_CHECKING
 
-from ..markup import plain
-
 from ...schema.units import counted, format_bytes, format_count
+from ..markup import plain
 from ..terminal import Table, headed_table
 
 if TYPE_CHECKING:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..markup import plain
-
 from ...schema.serving_plan import layout_title
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
 
 if TYPE_CHECKING:

@@ -221,7 +221,9 @@ def _recorded(record: Path) -> dict[str, Any]:
         return content if isinstance(content, dict) else {}
     except ValueError:
         free = format_bytes(shutil.disk_usage(record.parent).free)
-        return {"error": f"what it would say found no room in {record.parent.parent}, where {free} are free (TMPDIR is another place)"}
+        return {
+            "error": f"what it would say found no room in {record.parent.parent}, where {free} are free (TMPDIR is another place)"
+        }
 
 
 def read_death(rank: int, exit_code: int, *, ended_by_launcher: bool, record: Path, log: Path) -> RankDeath:

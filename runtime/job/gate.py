@@ -28,7 +28,7 @@ from contextlib import suppress
 
 from ...schema import ConfigError
 
-SECRET_VARIABLE = "MESHWRIGHT_SECRET"  # noqa: S105 - its name
+SECRET_VARIABLE = "MESHWRIGHT_SECRET"
 MIN_SECRET = 16
 """Letters of a secret: fewer can be tried out."""
 

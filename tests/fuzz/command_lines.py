@@ -14,7 +14,8 @@ import mutations
 import numpy as np
 from meshwright.schema import Layout
 from plans import make_plan, tiny_model
-from targets import _measured_plan as measured_plan, LLAMA, STEP, TARGETS, npz, small_plans
+from targets import LLAMA, STEP, TARGETS, npz, small_plans
+from targets import _measured_plan as measured_plan
 
 _TRAIN = "--cluster {cluster} --global-batch-size 8 --seq-len 64"
 _SMALL = "--cluster 2xH100-SXM-80GB --global-batch-size 8 --seq-len 64"
