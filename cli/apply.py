@@ -64,7 +64,8 @@ class JobOptions(OptionModel):
 
     nnodes: int | None = option(
         None,
-        "nodes of the job; run the same command on each, with the same secret in MESHWRIGHT_SECRET. Default: those of Slurm's step, else 1.",
+        "nodes of the job; run the same command on each, with the same secret in MESHWRIGHT_SECRET. Default: those of Slurm's "
+        "step, else 1.",
     )
     node_rank: int | None = option(
         None, "position of this node in the plan's cluster, if it matters.", needs=("nnodes",)

@@ -1,7 +1,7 @@
 """The program `meshwright`: nothing is imported before Ctrl-C ends it without a traceback.
 
-While a command works, Ctrl-C is a KeyboardInterrupt, with which it ends what it has started (terminal.py). Before and after that, while
-modules are imported and the interpreter ends, there is nothing to undo, and the process leaves at once.
+While a command works, Ctrl-C is a KeyboardInterrupt, with which it ends what it has started (terminal.py). Before and after that,
+while modules are imported and the interpreter ends, there is nothing to undo, and the process leaves at once.
 """
 
 from __future__ import annotations

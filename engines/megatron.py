@@ -32,7 +32,9 @@ def write(plan: TrainingPlan) -> Exported:
     text = "\n".join(
         [
             "#!/usr/bin/env bash",
-            comment(f"Megatron-LM {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}").rstrip(),
+            comment(
+                f"Megatron-LM {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}"
+            ).rstrip(),
             "# Run on every node. What you add on the command line goes to pretrain_gpt.py:",
             "# data, tokenizer, learning rate, --train-iters, checkpoints.",
             "set -euo pipefail",

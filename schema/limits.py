@@ -1,7 +1,7 @@
 """The limits of what comes from outside, in one table; each is checked where the value enters.
 
-They keep every command within seconds and a gigabyte, and stand far beyond what exists. What a search does within them is bounded by
-its time limit.
+They keep every command within seconds and a gigabyte, and stand far beyond what exists. What a search does within them is bounded
+by its time limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MAX_COUNT = 10**9
 """Of sizes that a user states: a width, a vocabulary, tokens, sequences of a batch."""
 
 MAX_LAYERS = 512
-"""Blocks of a model: four times the deepest that are published. Time and memory of cutting them into stages grow with the square."""
+"""Blocks of a model: four times the deepest that are published. Cutting them into stages takes time and memory by the square."""
 
 MAX_MODEL_LAYERS = 2 * MAX_LAYERS + 16
 """Of a model with embedding, head and heads for further tokens, when each block is cut in halves."""

@@ -1,4 +1,4 @@
-"""What a process takes for training besides its tensors: code that is loaded at the first pass, threads and their heaps, buffers of gloo.
+"""What a process takes for training besides its tensors: code that is loaded at the first pass, threads, buffers of gloo.
 
 It is much the same for every model, so a few sharded steps of a tiny one measure it: the growth of the resident set less what its
 tensors hold. It begins where `apply` begins to measure, after one step of a single layer.

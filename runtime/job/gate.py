@@ -1,7 +1,7 @@
 """The gate before the store of a job on several nodes: who knows the job's secret comes through, everybody else is cut off.
 
-torch's store obeys whoever reaches it, so it listens on the loopback of the node that holds it. At the endpoint stands a gate; on the
-loopback of every other node stands a door, to which its launcher and its ranks connect as to the store, and which brings each
+torch's store obeys whoever reaches it, so it listens on the loopback of the node that holds it. At the endpoint stands a gate; on
+the loopback of every other node stands a door, to which its launcher and its ranks connect as to the store, and which brings each
 connection to the gate. There both sides show that they know the secret, which is not sent:
 
     gate -> door   G, 32 random bytes

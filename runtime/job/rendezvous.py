@@ -1,8 +1,8 @@
 """The meeting of a job's nodes: where it is, which node is which, and the store through which all ranks find each other.
 
 A job of one node has a store of its own, and its ranks meet, on the loopback alone. Of several nodes one holds the store, on its
-loopback as well, and a gate at the endpoint that lets those through who know the job's secret (gate.py); every node counts itself in
-and waits until all are there. The ranks use the same store, so that it stays until the last node is done.
+loopback as well, and a gate at the endpoint that lets those through who know the job's secret (gate.py); every node counts itself
+in and waits until all are there. The ranks use the same store, so that it stays until the last node is done.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The files of a checkpoint: each has a checksum, made by the rank that wrote it and compared before anything of it is loaded.
 
 Ranks make the checksums of what they wrote and send them with what torch gathers of every file, so that a checkpoint that is
-written beside the next steps has them too. They stand in checkpoint.json, which has one of its own content. Loading, the ranks share
-the files out, so that each is read through once more than its tensors need.
+written beside the next steps has them too. They stand in checkpoint.json, which has one of its own content. Loading, the ranks
+share the files out, so that each is read through once more than its tensors need.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def documents(run: Callable[[Sequence[str], Path], Any]) -> dict[str, Document]:
     for name in ("plain", "moe"):
         (folder / f"{name}.json").write_bytes(found[name].variants[0])
         run(("plan", f"{name}.json", *_SERVE.split(), "--out", f"{name}-serving.json"), folder)
-    train = "--cluster 2xH100-SXM-80GB --global-batch-size 8 --seq-len 64 --precision bf16-mixed --engine megatron --out megatron.json"
+    train = f"{_SMALL} --precision bf16-mixed --engine megatron --out megatron.json"
     run(("plan", "plain.json", *train.split()), folder)
     run(("experts", "place", "loads.csv", "--num-gpus", "2", "--num-slots", "8", "--out", "made.npz"), folder)
     serving = [path.read_bytes() for path in sorted(folder.glob("*-serving.json"))]

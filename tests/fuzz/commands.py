@@ -13,6 +13,7 @@ that reaches new pairs of lines of our readers is mutated further.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -94,34 +95,29 @@ def run(words: Sequence[str], folder: Path, *, limit_s: float, memory: int, guid
     if not ready:
         os.killpg(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what it left running
-    except ProcessLookupError:
-        pass
     cpu_s, code = used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
     said = (folder / "stderr").read_text(errors="replace")
     pairs = folder / "pairs.json"
     found = frozenset(json.loads(pairs.read_text())) if guided and pairs.exists() else frozenset()
-    return Outcome(_kind(words, folder, said, code, ready=bool(ready), rss=used.ru_maxrss * 1024, cpu_s=cpu_s, limit_s=limit_s, memory=memory), cpu_s, code, found)  # fmt: skip
-
-
-def _kind(
-    words: Sequence[str], folder: Path, said: str, code: int, *, ready: bool, rss: int, cpu_s: float, limit_s: float,
-    memory: int,
-) -> str:  # fmt: skip
-    """Name what is wrong, in words that are the same for the same fault."""
+    is_over = not ready or cpu_s > limit_s or code in (-signal.SIGXCPU, -signal.SIGKILL)
+    kind = f"over {limit_s:g} s" if is_over else _kind(folder, said, code, is_large=used.ru_maxrss * 1024 > memory)
     name = " ".join(words[: 2 if words[0] in ("experts", "profile") else 1])
+    return Outcome(f"{name}: {kind}" if kind else "", cpu_s, code, found)
+
+
+def _kind(folder: Path, said: str, code: int, *, is_large: bool) -> str:
+    """Name what is wrong, in words that are the same for the same fault."""
     if (folder / EXECUTED).exists():
-        return f"{name}: a shell ran words of ours"
-    if not ready or cpu_s > limit_s or code in (-signal.SIGXCPU, -signal.SIGKILL):
-        return f"{name}: over {limit_s:g} s"
+        return "a shell ran a name"
     if "Traceback (most recent call last)" in said or "panicked at" in said:
         frames = re.findall(r'File "[^"]*/((?:[a-z_]+/)?[a-z_]+\.py)", line (\d+)', said)
         last = re.findall(r"^(\w[\w.]*(?:Error|Exception|Interrupt|Exit|Panic\w*))\b", said, re.MULTILINE)
-        return f"{name}: {last[-1] if last else 'traceback'} at {':'.join(frames[-1]) if frames else '?'}"
-    if rss > memory:
-        return f"{name}: over {memory / 2**30:g} GiB"
-    return "" if code in CODES else f"{name}: exit code {code}"
+        return f"{last[-1] if last else 'traceback'} at {':'.join(frames[-1]) if frames else '?'}"
+    if is_large:
+        return "over the memory"
+    return "" if code in CODES else f"exit code {code}"
 
 
 def _child(words: Sequence[str], folder: Path, *, limit_s: float, memory: int, guided: bool) -> None:
@@ -222,7 +218,7 @@ class Fuzzer:
         return mutations.mutated(data, document.form, document.variants, self.random)
 
     def _mutate_word(self, template: list[str], places: list[int]) -> None:
-        values = [idx for idx in places if not template[idx].startswith("--")]
+        values = [idx for idx in places if not template[idx].startswith("--") and "limit-s" not in template[idx - 1]]
         if not values:
             return
         idx = self.random.choice(values)

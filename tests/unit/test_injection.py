@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import itertools
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ from meshwright.cli.main import app
 from meshwright.engines import export
 from meshwright.engines.registry import SERVING_TARGETS, TARGETS
 from meshwright.schema import Layout, MeshwrightError, ServingPlan, Workload
+from meshwright.schema.engine_facts import PLANNED_ENGINES
 from plans import make_plan, tiny_model
 from targets import LLAMA
 from typer.testing import CliRunner
@@ -42,7 +44,7 @@ def tags_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
     return parser.found
 
 
-def plan_named(name: str, layout: Layout | None = None):  # noqa: ANN201 - a TrainingPlan
+def plan_named(name: str, layout: Layout | None = None):
     plan = make_plan(tiny_model(num_blocks=4), layout or Layout(dp_shard=2, zero_stage=3), workload=WORK)
     group = plan.cluster.groups[0]
     cluster = plan.cluster.replace(name=name, groups=(group.replace(device=group.device.replace(name=name)),))
@@ -54,7 +56,14 @@ def test_a_page_has_the_same_elements_whatever_names_are(name: str, tmp_path: Pa
     pages = []
     for each in ("plain", name):
         plan_named(each).save(tmp_path / "plan.json")
-        words = ["report", str(tmp_path / "plan.json"), "--report", str(tmp_path / "page.html"), "--explain-limit-s", "0"]
+        words = [
+            "report",
+            str(tmp_path / "plan.json"),
+            "--report",
+            str(tmp_path / "page.html"),
+            "--explain-limit-s",
+            "0",
+        ]
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         pages.append((tmp_path / "page.html").read_text())
@@ -68,25 +77,39 @@ def test_a_page_has_the_same_elements_whatever_names_are(name: str, tmp_path: Pa
 @pytest.mark.parametrize("engine", TARGETS)
 def test_what_is_exported_runs_no_name(name: str, engine: str, tmp_path: Path) -> None:
     """Scripts are run with every command replaced by echo; manifests are read by a loader that makes objects of nothing."""
-    for layout in (Layout(dp_shard=2, zero_stage=3), Layout(tp=2), Layout(dp_shard=2, zero_stage=1)):
-        for made in (WORK, WORK.replace(engine=engine) if engine in ("megatron", "deepspeed", "accelerate", "nemo") else WORK):
-            try:
-                files = export(plan_named(name, layout).replace(workload=made), engine).files
-            except MeshwrightError:
-                continue
-            for path, text in files:
-                if path.endswith((".yaml", ".yml")):
-                    list(yaml.safe_load_all(text))
-                if path.endswith(".sh"):
-                    require_inert(text, tmp_path)
-                assert not Path("executed").exists()
+    layouts = Layout(dp_shard=2, zero_stage=3), Layout(tp=2), Layout(dp_shard=2, zero_stage=1)
+    works = (WORK, WORK.replace(engine=engine) if engine in PLANNED_ENGINES else WORK)
+    for layout, work in itertools.product(layouts, works):
+        try:
+            files = export(plan_named(name, layout).replace(workload=work), engine).files
+        except MeshwrightError:
+            continue
+        for path, text in files:
+            if path.endswith((".yaml", ".yml")):
+                list(yaml.safe_load_all(text))
+            if path.endswith(".sh"):
+                require_inert(text, tmp_path)
 
 
 def require_inert(script: str, folder: Path) -> None:
     (folder / "script.sh").write_text(script)
     stubs = folder / "stubs"
     stubs.mkdir(exist_ok=True)
-    for program in ("vllm", "sglang", "trtllm-serve", "torchrun", "python", "python3", "deepspeed", "accelerate", "nemo", "srun", "numactl", "git", "pip"):
+    for program in (
+        "vllm",
+        "sglang",
+        "trtllm-serve",
+        "torchrun",
+        "python",
+        "python3",
+        "deepspeed",
+        "accelerate",
+        "nemo",
+        "srun",
+        "numactl",
+        "git",
+        "pip",
+    ):
         (stubs / program).write_text("#!/bin/sh\nexit 0\n")
         (stubs / program).chmod(0o755)
     environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RDZV_ENDPOINT": "host:1", "NODE_RANK": "0", "MASTER_ADDR": "host"}
@@ -99,7 +122,7 @@ def require_inert(script: str, folder: Path) -> None:
 def serving_plan(tmp_path_factory: pytest.TempPathFactory) -> ServingPlan:
     folder = tmp_path_factory.mktemp("serving")
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    words = "--serve --cluster 2xH100-SXM-80GB --requests isl=32,osl=16,rate=2 --ttft 1s@p90".split()
+    words = ["--serve", "--cluster", "2xH100-SXM-80GB", "--requests", "isl=32,osl=16,rate=2", "--ttft", "1s@p90"]
     result = CliRunner().invoke(app, ["plan", str(folder / "config.json"), *words, "--out", str(folder / "plan.json")])
     assert result.exit_code == 0, result.output
     return ServingPlan.load(folder / "plan.json")
