@@ -63,7 +63,9 @@ class JobOptions(OptionModel):
     """How the ranks of a job are started and watched."""
 
     nnodes: int | None = option(
-        None, "nodes of the job; run the same command on each. Default: those of Slurm's step, else 1."
+        None,
+        "nodes of the job; run the same command on each, with the same secret in MESHWRIGHT_SECRET. Default: those of Slurm's "
+        "step, else 1.",
     )
     node_rank: int | None = option(
         None, "position of this node in the plan's cluster, if it matters.", needs=("nnodes",)
@@ -88,6 +90,7 @@ class JobOptions(OptionModel):
         Raises:
             ConfigError: several nodes without a place, or a node that is none of them.
         """
+        from ..runtime.job.gate import secret_of
         from ..runtime.job.rendezvous import Rendezvous, slurm_rendezvous
 
         if self.nnodes is None and (slurm := slurm_rendezvous(os.environ)) is not None:
@@ -97,6 +100,7 @@ class JobOptions(OptionModel):
             node_rank=self.node_rank,
             endpoint=self.rdzv_endpoint,
             run_id=self.rdzv_id,
+            secret=secret_of(os.environ) if (self.nnodes or 1) > 1 else b"",
         )
 
 

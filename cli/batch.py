@@ -144,12 +144,10 @@ def document(name: str, schedule: BatchSchedule) -> dict[str, Any]:
 
 
 def _table(name: str, instance: BatchInstance, schedule: BatchSchedule) -> Table:
-    from rich.markup import escape
-
     from ..schema.units import format_percent, format_seconds
 
     title = (
-        f"{escape(name) or 'batch'}: {len(instance.lengths):,} sequences, {int(instance.lengths.sum()):,} tokens on "
+        f"{name or 'batch'}: {len(instance.lengths):,} sequences, {int(instance.lengths.sum()):,} tokens on "
         f"{instance.num_ranks:,} ranks: {format_seconds(schedule.seconds)}, within {format_percent(schedule.gap)} of the bound"
     )
     table = headed_table(

@@ -63,11 +63,10 @@ def goodput(
 
 
 def _tables(plan: TrainingPlan, report: GoodputReport) -> list[Table]:
-    from rich.markup import escape
-
     from ..schema.units import format_count, format_percent, format_seconds
+    from .markup import plain
 
-    table = figures_table(f"{escape(plan.model.name)} on {escape(plan.cluster.name)}", 1)
+    table = figures_table(f"{plan.model.name} on {plan.cluster.name}", 1)
     interval = format_seconds(report.interval_s)
     table.add_row("between faults of the job", format_seconds(report.mtbf_s), "")
     table.add_row("work between checkpoints", interval, f"--checkpoint-every {report.interval_steps}")
@@ -78,7 +77,7 @@ def _tables(plan: TrainingPlan, report: GoodputReport) -> list[Table]:
     table.add_row("a tenth fewer faults", f"+ {format_percent(report.tenth_of_faults, 3)}", "")
     table.add_row("goodput, waiting for repairs", format_percent(report.waiting, 2), "")
     if report.falling_back is not None:
-        table.add_row("goodput, on what remains", format_percent(report.falling_back, 2), escape(report.not_tolerated))
+        table.add_row("goodput, on what remains", format_percent(report.falling_back, 2), plain(report.not_tolerated))
     if report.going_on is not None:
         table.add_row("goodput, going on at once", format_percent(report.going_on, 2), "--on-fault continue")
     tables = [table]

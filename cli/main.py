@@ -12,6 +12,7 @@ import typer
 from .apply import ApplyCommand, apply, tokens
 from .batch import batch
 from .compare import compare
+from .entry import main as main
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain, export, import_configuration, report
@@ -112,9 +113,8 @@ def doctor(json: JsonOption = False) -> None:
 
     Exit code 1 where something is broken; what is merely limited is 0.
     """
-    from rich.markup import escape
-
     from ..profilers.doctor import examine
+    from .markup import plain
 
     findings = examine()
     if json:
@@ -123,7 +123,7 @@ def doctor(json: JsonOption = False) -> None:
         table = headed_table("", "part", "state", "found", "means", text=("part", "state", "found", "means"))
         for finding in findings:
             means = finding.means + (f"; {finding.help}" if finding.help and finding.status != "ok" else "")
-            table.add_row(finding.subject, _SIGNS[finding.status], escape(finding.found), escape(means))
+            table.add_row(finding.subject, _SIGNS[finding.status], plain(finding.found), plain(means))
         show(table)
     if any(finding.status == "broken" for finding in findings):
         raise typer.Exit(1)
@@ -134,8 +134,3 @@ app.add_typer(profile_app, name="profile")
 
 FROM_START = "from the start of the process"
 """What the context carries where the command may count its time from the start of the process."""
-
-
-def main() -> None:
-    """Console entry point: the process is this command's, from its start to its end."""
-    app(obj=FROM_START)

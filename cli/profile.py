@@ -305,7 +305,7 @@ def merge(
 
 def _show_profile(profile: Profile) -> None:
     """Print sections with their points and time, the figures that matter most, and what is slow, on stdout."""
-    from rich.markup import escape
+    from .markup import plain
 
     machine = profile.machine
     nodes = f" on {counted(machine.num_nodes, 'node')}" if machine.num_nodes > 1 else ""
@@ -327,7 +327,7 @@ def _show_profile(profile: Profile) -> None:
     if len(profile.ranks) > 1 and not profile.slow:
         lines.append("no rank or link is slower than its peers beyond noise")
     for line in lines:
-        remarks.add_row("", escape(line))
+        remarks.add_row("", plain(line))
     show_table(figures_table(head, 0), sections, _rates_table(profile), remarks)
 
 

@@ -119,12 +119,11 @@ def _instances(answer: Replay, plan: ServingPlan) -> Table:
 def _replay_machines(
     plan: TrainingPlan, trace: Path, save_s: float, restart_s: float, usd_per_hour: float | None, *, as_json: bool
 ) -> None:
-    from rich.markup import escape
-
     from ..planner.fallbacks import num_units
     from ..planner.spot import Costs, plans_by_units, replay_pool
     from ..schema.goodput import MachinesReplay
     from ..schema.machines_file import read_pools
+    from .markup import plain
 
     pools, units = read_pools(trace), num_units(plan.cluster)
     plans = plans_by_units(plan, sorted({change.available for changes in pools.values() for change in changes}))
@@ -134,14 +133,14 @@ def _replay_machines(
         pools=tuple(replay_pool(plan, plans, name, changes, costs) for name, changes in pools.items()),
     )
     table = headed_table(
-        f"{escape(plan.model.name)} on up to {units} machines: part of what they could do that is kept", "pool", "machines",
+        f"{plan.model.name} on up to {units} machines: part of what they could do that is kept", "pool", "machines",
         "lost", "policy", "kept", "running", "USD per million tokens", text=("pool", "policy"),
     )  # fmt: skip
     for pool in answer.pools:
         for entry in pool.policies:
             usd = "" if entry.usd_per_million_tokens is None else f"{entry.usd_per_million_tokens:.3g}"
             table.add_row(
-                escape(pool.pool), f"{pool.mean_units:.1f}", str(pool.losses), entry.policy, format_percent(entry.fraction, 1),
+                plain(pool.pool), f"{pool.mean_units:.1f}", str(pool.losses), entry.policy, format_percent(entry.fraction, 1),
                 format_seconds(entry.running_s), usd,
             )  # fmt: skip
     show_answer(answer, table, as_json=as_json)

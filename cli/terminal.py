@@ -22,6 +22,8 @@ from pydantic import BaseModel
 
 from ..schema.errors import ConfigError, MeshwrightError, SolverLimitError
 from ..schema.units import format_count, format_percent, format_seconds
+from .entry import INTERRUPTED, interruptible
+from .markup import plain, styled
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from ..planner.request import Deadline
     from ..schema import Certificate, ClusterSpec, ModelSpec, Plan
 
-INTERRUPTED = 130
 BAR_WIDTH = 20
 EXTRAS = {"torch": "run", "safetensors": "run"}
 """Packages that planning does without, and the extra that brings them."""
@@ -49,7 +50,8 @@ def exit_on_error(*, as_json: bool = False) -> Iterator[None]:
     object on stdout, as any failure.
     """
     try:
-        yield
+        with interruptible():
+            yield
     except MeshwrightError as error:
         raise exit_with(error, as_json=as_json) from None
     except ModuleNotFoundError as error:
@@ -149,7 +151,7 @@ def search_progress(*, quiet: bool) -> Iterator[Callable[[int, float | None, flo
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("enumerating layouts", total=None)
@@ -197,7 +199,12 @@ def progress_bar(text: str, *, quiet: bool = False) -> Iterator[Bar]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), BarColumn(BAR_WIDTH), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        BarColumn(BAR_WIDTH),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     progress = Progress(
         *columns,
@@ -217,7 +224,7 @@ def show(*renderables: RenderableType) -> None:
 
     console = Console()
     for renderable in renderables:
-        console.print(renderable, highlight=False)
+        console.print(styled(renderable) if isinstance(renderable, str) else renderable, highlight=False)
 
 
 def show_answer(document: BaseModel, *tables: RenderableType, as_json: bool) -> None:
@@ -254,11 +261,9 @@ class Table:
 
     def add_row(self, *cells: str, share: float | None = None) -> None:
         """Add a row; with a share of a whole, a bar of it before the words where there is room."""
-        from rich.text import Text
-
         assert len(cells) <= len(self.columns), cells
         cells = (*cells, *("",) * (len(self.columns) - len(cells)))
-        self.sections[-1].append((tuple(map(Text.from_markup, cells)), share))
+        self.sections[-1].append((tuple(map(styled, cells)), share))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Yield the lines at the width of a console."""
@@ -444,8 +449,6 @@ def add_search(table: Table, search: Certificate, effort: str, remark: str = "")
 
 def add_notes(table: Table, plan: Plan) -> None:
     """Add the notes of a plan of any task."""
-    from rich.markup import escape
-
     table.add_section()
     for note in plan.notes:
-        table.add_row("[bold]note", "", "", escape(note))
+        table.add_row("[bold]note", "", "", plain(note))

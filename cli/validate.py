@@ -422,14 +422,13 @@ def _profiled_cluster(planned: ClusterSpec, profile: ProfileOptions) -> ClusterS
 
 def runs_table(runs: Sequence[PlanRun], cluster: ClusterSpec, calibration: Calibration) -> Table:
     """Compare the step times of runs with their predictions, without a calibration and with this one."""
-    from rich.markup import escape
-
     from ..planner.planned_stages import reestimate
     from ..schema import Calibration
+    from .markup import plain
 
     table = headed_table("step time of the runs", "measured", "predicted", "calibrated", "layout", text=("layout",))
     clusters = [cluster.replace(calibration=ratios) for ratios in (Calibration(), calibration)]
     for run in runs:
         predicted = [reestimate(run.plan, changed).step_time_s for changed in clusters]
-        table.add_row(*map(format_seconds, (run.step_time_s, *predicted)), escape(str(run.plan.layout)))
+        table.add_row(*map(format_seconds, (run.step_time_s, *predicted)), plain(str(run.plan.layout)))
     return table

@@ -11,7 +11,7 @@ from ..schema.layout import Layout
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import Adapter, Exported, Imported, Table
+from .adapter import Adapter, Exported, Imported, Table, comment
 
 VERSION = "1.15"
 CONFIG = "accelerate.yaml"
@@ -60,7 +60,7 @@ def write(plan: TrainingPlan) -> Exported:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
         content["parallelism_config"] = {f"{_PREFIX}{name}_size": degree for name, degree in degrees.items()}
-    head = f"# Accelerate {VERSION}: {plan.model.name} on {layout.world_size} devices, {layout}\n"
+    head = comment(f"Accelerate {VERSION}: {plan.model.name} on {layout.world_size} devices, {layout}")
     batch = (
         f"per_device_train_batch_size {layout.micro_batch_size}, gradient_accumulation_steps {plan.num_microbatches}"
     )

@@ -292,3 +292,8 @@ def tables_in(content: Table, *names: str) -> list[Table]:
         if not isinstance(table, Mapping):
             raise ConfigError(f"{name} must be a table")
     return tables
+
+
+def comment(text: str) -> str:
+    """Return a line of a comment of a script, of YAML or of Python, whatever the text has in it: a name may hold a line end."""
+    return "# " + " ".join(text.split()) + "\n"

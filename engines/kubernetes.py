@@ -18,7 +18,7 @@ import yaml
 
 from ..schema.errors import ConfigError
 from ..schema.training_plan import TrainingPlan
-from .adapter import Adapter, Exported, Limit
+from .adapter import Adapter, Exported, Limit, comment
 
 VERSION = "v1.9 (PyTorchJob), v2.2 (TrainJob)"
 PYTORCH_JOB, TRAIN_JOB = "pytorchjob.yaml", "trainjob.yaml"
@@ -92,7 +92,7 @@ def write(plan: TrainingPlan, *, rdma_resource: str = "") -> Exported:
     """
     words = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
     name = f"meshwright-{words}"[:40].rstrip("-")  # by RFC 1035, short enough for the names of pods to be made of it
-    head = f"# {plan.model.name} on {plan.layout.world_size} devices, {plan.layout}\n"
+    head = comment(f"{plan.model.name} on {plan.layout.world_size} devices, {plan.layout}")
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}, "data": {_KEY: _text(plan)}}
     cards = _cards(rdma_resource)
     files = tuple(
@@ -108,6 +108,13 @@ def write(plan: TrainingPlan, *, rdma_resource: str = "") -> Exported:
             "image: one that has meshwright",
             "--steps and --data after `meshwright apply`",
             "a volume that all pods share and --checkpoint-dir on it; then --resume lets a pod that comes back go on",
+            *(
+                [
+                    f"the secret of the job: kubectl create secret generic {name} --from-literal=secret=$(openssl rand -hex 32)"
+                ]
+                if plan.cluster.num_nodes > 1
+                else []
+            ),
             *(["network cards of the nodes: --rdma-resource rdma/hca, or what the cluster calls them"] if asks else []),
         ),
         command=f"kubectl apply -f {PYTORCH_JOB} (Kubeflow Trainer v2: {TRAIN_JOB})",
@@ -138,8 +145,15 @@ def _container(plan: TrainingPlan, name: str, *, rank: str, address: str, port: 
     """
     nodes = plan.cluster.num_nodes
     meet = f' --nnodes {nodes} --node-rank "${rank}" --rdzv-endpoint "${address}:${port}" --rdzv-id {name}'
+    secret = {"name": name, "key": "secret"}
+    environment = [{"name": "MESHWRIGHT_SECRET", "valueFrom": {"secretKeyRef": secret}}] if nodes > 1 else []
     script = f"exec meshwright apply {_FOLDER}/{_KEY} --steps 100{meet if nodes > 1 else ''}"
-    return {"image": "meshwright:latest", "command": ["sh", "-c"], "args": [script]}
+    return {
+        "image": "meshwright:latest",
+        "command": ["sh", "-c"],
+        "args": [script],
+        **({"env": environment} if environment else {}),
+    }
 
 
 def _resources(plan: TrainingPlan, cards: dict[str, int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..schema.layers import Block, DenseMLP, LatentAttention, MoE, SoftmaxAttent
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter
-from .adapter import Adapter, Exported, Imported
+from .adapter import Adapter, Exported, Imported, comment
 from .launch import megatron as launch
 from .launch.command import allows_tf32
 from .launch.shell import read_script
@@ -32,7 +32,9 @@ def write(plan: TrainingPlan) -> Exported:
     text = "\n".join(
         [
             "#!/usr/bin/env bash",
-            f"# Megatron-LM {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}",
+            comment(
+                f"Megatron-LM {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}"
+            ).rstrip(),
             "# Run on every node. What you add on the command line goes to pretrain_gpt.py:",
             "# data, tokenizer, learning rate, --train-iters, checkpoints.",
             "set -euo pipefail",

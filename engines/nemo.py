@@ -9,7 +9,7 @@ import yaml
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from . import adapter, megatron_settings
-from .adapter import Adapter, Exported, Imported, Table
+from .adapter import Adapter, Exported, Imported, Table, comment
 from .megatron_settings import layout_from_settings, plan_settings, recompute_not_expressed
 
 VERSION = "Megatron Bridge 0.3"
@@ -77,7 +77,7 @@ def write(plan: TrainingPlan) -> Exported:
     content["comm_overlap"] = {"_target_": _COMM_OVERLAP, **content["comm_overlap"]}
     content["dataset"] = {"sequence_length": plan.workload.seq_len}
     content["mixed_precision"] = _mixed_precision(plan.workload.precision, settings)
-    head = f"# {VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}\n"
+    head = comment(f"{VERSION}: {plan.model.name} on {plan.cluster.num_devices} devices, {plan.layout}")
     return Exported(
         engine="nemo",
         version=VERSION,

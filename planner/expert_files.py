@@ -40,9 +40,9 @@ from numpy.typing import NDArray
 
 from ..schema.base import read_json, read_text, write_atomically
 from ..schema.errors import ConfigError
+from ..schema.limits import MAX_LOADS
 from ..schema.units import FloatArray, IntArray
 from ..solvers.experts.instance import (
-    MAX_LOADS,
     ExpertInstance,
     SlotAssignment,
     replica_counts,

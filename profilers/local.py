@@ -25,7 +25,7 @@ from .profiled_cluster import cluster_from_profile
 from .run.protocol import ProfileTask, launch_ranks
 from .run.steps import brief_steps
 
-METHOD_VERSION = 3
+METHOD_VERSION = 4
 """Raised when measurements of an older method must not be used any more."""
 
 MAX_BUSY_FRACTION = 0.2

@@ -16,20 +16,21 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, BinaryIO, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
+from .limits import MAX_COUNT, MAX_TEXT_BYTES
 
 SCHEMA_VERSION = 1
 """Version of the JSON form of every document; raised when a field changes its meaning or goes."""
 
 
-Count = Annotated[int, Field(gt=0, le=10**9)]
+Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 """A count that a user states: positive, and small enough to compute with."""
 
-CountOrNone = Annotated[int, Field(ge=0, le=10**9)]
+CountOrNone = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 """A count that may be zero."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
@@ -46,9 +47,6 @@ def _not_vanishing(value: float) -> float:
 PositiveFloat = Annotated[float, Field(gt=0, le=1e60), AfterValidator(_not_vanishing)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e60)]
 """Numbers whose products and quotients are finite."""
-
-MAX_TEXT_BYTES = 2**30
-"""Limit of a file that is read as text: the largest plans have some hundred megabytes, and a device file never ends."""
 
 
 class Frozen(BaseModel):
@@ -153,9 +151,7 @@ def read_text(path: str | Path) -> str:
     """Read the text of a file the user named; every way this fails is a ConfigError."""
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MAX_TEXT_BYTES + 1)
-        if len(content) > MAX_TEXT_BYTES:
-            raise ConfigError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES // 2**20} MiB")
+            content = read_limited(file, path)
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
@@ -163,6 +159,21 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"{path} is not a text file: byte {error.start} is not UTF-8") from None
     except ValueError as error:  # a NUL in the path
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
+
+
+def read_limited(file: BinaryIO, path: str | Path) -> bytes:
+    """Return what is left of a file of text; in parts, as a read of the limit would take the memory of the limit.
+
+    Raises:
+        ConfigError: it is more than a text may have.
+    """
+    parts, size = [], 0
+    while part := file.read(2**20):
+        parts.append(part)
+        size += len(part)
+        if size > MAX_TEXT_BYTES:
+            raise ConfigError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES // 2**20} MiB")
+    return b"".join(parts)
 
 
 def read_json(path: str | Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
@@ -11,11 +12,10 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from .base import MAX_TEXT_BYTES, Count, Frozen, read_json, shown
+from .base import Count, Frozen, read_json, read_limited, shown
 from .errors import ConfigError
+from .limits import MAX_SEQUENCES
 from .units import FloatArray
-
-MAX_SEQUENCES = 1_000_000
 
 _MAX_DISTINCT = 256
 """Lengths that a distribution tells apart."""
@@ -188,11 +188,9 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
     path = Path(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(MAX_TEXT_BYTES + 1)
-    except (OSError, EOFError) as error:
+            content = read_limited(file, path)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(content) > MAX_TEXT_BYTES:
-        raise ConfigError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES // 2**20} MiB")
     lengths = []
     for number, line in enumerate(io.StringIO(content.decode("utf-8", "replace")), start=1):
         text = line.strip()

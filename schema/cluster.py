@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 
 from .base import Count, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, located
 from .catalogue import find_device
-from .cluster_files import MAX_DEVICES, device_fields, link_fields, read_cluster
+from .cluster_files import device_fields, link_fields, read_cluster
 from .errors import ConfigError
+from .limits import MAX_DEVICES
 from .profile import Calibration, CollectivePoint, Profile
 from .units import GIB, MIB
 

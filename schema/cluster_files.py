@@ -24,12 +24,10 @@ from typing import Any
 from .base import did_you_mean, located, read_toml, shown
 from .catalogue import device_entries, find_device, find_link
 from .errors import ConfigError
+from .limits import MAX_DEVICES
 from .units import GIB
 
 ENTRY_POINTS = "meshwright.clusters"
-
-MAX_DEVICES = 10_000_000
-"""More than anybody has built by a factor of ten: a larger count is a typing error."""
 
 DEFAULT_EFFICIENCY = {"p2p": 0.8, "all_reduce": 0.79, "all_gather": 0.65, "reduce_scatter": 0.65, "all_to_all": 0.5}
 """Of a link that is described without them: the medians over catalogue/links.toml.

@@ -30,7 +30,6 @@ from .catalogue import family_entries, find_family
 from .errors import ConfigError
 from .hf_recurrent import ADJUST, StateRule, state_mixers, without_states
 from .layers import (
-    MAX_LAYERS,
     Block,
     DenseMLP,
     Embedding,
@@ -40,6 +39,7 @@ from .layers import (
     MoE,
     SoftmaxAttention,
 )
+from .limits import MAX_LAYERS
 from .recurrences import Recurrence
 from .rope import Fraction, Positive, Rope, RopeSettings, Size
 

@@ -10,13 +10,11 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from .base import Component, Count, CountOrNone, Frozen, Mixer, PositiveFloat
+from .limits import MAX_EXPERTS, MAX_MODEL_LAYERS
 from .recurrences import GatedRecurrence, LinearAttention, SelectiveScan, ShortConvolution
 from .traced import Traced
 
 NormKind = Literal["rmsnorm", "layernorm"]
-
-MAX_LAYERS = 10_000
-"""Of equal layers in a row: more than any model has by a factor of ten."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 
@@ -196,7 +194,7 @@ class MoE(Component):
     """
 
     kind: Literal["moe"] = "moe"
-    num_experts: Count
+    num_experts: Annotated[Count, Field(le=MAX_EXPERTS)]
     top_k: Count
     ffn_dim: Count
     shared_ffn_dim: CountOrNone = 0
@@ -410,4 +408,4 @@ class LayerRun(Frozen):
     """``count`` equal layers in a row."""
 
     layer: Layer
-    count: Annotated[int, Field(gt=0, le=MAX_LAYERS)] = 1
+    count: Annotated[int, Field(gt=0, le=MAX_MODEL_LAYERS)] = 1

@@ -8,10 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from .base import MAX_TEXT_BYTES, shown
+from .base import shown
 from .errors import ConfigError
+from .limits import MAX_CHANGES, MAX_TEXT_BYTES
 
-MAX_CHANGES = 10**6
 _HELP = "columns time_s (seconds from the start) and available (machines from then on), and trace where there are several pools"
 
 

@@ -20,6 +20,7 @@ from .catalogue import load_model, model_names
 from .errors import ConfigError
 from .hf import fields_from_hf
 from .layers import Block, Embedding, Head, LayerRun, MTPHead
+from .limits import MAX_MODEL_LAYERS
 from .rope import Rope
 from .traced import CodeFacts
 
@@ -60,6 +61,8 @@ class ModelSpec(Frozen):
             raise ValueError("only blocks may stand between the embedding and the head")
         if not all(kind == "mtp" for kind in kinds[kinds.index("head") + 1 :]):
             raise ValueError("only MTP heads may follow the head")
+        if self.num_layers > MAX_MODEL_LAYERS:
+            raise ValueError(f"it has {self.num_layers} layers, at most {MAX_MODEL_LAYERS} are planned for")
         if head.tied != self.tie_embeddings:
             raise ValueError(f"tie_embeddings is {self.tie_embeddings} but the head says tied={head.tied}")
         return self

@@ -195,11 +195,16 @@ class StepMemory(Frozen):
 
 
 class AllocatorMemory(Frozen):
-    """Bytes taken before the first tensor (driver, libraries, communicators), and peaks of the caching allocator, 0 without one."""
+    """Bytes taken before the first tensor (driver, libraries, communicators), and peaks of the caching allocator, 0 without one.
+
+    Attributes:
+        process_bytes: on CPUs what a process grows by in its first steps besides its tensors.
+    """
 
     context_bytes: NonNegativeInt
     allocated_bytes: NonNegativeInt = 0
     reserved_bytes: NonNegativeInt = 0
+    process_bytes: NonNegativeInt = 0
 
 
 class CollectivePoint(Timed):

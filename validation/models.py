@@ -24,6 +24,7 @@ from ..schema.layers import (
     MoE,
     SoftmaxAttention,
 )
+from ..schema.limits import MAX_LAYERS
 from ..schema.rope import Rope
 from .rows import RunRow, read_table, stated
 
@@ -32,9 +33,6 @@ PARAMS_TOLERANCE = 0.05
 
 DEFAULT_VOCAB = 51200
 """GPT-2's 50257 tokens as Megatron pads them; only where a GPT's vocabulary is not stated."""
-
-MAX_LAYERS = 2000
-"""Cutting layers into stages takes time and memory that grow with their square."""
 
 _MANY_POSITIONS = 2**20
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.markup import escape
 
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table, figures_table, headed_table, model_title
 from .plan import TIME_TITLES
 
@@ -38,7 +38,7 @@ def understood(job: Job, cluster: ClusterSpec) -> Table:
     table = headed_table(title, "setting", "value", "where", text=("setting", "value", "where"))
     for fact in job.facts:
         where = fact.place + (f" ({fact.variable})" if fact.variable else "")
-        table.add_row(escape(fact.setting), escape(fact.value) or "on", escape(where))
+        table.add_row(plain(fact.setting), plain(fact.value) or "on", plain(where))
     for title, lines in (
         ("assumed", job.assumed),
         ("not modelled", job.unmodelled),
@@ -48,7 +48,7 @@ def understood(job: Job, cluster: ClusterSpec) -> Table:
     ):
         table.add_section()
         for line in lines:
-            table.add_row(f"[bold]{title}", "", escape(line))
+            table.add_row(f"[bold]{title}", "", plain(line))
     return table
 
 
@@ -86,8 +86,8 @@ def _both_steps(answer: JobComparison) -> Table:
             table.add_row(f"  {name}", *(format_bytes(value) if value else "0" for value in values))
     table.add_section()
     table.add_row("[bold]layout", "", "", "")
-    table.add_row("  your job", "", "", escape(str(job.layout)))
-    table.add_row("  best plan", "", "", escape(str(plan.layout)))
+    table.add_row("  your job", "", "", plain(str(job.layout)))
+    table.add_row("  best plan", "", "", plain(str(plan.layout)))
     if plan.search is not None:
         table.add_row("  proved", "", "", f"{plan.search.verdict}, of what {work.engine} runs")
     return table
@@ -134,17 +134,17 @@ def _diff(change: Change) -> Iterator[str]:
     """Yield the lines of a change, as a diff has them."""
     if change.before is None and change.after is None:
         text = change.setting.removeprefix("in the training script: ")
-        yield f"{'in your script' if change.place == 'your script' else change.place}: {escape(text)}"
+        yield f"{'in your script' if change.place == 'your script' else change.place}: {plain(text)}"
         return
     where = f"   {change.place}" if change.place else ""
     if change.variable and change.after is not None:
-        yield f"[red]- {escape(f'{change.variable}={change.before}')}[/]{escape(where)} ({escape(change.setting)})"
-        yield f"[green]+ {escape(f'{change.variable}={change.after}')}"
+        yield f"[red]- {plain(f'{change.variable}={change.before}')}[/]{plain(where)} ({plain(change.setting)})"
+        yield f"[green]+ {plain(f'{change.variable}={change.after}')}"
         return
     if change.before is not None and (change.place or change.after is None):  # what the file does not say is a default
-        yield f"[red]- {escape(f'{change.setting} {_shown(change.before)}'.rstrip())}[/]{escape(where)}"
+        yield f"[red]- {plain(f'{change.setting} {_shown(change.before)}'.rstrip())}[/]{plain(where)}"
     if change.after is not None:
-        yield f"[green]+ {escape(f'{change.setting} {_shown(change.after)}'.rstrip())}"
+        yield f"[green]+ {plain(f'{change.setting} {_shown(change.after)}'.rstrip())}"
 
 
 def _shown(value: str) -> str:

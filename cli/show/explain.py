@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.markup import escape
 
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table, figures_table, model_title
 from .plan import MAX_STAGE_ROWS, TIME_TITLES, add_headline, add_offload
 
@@ -64,16 +64,16 @@ def _binds(plan: TrainingPlan, explanation: Explanation) -> Table:
     step_time_s = explanation.step_time_s
     table = figures_table(model_title(plan.model, plan.cluster))
     add_headline(table, plan.estimate)
-    table.add_row("[bold]layout", "", "", f"[bold]{escape(str(explanation.layout))}")
+    table.add_row("[bold]layout", "", "", f"[bold]{plain(str(explanation.layout))}")
     table.add_section()
     table.add_row("[bold]what binds", "time", "share", "of a step: spent, or to be saved without the limit")
     for binding in explanation.binds:
         if binding.seconds is None:
-            table.add_row(f"  {binding.resource}", "", "", escape(binding.text))
+            table.add_row(f"  {binding.resource}", "", "", plain(binding.text))
             continue
         share = binding.seconds / step_time_s
         figures = format_seconds(binding.seconds), format_percent(share)
-        table.add_row(f"  {binding.resource}", *figures, escape(binding.text), share=share)
+        table.add_row(f"  {binding.resource}", *figures, plain(binding.text), share=share)
     _add_headroom(table, explanation.stages, explanation.budget_bytes)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
@@ -88,7 +88,7 @@ def _values(explanation: Explanation) -> Table:
         best = ""
         if value.best_s is not None:
             best = f"with the best layout {_saved(value.best_s, step_time_s)}"
-            best += f": {escape(str(value.best))}" if value.best else ""
+            best += f": {plain(str(value.best))}" if value.best else ""
         saved = value.kept_s > 0
         figures = (
             (format_seconds(value.kept_s), format_percent(value.kept_s / step_time_s)) if saved else ("nothing", "")
@@ -96,7 +96,7 @@ def _values(explanation: Explanation) -> Table:
         table.add_row(f"  {value.change}", *figures, best)
     table.add_section()
     for note in explanation.notes:
-        table.add_row("[bold]note", "", "", escape(note))
+        table.add_row("[bold]note", "", "", plain(note))
     return table
 
 
@@ -131,7 +131,7 @@ def _why_not(explanation: Explanation, answer: WhyNot) -> Iterator[RenderableTyp
     fields = answer.asked + (f" (and {answer.kept}, as the plan had to)" if answer.kept else "")
     table = figures_table(f"why not {fields}: {_VERDICTS[answer.status]}", 0)
     for reason in answer.reasons:
-        table.add_row("", escape(reason))
+        table.add_row("", plain(reason))
     yield table
     if answer.best is not None:
         yield side_by_side("line by line", explanation.layout, explanation.step_time_s, [("with it", answer.best)])
@@ -140,7 +140,7 @@ def _why_not(explanation: Explanation, answer: WhyNot) -> Iterator[RenderableTyp
 def _reasons(named: Sequence[tuple[str, Comparison]]) -> Table:
     table = figures_table("", 0)
     for name, other in named:
-        table.add_row(f"[bold]{name}", escape(other.reason))
+        table.add_row(f"[bold]{name}", plain(other.reason))
     return table
 
 
@@ -151,8 +151,8 @@ def side_by_side(title: str, layout: Layout, step_time_s: float, named: Sequence
     values = [{name: value for name, _, value in other.fields} for other in others]
     for name in type(layout).model_fields:
         if any(name in fields for fields in values):
-            theirs = (escape(fields.get(name, "")) for fields in values)
-            table.add_row(f"  {name}", escape(str(getattr(layout, name))), *theirs)
+            theirs = (plain(fields.get(name, "")) for fields in values)
+            table.add_row(f"  {name}", plain(str(getattr(layout, name))), *theirs)
     table.add_section()
     slower = (format_percent(o.slower_fraction, sign=True) if o.slower_fraction else "=" for o in others)
     table.add_row("[bold]step time", format_seconds(step_time_s), *slower)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import RenderableType
-from rich.markup import escape
 
 from ...schema import TrainingPlan
 from ...schema.errors import ConfigError
 from ...schema.placements import UnitPlacement
 from ...schema.traced import CodeFacts
 from ...schema.units import counted, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table
 
 MAX_CONVERSIONS = 12
@@ -47,16 +47,16 @@ def _of_unit(placement: UnitPlacement) -> Iterator[RenderableType]:
     )
     table = Table(title, ("operator", "reads", "makes"), text_columns=(0, 1, 2))
     for path, form in placement.parameters:
-        table.add_row(escape(path), "", form)
+        table.add_row(plain(path), "", form)
     table.add_section()
     for line, signature in zip(placement.described, placement.signatures, strict=True):
         name, target, *_ = line.split(" ")
         ins, _, outs = signature.partition(";")[0].partition(">")
-        table.add_row(f"{escape(name)} [dim]{escape(target)}", ins.replace(",", " "), outs.replace(",", " "))
+        table.add_row(f"{plain(name)} [dim]{plain(target)}", ins.replace(",", " "), outs.replace(",", " "))
     yield table
     moved = Table("conversions, forward and backward", ("value", "from", "to", "time"), text_columns=(0, 1, 2))
     for name, source, target, seconds in placement.conversions[:MAX_CONVERSIONS]:
-        moved.add_row(escape(name), source, target, format_seconds(seconds))
+        moved.add_row(plain(name), source, target, format_seconds(seconds))
     if placement.conversions:
         yield moved
 
@@ -66,5 +66,5 @@ def _unplaced(code: CodeFacts, degree: int) -> Table:
         f"whole on every rank of tp {degree}: {counted(len(code.unplaced), 'unit')}", ("unit", "why"), words=True
     )
     for unit in code.unplaced:
-        table.add_row(escape(unit.path), escape(unit.why))
+        table.add_row(plain(unit.path), plain(unit.why))
     return table

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from ...cost_models.stage.step import has_power_limits, step_energy_j
 from ...schema import GenerationPlan, Plan, ServingPlan, TrainingPlan
 from ...schema.units import counted, format_bytes, format_count, format_joules, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
 from .generation import generation_table
 
@@ -71,7 +70,7 @@ def task_table(plan: Plan) -> Table:
         table.add_row(f"[bold]{phase.name}", f"{phase.num_passes} x", f"{phase.tokens} tokens")
     table.add_section()
     for name in [name for name in type(plan).model_fields if name not in (*Plan.model_fields, plan.task_field)]:
-        table.add_row(f"[bold]{name.replace('_', ' ')}", "", "", escape(str(getattr(plan, name))))
+        table.add_row(f"[bold]{name.replace('_', ' ')}", "", "", plain(str(getattr(plan, name))))
     units = {"_s": format_seconds, "_bytes": format_bytes}
     for name, value in plan.estimate:
         unit = next((unit for unit in units if name.endswith(unit) and not name.endswith("_per_s")), "")
@@ -105,7 +104,7 @@ def plan_table(plan: TrainingPlan) -> Table:
 
 def _alternative(other: Alternative) -> tuple[str, str, str]:
     """Return the cells of a layout that was not taken: its time and memory, and why."""
-    words = f"{escape(str(other.layout))}\n{escape(other.reason)}"
+    words = f"{plain(str(other.layout))}\n{plain(other.reason)}"
     return format_seconds(other.step_time_s), format_bytes(other.peak_reserved_bytes), words
 
 
@@ -150,7 +149,7 @@ def add_headline(table: Table, estimate: TrainingEstimate) -> None:
 def _add_layout(table: Table, workload: Workload, layout: Layout, shares: Sequence[int]) -> None:
     table.add_section()
     microbatches = layout.num_microbatches(workload.global_batch_size)
-    table.add_row("[bold]layout", "", "", f"[bold]{escape(str(layout))}")
+    table.add_row("[bold]layout", "", "", f"[bold]{plain(str(layout))}")
     ranks = f"each of {layout.dp} data-parallel ranks" if layout.dp > 1 else "the one data-parallel rank"
     up_to = "up to " if workload.global_batch_size % (layout.dp * layout.micro_batch_size) else ""
     passes = counted(microbatches, "micro-batch", "micro-batches")
@@ -210,7 +209,7 @@ def add_offload(table: Table, stage: Stage, schedule: OffloadSchedule) -> None:
         (schedule.storage_optimizer_layers, f"states in {schedule.storage_path}"),
     ):
         if layers:
-            table.add_row(f"  {what}", counted(len(layers), "layer"), "", escape(_ranges(layers)))
+            table.add_row(f"  {what}", counted(len(layers), "layer"), "", plain(_ranges(layers)))
     values = schedule.worth
     device_s, link_s = values.device_s_per_gib, values.to_host_s_per_gb_per_s + values.to_device_s_per_gb_per_s
     table.add_row("  1 GiB more of each device", _saving(device_s), "", "a step, at the margin")
@@ -334,8 +333,8 @@ def _size_row(group: Sequence[SizeTried], tokens_per_step: int) -> dict[str, str
     first, last = group[0], group[-1]
     style = _STYLES.get(first.outcome, "[dim]")
     reasons = {size.reason for size in group}
-    verdict = f"{style}{first.outcome}{'[/]' if style else ''} {escape(reasons.pop()) if len(reasons) == 1 else ''}"
-    row = dict.fromkeys(("USD/h", "step", "tokens/s", "USD/1e9 tokens", "J/token"), "") | {"": escape(first.offer)}
+    verdict = f"{style}{first.outcome}{'[/]' if style else ''} {plain(reasons.pop()) if len(reasons) == 1 else ''}"
+    row = dict.fromkeys(("USD/h", "step", "tokens/s", "USD/1e9 tokens", "J/token"), "") | {"": plain(first.offer)}
     if len(group) > 1:
         prices = [size.usd_per_million_tokens for size in group if size.usd_per_million_tokens]
         usd = f">= {1000 * min(prices):,.2f}" if prices else ""
@@ -369,6 +368,6 @@ def pareto_table(points: Sequence[ParetoPoint]) -> Table:
             format_bytes(point.required_bytes),
             *([format_bytes(point.host_bytes) if point.host_bytes else ""] if offloads else []),
             format_percent(gap),
-            escape(str(point.layout)),
+            plain(str(point.layout)),
         )
     return table

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from html import escape as escape_html
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from ...schema.units import counted, format_bytes, format_count
+from ..markup import plain
 from ..terminal import Table, headed_table
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def tables(rehearsal: Rehearsal) -> Iterator[RenderableType]:
         yield _messages(rehearsal.fullest)
     for failure in rehearsal.failures:
         yield _failure(failure.message, failure.details)
-    yield escape(verdict(rehearsal)) + "".join(f"\nnote: {escape(note)}" for note in rehearsal.notes)
+    yield plain(verdict(rehearsal)) + "".join(f"\nnote: {plain(note)}" for note in rehearsal.notes)
 
 
 def verdict(rehearsal: Rehearsal) -> str:
@@ -56,7 +55,7 @@ def _kinds(rehearsal: Rehearsal) -> Table:
         sizes = (kind.peak_allocated_bytes, kind.peak_reserved_bytes, kind.predicted_allocated_bytes)
         table.add_row(
             ", ".join(map(str, kind.stages)), str(len(kind.ranks)), *map(format_bytes, sizes), _percent(kind.off_ratio),
-            worst, escape(kind.moment),
+            worst, plain(kind.moment),
         )  # fmt: skip
     return table
 
@@ -94,7 +93,7 @@ def _messages(kind: RehearsedKind) -> Table:
 
 
 def _failure(message: str, details: tuple[str, ...]) -> str:
-    return "\n".join(["[bold red]fails[/] " + escape(message), *(f"  {escape(detail)}" for detail in details)])
+    return "\n".join(["[bold red]fails[/] " + plain(message), *(f"  {plain(detail)}" for detail in details)])
 
 
 def page(rehearsal: Rehearsal) -> str:

@@ -86,6 +86,9 @@ class Screen:
             text = f"{causes}: {ranks}, step {record['before_step']} done {seconds} after"
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
             return
+        if "note" in record:
+            self._console.print(record["note"], highlight=False, markup=False, soft_wrap=True)
+            return
         if "step" not in record:
             self._comparison = record
             return

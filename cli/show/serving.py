@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from ...schema.serving_plan import layout_title
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
     name = {"agg": "instances", "prefill": "prefill", "decode": "decode"}[pool.role]
     limits = pool.limits
     table.add_row(
-        f"[bold]{name}", f"[bold]{pool.replicas}", "", f"[bold]{layout_title(pool.layout)}[/] on {escape(pool.device)}"
+        f"[bold]{name}", f"[bold]{pool.replicas}", "", f"[bold]{layout_title(pool.layout)}[/] on {plain(pool.device)}"
     )
     chunk = "" if limits.chunk is None else f", chunks of {limits.chunk:,}"
     steps = f"{limits.max_batch} requests, {limits.max_batched_tokens:,} tokens a step{chunk}"
@@ -130,7 +129,7 @@ def _front(plan: ServingPlan) -> Table:
     )  # fmt: skip
     for point in plan.front:
         figures = (f"{point.tokens_per_s_per_user:,.4g}", f"{point.tokens_per_s_per_device:,.4g}")
-        table.add_row(*figures, point.mode, escape(point.pools))
+        table.add_row(*figures, point.mode, plain(point.pools))
     return table
 
 
@@ -140,8 +139,8 @@ def _alternatives(plan: ServingPlan) -> Table:
     )
     for other in plan.alternatives:
         table.add_row(
-            escape(other.pools), str(other.num_devices), f"{other.requests_per_s:.3g}", f"{other.tokens_per_s_per_device:,.4g}",
-            escape(other.reason),
+            plain(other.pools), str(other.num_devices), f"{other.requests_per_s:.3g}", f"{other.tokens_per_s_per_device:,.4g}",
+            plain(other.reason),
         )  # fmt: skip
     return table
 
@@ -150,7 +149,7 @@ def explanation_tables(plan: ServingPlan, explanation: ServingExplanation) -> It
     """Yield what binds, and changes with what they give."""
     table = figures_table(f"{model_title(plan.model, plan.cluster)}: why this deployment", num_figures=0)
     for line in explanation.binds:
-        table.add_row("[bold]binds", escape(line))
+        table.add_row("[bold]binds", plain(line))
     yield table
     changes = (explanation.why_not,) if explanation.why_not is not None else explanation.changes
     if not changes:
@@ -162,5 +161,5 @@ def explanation_tables(plan: ServingPlan, explanation: ServingExplanation) -> It
     for change in changes:
         devices = "" if change.num_devices is None else str(change.num_devices)
         rate = "" if change.requests_per_s is None else f"{change.requests_per_s:.3g}"
-        others.add_row(escape(change.change), devices, rate, escape(change.pools), escape(change.difference))
+        others.add_row(plain(change.change), devices, rate, plain(change.pools), plain(change.difference))
     yield others

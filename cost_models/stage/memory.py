@@ -420,6 +420,16 @@ def context_bytes(scenario: Scenario) -> float:
     return 0.0 if _is_host(scenario) else float(scenario.coefficients["memory"]["context_bytes"])
 
 
+def process_bytes(scenario: Scenario) -> float:
+    """Return what a process on a CPU grows by besides its tensors, where that was measured (profilers/measure/process.py).
+
+    The budget does not count it: it is part of the cluster's ``reserved_bytes``.
+    """
+    profile = scenario.cluster.profile
+    measured = profile.allocator if profile is not None and _is_host(scenario) else None
+    return 0.0 if measured is None else float(measured.process_bytes)
+
+
 def reserved_bytes(allocated: Array, parameters: Array, scenario: Scenario) -> Array:
     """Return what the caching allocator holds: slack on all but a frozen model, which is loaded once into blocks of its size."""
     static = 0.0 if scenario.workload.adapters is None else parameters

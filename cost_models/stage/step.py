@@ -351,6 +351,7 @@ def _peaks(terms: MemoryBreakdown, scenario: Scenario) -> dict[str, Any]:
     required = int(memory.required_bytes(allocated, terms.parameters, scenario))
     if required <= budget:  # an allocator that finds no room gives its cached blocks back first
         reserved = min(reserved, budget)
+    reserved += memory.process_bytes(scenario)
     return {
         "peak_allocated_bytes": allocated,
         "peak_reserved_bytes": int(reserved),

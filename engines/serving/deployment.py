@@ -17,7 +17,7 @@ from typing import Any
 from ...schema.model import ModelSpec
 from ...schema.serving import Pool
 from ...schema.serving_plan import ServingPlan, pools_title
-from ..adapter import Limit
+from ..adapter import Limit, comment
 
 Value = str | int | float | bool | Sequence[int] | Mapping[str, Any]
 Options = dict[str, Value]
@@ -181,11 +181,6 @@ def arguments(options: Options) -> list[str]:
         else:
             words += [flag, *map(str, value)]
     return words
-
-
-def comment(text: str) -> str:
-    """Return a line of a comment, whatever the text has in it."""
-    return "# " + " ".join(text.split()) + "\n"
 
 
 def title(plan: ServingPlan, engine: str, version: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import time
 import traceback
@@ -21,6 +22,7 @@ from typing import Any
 
 from ...schema import MeshwrightError
 from ...schema import errors as our_errors
+from ...schema.units import format_bytes
 
 _TRACE_LINES = 12
 _TITLE_CHARACTERS = 200
@@ -212,9 +214,21 @@ def record_error(path: Path, error: BaseException, *, hidden_files: Collection[s
     path.write_text(json.dumps(record), encoding="utf-8")
 
 
+def _recorded(record: Path) -> dict[str, Any]:
+    """Return what a rank recorded; where the disk was full, that it was."""
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    except ValueError:
+        free = format_bytes(shutil.disk_usage(record.parent).free)
+        return {
+            "error": f"what it would say found no room in {record.parent.parent}, where {free} are free (TMPDIR is another place)"
+        }
+
+
 def read_death(rank: int, exit_code: int, *, ended_by_launcher: bool, record: Path, log: Path) -> RankDeath:
     """Return the death of a rank from what it recorded, or else from the end of its log; either file may be absent."""
-    recorded = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+    recorded = _recorded(record) if record.exists() else {}
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules: ")]
     return RankDeath(

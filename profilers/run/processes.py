@@ -318,7 +318,8 @@ def _exit_failed(error: BaseException | None, code: object, program: Callable[[]
     """Record the error and end at once: destructors of process groups would wait for peers that wait for this rank."""
     path = os.environ.get(ERROR_FILE)
     if error is not None and path:
-        record_error(Path(path), error, hidden_files=(__file__, program.__code__.co_filename, "<frozen runpy>"))
+        with contextlib.suppress(OSError):  # the disk is full: the launcher says so
+            record_error(Path(path), error, hidden_files=(__file__, program.__code__.co_filename, "<frozen runpy>"))
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -64,7 +64,7 @@ class ProfileTask:
     started_at: float | None = None
     finish_s: float = 0.0
     pace: float = 1.0
-    parts: tuple[ProfileSectionName, ...] = ("compute", "links")
+    parts: tuple[ProfileSectionName, ...] = ("compute", "memory", "links")
     num_rounds: int = 2
     sample_s: float = 0.02
     num_layers: int | None = None

@@ -186,6 +186,11 @@ class Budget:
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
+def _process_bytes(allocator: Any) -> int:
+    """Return the growth of a process: in its first round, as in a later one less is new to it."""
+    return int(allocator.get("process_bytes", 0))
+
+
 class _Session:
     """The points so far and the parts that are finished, on every rank; the first one keeps what all have measured. Final."""
 
@@ -306,7 +311,7 @@ class _Session:
             parts=tuple(self._sections),
             memory_bandwidth_bytes_per_s=stream_bandwidth(fields["elementwise"]),
             device_memory_bytes=min(one["device_memory_bytes"] for one in facts),
-            allocator=allocator[0] if allocator else None,
+            allocator=max(allocator, key=_process_bytes) if allocator else None,
             ranks=ranks,
             slow=slow or (self._old.slow if self._old else ()),
             **fields,

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from ...schema.units import MIB
 from ..measure.compute import CPU_LAYERS, GPU_LAYERS, best_rate, measure_matmuls, measure_shapes
 from ..measure.host import measure_copies, measure_cpu_adam, measure_overlap, measure_storage
@@ -23,6 +21,7 @@ from ..measure.kernels import (
     stream_bandwidth,
 )
 from ..measure.links import ALL_SIZES, SIZES, axes_of, groups_of, measure_collectives, measure_pairs, world_group
+from ..measure.process import measure_process
 from .protocol import MeasurementStep, ProfileTask, RankPlace
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ ChooseShapes = Callable[..., Sequence[tuple[int, int, int]]]
 
 
 def brief_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[MeasurementStep]:
-    """Return the steps for products, memory bandwidth and collectives."""
+    """Return the steps for products, memory bandwidth, collectives, and what a process holds besides tensors."""
     layers = (GPU_LAYERS if on_gpu else CPU_LAYERS)[: task.num_layers]
     sizes = SIZES[: task.num_sizes] if place.world_size > 1 else ()
 
@@ -65,10 +64,16 @@ def brief_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[Measu
         return {"matmuls": measure_matmuls(bench, layers)}
 
     return [
+        _besides_tensors(on_gpu),  # before others load what a first training step loads
         MeasurementStep("compute", "memory bandwidth", 0.2, streams, is_needed=True),
         MeasurementStep("compute", "matrix products", 1, products, is_needed=True),
         MeasurementStep("links", "collectives", 1, partial(_collectives, place, sizes), is_needed=place.world_size > 1),
     ]
+
+
+def _besides_tensors(on_gpu: bool) -> MeasurementStep:
+    measure = _allocator if on_gpu else measure_process
+    return MeasurementStep("memory", "what is held besides tensors", 0.2, measure, is_needed=True)
 
 
 def thorough_steps(
@@ -89,7 +94,7 @@ def thorough_steps(
     no_device = "" if on_gpu else "ranks compute in host memory"
     no_storage = "" if task.storage_path else "no --nvme PATH"
     nodes, local = (place.num_nodes, place.ranks_per_node), (place.local_rank, place.ranks_per_node)
-    streams, products, collectives = brief_steps(task, place, on_gpu)
+    besides_tensors, streams, products, collectives = brief_steps(task, place, on_gpu)
     unmeasured = (("memory", "layers on fake tensors", 6), ("layers", "layers of the model", 16))
     of_model = [MeasurementStep(*step, lambda *_: {}, "no --model") for step in unmeasured]
     if build_model is not None:
@@ -126,7 +131,7 @@ def thorough_steps(
         MeasurementStep("compute", "attention", 5, attention),
         MeasurementStep("compute", "grouped products", 3, grouped),
         MeasurementStep("compute", "informative products", 14, informative),
-        MeasurementStep("memory", "what the device holds besides tensors", 1, _allocator),
+        besides_tensors,
         *of_model,
         collectives._replace(value=10, measure=partial(_collectives, place, ALL_SIZES), skipped=single),
         MeasurementStep("links", "pairs of ranks", 5, lambda b, _: {"pairs": measure_pairs(b, *nodes)}, single),
@@ -173,14 +178,12 @@ def _informative_shapes(bench: Bench, choose_shapes: ChooseShapes, **rates: floa
 
 
 def _allocator(bench: Bench, _: Points) -> Points:
-    """Measure driver, libraries and communicators; on a CPU what the process holds."""
+    """Measure driver, libraries and communicators."""
     import torch
     import torch.distributed as dist
 
     if dist.get_rank():
         return {"allocator": []}
-    if bench.device.type != "cuda":
-        return {"allocator": [{"context_bytes": psutil.Process().memory_info().rss}]}
     free, total = torch.cuda.mem_get_info(bench.device)
     peaks = torch.cuda.max_memory_allocated(bench.device), torch.cuda.max_memory_reserved(bench.device)
     context = total - free - torch.cuda.memory_reserved(bench.device)

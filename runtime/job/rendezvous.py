@@ -1,8 +1,9 @@
 """The meeting of a job's nodes: where it is, which node is which, and the store through which all ranks find each other.
 
-One node holds a store at the endpoint, and listens on that address alone; every node counts itself in and waits until all are
-there. The ranks use the same store, so that it stays until the last node is done. A job of one node has a store of its own, and its
-ranks meet, on the loopback alone. A node that the job goes on without (supervision/) is not waited for, and may come back.
+A job of one node has a store of its own, and its ranks meet, on the loopback alone. Of several nodes one holds the store, on its
+loopback as well, and a gate at the endpoint that lets those through who know the job's secret (gate.py); every node counts itself
+in and waits until all are there. The ranks use the same store, so that it stays until the last node is done. A node that the job
+goes on without (supervision/) is not waited for, and may come back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -25,6 +26,17 @@ from ...profilers.machine import first_host, interface_of
 from ...schema import ConfigError
 from ...schema.base import shown
 from ...schema.errors import NodesNotMetError
+from .gate import (
+    MIN_SECRET,
+    SECRET_VARIABLE,
+    Relay,
+    WrongSecretError,
+    knock,
+    open_door,
+    open_gate,
+    raise_descriptor_limit,
+    secret_of,
+)
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 """Below what Linux gives to outgoing connections (net.ipv4.ip_local_port_range); two jobs on a node have different numbers."""
@@ -45,6 +57,7 @@ class Rendezvous:
         endpoint: ``HOST:PORT`` on one of the nodes, the same text on all; on node 0 where a node cannot tell whether it is its own.
         run_id: any text that is the same on all nodes of the job and on no other job at the endpoint.
         timeout_s: how long a node waits for the others.
+        secret: what all nodes of the job know and nobody else; several nodes need one.
     """
 
     nnodes: int = 1
@@ -52,6 +65,7 @@ class Rendezvous:
     endpoint: str | None = None
     run_id: str | None = None
     timeout_s: int = 600
+    secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
@@ -96,16 +110,40 @@ def _absent(node: int) -> str:
 
 @contextmanager
 def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
-    """Wait for all nodes of a job; the store stays while inside, and where the body ends well until every node's has."""
+    """Wait for all nodes of a job; the store stays while inside, and where the body ends well until every node's has.
+
+    Raises:
+        ConfigError: several nodes have no secret.
+        NodesNotMetError: they did not meet.
+    """
     if rendezvous.nnodes == 1:
         store = _loopback_store()
         yield Meeting(0, _variables(_LOOPBACK, store.port) | _socket_interface(_LOOPBACK), store)
         return
     assert rendezvous.endpoint is not None
+    if len(rendezvous.secret) < MIN_SECRET:
+        raise ConfigError(f"{rendezvous.nnodes} nodes need a secret of at least {MIN_SECRET} letters that they share")
     host, _, port = rendezvous.endpoint.rpartition(":")
     host = host.strip("[]")
+    raise_descriptor_limit()
     try:
-        store, is_host = _open_store(rendezvous, host, int(port))
+        store, relay, is_host = _open_store(rendezvous, host, int(port))
+    except (dist.DistError, OSError, WrongSecretError) as error:
+        raise _not_met(rendezvous, error) from None
+    try:
+        yield from _among_others(rendezvous, store, relay, is_host=is_host)
+    finally:
+        del store  # a traceback would hold it
+        relay.close()
+
+
+def _among_others(rendezvous: Rendezvous, store: dist.TCPStore, relay: Relay, *, is_host: bool) -> Iterator[Meeting]:
+    """Yield the meeting of several nodes when all are there.
+
+    Raises:
+        NodesNotMetError: they are not.
+    """
+    try:
         shared = dist.PrefixStore(f"meshwright/{rendezvous.run_id or 'meshwright'}", store)
         number = shared.add("arrived", 1)
         node_rank = number - 1 if rendezvous.node_rank is None else rendezvous.node_rank
@@ -117,14 +155,9 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
                 raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
         _wait_for(partial(_num_awaited, shared, rendezvous.nnodes), rendezvous.nnodes, rendezvous.timeout_s)
     except dist.DistError as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise NodesNotMetError(
-            f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint}",
-            details=(f"{type(error).__name__}: {lines[0]}",),
-            help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
-        ) from None
-    variables = _variables(host, int(port)) | _socket_interface(local_address(rendezvous.endpoint))
-    meeting = Meeting(node_rank, variables, store, is_host, is_return)
+        raise _not_met(rendezvous, error) from None
+    variables, address = _variables(_LOOPBACK, store.port), local_address(rendezvous.endpoint or "")
+    meeting = Meeting(node_rank, variables | _socket_interface(address), store, is_host, is_return)
     try:
         yield meeting
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
@@ -132,7 +165,21 @@ def meet(rendezvous: Rendezvous) -> Iterator[Meeting]:
             if is_host:
                 _wait_for(partial(_num_training, shared, meeting, rendezvous.nnodes), rendezvous.nnodes, _LEAVE_S)
     finally:
-        del shared, store, meeting  # a traceback would hold them, and with them the port
+        del shared, store, relay, meeting  # a traceback would hold them, and with them the port
+
+
+def _not_met(rendezvous: Rendezvous, error: Exception) -> NodesNotMetError:
+    if isinstance(error, WrongSecretError):
+        return NodesNotMetError(
+            f"what listens at {rendezvous.endpoint} does not know this job's secret",
+            help=f"set {SECRET_VARIABLE} to the same text on every node; is another job there?",
+        )
+    lines = str(error).strip().splitlines() or [""]
+    return NodesNotMetError(
+        f"the {rendezvous.nnodes} nodes of the job did not meet at {rendezvous.endpoint}",
+        details=(f"{type(error).__name__}: {lines[0]}",),
+        help="start the same command on every node, with the same --rdzv-endpoint and --rdzv-id; is the port open?",
+    )
 
 
 def _loopback_store() -> dist.TCPStore:
@@ -142,8 +189,8 @@ def _loopback_store() -> dist.TCPStore:
     return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _bound_store(host: str, port: int) -> dist.TCPStore:
-    """Return a store that only those reach who reach the address of a host.
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that only those reach who reach the address of a host.
 
     A name that is another machine's, or this one's loopback by a line in /etc/hosts, says nothing about where the others come from:
     then every interface is listened on.
@@ -155,17 +202,21 @@ def _bound_store(host: str, port: int) -> dist.TCPStore:
         is_loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
         if is_loopback and not _is_literal(host):
             break
-        with socket.socket(family, kind) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(address)
-            except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL:
-                    break
-                raise
-            listener.listen(socket.SOMAXCONN)
-            return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                break
+            raise
+        listener.listen(socket.SOMAXCONN)
+        return listener
+    is_dual = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6 if is_dual else socket.AF_INET, dualstack_ipv6=is_dual
+    )
 
 
 def _is_literal(host: str) -> bool:
@@ -188,25 +239,26 @@ def _variables(host: str, port: int) -> dict[str, str]:
     return {**place, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
-def _open_store(rendezvous: Rendezvous, host: str, port: int) -> tuple[dist.TCPStore, bool]:
-    """Return the store at the endpoint, and whether this process holds it."""
+def _open_store(rendezvous: Rendezvous, host: str, port: int) -> tuple[dist.TCPStore, Relay, bool]:
+    """Return the store of the job, this node's gate or door to it, and whether this process holds it."""
     is_host = is_endpoint_local(rendezvous.endpoint or "")
     if is_host is None and rendezvous.node_rank is not None:
         is_host = rendezvous.node_rank == 0
     end, wait = time.monotonic() + rendezvous.timeout_s, timedelta(seconds=min(_TRY_S, rendezvous.timeout_s))
     while True:
         if is_host is not False:
-            try:
-                return _bound_store(host, port), True
-            except (dist.DistNetworkError, OSError):  # another launcher of this machine has taken the port
-                if is_host and time.monotonic() > end:
-                    raise
-        if not is_host:
-            try:
-                return dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False), False
-            except dist.DistError:
-                if time.monotonic() > end:
-                    raise
+            with suppress(OSError):  # another launcher of this machine has taken the port
+                listener = _listener(host, port)
+                store = _loopback_store()
+                return store, open_gate(listener, store.port, rendezvous.secret), True
+        try:
+            knock(host, port, rendezvous.secret, _TRY_S)
+            door = open_door(host, port, rendezvous.secret)
+            store = dist.TCPStore(_LOOPBACK, door.port, is_master=False, timeout=wait, wait_for_workers=False)
+            return store, door, False
+        except (dist.DistError, OSError):
+            if time.monotonic() > end:
+                raise
         time.sleep(_POLL_S)  # in Python, so that a signal is noticed
 
 
@@ -294,6 +346,7 @@ def slurm_rendezvous(variables: Mapping[str, str]) -> Rendezvous | None:
         node_rank=_number(variables, "SLURM_NODEID"),
         endpoint=f"{host}:{_FIRST_PORT + job % _NUM_PORTS}",
         run_id=f"{job}.{variables['SLURM_STEP_ID']}",
+        secret=secret_of(variables),
     )
 
 

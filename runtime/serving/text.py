@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...schema.base import read_text
 from ...schema.errors import ConfigError
+from ..tokenizer import open_tokenizer, refused
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,18 +46,9 @@ class Text:
         Raises:
             ConfigError: there is no tokenizer, or a file is damaged.
         """
-        try:
-            from tokenizers import Tokenizer
-        except ModuleNotFoundError:
-            raise ConfigError("text needs tokenizers", help='pip install "meshwright[serve]"') from None
         folder = Path(folder)
         path = folder / "tokenizer.json" if folder.is_dir() else folder
-        try:
-            tokenizer = Tokenizer.from_str(read_text(path))
-        except ConfigError:
-            raise
-        except Exception as error:  # tokenizers raises Exception itself
-            raise ConfigError(f"cannot read {path}: {error}") from None
+        tokenizer = open_tokenizer(path)
         config = _table(path.parent / "tokenizer_config.json")
         named = {
             name: text
@@ -74,10 +66,8 @@ class Text:
         Raises:
             ConfigError: it is no text that the tokenizer takes.
         """
-        try:
+        with refused("the text cannot be tokenised"):  # half a surrogate pair, and what else Rust refuses
             return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special).ids)
-        except Exception as error:  # half a surrogate pair, and what else Rust refuses
-            raise ConfigError(f"the text cannot be tokenised: {type(error).__name__}") from None
 
     def decoder(self) -> TextStream:
         """Return what makes text of tokens one after the other."""

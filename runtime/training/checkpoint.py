@@ -13,19 +13,21 @@ no non-tensor values are stored (hyper-parameters come from the run's options, w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import pickle
 import shutil
 from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import (
@@ -44,6 +46,7 @@ from ...schema.base import Document, Frozen
 from ...schema.units import format_bytes
 from ..models.decoder import is_adapter
 from ..parallel_model import ParallelModel
+from .checkpoint_files import INDEX_FILE, CheckedWriter, checkpoints_to_resume, damage_of, first_of_all, set_aside
 from .options import INFO_FILE, list_checkpoints
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -73,28 +76,96 @@ class TrainingProgress(Frozen):
 
 
 class CheckpointInfo(TrainingProgress, Document):
-    """What is known of a checkpoint without reading its tensors."""
+    """What is known of a checkpoint without reading its tensors.
+
+    Attributes:
+        files: the SHA-256 of each file; empty in checkpoints of older versions, which are read unchecked.
+        content_sha256: of everything else here; as old, empty.
+    """
 
     model: ModelSpec
+    files: dict[str, str] = Field(default_factory=dict)
+    content_sha256: str = ""
+
+    def sealed(self) -> Self:
+        """Return it with the hash of its content."""
+        return self.replace(content_sha256=self._computed_sha256())
+
+    @property
+    def is_altered(self) -> bool:
+        """True if it was changed after it was sealed; one of an older version cannot tell."""
+        return bool(self.files or self.content_sha256) and self.content_sha256 != self._computed_sha256()
+
+    def _computed_sha256(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"content_sha256"}).encode()).hexdigest()
+
+
+class DamagedCheckpointError(ConfigError):
+    """A file of a checkpoint is not what was written; the message names it."""
 
 
 def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.optim.Optimizer) -> CheckpointInfo:
     """Read a checkpoint of any layout into a model and its optimizer; every rank calls it.
 
     Raises:
-        ConfigError: the checkpoint is damaged, is of another model, or holds what is not an index of tensors.
+        DamagedCheckpointError: a file of it is not what was written; nothing was loaded.
+        ConfigError: the checkpoint is of another model, or holds what is not an index of tensors.
     """
     folder = Path(folder)
-    info = CheckpointInfo.load(folder / INFO_FILE)
+    info = _read_info_together(folder)
     if info.model != model.plan.model:
         raise ConfigError(
             f"the checkpoint {folder} is of another model: {info.model.name} with {info.model.num_params} parameters; "
             f"the plan's is {model.plan.model.name} with {model.plan.model.num_params}"
         )
+    if damage := damage_of(folder, info.files):
+        raise DamagedCheckpointError(damage)
     try:
         read_states(model, optimizer, SafeReader(folder), planner=TensorsOnly())
     except CheckpointException as error:
         raise _explained(f"cannot read the checkpoint {folder}", error) from None
+    return info
+
+
+def load_newest(
+    root: str | None, model: ParallelModel, optimizer: torch.optim.Optimizer
+) -> tuple[Path | None, CheckpointInfo | None, list[str]]:
+    """Read the newest checkpoint that is what was written; every rank calls it.
+
+    Returns:
+        Its folder and what is known of it, None where there is no checkpoint; and what is to be said of those that were set aside.
+
+    Raises:
+        DamagedCheckpointError: there are checkpoints, and all are damaged.
+    """
+    notes: list[str] = []
+    for folder in checkpoints_to_resume(root):
+        try:
+            return folder, load_checkpoint(folder, model, optimizer), notes
+        except DamagedCheckpointError as error:
+            damage = error
+        notes.append(f"{damage.message}; {folder.name} is set aside as {set_aside(folder)}")
+    if notes:
+        raise DamagedCheckpointError(
+            f"no checkpoint under {root} can be read",
+            details=tuple(notes),
+            help="start anew, in another --checkpoint-dir",
+        )
+    return None, None, notes
+
+
+def _read_info_together(folder: Path) -> CheckpointInfo:
+    """Read what is known of a checkpoint; where one rank cannot, none does."""
+    info, damage = None, None
+    try:
+        info = CheckpointInfo.load(folder / INFO_FILE)
+        if info.is_altered:
+            damage = f"{folder / INFO_FILE} is not what was written: its content has another SHA-256"
+    except ConfigError as error:
+        damage = "; ".join((error.message, *error.details))
+    if damage := first_of_all(damage):
+        raise DamagedCheckpointError(damage)
+    assert info is not None
     return info
 
 
@@ -169,7 +240,8 @@ class CheckpointWriter:
     ) -> None:
         self._root, self._model, self._optimizer, self._keep = Path(root), model, optimizer, keep
         self._group = dist.new_group(backend="gloo") if in_background else None
-        self._pending: tuple[Future[Any], Path, TrainingProgress] | None = None
+        self._present: Path | None = self._root
+        self._pending: tuple[Future[Any], CheckedWriter, Path, TrainingProgress] | None = None
 
     def save(self, progress: TrainingProgress) -> Path:
         """Write a checkpoint, or begin to; return its folder.
@@ -187,39 +259,43 @@ class CheckpointWriter:
         except OSError as error:
             raise ConfigError(f"cannot write checkpoints to {self._root}: {error.strerror}") from None
         dist.barrier()
-        state, files = checkpoint_state(self._model, self._optimizer), FileSystemWriter(partial)
+        state, files = checkpoint_state(self._model, self._optimizer), CheckedWriter(partial)
         if self._group is not None:
             pending = async_save(state, storage_writer=files, process_group=self._group)
             assert isinstance(pending, Future)
-            self._pending = pending, folder, progress
+            self._pending = pending, files, folder, progress
             return folder
         try:
             save(state, storage_writer=files)
         except CheckpointException as error:
             raise self._failure(folder, error) from None
-        self._publish(folder, progress)
+        self._publish(files, folder, progress)
         dist.barrier()
         return folder
 
-    def poll(self) -> None:
-        """Between two steps: finish what has been written meanwhile.
+    def poll(self) -> str | None:
+        """Between two steps: finish what has been written meanwhile; return what must be said at once.
 
         Raises:
             MeshwrightError: it could not be written.
         """
         if self._pending is not None and self._pending[0].done():
             self.finish()
+        if self._present is None or self._present.is_dir():
+            return None
+        gone, self._present = self._present, None
+        return f"{gone} has vanished: until the next checkpoint is written there is nothing to go back to"
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, and give it its name."""
         if self._pending is None:
             return
-        (pending, folder, progress), self._pending = self._pending, None
+        (pending, files, folder, progress), self._pending = self._pending, None
         try:
             pending.result()  # of the thread's save: all ranks have written
         except CheckpointException as error:
             raise self._failure(folder, error) from None
-        self._publish(folder, progress)
+        self._publish(files, folder, progress)
 
     def abandon(self) -> None:
         """Let a checkpoint be that cannot be finished, because a rank is gone."""
@@ -228,17 +304,19 @@ class CheckpointWriter:
                 self._pending[0].result(_ABANDON_S)
             self._pending = None
 
-    def _publish(self, folder: Path, progress: TrainingProgress) -> None:
+    def _publish(self, files: CheckedWriter, folder: Path, progress: TrainingProgress) -> None:
         """Give a checkpoint that every rank has written its name, and delete all but the newest; the first rank does it."""
         if dist.get_rank() != 0:
             return
         partial = _partial(folder)
         try:
-            CheckpointInfo(model=self._model.plan.model, **progress.model_dump()).save(partial / INFO_FILE)
+            info = CheckpointInfo(model=self._model.plan.model, files=dict(files.checksums), **progress.model_dump())
+            info.sealed().save(partial / INFO_FILE)
             if (folder / INFO_FILE).is_file():  # by a rank that died after it had given it its name
                 shutil.rmtree(partial)
                 return
             partial.rename(folder)
+            self._present = folder
             for old in list_checkpoints(folder.parent)[: -self._keep]:
                 (old / INFO_FILE).unlink()  # first of all: what is deleted halfway is no checkpoint
                 shutil.rmtree(old)
@@ -344,7 +422,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _read_index(folder: Path) -> Metadata:
-    path = folder / ".metadata"
+    path = folder / INDEX_FILE
     try:
         index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
         names = [entry.relative_path for entry in index.storage_data.values()]

@@ -32,6 +32,7 @@ import numpy as np
 
 from ...schema import ConfigError, MeshwrightError
 from ...schema.units import format_bytes
+from ..tokenizer import open_tokenizer, refused
 
 MAGIC = b"MESHTOKS"
 _HEADER = struct.Struct("<8sIIQQ")
@@ -273,14 +274,7 @@ def load_tokenizer(path: str | Path) -> Any:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"no tokenizer at {file}", help="give a tokenizer.json, or a folder that holds one")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ConfigError("--tokenizer needs the package tokenizers", help="pip install 'meshwright[text]'") from None
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises plain Exceptions
-        raise ConfigError(f"{file} is not a tokenizer: {error}") from None
+    return open_tokenizer(file)
 
 
 def make_token_file(
@@ -342,7 +336,9 @@ def _encoded(files: Sequence[Path], tokenizer: Any, end: int | None, lengths: li
     for idx, file in enumerate(files):
         pieces = _text_pieces(file)
         while batch := list(islice(pieces, _BATCH_PIECES)):
-            for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+            with refused("the text cannot be tokenised"):
+                encodings = tokenizer.encode_batch(batch, add_special_tokens=False)
+            for encoding in encodings:
                 lengths[idx] += len(encoding.ids)
                 yield np.array(encoding.ids, dtype=np.int64)
         if end is not None:

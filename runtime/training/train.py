@@ -28,7 +28,7 @@ from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
 from ..parallel_model import MIN_SCALE, ParallelModel
 from ..parallelize_model import parallelize
 from ..weights.save import save_weights
-from .checkpoint import CheckpointWriter, TrainingProgress, load_checkpoint
+from .checkpoint import CheckpointWriter, TrainingProgress, load_newest
 from .documents import DocumentBatches, open_documents
 from .expert_load import ExpertLoad
 from .memory import MemoryMeter
@@ -44,7 +44,7 @@ from .metrics import (
     summarise,
 )
 from .optimizer import RouterBalance, build_optimizer, build_scheduler, local_sums, update
-from .options import TrainOptions, list_checkpoints, prepare_options
+from .options import TrainOptions, prepare_options
 from .samples import TokenBatches, open_batches
 from .save_schedule import SaveSchedule
 from .step_clock import StepPart, StepTrace, clock_waiting
@@ -117,7 +117,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         # A step that overflows moves the schedule on and not the parameters.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
-        self._progress, self._saves = ProgressFile(), None
+        self._progress, self._saves, self._notes = ProgressFile(), None, list[str]()
         self.writer = MetricsWriter(None)
         self._reported = 0
         self._batch: RankBatch | None = None
@@ -145,6 +145,8 @@ class TrainingRun:
         is_reporter = dist.get_rank() == self.model.plan.rank_map[0]
         # After what ranks wrote before a restart.
         self.writer = MetricsWriter(self.report if is_reporter else None, append=True)
+        for note in self._notes:
+            self.writer.write({"note": note})
 
     def adopt(self, part: RankPart, progress: TrainingProgress) -> None:
         """Go on with another model, whose states are those of some progress, and another part of the data."""
@@ -184,13 +186,12 @@ class TrainingRun:
     def _resume(self) -> int:
         """Return the steps already done: those of the newest checkpoint, or none."""
         options = self.options
-        checkpoints = list_checkpoints(options.checkpoint_dir) if options.resume and options.checkpoint_dir else ()
-        newest = gather(str(checkpoints[-1]) if checkpoints else None)[0]
-        if newest is None:
-            return 0
         self.meter.pause()
-        info = load_checkpoint(newest, self.model, self.optimizer)
+        root = options.checkpoint_dir if options.resume else None
+        newest, info, self._notes = load_newest(root, self.model, self.optimizer)
         self.meter.resume()
+        if info is None:
+            return 0
         if info.seed != options.seed:
             raise ConfigError(f"{newest} was trained with --seed {info.seed}, this run has {options.seed}")
         if info.step >= options.steps:
@@ -310,7 +311,8 @@ class TrainingRun:
         if self._saves is None:
             return
         if not self._due.is_due(self.steps) and not self.is_finished:
-            self._saves.poll()
+            if note := self._saves.poll():
+                self.writer.write({"note": note})
             return
         self._progress.rest()
         self.meter.pause()

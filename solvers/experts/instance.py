@@ -58,11 +58,9 @@ from typing import Any
 import numpy as np
 
 from ...schema.errors import ConfigError
+from ...schema.limits import MAX_LOADS
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import SUMMED
-
-MAX_LOADS = 10**8
-"""Entries of an array of loads: a gigabyte, and more than any model has."""
 
 
 @dataclass(frozen=True)
@@ -317,6 +315,10 @@ def synthetic_loads(
     """Draw loads [T, L, E], log-normal with `sigma`, each step drifted from the one before by `drift`."""
     if min(num_layers, num_experts, steps) < 1 or not (0 <= sigma < 20 and 0 <= drift < 20):
         raise ConfigError("layers, experts and steps are 1 or more, sigma and drift between 0 and 20")
+    if steps * num_layers * num_experts > MAX_LOADS:
+        raise ConfigError(
+            f"{steps} x {num_layers} x {num_experts} loads are more than {MAX_LOADS:,}", help="fewer --steps"
+        )
     rng = np.random.default_rng(seed)
     first = rng.lognormal(0.0, sigma, (1, num_layers, num_experts))
     factors = np.exp(drift * rng.standard_normal((steps - 1, num_layers, num_experts)))
@@ -330,6 +332,12 @@ def synthetic_trace(
     counts = (router.num_layers, router.num_experts, router.top_k, router.num_topics, router.num_groups, num_tokens)
     if min(counts) < 1 or router.top_k > router.num_experts:
         raise ConfigError("a router has at least one layer, expert, topic and token, and top_k of its experts at most")
+    largest = max(router.num_topics * router.num_experts, num_tokens * router.top_k) * router.num_layers
+    if max(counts) > MAX_LOADS or largest > MAX_LOADS or not (0 <= router.sigma < 20 and 0 <= router.affinity < 20):
+        raise ConfigError(
+            "sigma and affinity are between 0 and 20, and layers x topics x experts and layers x tokens x top_k at most "
+            f"{MAX_LOADS:,}"
+        )
     if router.num_experts % router.num_groups or not 1 <= router.top_groups <= router.num_groups:
         raise ConfigError(
             f"{router.num_experts} experts in {router.num_groups} groups, of which a token keeps {router.top_groups}"

@@ -100,6 +100,17 @@ def _tree_mutated(tree: Any, random: Random) -> Any:
     return tree
 
 
+def text_replaced(data: bytes, form: Form, text: str, random: Random) -> bytes:
+    """The document with one of its texts, or the name of one of its entries, replaced; as it is where it has none."""
+    tree = form.parse(data)
+    texts = [(container, key) for container, key in _places(tree) if isinstance(container[key], str)]
+    if not texts:
+        return data
+    container, key = random.choice(texts)
+    container[key] = text
+    return form.render(tree)
+
+
 def _near(value: Any, random: Random) -> Any:
     """Another value of the same kind."""
     if isinstance(value, bool):

@@ -36,9 +36,8 @@ from mutations import mutated  # noqa: E402
 from targets import TARGETS, Target, attempt  # noqa: E402
 
 ROOT = str(Path(meshwright.schema.__file__).resolve().parents[1])
-TRACED = ("/schema/", "/engines/", "/planner/expert_", "/planner/run_calibration", "/planner/validation/", "/solvers/pipeline_csv",
-          "/solvers/expert_", "/runtime/training/data_files", "/runtime/job/rendezvous", "/runtime/weights/",
-          "/runtime/training/checkpoint", "/profilers/files/")  # fmt: skip
+TRACED = ("schema/", "engines/", "planner/expert_", "validation/", "cost_models/pipeline/orders", "runtime/training/data_files",
+          "runtime/job/rendezvous", "runtime/weights/", "runtime/training/checkpoint", "profilers/files")  # fmt: skip
 FORBIDDEN = frozenset({
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "socket.connect",
     "os.remove", "os.mkdir", "os.rename", "os.rmdir", "os.putenv", "os.kill", "shutil.rmtree", "pty.spawn", "urllib.Request",
@@ -93,6 +92,7 @@ class Lines:
         self.seen: set[tuple[int, int, int]] = set()
         self._now: set[tuple[int, int, int]] = set()
         self._is_ours: dict[Any, bool] = {}
+        self.names: dict[int, str] = {}
 
     def of(self, call: Callable[[], None]) -> int:
         """How many new pairs a call runs."""
@@ -110,8 +110,9 @@ class Lines:
         code = frame.f_code
         if code not in self._is_ours:
             name = code.co_filename
-            inside = name.removeprefix(ROOT) if name.startswith(ROOT) else name.partition("/meshwright")[2]
-            self._is_ours[code] = bool(inside) and inside.startswith(TRACED)
+            inside = name.rpartition("/meshwright/")[2] if "/meshwright/" in name else name.removeprefix(f"{ROOT}/")
+            self._is_ours[code] = inside.startswith(TRACED)
+            self.names[id(code)] = f"{inside}:{code.co_firstlineno}"
         if not self._is_ours[code]:
             return None
         before, place = 0, id(code)

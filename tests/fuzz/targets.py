@@ -383,7 +383,7 @@ def _placement(path: Path) -> None:
 
 SLURM = (
     b"SLURM_JOB_ID=12\nSLURM_STEP_ID=0\nSLURM_STEP_NUM_NODES=2\nSLURM_STEP_NUM_TASKS=2\nSLURM_NODEID=1\n"
-    b"SLURM_STEP_NODELIST=gpu[003-007,12],login\n"
+    b"SLURM_STEP_NODELIST=gpu[003-007,12],login\nMESHWRIGHT_SECRET=what all nodes know\n"
 )
 
 

@@ -25,9 +25,12 @@ from meshwright.schema import ConfigError, MeshwrightError
 from meshwright.schema.base import read_text, shown
 from meshwright.validation.noted import listed_fractions
 from mutations import mutated
+from plans import tiny_model
 from targets import (
     LLAMA,
+    MOE,
     TARGETS,
+    TOKENIZER,
     attempt,
     index_of,
     npy,
@@ -80,12 +83,23 @@ class Runs:
         return os.mkdir, (str(self.folder),)
 
 
+def model_of_runs(count: int) -> bytes:
+    """A model of as many runs of as many blocks."""
+    tree = json.loads(tiny_model().model_dump_json())
+    tree["layers"][1:2] = [{**tree["layers"][1], "count": count}] * count
+    return json.dumps(tree).encode()
+
+
 def plan_with(**changes: Any) -> bytes:
     return json.dumps({**json.loads(small_plans()[1].model_dump_json()), **changes}).encode()
 
 
 def profile_with(**changes: Any) -> bytes:
     return json.dumps({**json.loads(small_profile().model_dump_json()), **changes}).encode()
+
+
+def tokenizer_with(**changes: Any) -> bytes:
+    return json.dumps({**TOKENIZER, **changes}).encode()
 
 
 def archive_of(name: str) -> bytes:
@@ -114,6 +128,8 @@ REFUSED: list[tuple[str, bytes]] = [
     ("config", b'{"self": 1}'),
     ("config", json.dumps({**LLAMA, "self": 1, "hidden_size": 10**400}).encode()),
     ("config", json.dumps({**LLAMA, "num_hidden_layers": 10**9}).encode()),
+    ("config", json.dumps({**MOE, "num_experts": 10**6}).encode()),
+    ("config", model_of_runs(1000)),
     ("plan", plan_with(self=1)),
     ("plan", plan_with(stages=[{"first_layer_idx": 0, "num_layers": 10**12}])),
     ("plan", plan_with(stages=[{"first_layer_idx": 0, "num_layers": 6, "layer_offload": [json.loads(NESTED)]}])),
@@ -152,6 +168,9 @@ REFUSED: list[tuple[str, bytes]] = [
     ("placement-yaml", b"\n" * 100_000 + b"  0: ["),
     ("placement-yaml", b"x:\n  0: [0 1]\n"),
     ("tokens-npy", huge_npy()),
+    ("tokenizer", tokenizer_with(pre_tokenizer={"type": "FixedLength", "length": 0})),
+    ("tokenizer", tokenizer_with(truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5})),
+    ("tokenizer", tokenizer_with(model={"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]})),
     ("weights", safetensors({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}})),
     ("weights-index", b'{"weight_map": {"a": "\\u0000.safetensors"}}'),
     ("checkpoint-index", b"\x80\x04\x96" + (2**40).to_bytes(8, "little") + b"."),

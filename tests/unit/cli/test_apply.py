@@ -230,7 +230,8 @@ def test_full_disk_ends_the_run(tmp_path: Path, handler: Callable[..., object] |
 @needs_two_cores
 @pytest.mark.job
 @pytest.mark.long
-def test_two_nodes_meet_and_train_together(tmp_path: Path) -> None:
+def test_two_nodes_meet_and_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_SECRET", "what both nodes know")
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -74,3 +76,41 @@ def test_second_interrupt_ends_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
         assert deadline.is_over
         signal.raise_signal(signal.SIGINT)
+
+
+STARTING = """
+import signal, sys
+sys.argv = ["meshwright", "models"]
+from meshwright.cli import entry
+class Pressing:
+    def find_spec(self, name, path, target=None):
+        if name == "meshwright.schema.catalogue":  # halfway through the imports of the command
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Pressing())
+entry.main()
+"""
+
+WORKING = """
+import signal, sys, typer
+from meshwright.cli import entry, terminal
+signal.signal(signal.SIGINT, entry.leave_at_once)
+def work():
+    with terminal.exit_on_error():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            print("ended what it had started", flush=True)
+try:
+    work()
+except typer.Exit as end:
+    signal.raise_signal(signal.SIGINT)  # once more, while the process ends
+"""
+
+
+@pytest.mark.parametrize(("script", "said"), [(STARTING, ""), (WORKING, "ended what it had started\n")])
+def test_interrupt_leaves_no_traceback(script: str, said: str) -> None:
+    """Neither while modules are imported, nor at work, nor a second time."""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 130, result.stderr
+    assert result.stdout == said
+    assert set(result.stderr.splitlines()) == {"interrupted"}

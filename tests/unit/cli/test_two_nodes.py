@@ -39,13 +39,8 @@ class Nodes:
         inside = ["ip", "netns", "exec", self.names[node]] if self.names else []
         command = [*inside, sys.executable, *self.program, "apply", "--nnodes", "2"]
         command += ["--rdzv-endpoint", self.endpoint, *arguments]
-        return subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(environment or {})},
-        )
+        environment = {**os.environ, "MESHWRIGHT_SECRET": "what both nodes know", **(environment or {})}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def cut(self, *, down: bool) -> None:
         """Cut the cable, or mend it."""

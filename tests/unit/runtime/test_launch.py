@@ -231,6 +231,8 @@ def test_rendezvous_that_cannot_work_is_refused(settings: dict[str, object], mes
 
 def test_nodes_that_do_not_come_are_waited_for_no_longer_than_said() -> None:
     plan = plan_elsewhere(num_nodes=2)
-    rendezvous = Rendezvous(nnodes=2, endpoint="localhost:29431", run_id="alone", timeout_s=2)
+    rendezvous = Rendezvous(
+        nnodes=2, endpoint="localhost:29431", run_id="alone", timeout_s=2, secret=b"of a test, as long"
+    )
     with pytest.raises(MeshwrightError, match="2 nodes of the job did not meet at localhost:29431"):
         launch(plan, Job(plan="plan.json"), rendezvous=rendezvous)

@@ -7,12 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from queue import SimpleQueue
 
 import psutil
 import pytest
-import torch.distributed as dist
 from meshwright.profilers.machine import first_host, interface_of
 from meshwright.runtime.job.rendezvous import (
     Meeting,
@@ -25,14 +28,15 @@ from meshwright.runtime.job.rendezvous import (
 from meshwright.schema import ConfigError
 from meshwright.schema.errors import NodesNotMetError
 
+SECRET = b"of the job of a test"
 STEP = {
     "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "2", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1", "MESHWRIGHT_SECRET": "of the job of a test",
 }  # fmt: skip
 
 
 def test_task_of_a_step_knows_where_the_others_are() -> None:
-    expected = Rendezvous(nnodes=2, node_rank=1, endpoint="gpu07:23456", run_id="123456.2")
+    expected = Rendezvous(nnodes=2, node_rank=1, endpoint="gpu07:23456", run_id="123456.2", secret=SECRET)
     assert slurm_rendezvous(STEP) == expected
 
 
@@ -94,17 +98,18 @@ def meeting_of(rendezvous: Rendezvous) -> tuple[int, str]:
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (None, None)])
 def test_nodes_meet_in_the_order_of_their_numbers_or_of_their_arrival(endpoint_here: str, ranks: tuple) -> None:
     """They meet at one store, which stays until both have left; the port is free again afterwards."""
-    nodes = [Rendezvous(nnodes=2, node_rank=rank, endpoint=endpoint_here, timeout_s=30) for rank in ranks]
-    port = endpoint_here.rpartition(":")[2]
+    nodes = [
+        Rendezvous(nnodes=2, node_rank=rank, endpoint=endpoint_here, timeout_s=30, secret=SECRET) for rank in ranks
+    ]
     for _ in range(2):
         with ThreadPoolExecutor(2) as pool:
             meetings = list(pool.map(meeting_of, nodes))
-        assert sorted(meetings) == [(0, port), (1, port)]
+        assert sorted(node_rank for node_rank, _ in meetings) == [0, 1]
         assert ranks == (None, None) or [rank for rank, _ in meetings] == list(ranks)
 
 
 def test_node_too_many_is_refused(endpoint_here: str) -> None:
-    node = Rendezvous(nnodes=2, endpoint=endpoint_here, timeout_s=30)
+    node = Rendezvous(nnodes=2, endpoint=endpoint_here, timeout_s=30, secret=SECRET)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(meeting_of, node)
         with meet(node), pytest.raises(NodesNotMetError, match="did not meet") as caught, meet(node):
@@ -153,24 +158,143 @@ def other_address() -> str | None:
 @pytest.mark.skipif(other_address() is None, reason="the machine has its loopback only")
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_from_another_address_nobody_reaches_the_store(nnodes: int, endpoint_here: str) -> None:
-    """Keys can be read and written at the address that was named, and the port is closed at every other one."""
-    named, checked = "127.0.0.1", threading.Event()
-    node = Rendezvous(nnodes=2, endpoint=f"{named}:{endpoint_here.rpartition(':')[2]}", timeout_s=30)
+    """Nothing of the job is open at an address that was not named; its store is on the loopback."""
+    node = Rendezvous(nnodes=2, endpoint=f"127.0.0.1:{endpoint_here.rpartition(':')[2]}", timeout_s=30, secret=SECRET)
+    with nodes_that_met(node if nnodes == 2 else Rendezvous(), nnodes) as meeting:
+        ports = {int(meeting.variables["MASTER_PORT"])} | (
+            {int(endpoint_here.rpartition(":")[2])} if nnodes == 2 else set()
+        )
+        for port in ports:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((str(other_address()), port), timeout=2).close()
+
+
+STRANGER = """
+import socket, sys
+from datetime import timedelta
+import torch.distributed as dist
+from meshwright.runtime.job.gate import WrongSecretError, knock
+host, port = sys.argv[1].split(":")
+said = b""
+with socket.create_connection((host, int(port)), timeout=10) as connection:
+    connection.sendall(b"\\x00" * 64)  # what the gate reads of a proof
+    while part := connection.recv(4096):
+        said += part
+print("bytes", len(said))
+try:
+    knock(host, int(port), b"another secret, as long", 10)
+except WrongSecretError:
+    print("refused")
+try:
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=3))
+    store.set("key", "theirs")
+    print(store.list_keys())
+except dist.DistError:
+    print("no store")
+"""
+
+
+def namespace(*words: str) -> bool:
+    try:
+        return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def from_outside() -> Iterator[tuple[str, ...]]:
+    """What runs a command in a network namespace that a cable joins to this machine, which is 10.77.9.1 there."""
+    name, near, far = (f"mw{os.getpid()}{part}" for part in "nvw")
+    steps = (
+        ("netns", "add", name), ("link", "add", near, "type", "veth", "peer", "name", far, "netns", name),
+        ("addr", "add", "10.77.9.1/24", "dev", near), ("link", "set", near, "up"),
+        ("-n", name, "addr", "add", "10.77.9.2/24", "dev", far), ("-n", name, "link", "set", far, "up"),
+    )  # fmt: skip
+    try:
+        if not all(namespace(*words) for words in steps):
+            pytest.skip("network namespaces may not be made here: that needs root")
+        yield "ip", "netns", "exec", name
+    finally:
+        namespace("netns", "del", name)
+        namespace("link", "del", near)
+
+
+def test_who_does_not_know_the_secret_lists_and_writes_nothing(from_outside: tuple[str, ...]) -> None:
+    """An attacker in another namespace reaches the gate: it tells 32 random bytes, and nothing comes through to the store."""
+    place = f"10.77.9.1:{20_000 + os.getpid() % 10_000}"
+    node = Rendezvous(nnodes=2, endpoint=place, timeout_s=30, secret=SECRET)
+    with nodes_that_met(node, 2) as meeting:
+        meeting.store.set("key", "ours")
+        before = keys_of(meeting)
+        stranger = subprocess.run(
+            [*from_outside, sys.executable, "-c", STRANGER, place],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert stranger.stdout.split("\n")[:3] == ["bytes 32", "refused", "no store"]
+        assert meeting.store.get("key") == b"ours"
+        assert "key" in before
+        assert keys_of(meeting) == before
+
+
+def keys_of(meeting: Meeting) -> list[str]:
+    """All keys, as a rank lists them; in this process the call would hold the interpreter, and with it the door."""
+    listing = (
+        "import os, torch.distributed as dist\n"
+        "place = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
+        "print(*sorted(dist.TCPStore(*place, is_master=False, wait_for_workers=False).list_keys()), sep='\\n')"
+    )
+    environment = {**os.environ, **meeting.variables}
+    command = [sys.executable, "-c", listing]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
+
+
+@contextmanager
+def nodes_that_met(rendezvous: Rendezvous, count: int) -> Iterator[Meeting]:
+    """The meeting of one of several nodes, all in threads of this process, while all are there."""
+    checked = threading.Event()
     meetings: SimpleQueue[Meeting] = SimpleQueue()
 
     def meet_and_wait() -> None:
-        with meet(node if nnodes == 2 else Rendezvous()) as meeting:
+        with meet(rendezvous) as meeting:
             meetings.put(meeting)
-            checked.wait(30)
+            checked.wait(60)
 
-    with ThreadPoolExecutor(2) as pool:
-        done = [pool.submit(meet_and_wait) for _ in range(nnodes)]
-        meeting = meetings.get(timeout=30)
-        port = int(meeting.variables["MASTER_PORT"])
-        dist.TCPStore(named, port, is_master=False, wait_for_workers=False).set("key", "theirs")
-        assert meeting.store.check(["key"])
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((str(other_address()), port), timeout=2).close()
-        checked.set()
+    with ThreadPoolExecutor(count) as pool:
+        done = [pool.submit(meet_and_wait) for _ in range(count)]
+        try:
+            yield meetings.get(timeout=30)
+        finally:
+            checked.set()
         for future in done:
             future.result(30)
+
+
+def test_nodes_with_other_secrets_do_not_meet(endpoint_here: str) -> None:
+    first = Rendezvous(nnodes=2, endpoint=endpoint_here, timeout_s=3, secret=SECRET)
+    with ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(meeting_of, first)
+        end = time.monotonic() + 20
+        while not is_open(endpoint_here) and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(NodesNotMetError, match="does not know this job's secret"):
+            meeting_of(replace(first, secret=b"of another job, as long"))
+        with pytest.raises(NodesNotMetError, match="1 of 2 nodes"):
+            alone.result(30)
+
+
+def is_open(endpoint: str) -> bool:
+    host, port = endpoint.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+@pytest.mark.parametrize("variables", [{}, {"MESHWRIGHT_SECRET": "short"}])
+def test_several_nodes_need_a_secret(variables: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        slurm_rendezvous({**STEP, "MESHWRIGHT_SECRET": "", **variables})
+    assert "export MESHWRIGHT_SECRET=" in str(caught.value.help)

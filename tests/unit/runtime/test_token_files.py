@@ -134,5 +134,5 @@ def test_tokens_of_text_are_made_once(tmp_path: Path, tokenizer: Path, monkeypat
     with pytest.raises(ConfigError, match="no tokenizer at"):
         tokenize_paths([str(text)], str(tmp_path / "nowhere.json"))
     tokenizer.write_text("{}")
-    with pytest.raises(ConfigError, match="is not a tokenizer"):
+    with pytest.raises(ConfigError, match="is not a tokenizer that works"):
         tokenize_paths([str(text)], str(tokenizer))

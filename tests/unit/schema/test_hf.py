@@ -224,8 +224,8 @@ def test_wrong_size_is_refused_with_field_and_value(value):
     [
         (
             "llama",
-            {"num_hidden_layers": 10_001},
-            "num_hidden_layers = 10001: Input should be less than or equal to 10000",
+            {"num_hidden_layers": 513},
+            "num_hidden_layers = 513: Input should be less than or equal to 512",
         ),
         ("llama", {"num_attention_heads": 5}, "num_attention_heads = 5 must divide hidden_size = 64"),
         ("llama", {"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),

@@ -1,0 +1,34 @@
+"""The limits of what comes from outside, in one table; each is checked where the value enters.
+
+They keep every command within seconds and a gigabyte, and stand far beyond what exists. What a search does within them is bounded
+by its time limit.
+"""
+
+from __future__ import annotations
+
+MAX_TEXT_BYTES = 2**30
+"""Of a file that is read as text: the largest plans have some hundred megabytes, and a device file never ends."""
+
+MAX_COUNT = 10**9
+"""Of sizes that a user states: a width, a vocabulary, tokens, sequences of a batch."""
+
+MAX_LAYERS = 512
+"""Blocks of a model: four times the deepest that are published. Cutting them into stages takes time and memory by the square."""
+
+MAX_MODEL_LAYERS = 2 * MAX_LAYERS + 16
+"""Of a model with embedding, head and heads for further tokens, when each block is cut in halves."""
+
+MAX_EXPERTS = 2**16
+"""Of a layer."""
+
+MAX_DEVICES = 10_000_000
+"""Of a cluster: more than anybody has built by a factor of ten."""
+
+MAX_CHANGES = 10**6
+"""Lines of a record of machines that come and go."""
+
+MAX_SEQUENCES = 10**6
+"""Of a batch of unequal lengths."""
+
+MAX_LOADS = 10**8
+"""Entries of an array of loads or choices of experts: a gigabyte, and more than any model has."""

@@ -1,0 +1,48 @@
+"""Command lines over mutated files and words: none ends in a traceback, runs long or takes much memory.
+
+For minutes, and by the thousand: tests/fuzz/commands.py, which the long test runs for a few.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from meshwright.cli.main import app
+from typer.testing import CliRunner
+
+FUZZER = Path(__file__).parents[1] / "fuzz" / "commands.py"
+
+REFUSED = [
+    "plan smollm2-135m --serve --cluster 2xH100-SXM-80GB --requests isl=3" + "NaN" * 2000,
+    "experts synth --out x.npz --num-tokens 9223372036854775808",
+    "experts synth --out x.npz --num-tokens 64 --num-topics 9223372036854775807",
+    "experts synth --out x.npz --num-layers 1000 --num-experts 10000 --steps 10000",
+    "experts synth --out x.npz --num-tokens 64 --affinity 1e308",
+    "experts synth --out x.npz --sigma nan",
+    "batch damaged.gz --pack 64",
+    "apply plan.json --nnodes 2 --rdzv-endpoint host:1",
+]
+"""Lines that once ended in a traceback, or took all memory."""
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:60])
+def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MESHWRIGHT_SECRET", raising=False)
+    Path("damaged.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"\xff" * 40)
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert not Path("x.npz").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="it forks, and watches processes by descriptors")
+def test_some_mutated_command_lines(tmp_path: Path) -> None:
+    command = [sys.executable, str(FUZZER), "--inputs", "25", "--seed", "5", "--out", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.startswith("25 command lines")
