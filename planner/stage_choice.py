@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models.pipeline.orders import Order, Pipeline, no_order_below_s
-from ..cost_models.pipeline.replay import PENDING_GRADIENTS, PipelineShape
+from ..cost_models.pipeline.replay import PipelineShape
 from ..cost_models.stage import memory
 from ..cost_models.stage.contents import (
     RecomputeCosts,
@@ -392,7 +392,7 @@ def order_instance(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> O
     shape, first, last = pipeline_shape(row, 0), np.array(boundaries[:-1]), np.array(boundaries[1:])
     contents, passes = contents_between(row, 0, first, last), pass_seconds(row, 0, boundaries)
     each_way_s = np.full(shape.num_stages, float(row.transfer_s[0]) / shape.num_model_chunks)
-    pipeline = build_pipeline(shape, passes, each_way_s, contents.activation_bytes)
+    pipeline = build_pipeline(shape, passes, each_way_s, contents.activation_bytes, contents.pending_bytes)
     headroom = rank_headroom_bytes(row, 0, contents, cap_bytes=row.cluster.memory_budget_bytes)
     outside_s = outside_passes_s(row, 0, contents, passes)
     return OrderInstance(row, boundaries, pipeline, tuple(float(bytes_) for bytes_ in headroom), outside_s)
@@ -421,15 +421,21 @@ def synthesise(
 
 
 def build_pipeline(
-    shape: PipelineShape, passes: StagePasses, each_way_s: FloatArray, retained_bytes: FloatArray | None = None
+    shape: PipelineShape,
+    passes: StagePasses,
+    each_way_s: FloatArray,
+    retained_bytes: FloatArray | None = None,
+    pending_bytes: FloatArray | None = None,
 ) -> Pipeline:
     """Return passes whose transfers are part of them, as both ranks wait for a transfer.
 
     Args:
         each_way_s: seconds of a transfer after each stage [S].
         retained_bytes: activations of a micro-batch in each stage [S]; None where only times are of interest.
+        pending_bytes: what waits between its input and its weight pass; None: nothing.
     """
     retained = np.ones(shape.num_stages) if retained_bytes is None else retained_bytes
+    pending = np.zeros(shape.num_stages) if pending_bytes is None else pending_bytes
     return Pipeline(
         num_microbatches=shape.num_microbatches,
         rank_of_stage=shape.rank_of_stage,
@@ -438,6 +444,6 @@ def build_pipeline(
         weight_s=tuple(passes.weight.tolist()),
         transfer_s=(0.0,) * (shape.num_stages - 1),
         held_bytes=tuple(retained.tolist()),
-        backward_freed_bytes=tuple((-PENDING_GRADIENTS * retained).tolist()),
-        weight_freed_bytes=tuple(((1 + PENDING_GRADIENTS) * retained).tolist()),
+        backward_freed_bytes=tuple((-pending).tolist()),
+        weight_freed_bytes=tuple((retained + pending).tolist()),
     )

@@ -26,6 +26,7 @@ from . import recurrences as _registered  # noqa: F401  operators and saved tens
 from .adapters import with_adapters
 from .data import data_parallel_s, has_copies
 from .memory import MODULES, activation_bytes, tp_params, trained_and_frozen
+from .working_set import pending_bytes, working_bytes
 from .operators import (
     CORE_ATTENTION,
     CostInputs,
@@ -63,7 +64,9 @@ class LayerCost:
         num_trained: those of them, or of their adapters, that are trained.
         expert_params: those of the trained ones that are routed experts'.
         activation_bytes: saved from forward to backward.
-        working_bytes: alive only while this layer runs backward.
+        pending_bytes: what waits from its input pass to its weight pass where a schedule splits the backward pass.
+        working_bytes: alive only while this layer runs backward, of our runtime with gradients of its weights;
+            split_working_bytes: while it runs an input pass.
     """
 
     forward_s: FloatArray
@@ -86,7 +89,9 @@ class LayerCost:
     num_trained: FloatArray
     expert_params: FloatArray
     activation_bytes: FloatArray
+    pending_bytes: FloatArray
     working_bytes: FloatArray
+    split_working_bytes: FloatArray
 
     @classmethod
     def concatenate(cls, costs: Sequence[LayerCost]) -> LayerCost:
@@ -180,12 +185,15 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
     # Gradients of weights as a part of the backward pass; what the host adds counts to both parts alike.
     deferrable, isolated_backward = _total(times, "weight_s", layouts), _total(times, "backward_s", layouts)
     weight_share = np.divide(deferrable, isolated_backward, out=none.copy(), where=isolated_backward > 0)
-    saved, working = activation_bytes(layer, inputs)
+    saved, again, gradients = activation_bytes(layer, inputs)
     # What leaves for the host's memory during a forward pass hides behind it.
     to_memory = host_link_bytes_per_s(np.zeros_like(layouts.offload_to_storage), inputs.scenario)
     moved_s = layouts.offload_activations * saved / to_memory
     num_params = tp_params(layer, hidden_dim, layouts)
     num_trained, frozen_bytes = trained_and_frozen(layer, num_params, inputs)
+    in_use = working_bytes(layer, inputs) or (gradients, gradients)
+    if workload.engine_facts.memory is None and layer.is_block and (layer.counted is not None or workload.adapters):
+        in_use = in_use[0] + workload.compute_bytes * num_trained, in_use[1]
     cost = LayerCost(
         forward_s=np.maximum(forward, moved_s),
         backward_s=np.maximum(backward, moved_s),
@@ -204,7 +212,9 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         num_trained=num_trained,
         expert_params=expert_params(layer, hidden_dim, layouts) if workload.adapters is None else none,
         activation_bytes=saved * (1 - layouts.offload_activations),
-        working_bytes=working,
+        pending_bytes=pending_bytes(layer, inputs),
+        working_bytes=again + in_use[0],
+        split_working_bytes=in_use[1],
     )
     return cost if workload.has_backward else _forward_only(cost, workload)
 
@@ -214,7 +224,7 @@ def _forward_only(cost: LayerCost, workload: Workload) -> LayerCost:
     again, none = sum(phase.num_passes for phase in workload.phases) - 1, np.zeros_like(cost.forward_s)
     return replace(
         cost, backward_s=again * cost.forward_s, weight_s=none, recompute_s=none, tp_backward_s=again * cost.tp_forward_s,
-        cp_backward_s=again * cost.cp_forward_s, ep_backward_s=again * cost.ep_forward_s, activation_bytes=none,
+        cp_backward_s=again * cost.cp_forward_s, ep_backward_s=again * cost.ep_forward_s, activation_bytes=none, pending_bytes=none,
     )  # fmt: skip
 
 

@@ -136,8 +136,10 @@ class SavedTensorRules:
     stores_scores: bool = False
 
 
-def activation_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
-    """Return the bytes saved from forward to backward under each layout's recompute, and the working set of the backward pass."""
+def activation_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return the bytes saved from forward to backward under each layout's recompute, what is made again for the backward pass, and
+    about what gradients of the widest tensors take in it.
+    """
     workload, layouts = inputs.workload, inputs.layouts
     on_device = inputs.cluster.weakest_device.backend
     fused = SavedTensorRules(workload, unfused_norm=not on_device.fuses_norms)
@@ -147,19 +149,18 @@ def activation_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Floa
     if workload.engine_facts.is_eager_like_megatron and is_core:
         # Selective drops what lies between query, key, value and the output of attention, and nothing else.
         choices[RECOMPUTES.index("selective")] = _elements_under_recompute(layer, "none", fused, inputs)
-    saved = np.stack([_saved_bytes(elements, inputs) for elements in choices])
+    saved = np.stack([bytes_of(elements, inputs) for elements in choices])
     selected = np.take_along_axis(saved, layouts.recompute[None, :], axis=0)[0]
     others = saved[0]
     if workload.engine_facts.recomputes_cores_first:
         cores = saved[RECOMPUTES.index("selective")]
         others = np.where(layouts.recompute == RECOMPUTES.index("full"), cores, others)
     mean = layouts.recompute_fraction * selected + (1 - layouts.recompute_fraction) * others
-    # While one layer runs backward, what it had dropped is present again, with gradients of its widest tensors.
     gradients = 0.5 * saved[0]
     if workload.engine_facts.memory is not None and rules.stores_scores:
         # Each gradient of the scores takes the place of a saved tensor that has been used.
-        gradients = 0.5 * _saved_bytes(_elements_under_recompute(layer, "none", fused, inputs), inputs)
-    return mean, saved[0] - selected + gradients
+        gradients = 0.5 * bytes_of(_elements_under_recompute(layer, "none", fused, inputs), inputs)
+    return mean, saved[0] - selected, gradients
 
 
 def _elements_under_recompute(
@@ -175,7 +176,8 @@ def _elements_under_recompute(
     return saved if recompute == "full" else saved + _saved_by_adapters(layer, inputs.hidden_dim, adapters)
 
 
-def _saved_bytes(saved: SavedElements, inputs: CostInputs) -> FloatArray:
+def bytes_of(saved: SavedElements, inputs: CostInputs) -> FloatArray:
+    """Return the bytes of a micro-batch's tensors on one rank [N]."""
     layouts, workload = inputs.layouts, inputs.workload
     along_sequence = np.where(layouts.sequence_parallel == 1, layouts.tp, 1)
     unsharded = saved.unsharded + saved.routed * stored_share(layouts, workload)
@@ -317,8 +319,20 @@ def _(attention: SoftmaxAttention, hidden_dim: int, recompute: Recompute, rules:
 @saved_by.register
 def _(attention: LatentAttention, hidden_dim: int, recompute: Recompute, rules: SavedTensorRules) -> SavedElements:
     # q and k at their full width, v, output; the compressed vectors before and after their norms.
-    joined = 2 * attention.q_dim + 2 * attention.num_heads * attention.v_head_dim
-    return SavedElements(tp=joined, unsharded=2 * _compressed_width(attention), tp_fp32=attention.num_heads)
+    value, compressed = attention.num_heads * attention.v_head_dim, _compressed_width(attention)
+    if rules.workload.engine_facts.memory is not None:
+        joined = 2 * attention.q_dim + 2 * value
+        return SavedElements(tp=joined, unsharded=2 * compressed, tp_fp32=attention.num_heads)
+    if recompute == "selective":  # what products and attention put out
+        of_products = attention.q_dim + value + attention.num_heads * attention.qk_nope_head_dim
+        return SavedElements(
+            tp=of_products + attention.q_dim, unsharded=compressed + hidden_dim, tp_fp32=attention.num_heads
+        )
+    # Values and outputs are as wide as queries, for the kernel; what the last product reads is a copy.
+    normed = (attention.q_lora_rank or 0) + attention.kv_lora_rank
+    return SavedElements(
+        tp=4 * attention.q_dim + value, unsharded=compressed + normed, tp_fp32=attention.num_heads, fp32=0
+    )
 
 
 def _compressed_width(attention: LatentAttention) -> int:

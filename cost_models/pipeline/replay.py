@@ -211,68 +211,6 @@ def pipelined_s(stage_s: Array, num_microbatches: Array, num_model_chunks: Array
     return num_microbatches * slowest + (np.sum(stage_s, axis=-1) - slowest) / num_model_chunks
 
 
-# Micro-batches in flight
-
-PENDING_GRADIENTS = 0.5
-"""What waits between an input pass and its weight pass next to the activations, as a part of them: gradients of products' outputs.
-
-torch keeps the entire graph until the weight pass (stage_backward_input retains it). In a block of Llama they are 10.75 of 19
-hidden widths a token.
-"""
-
-
-@lru_cache(maxsize=1024)
-def peak_in_flight_by_chunk(shape: PipelineShape) -> tuple[FloatArray, ...]:
-    """Return for each rank the micro-batches of each of its chunks when it holds most [K, v], no entry within another one.
-
-    Activations of a pass are stored until its backward pass, or its weight pass with `PENDING_GRADIENTS` since the input pass.
-    More than 4 pp micro-batches hold no more, but under gpipe.
-    """
-    if shape.record.all_forward_first:
-        return (np.full((1, shape.num_model_chunks), float(shape.num_microbatches)),) * shape.pp
-    if shape.order is None and shape.num_microbatches > 4 * shape.pp:
-        return peak_in_flight_by_chunk(shape.with_microbatches(4 * shape.pp))
-    changes = np.array([1.0, PENDING_GRADIENTS, -1.0 - PENDING_GRADIENTS, -1.0])
-    peaks = []
-    for kind, stage, _ in rows_of(shape):
-        counts = np.zeros((len(kind), shape.num_model_chunks))
-        change = changes[kind]
-        counts[np.arange(len(kind)), stage // shape.pp] = change
-        is_peak = np.append((change[:-1] > 0) & (change[1:] < 0), False)
-        distinct = np.unique(np.cumsum(counts, axis=0)[is_peak], axis=0)
-        covered = np.all(distinct[None, :, :] >= distinct[:, None, :], axis=2).sum(axis=1) > 1
-        peaks.append(distinct[~covered])
-    return tuple(peaks)
-
-
-def in_flight(shape: PipelineShape) -> FloatArray:
-    """Return the most micro-batches each rank [pp] holds at once, with chunks of equal size."""
-    return np.array([counts.mean(axis=1).max() for counts in peak_in_flight_by_chunk(shape)])
-
-
-def in_flight_of_stage(
-    schedule: Array, num_microbatches: Array, pp: Array, stage_idx: Array, num_model_chunks: Array = 1
-) -> Array:
-    """Return the micro-batches whose activations a stage holds at once.
-
-    min(m, pp - stage) under 1f1b, m under gpipe; interleaved over v chunks the warm-up is 2 (pp - stage - 1) + (v - 1) pp + 1
-    chunks, each a v-th of the stage (arXiv:2104.04473 section 2.2).
-    """
-    v = num_model_chunks
-    warm_up = np.where(v > 1, (2 * (pp - stage_idx - 1) + (v - 1) * pp + 1) / v, pp - stage_idx)
-    is_1f1b = by_schedule("runs_in_rounds") & ~by_schedule("splits_backward")
-    return np.where(is_1f1b[schedule], np.minimum(num_microbatches, warm_up), num_microbatches)
-
-
-def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
-    """Return the micro-batches that every rank holds at least when it holds most [N]; not above `in_flight`."""
-    count = np.ones_like(np.asarray(pp, dtype=np.float64))
-    for idx, record in enumerate(SCHEDULES.values()):
-        min_count = record.min_in_flight(num_microbatches, pp, num_model_chunks)
-        count = np.where(np.asarray(schedule) == idx, min_count, count)
-    return np.minimum(num_microbatches, count)
-
-
 # What no split of the work can beat
 
 

@@ -43,18 +43,11 @@ import numpy as np
 from ...schema.layout_table import MIXED
 from ...schema.schedules import SCHEDULE_NAMES
 from ...schema.units import BoolArray, FloatArray, IntArray
-from ..pipeline.replay import (
-    PipelineShape,
-    PipelineWork,
-    in_flight,
-    in_flight_of_stage,
-    lower_bound_s,
-    makespan_s,
-    min_in_flight,
-)
+from ..pipeline.in_flight import in_flight, in_flight_of_stage, min_in_flight, min_summed_in_flight, summed_in_flight
+from ..pipeline.replay import PipelineShape, PipelineWork, lower_bound_s, makespan_s
 from . import memory
 from .contents import RecomputeCosts, more_in_flight, step_shape, with_vocabulary
-from .memory import StageContents, StepShape
+from .passing import StageContents, StepShape
 from .pool_bounds import fullest_stage_on_pools, pipeline_bound
 from .replicas import saved_s
 from .table import CostTable, is_aligned, stages_of_pools
@@ -258,7 +251,10 @@ def _balanced_contents(costs: CostTable) -> StageContents:
         root_params=np.where(pp == 1, costs.root_params, 0.0),
         block_params=costs.block_params,
         activation_bytes=activations / pp,
+        pending_bytes=0.0 * pp,
         working_bytes=costs.working_bytes,
+        split_working_bytes=costs.split_working_bytes,
+        block_activation_bytes=costs.block_activation_bytes,
         logits=np.where(pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
         ends_are_one=costs.model.tie_embeddings & (pp == 1),
@@ -269,8 +265,10 @@ def _balanced_contents(costs: CostTable) -> StageContents:
 def _shape_with_min_in_flight(costs: CostTable) -> StepShape:
     """Return the shape of the stage with the fewest micro-batches in flight."""
     b = costs.layouts
-    flight = min_in_flight(b.schedule, b.num_microbatches, b.pp, b.num_model_chunks)
-    return step_shape(b, more_in_flight(costs, flight), num_neighbours=np.minimum(b.pp - 1, 1))
+    numbers = b.schedule, b.num_microbatches, b.pp, b.num_model_chunks
+    flight = more_in_flight(costs, min_in_flight(*numbers))
+    summed = np.where(b.pp > 1, min_summed_in_flight(*numbers), flight)
+    return step_shape(b, flight, num_neighbours=np.minimum(b.pp - 1, 1), summed_in_flight=summed)
 
 
 def budget_bytes(costs: CostTable) -> FloatArray:
@@ -427,7 +425,9 @@ def _lines(costs: CostTable, kind: int, pp: int) -> tuple[FloatArray, FloatArray
     saved = np.array([option.by_case[kind].activation_bytes[option.case_idx] for option in options])
     none, one = (_block_headroom_bytes(costs, kind, count) for count in (0.0, 1.0))
     headroom, static = np.maximum(none[0], 0.0), none[0] - one[0]
-    flight = in_flight_of_stage(b.schedule[:, None], b.num_microbatches[:, None], pp, np.arange(pp))  # [N, S]
+    m = b.num_microbatches[:, None]
+    flight = in_flight_of_stage(b.schedule[:, None], m, pp, np.arange(pp))  # [N, S]
+    flight = summed_in_flight(m, flight)  # beside the gradients that are static
     taken = flight * saved[:, :, None] + static[:, None]  # [O, N, S]
     times = np.broadcast_to(seconds[:, :, None], taken.shape)
     zero = np.zeros(taken.shape[1:])
@@ -464,7 +464,10 @@ def _block_headroom_bytes(costs: CostTable, kind: int, count: float) -> tuple[Fl
         root_params=none,
         block_params=costs.block_params,
         activation_bytes=none,
+        pending_bytes=none,
         working_bytes=costs.working_bytes,
+        split_working_bytes=none,
+        block_activation_bytes=none,
         logits=none,
         boundary_bytes=costs.boundary_bytes,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,21 +13,11 @@ from ...schema.layout_table import MIXED, LayoutTable
 from ...schema.schedules import by_schedule
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..layer.vocabulary import MORE_IN_FLIGHT
-from ..pipeline.replay import (
-    PENDING_GRADIENTS,
-    PipelineShape,
-    in_flight,
-    in_flight_of_stage,
-    peak_in_flight_by_chunk,
-)
-from .memory import (
-    MemoryTerms,
-    StageContents,
-    StepShape,
-    activation_headroom_bytes,
-    required_by_terms,
-    stage_memory,
-)
+from ..pipeline.in_flight import Holding, holdings, in_flight, in_flight_of_stage, summed_in_flight
+from ..pipeline.replay import PipelineShape
+from .fullest import fullest_moment, held_activations
+from .memory import activation_headroom_bytes, required_by_terms, stage_memory
+from .passing import MemoryTerms, StageContents, StepShape
 from .table import CostTable, KnownCosts
 
 
@@ -37,11 +27,12 @@ def step_shape(
     *,
     num_neighbours: IntArray,
     logits_in_flight: Any = None,
+    summed_in_flight: Any = None,
     idx: int | slice = slice(None),
 ) -> StepShape:
     """Return what memory depends on of the layouts ``idx``, given micro-batches in flight and neighbours of a stage.
 
-    Logits wait with the activations of the head: of all micro-batches where forward passes come first, else of one unless given.
+    All in flight are so beside gradients unless given. Logits wait with the activations of the head: of all micro-batches where forward passes come first, else of one unless given.
     """
     if logits_in_flight is None:
         all_first = by_schedule("all_forward_first")[layouts.schedule[idx]] & (layouts.pp[idx] > 1)
@@ -62,6 +53,8 @@ def step_shape(
         num_microbatches=layouts.num_microbatches[idx],
         in_flight=in_flight,
         logits_in_flight=logits_in_flight,
+        summed_in_flight=in_flight if summed_in_flight is None else summed_in_flight,
+        reduces_apart=(layouts.num_model_chunks[idx] > 1) & (layouts.pp[idx] > 1),
         num_neighbours=num_neighbours,
         offload=layouts.offload[idx],
         offload_fraction=layouts.offload_fraction[idx],
@@ -95,17 +88,19 @@ def more_in_flight(costs: CostTable, in_flight: Any, idx: int | slice = slice(No
 
 def shape_of_stages(costs: CostTable, idx: int, stage_idx: IntArray) -> StepShape:
     """Return what memory depends on of stages ``stage_idx`` of layout ``idx``."""
-    b, shape, of_logits = costs.layouts, pipeline_shape(costs, idx), None
-    if shape.record.splits_backward:
+    b, shape = costs.layouts, pipeline_shape(costs, idx)
+    if shape.pp == 1:
+        flight = np.ones(np.shape(stage_idx))
+    elif shape.record.splits_backward:
         flight = in_flight(shape)[stage_idx]
-        of_logits = np.maximum(flight / (1 + PENDING_GRADIENTS), 1.0)  # the graph of each waits for its weight pass
     else:
         flight = in_flight_of_stage(
             b.schedule[idx], b.num_microbatches[idx], b.pp[idx], stage_idx, b.num_model_chunks[idx]
         )
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
     flight = more_in_flight(costs, flight, idx)
-    return step_shape(b, flight, num_neighbours=num_neighbours, logits_in_flight=of_logits, idx=idx)
+    summed = summed_in_flight(b.num_microbatches[idx], flight) if shape.pp > 1 else flight
+    return step_shape(b, flight, num_neighbours=num_neighbours, summed_in_flight=summed, idx=idx)
 
 
 def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray) -> StageContents:
@@ -125,7 +120,10 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         root_params=np.minimum(roots[last] - roots[first], costs.root_params[idx]),
         block_params=costs.block_params[idx],
         activation_bytes=span("activation_bytes"),
+        pending_bytes=np.where(first > 0, span("pending_bytes"), 0.0),
         working_bytes=_working_between(costs, idx, first, last),
+        split_working_bytes=np.asarray(costs.split_working_bytes[idx]),
+        block_activation_bytes=np.asarray(costs.block_activation_bytes[idx]),
         logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
         ends_are_one=costs.model.tie_embeddings & (costs.layouts.pp[idx] == 1),
@@ -166,7 +164,9 @@ def contents_of_ranks(costs: CostTable, idx: int, contents: StageContents) -> St
     """Return the contents of each rank [..., pp] given those of its stages [..., S]."""
     shape = pipeline_shape(costs, idx)
     on_rank = np.array(shape.rank_of_stage)[:, None] == np.arange(shape.pp)
-    summed = ("params", "trained", "expert_params", "frozen_bytes", "root_params", "activation_bytes", "logits")
+    summed = (
+        "params", "trained", "expert_params", "frozen_bytes", "root_params", "activation_bytes", "pending_bytes", "logits"
+    )  # fmt: skip
     of_ranks = replace(contents, **{name: np.asarray(getattr(contents, name)) @ on_rank for name in summed})
     return replace(of_ranks, root_params=np.minimum(of_ranks.root_params, costs.root_params[idx]))
 
@@ -183,37 +183,39 @@ def shape_of_ranks(costs: CostTable, idx: int, in_flight: FloatArray) -> StepSha
 
 def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray) -> MemoryTerms:
     """Return the memory terms of stages ``stage_idx`` of layout ``idx``; the chunks of a rank count as one stage."""
-    return stage_memory(contents, shape_of_stages(costs, idx, stage_idx), costs.scenario)
+    step, shape = shape_of_stages(costs, idx, stage_idx), pipeline_shape(costs, idx)
+    if not shape.record.splits_backward or shape.num_stages != shape.pp or shape.pp == 1:
+        return stage_memory(contents, step, costs.scenario)
+    chunks = _by_chunk(contents, ..., None)
+    return _at_fullest(costs, idx, contents, chunks, step, Holding(*(part[stage_idx] for part in holdings(shape))))
 
 
 def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tuple[StageContents, MemoryTerms]:
-    """Return contents and memory terms of each rank [..., pp] of layout ``idx``, given the contents of its stages [..., S].
-
-    Activations are those of the fullest moment of the schedule (`peak_in_flight_by_chunk`).
-    """
+    """Return contents and memory terms of each rank [..., pp] of layout ``idx``, given the contents of its stages [..., S]."""
     shape = pipeline_shape(costs, idx)
-    ranks = np.array(shape.rank_of_stage)
-    activations, workload = np.asarray(contents.activation_bytes), costs.workload
-    # Logits of a micro-batch are there from its forward to its backward pass; those of one are a term of their own.
-    is_ours = workload.engine_facts.memory is None and workload.loss == "engine"
-    logits = np.asarray(contents.logits) * (workload.compute_bytes if is_ours else 0.0)
-    counted = 1 + PENDING_GRADIENTS if shape.record.splits_backward else 1.0
-    by_rank = enumerate(peak_in_flight_by_chunk(shape))
-    peak = np.stack(
-        [
-            (
-                activations[..., ranks == r] @ counts.T
-                + logits[..., ranks == r] @ np.maximum(counts / counted - 1, 0.0).T
-            ).max(axis=-1)
-            for r, counts in by_rank
-        ],
-        axis=-1,
-    )
-    of_ranks = contents_of_ranks(costs, idx, contents)
-    saved = of_ranks.activation_bytes
-    flight = np.divide(peak, saved, out=np.zeros_like(peak), where=saved > 0)
+    by_rank = np.argsort(np.array(shape.rank_of_stage), kind="stable").reshape(shape.pp, -1)
+    of_ranks, step = contents_of_ranks(costs, idx, contents), shape_of_ranks(costs, idx, np.ones(shape.pp))
+    return of_ranks, _at_fullest(costs, idx, of_ranks, _by_chunk(contents, ..., by_rank), step, holdings(shape))
+
+
+def _by_chunk(contents: StageContents, *where: Any) -> StageContents:
+    """Return the fields of contents, all of one shape, at an index."""
+    shape = np.broadcast_shapes(*(np.shape(getattr(contents, field.name)) for field in fields(contents)))
+    values = {field.name: np.broadcast_to(getattr(contents, field.name), shape)[where] for field in fields(contents)}
+    return StageContents(**values)
+
+
+def _at_fullest(
+    costs: CostTable, idx: int, contents: StageContents, chunks: StageContents, step: StepShape, holding: Holding
+) -> MemoryTerms:
+    """Return the memory terms of ranks [...] with chunks [..., v] that hold most at one of the moments [..., K]."""
+    workload = costs.workload
+    if workload.engine_facts.memory is None and workload.has_backward:
+        return stage_memory(contents, step, costs.scenario, fullest_moment(chunks, step, costs.scenario, holding))
+    peak, saved = held_activations(chunks, holding).max(axis=-1), contents.activation_bytes
+    flight = np.divide(peak, saved, out=np.ones_like(peak), where=saved > 0)
     flight = more_in_flight(costs, flight, idx) if costs.layouts.ep_overlap[idx] else flight
-    return of_ranks, stage_memory(of_ranks, shape_of_ranks(costs, idx, flight), costs.scenario)
+    return stage_memory(contents, replace(step, in_flight=flight, summed_in_flight=flight), costs.scenario)
 
 
 def stage_headroom_bytes(
@@ -250,7 +252,8 @@ def chunks_may_fit(costs: CostTable) -> BoolArray:
     layouts, cases = b.select(rows[of_row]), costs.case_idx[rows[of_row]]
     rank = np.arange(len(of_row)) - (np.cumsum(b.pp[rows]) - b.pp[rows])[of_row]
     flight = in_flight_of_stage(layouts.schedule, layouts.num_microbatches, layouts.pp, rank, layouts.num_model_chunks)
-    shape = step_shape(layouts, flight, num_neighbours=1 + (rank > 0))
+    beside = np.where(layouts.num_microbatches > layouts.pp, flight, -1)
+    shape = step_shape(layouts, flight, num_neighbours=1 + (rank > 0), summed_in_flight=beside)
     smallest = {name: costs.of_blocks(name).min(axis=0)[cases] for name in _OF_ONE_BLOCK}
     none, chunks = np.zeros(len(of_row)), layouts.num_model_chunks
     of_each = {
@@ -269,6 +272,9 @@ def chunks_may_fit(costs: CostTable) -> BoolArray:
             frozen_bytes=n * smallest["frozen_bytes"],
             activation_bytes=n // chunks * chunks * smallest["activation_bytes"],
             working_bytes=smallest["working_bytes"],
+            pending_bytes=none,
+            split_working_bytes=none,
+            block_activation_bytes=none,
             boundary_bytes=boundary,
             **of_each,
         )

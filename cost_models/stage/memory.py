@@ -39,7 +39,7 @@ Sources: Megatron-LM docs/source/api-guide/dist_optimizer.md; DeepSpeed's config
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -48,152 +48,94 @@ from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array
 from ..coefficients import Scenario
 from ..layer.data import buffered_gradients, has_copies, summed_gradients
-from ..layer.parallel import exchange_buffer_bytes, sharded_params, userbuffers_bytes
+from ..layer.parallel import exchange_buffer_bytes, userbuffers_bytes
+from .passing import (
+    MemoryTerms,
+    StageContents,
+    StepShape,
+    gathered_bytes,
+    is_host,
+    loss_bytes,
+    reduction_bytes,
+    transients,
+)
 
-_EAGER_LOGIT_BYTES = 14.0
-"""Of one logit where the loss is torch's cross_entropy of logits.float(): logits, log-softmax, its gradient, the logits' (fp32 all
-but the first); the fp32 copy is gone by then. Of a share of them four in fp32 meet: torch.distributed.tensor.parallel.loss."""
-
-_LOSS_PARTS = 8  # of torchtune's and torchtitan's chunked losses
-LOSS_CHUNK_ELEMENTS = 2**24  # logits that our loss works on at a time (runtime/loss.py: CHUNK_ELEMENTS)
 _MORE_THAN_ANY = float(2**52)  # bytes beyond any device's, whose sum with its terms is exact to less than one
 
-MemoryTerms = dict[str, Array]
-"""Bytes by the names of MemoryBreakdown."""
 
+def stage_memory(
+    stage: StageContents, step: StepShape, scenario: Scenario, fullest: MemoryTerms | None = None
+) -> MemoryTerms:
+    """Return the terms of the allocated peak, bytes; keys are the fields of MemoryBreakdown.
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """The choices of the layout that memory depends on; ints or arrays.
-
-    Attributes:
-        dp_replicate, dp_shard: groups that hold the same shards, and ranks over which states are sharded (context ranks included).
-        expert_shards: ranks over which the states of experts are sharded.
-        gradient_shards, optimizer_shards: both for gradients and for optimizer states, multiples of the former.
-        is_replicated: ranks hold replicas of one stage and nothing more.
-        tp_overlap, cuda_graphs, reduces_in_compute_dtype: as of a LayoutTable.
-        tp, experts: ranks that share a stage's matrices; its experts, and one of them (ep, expert_tp).
-        in_flight: micro-batches whose activations are stored; ``logits_in_flight`` those whose logits are.
-        num_neighbours: stages that activations or gradients are received from.
+    Args:
+        fullest: terms of the fullest moment of an order of passes (fullest.py), of which the step does not know.
     """
-
-    dp_replicate: Array
-    dp_shard: Array
-    expert_shards: Array
-    gradient_shards: tuple[Array, Array]
-    optimizer_shards: tuple[Array, Array]
-    zero_stage: Array
-    is_replicated: Array
-    tp_overlap: Array
-    cuda_graphs: Array
-    reduces_in_compute_dtype: Array
-    tp: Array
-    experts: tuple[Array, Array]
-    num_microbatches: Array
-    in_flight: Array
-    logits_in_flight: Array
-    num_neighbours: Array
-    offload: Array
-    offload_fraction: Array
-
-    @property
-    def has_second_copy(self) -> Array:
-        """True where parameters are sharded over fewer ranks than the optimizer states they are made from."""
-        wider = (self.optimizer_shards[0] > self.dp_shard) | (self.optimizer_shards[1] > self.expert_shards)
-        return (self.zero_stage == 3) & wider
-
-    @property
-    def on_device(self) -> Array:
-        """Part of the optimizer states, and of the masters they update, that is not on the host."""
-        return 1.0 - np.where(self.offload > 0, self.offload_fraction, 0.0)
-
-    @property
-    def gathers_in_pieces(self) -> Array:
-        """True where unsharded parameters come unit by unit."""
-        return (self.zero_stage == 3) | (self.offload == 2)
-
-    @property
-    def is_piped(self) -> Array:
-        """True where the stage is one of several."""
-        return np.asarray(self.num_neighbours) > 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageContents:
-    """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``.
-
-    ``ends_are_one``: embedding and head are one parameter, whose gradient is reduced after the last block's.
-    """
-
-    params: Array
-    expert_params: Array
-    trained: Array
-    block_trained: Array
-    frozen_bytes: Array
-    root_params: Array
-    block_params: Array
-    activation_bytes: Array
-    working_bytes: Array
-    logits: Array
-    boundary_bytes: Array
-    ends_are_one: Array = False
-
-    def frozen(self, step: StepShape, workload: Workload) -> Array:
-        """Return the bytes of a frozen model next to its adapters: unsharded, or this rank's shard where fully_shard has it."""
-        is_wrapped = has_copies(step, workload) & (workload.engine_facts.memory is None)
-        return self.frozen_bytes / np.where((step.zero_stage == 3) | is_wrapped, step.dp_shard, 1)
-
-    def owned(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank owns the states; those of experts have groups of their own."""
-        return sharded_params(self.trained, self.expert_params, *step.optimizer_shards)
-
-    def reduced(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank stores the gradients where they are sharded."""
-        return sharded_params(self.trained, self.expert_params, *step.gradient_shards)
-
-    def stored(self, step: StepShape) -> Array:
-        """Return the trained parameters of which one rank stores the values that passes read where they are sharded."""
-        return sharded_params(self.trained, self.expert_params, step.dp_shard, step.expert_shards)
-
-
-def stage_memory(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:
-    """Return the terms of the allocated peak, bytes; keys are the fields of MemoryBreakdown."""
     workload = scenario.workload
     stage = replace(stage, activation_bytes=stage.activation_bytes * scenario.cluster.calibration.activations)
     if workload.engine_facts.memory is not None:
         return _other_engine(stage, step, scenario)
     if not workload.has_backward:
         return _zeroth_order(stage, step, scenario)
+    moments = _moments(stage, step, scenario) if fullest is None else [fullest]
+    receive = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
+    return {
+        "parameters": _parameters(stage, step, workload),
+        "optimizer": _states(stage.owned(step), step, workload),
+        **_fullest(moments, also_temporary=_workspace_bytes(scenario) + receive),
+    }
+
+
+def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[MemoryTerms]:
+    """Return what is present with all activations, with those that gradients are beside, and in the update."""
+    workload = scenario.workload
     b, copies = workload.compute_bytes, has_copies(step, workload)
     before, final = summed_gradients(stage, step, workload)
     # fully_shard keeps them from the forward to the backward pass (reshard_after_forward=N).
     second_copy = b * np.where(step.has_second_copy, stage.stored(step), 0.0)
-    receive = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
     passing = _fullest(transients(stage, step, scenario))
-    waiting = (step.logits_in_flight - 1) * (b * stage.logits if workload.loss == "engine" else 0.0)
-    full = {
-        "gradients": before,
-        "unsharded": passing["unsharded"] + np.where(copies, second_copy, 0.0),
-        "activations": step.in_flight * stage.activation_bytes,
-        "logits": passing["logits"] + waiting,
-        "temporary": passing["temporary"] + receive,
-    }
+    of_one = b * stage.logits if workload.loss == "engine" else 0.0
     unit = np.maximum(stage.root_params, stage.block_params)
     # Under a pipeline one unit's sum in fp32 is reduced, which is counted, after its copy in the compute dtype is dropped.
     added = np.where(step.is_piped & copies, b * np.minimum(unit, stage.trained), 0.0)
-    gathered = np.where(step.is_piped, _gathered(stage.trained, stage, step, workload) - added, b * stage.root_params)
+    gathered = np.where(step.is_piped, gathered_bytes(stage.trained, stage, step, workload) - added, b * stage.root_params)
+    # Of several chunks the others have been reduced by then; how much the last one has is not known here.
+    gathered = np.where(step.reduces_apart, 0.0, gathered)
+    sharded = float(workload.master_bytes) * stage.reduced(step)
     update = {
-        "gradients": final,
+        "gradients": np.where(step.reduces_apart, sharded, final),
         "unsharded": np.where(copies, gathered, 0.0),
-        "activations": 0.0 * full["activations"],
-        "logits": 0.0 * full["logits"],
-        "temporary": _reduction(unit, stage, step, scenario) - added + receive,
+        "activations": 0.0 * stage.activation_bytes,
+        "logits": 0.0 * passing["logits"],
+        "temporary": reduction_bytes(unit, stage, step, scenario) - added,
     }
-    return {
-        "parameters": _parameters(stage, step, workload),
-        "optimizer": _states(stage.owned(step), step, workload),
-        **_fullest([full, update], also_temporary=_workspace_bytes(scenario)),
+
+    def at(in_flight: Array, gradients: Array) -> MemoryTerms:
+        of_logits = np.minimum(step.logits_in_flight, np.maximum(in_flight, 1))
+        return {
+            "gradients": gradients,
+            "unsharded": passing["unsharded"] + np.where(copies, second_copy, 0.0),
+            "activations": in_flight * stage.activation_bytes,
+            "logits": passing["logits"] + (of_logits - 1) * of_one,
+            "temporary": passing["temporary"],
+        }
+
+    # As the first block runs backward nearly all gradients are there; of a single pass its neighbours' are still to come.
+    block = np.minimum(stage.block_params, stage.trained)
+    to_come = np.where(step.is_piped, 0.0, np.minimum(block + stage.root_params, stage.trained) / np.maximum(stage.trained, 1.0))
+    pieces = gathered_bytes(block, stage, step, workload)
+    copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
+    all_copies = gathered_bytes(stage.trained, stage, step, workload)
+    late = {
+        "gradients": np.maximum(update["gradients"] * (1 - to_come), before * (step.num_microbatches > 1)),
+        "unsharded": np.where(copies, np.where(step.is_piped, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0),
+        "activations": np.minimum(stage.block_activation_bytes, step.in_flight * stage.activation_bytes),
+        "logits": 0.0 * passing["logits"],
+        "temporary": stage.working_bytes + np.where(copies & ~step.is_piped, 4.0 * stage.block_trained, 0.0),
     }
+    summed = step.summed_in_flight
+    first = at(step.in_flight, np.where(summed < step.in_flight, 0.0, before))
+    return [first, at(np.maximum(summed, 0), np.where(summed < 0, 0.0, before)), late, update]
 
 
 def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:
@@ -204,7 +146,7 @@ def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     workload, none = scenario.workload, 0.0 * stage.params
     head, block = np.where(stage.logits > 0, stage.root_params, 0.0), stage.block_params
     direction = workload.master_bytes * step.tp * np.maximum(stage.root_params, block)
-    unsharded_of_head, unsharded = (_gathered(params, stage, step, workload) for params in (head, 2 * block))
+    unsharded_of_head, unsharded = (gathered_bytes(params, stage, step, workload) for params in (head, 2 * block))
     moments = [
         {
             "unsharded": unsharded_of_head,
@@ -223,88 +165,6 @@ def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     }
 
 
-def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> list[MemoryTerms]:
-    """Return what comes and goes while all activations are present, by moment: unsharded parameters, logits and temporary bytes.
-
-    The loss; then the backward pass of the head and the reduction of its gradients, of a block and the reduction of its.
-    Where parameters are gathered in pieces a unit's are present in its backward pass, with those of the block gathered in advance;
-    what goes into a reduction stays until the next one begins (torch's FSDPParamGroup.post_backward). Under a pipeline reductions
-    come after the last backward pass of all, when no activations remain; the gradient of a tied embedding waits for the first
-    layer's backward pass.
-    """
-    workload = scenario.workload
-    b, block, none = workload.compute_bytes, stage.block_params, 0.0 * stage.logits
-    head = np.where(stage.logits > 0, stage.root_params, 0.0)
-    grads, of_head = (block, head) if workload.adapters is None else (stage.block_trained, none)
-    waits = step.is_piped | stage.ends_are_one
-    reduced = np.where(waits, 0.0, of_head)
-    stays = np.where(has_copies(step, workload) & ~step.is_piped, 4.0 * np.maximum(reduced, grads), 0.0)
-    waiting = np.where(stage.ends_are_one & ~step.is_piped, b * of_head, 0.0)
-
-    def reduction(params: Array, is_later: Array) -> Array:
-        return np.where(is_later, b * params, _reduction(params, stage, step, scenario))
-
-    return [
-        {
-            "unsharded": _gathered(params, stage, step, workload),
-            "logits": logits,
-            "temporary": temporary + 0.0 * stage.params,
-        }
-        for params, logits, temporary in (
-            (
-                head,
-                loss_bytes(stage.logits, workload, stage.boundary_bytes, step.tp),
-                b * of_head if workload.loss == "fused" else 0.0,
-            ),
-            (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
-            (block, none, reduction(of_head, waits)),
-            (2 * block, none, stage.working_bytes + b * grads + stays + waiting),
-            (block, none, reduction(block, step.is_piped) + waiting),
-        )
-    ]
-
-
-def _gathered(params: Array, stage: StageContents, step: StepShape, workload: Workload) -> Array:
-    """Return the bytes of unsharded parameters in the compute dtype next to shards: ``params`` where they come in pieces."""
-    b, all_of_them = workload.compute_bytes, workload.compute_bytes * stage.trained + stage.frozen_bytes
-    return np.where(has_copies(step, workload), np.where(step.gathers_in_pieces, b * params, all_of_them), 0.0)
-
-
-def logit_gradient_bytes(logits: Array, workload: Workload, hidden_bytes: Array) -> Array:
-    """Return the bytes that the head's backward pass reads: gradients of the logits, or those of the hidden states made before."""
-    if workload.loss == "fused":
-        return np.where(logits > 0, hidden_bytes, 0.0)
-    return workload.compute_bytes * logits / max(_head_parts(workload), 1)
-
-
-def _head_parts(workload: Workload) -> int:
-    """Return in how many parts logits are made, each with its loss; 0: as in our runtime."""
-    return _LOSS_PARTS if workload.loss == "chunked_head" else workload.engine_facts.loss_chunks
-
-
-def loss_bytes(logits: Array, workload: Workload, hidden_bytes: Array = 0.0, tp: Array = 1) -> Array:
-    """Return the bytes of logits and what the loss makes of them: ours in chunks, a compiled one in one kernel.
-
-    Ours takes the logsumexp of a chunk's differences from the largest, in fp32, next to the chunk in fp32 (runtime/loss.py); a loss
-    that is made for some of the tokens after the other has the logits of those only; one that takes parts of logits that are all
-    there keeps the log-softmax of each in fp32, which a compiled one makes again. A fused one has as many as the hidden states have
-    elements, and the gradients of those (Liger: tokens / (vocabulary / hidden) at a time).
-    """
-    b, chunks = workload.compute_bytes, _head_parts(workload)
-    if workload.loss == "fused":
-        return np.where(logits > 0, 2.0 * hidden_bytes, 0.0)
-    if workload.loss == "in_place":
-        return b * logits
-    if workload.loss == "chunked":
-        stored, of_part = (b, b) if workload.code == "compiled" else (b + 4.0, 8.0)
-        return (stored + of_part / _LOSS_PARTS) * logits
-    if workload.code == "engine" and not chunks:
-        of_chunk = 4.0 if b == 4 else 8.0
-        return b * logits + of_chunk * np.minimum(LOSS_CHUNK_ELEMENTS, logits)
-    eager = _EAGER_LOGIT_BYTES + np.where(np.asarray(tp) > 1, 2.0, 0.0)
-    return (2 * b if workload.code == "compiled" else eager) * logits / max(chunks, 1)
-
-
 def _states(owned: Array, step: StepShape, workload: Workload) -> Array:
     """Return the bytes of optimizer states on the device; pages that the driver moves are not the allocator's."""
     return 0.0 * owned if workload.paged_states else float(workload.optimizer_bytes) * owned * step.on_device
@@ -319,15 +179,6 @@ def _parameters(stage: StageContents, step: StepShape, workload: Workload) -> Ar
     remaining = np.where(step.zero_stage == 3, workload.compute_bytes * (1.0 - step.on_device), 0.0)
     trained = stage.owned(step) * (workload.master_bytes * step.on_device + remaining)
     return np.where(step.offload == 2, 0.0, trained + stage.frozen(step, workload))
-
-
-def _reduction(params: Array, stage: StageContents, step: StepShape, scenario: Scenario) -> Array:
-    """Return gradients of one unit in the compute dtype, input and output of their fp32 reduction; gloo copies its input."""
-    workload, shards = scenario.workload, step.gradient_shards[0]
-    b = workload.compute_bytes
-    unit = params if workload.adapters is None else np.minimum(params, stage.block_trained)
-    copy = np.where(shards > 1, 4.0, 0.0) if _is_host(scenario) else 0.0
-    return np.where(has_copies(step, workload), b + 4.0 + copy + 4.0 / shards, b) * unit
 
 
 def _other_engine(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:
@@ -388,12 +239,8 @@ def _fullest(phases: list[MemoryTerms], *, also_temporary: Array = 0.0) -> Memor
 
 
 def _workspace_bytes(scenario: Scenario) -> float:
-    workspace = 0.0 if _is_host(scenario) else float(scenario.coefficients["memory"]["workspace_bytes"])
+    workspace = 0.0 if is_host(scenario) else float(scenario.coefficients["memory"]["workspace_bytes"])
     return scenario.cluster.calibration.overhead_bytes + workspace
-
-
-def _is_host(scenario: Scenario) -> bool:
-    return scenario.cluster.weakest_device.backend.is_host
 
 
 # From terms to what must fit
@@ -411,13 +258,13 @@ def breakdown(terms: MemoryTerms) -> MemoryBreakdown:
 
 def reserved_over_allocated(scenario: Scenario) -> float:
     """Return the slack of the caching allocator, or of the C library's on a CPU."""
-    name = "resident_over_allocated_cpu" if _is_host(scenario) else "reserved_over_allocated"
+    name = "resident_over_allocated_cpu" if is_host(scenario) else "reserved_over_allocated"
     return float(scenario.coefficients["memory"][name])
 
 
 def context_bytes(scenario: Scenario) -> float:
     """Return what the driver's tools show besides the reserved memory: context, kernels, NCCL's channels."""
-    return 0.0 if _is_host(scenario) else float(scenario.coefficients["memory"]["context_bytes"])
+    return 0.0 if is_host(scenario) else float(scenario.coefficients["memory"]["context_bytes"])
 
 
 def process_bytes(scenario: Scenario) -> float:
@@ -459,8 +306,18 @@ def activation_headroom_bytes(stage: StageContents, step: StepShape, scenario: S
     """Return the bytes that each micro-batch may save for a device to require at most ``cap_bytes`` before its update.
 
     Negative where it requires more without any. Required bytes grow with the activations by the same slope everywhere, so one
-    evaluation with so many of them that the update is not the peak tells the rest.
+    evaluation with so many of them that the update is not the peak tells the rest: with the micro-batches that are in flight at
+    most, and with those that are so beside all gradients.
     """
+    headroom = _headroom_bytes(stage, step, scenario, cap_bytes)
+    summed = np.asarray(step.summed_in_flight)
+    if not np.any((summed > 0) & (summed < step.in_flight)):
+        return headroom
+    beside = replace(step, in_flight=np.maximum(summed, 1))
+    return np.where(summed > 0, np.minimum(headroom, _headroom_bytes(stage, beside, scenario, cap_bytes)), headroom)
+
+
+def _headroom_bytes(stage: StageContents, step: StepShape, scenario: Scenario, cap_bytes: float) -> Array:
     each = step.in_flight * scenario.cluster.calibration.activations
     terms = stage_memory(replace(stage, activation_bytes=_MORE_THAN_ANY / each), step, scenario)
     margin, slack = required_bytes(1.0, 0.0, scenario), reserved_over_allocated(scenario)
@@ -471,4 +328,4 @@ def activation_headroom_bytes(stage: StageContents, step: StepShape, scenario: S
 
 
 def _engine_key(scenario: Scenario) -> str:
-    return "cpu" if _is_host(scenario) else scenario.workload.calibration_engine
+    return "cpu" if is_host(scenario) else scenario.workload.calibration_engine

@@ -272,8 +272,23 @@ class CostTable:
 
     @cached_property
     def working_bytes(self) -> FloatArray:
-        """Largest working set of a layer [N]."""
-        return np.asarray(np.max([cost.working_bytes for cost in self.by_case], axis=0)[self.case_idx])
+        """Largest working set of a layer [N]; of the first half of a block beside gradients that the second has made."""
+        values = np.array([cost.working_bytes for cost in self.by_case])
+        if self.layouts.half_blocks.any() and self.workload.engine_facts.memory is None:
+            trained = np.array([cost.num_trained for cost in self.by_case])
+            for first, second in np.unique(self.kind_of_layer[self.is_block].reshape(-1, 2), axis=0):
+                values[first] += self.workload.compute_bytes * trained[second]
+        return np.asarray(np.max(values, axis=0)[self.case_idx])
+
+    @cached_property
+    def split_working_bytes(self) -> FloatArray:
+        """Largest working set of a layer in an input pass [N]."""
+        return np.asarray(np.max([cost.split_working_bytes for cost in self.by_case], axis=0)[self.case_idx])
+
+    @cached_property
+    def block_activation_bytes(self) -> FloatArray:
+        """Activations of the block, or half of one, with most [N]."""
+        return np.asarray(np.max(self.of_blocks("activation_bytes"), axis=0)[self.case_idx])
 
     @cached_property
     def logits(self) -> FloatArray:

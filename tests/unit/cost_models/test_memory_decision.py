@@ -5,7 +5,7 @@ import pytest
 from meshwright.cost_models.coefficients import Scenario
 from meshwright.cost_models.layer.memory import SavedElements, SavedTensorRules, saved_elements
 from meshwright.cost_models.stage import memory
-from meshwright.cost_models.stage.memory import loss_bytes
+from meshwright.cost_models.stage.passing import loss_bytes
 from meshwright.planner.plan import estimate
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingEstimate, Workload
 from meshwright.schema.engine_facts import ENGINES

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cost_models.layer.operators import attended_tokens
-from meshwright.cost_models.pipeline import replay
+from meshwright.cost_models.pipeline.in_flight import in_flight_of_stage
 from meshwright.cost_models.pipeline.replay import pipelined_s
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.step import model_flops_per_token
@@ -138,9 +138,9 @@ def test_gradients_of_weights_are_a_part_of_the_backward_pass() -> None:
 
 
 def test_in_flight_microbatches() -> None:
-    assert replay.in_flight_of_stage(1, 8, 4, np.arange(4)).tolist() == [4, 3, 2, 1]
-    assert replay.in_flight_of_stage(1, 2, 4, np.arange(4)).tolist() == [2, 2, 2, 1]
-    assert replay.in_flight_of_stage(0, 8, 4, np.arange(4)).tolist() == [8, 8, 8, 8]
+    assert in_flight_of_stage(1, 8, 4, np.arange(4)).tolist() == [4, 3, 2, 1]
+    assert in_flight_of_stage(1, 2, 4, np.arange(4)).tolist() == [2, 2, 2, 1]
+    assert in_flight_of_stage(0, 8, 4, np.arange(4)).tolist() == [8, 8, 8, 8]
 
 
 def test_pipeline_bubble_is_the_textbook_one() -> None:
@@ -168,7 +168,7 @@ def test_interleaving_divides_the_bubble_and_keeps_more_in_flight() -> None:
     assert pipelined_s(stages, 8, 1) == pytest.approx((8 + 3) * 2.0)
     assert pipelined_s(stages, 8, 2) == pytest.approx((8 + 3 / 2) * 2.0)
     # pp 4, 2 chunks: 2 * (4 - s - 1) + 4 + 1 chunk passes warm up stage s
-    assert replay.in_flight_of_stage(1, 64, 4, np.arange(4), 2).tolist() == [5.5, 4.5, 3.5, 2.5]
+    assert in_flight_of_stage(1, 64, 4, np.arange(4), 2).tolist() == [5.5, 4.5, 3.5, 2.5]
 
 
 def test_engines_differ_in_what_they_hold() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meshwright.cost_models.stage.memory import loss_bytes
+from meshwright.cost_models.stage.passing import loss_bytes
 from meshwright.engines import as_run_by, export, exportable, read_configuration
 from meshwright.engines.torchtitan import MODELS
 from meshwright.planner import plan

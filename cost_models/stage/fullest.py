@@ -1,0 +1,85 @@
+"""The fullest moment of a rank under an order of passes: activations, gradients and copies of its chunks that meet there.
+
+At each moment of `pipeline.in_flight.holdings` a rank of chunks c holds
+
+    activations  sum_c held[c] a[c] + pending[c] p[c]       p: what waits between an input and a weight pass
+    logits       held[c] b T V / tp of the chunk with the head
+    gradients    sum_c summed[c] 4 P[c] + reduced[c] 4 P[c] / N
+    unsharded    sum_c (1 - reduced[c]) b P[c]
+    temporary    of the pass that runs: what the loss makes of the logits in a forward pass; the working set of a layer, or gradients
+                 of the head, in a backward pass; gradients of all parameters, before they add up in fp32, at the end of a weight
+                 pass; input and output of the largest unit's reduction at the end of all
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...schema.units import Array, FloatArray, IntArray
+from ..coefficients import Scenario
+from ..layer.data import has_copies
+from ..pipeline.in_flight import BACKWARD, END, FORWARD, INPUT, MOMENTS, WEIGHT, Holding
+from .passing import MemoryTerms, StageContents, StepShape, is_host, loss_bytes
+
+
+def held_activations(chunks: StageContents, holding: Holding) -> FloatArray:
+    """Return the bytes of activations and of what is pending at every moment [..., K], contents [..., v]."""
+    return _sum(holding.held, chunks.activation_bytes) + _sum(holding.pending, chunks.pending_bytes)
+
+
+def fullest_moment(
+    chunks: StageContents, step: StepShape, scenario: Scenario, holding: Holding
+) -> MemoryTerms:
+    """Return the terms of the fullest moment of our runtime [...], without states and receive buffers.
+
+    Args:
+        chunks: of each chunk of the ranks [..., v].
+        holding: of the ranks [..., K] or [..., K, v].
+    """
+    workload, copies = scenario.workload, has_copies(step, scenario.workload)
+    b, master = workload.compute_bytes, float(workload.master_bytes)
+    logits = b * np.asarray(chunks.logits) if workload.loss == "engine" else 0.0 * np.asarray(chunks.logits)
+    copied = np.where(copies, b * chunks.trained + chunks.frozen_bytes, 0.0)
+    terms = {
+        "gradients": _sum(holding.summed, master * chunks.trained) + _sum(holding.reduced, master * chunks.reduced(step)),
+        "unsharded": _sum(1 - holding.reduced, copied),
+        "activations": scenario.cluster.calibration.activations * held_activations(chunks, holding),
+        "logits": _sum(holding.held, logits),
+        "temporary": _temporary(chunks, step, scenario, holding),
+    }
+    most = sum(terms.values()).argmax(axis=-1)[..., None]
+    return {name: np.take_along_axis(values, most, axis=-1)[..., 0] for name, values in terms.items()}
+
+
+def _temporary(chunks: StageContents, step: StepShape, scenario: Scenario, holding: Holding) -> FloatArray:
+    """Return what comes and goes in the pass at hand [..., K]; in a backward pass the logits that were counted go."""
+    workload, copies = scenario.workload, has_copies(step, scenario.workload)
+    b, logits = workload.compute_bytes, np.asarray(chunks.logits)
+    stored = b * logits if workload.loss == "engine" else 0.0 * logits
+    of_head = b * np.where(logits > 0, chunks.root_params, 0.0)
+    unit = np.minimum(np.maximum(chunks.root_params, chunks.block_params), chunks.trained)
+    shards = step.gradient_shards[0]
+    gloo = np.where(shards > 1, 4.0, 0.0) if is_host(scenario) else 0.0
+    # Gradients that are cast add up after the pass; others right away.
+    uncast = b * np.maximum(of_head / b, chunks.block_params / 3)
+    by_moment = {
+        FORWARD: loss_bytes(logits, workload, chunks.boundary_bytes, step.tp) - stored,
+        BACKWARD: np.maximum(of_head, chunks.working_bytes - stored),
+        INPUT: chunks.split_working_bytes,
+        WEIGHT: uncast if workload.is_full_precision else b * chunks.trained,
+        END: np.where(copies, (4.0 + gloo + 4.0 / shards - b) * unit, 0.0),
+    }
+    of_moments = np.stack(np.broadcast_arrays(*(by_moment[idx] for idx in range(len(MOMENTS)))), axis=-1)
+    flat = of_moments.reshape(*of_moments.shape[:-2], -1)
+    return _at(flat, holding.chunk * len(MOMENTS) + holding.moment)
+
+
+def _at(values: FloatArray, idx: IntArray) -> FloatArray:
+    shape = np.broadcast_shapes(values.shape[:-1], idx.shape[:-1])
+    values, idx = np.broadcast_to(values, (*shape, values.shape[-1])), np.broadcast_to(idx, (*shape, idx.shape[-1]))
+    return np.asarray(np.take_along_axis(values, idx, axis=-1))
+
+
+def _sum(counts: IntArray, of_chunks: Array) -> FloatArray:
+    """Return sums over the chunks [..., K] of counts [..., K, v] times bytes [..., v]."""
+    return np.asarray((counts * np.asarray(of_chunks)[..., None, :]).sum(axis=-1))
