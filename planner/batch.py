@@ -28,6 +28,9 @@ from .request import PlanRequest
 _MAX_TOKENS = 2**22
 """Of a rank: more are not looked for."""
 
+_LEAST_S = 1e-12
+"""Seconds of sequences that are hidden behind the gathers of their micro-batch: what takes none has no order."""
+
 _NUM_LENGTHS = 6
 """Lengths at which seconds are worked out, evenly spaced by ratio."""
 
@@ -104,7 +107,7 @@ class _MicroBatch(NamedTuple):
     tokens: int
 
     def per_token(self, fixed_s: float) -> float:
-        return max(self.total - fixed_s, 0.0) / self.tokens
+        return max(self.total - fixed_s, _LEAST_S) / self.tokens
 
 
 class _Costs:
