@@ -3,8 +3,8 @@
 layers              A layer at some micro-batches and tensor-parallel shards. With t the measured and f the modelled seconds of a
                     point, operators of a layout with x tokens a rank take f(x) * exp(interpolated log(t / f)), linear in log x
                     and beyond the measured sizes as at the nearest, from the points of the nearest tp. Between two measured
-                    lengths of sequences it is interpolated in log length; there is none beyond the longest. Communication is no part
-                    of a measured layer; what recompute repeats and context parallelism adds follows from the operators.
+                    lengths of sequences it is interpolated in log length; there is none beyond the longest. Communication is
+                    no part of a measured layer; what recompute repeats and context parallelism adds follows from the operators.
 attention           Modelled seconds times measured over modelled of the nearest shape: by the logarithms of sequence length, head
                     width and of all rows together, each direction by itself. Two octaves count as another regime: beyond, the
                     ratio fades to one by half for each further octave.

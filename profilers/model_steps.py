@@ -100,7 +100,7 @@ def model_steps(build_model: BuildModel, task: ProfileTask, place: RankPlace, dt
 def layer_cases(
     model: ModelSpec, *, seq_len: int, micro_batch_size: int, dtype: str, max_tp: int, documents: bool = False
 ) -> list[LayerCase]:
-    """Return the cases by value: each kind and its shards as they are, over shorter sequences, recomputed, in larger micro-batches."""
+    """Return the cases by value: each kind and its shards as they are, over shorter sequences, recomputed, then larger."""
     kinds: list[MeasuredLayer] = [*dict.fromkeys(block for block, _ in model.block_runs), model.head, model.embedding]
     degrees = [tp for tp in TENSOR_PARALLEL if tp <= max_tp]
     shorter = [times for times in SHORTER if documents and times < seq_len]

@@ -273,9 +273,7 @@ def _backward(
         else:
             sizes = (None, None, query_rows.shape[2], rest[0].shape[2])
             seed = torch.zeros(0, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
-            grads = _aten._scaled_dot_product_flash_attention_backward(
-                *rows, *sizes, 0.0, meeting.causal, seed, seed
-            )
+            grads = _aten._scaled_dot_product_flash_attention_backward(*rows, *sizes, 0.0, meeting.causal, seed, seed)
         documents.append(grads[:3])
     grad_query, *grads = (torch.cat(parts, dim=2) for parts in zip(*documents, strict=True))
     batch, kv_heads = key_value.shape[1:3]

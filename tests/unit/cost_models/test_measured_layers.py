@@ -65,7 +65,10 @@ def test_between_measured_sizes_the_ratio_is_interpolated() -> None:
 
 def test_between_measured_lengths_the_ratio_is_interpolated() -> None:
     def blocks_s(seq_len: int, *points: LayerPoint) -> float:
-        workload, layout = WORKLOAD.replace(seq_len=seq_len, global_batch_size=32), Layout(pp=2, micro_batch_size=128 // seq_len)
+        workload, layout = (
+            WORKLOAD.replace(seq_len=seq_len, global_batch_size=32),
+            Layout(pp=2, micro_batch_size=128 // seq_len),
+        )
         return estimate(MODEL, cluster(*points), workload, layout).stages[0].forward_s
 
     short, long = (
