@@ -26,7 +26,7 @@ _MAX_LEVELS = 256
 
 
 def lower_bound_s(instance: BatchInstance) -> float:
-    """Return seconds that no schedule is below, under (O) or (O')."""
+    """Return seconds that no schedule is below, where ranks wait after every micro-batch or meet once."""
     fixed_s, capacity = instance.fixed_s, float(instance.num_ranks * instance.tokens_per_rank)
     if not instance.waits:
         micro_batches = float(instance.lengths.sum()) / capacity
