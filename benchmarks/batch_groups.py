@@ -11,6 +11,7 @@ import gzip
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from meshwright.planner.batch import batch_instance
@@ -18,6 +19,7 @@ from meshwright.schema.batch import Batch, SequenceCosts
 from meshwright.solvers.batch_groups import check_batch, schedule_batch
 
 DATA = Path(__file__).parents[1] / "../shared/data/variable_length"
+PUBLISHED = Path(__file__).parents[1] / "../shared/data/sequences/flexsp/flexsp_cases.json"
 LINK = {2: 119.54, 4: 104.07, 8: 96.5, 16: 10.33, 32: 5.94, 64: 4.87}
 COSTS = SequenceCosts(
     fixed_s=0.6293563,
@@ -41,6 +43,11 @@ def main() -> None:
             _row(
                 entry["name"], entry["lengths"], entry["gpus"], tokens, float(row["flexsp_ms"]), float(row["adaptive_ms"])
             )  # fmt: skip
+    for case in json.loads(PUBLISHED.read_text()):
+        for number, entry in enumerate(case["iters"]):
+            others = [entry["methods"][method]["time_ms"] for method in ("flexSP", "adaptive")]
+            ranks, tokens = case["cost_model"]["cluster_size"], case["device_token_capacity"]
+            _row(f"{case['name']} {number}", entry["lengths"], ranks, tokens, *others, costs=_costs(case["cost_model"]))
     with gzip.open(DATA / "code_files.txt.gz", "rt") as file:
         pool = np.minimum([int(line) for line in file], 196_608)
     for count, ranks in ((512, 64), (8_192, 1_024)):
@@ -48,8 +55,22 @@ def main() -> None:
         _row(f"{count} code files on {ranks} ranks (seed 0)", lengths, ranks, 6_449)
 
 
-def _row(name: str, lengths: list[int], ranks: int, tokens: int, *others_ms: float) -> None:
-    batch = Batch(lengths=tuple(lengths), multiple=128, num_ranks=ranks, tokens_per_rank=tokens, costs=COSTS)
+def _costs(model: dict[str, Any]) -> SequenceCosts:
+    """Return the costs of a published run; exchange is of queries, keys, values and outputs of 2 bytes, forward and backward."""
+    megabytes = 2 * 4 * 2 * model["layer_num"] * model["hidden_size"] / 2**20
+    links = {int(degree): float(rate) for degree, rate in model["alltoall_bandwidth_dict_gbs"].items()}
+    return SequenceCosts(
+        fixed_s=model["cpt_beta1"] / 1000,
+        linear_s=model["cpt_alpha2"] / 1000,
+        quadratic_s=model["cpt_alpha1"] / 1000,
+        exchange_s={degree: megabytes / rate / 1000 for degree, rate in links.items() if degree > 1},
+    )
+
+
+def _row(
+    name: str, lengths: list[int], ranks: int, tokens: int, *others_ms: float, costs: SequenceCosts = COSTS
+) -> None:
+    batch = Batch(lengths=tuple(lengths), multiple=128, num_ranks=ranks, tokens_per_rank=tokens, costs=costs)
     instance = batch_instance(batch)
     start = time.process_time()
     answer = schedule_batch(instance)

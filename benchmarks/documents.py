@@ -1,12 +1,13 @@
 """Training on documents in mixed groups against padding and against the best fixed cp, and predicted against measured steps.
 
-python benchmarks/documents.py --out benchmarks/documents.json            # needs ../shared/data; some minutes
+python benchmarks/documents.py --out benchmarks/documents.json            # needs ../shared/data; some twenty minutes
 
 A small decoder on gloo ranks (ZeRO-3), batches of lengths of code files. Every way computes the same batches by `backward_batch`:
 ours; every sequence padded to the longest of its batch; fixed degrees cp = 1, 2, .. of which the best counts, each scheduled by the
 same solver with groups of that size only. Measured is the critical path in CPU seconds: of each micro-batch the seconds of the rank
 that computes longest, since ranks wait for each other there (waiting takes no CPU), which other work disturbs little.
-Wall seconds are reported beside it. Predictions are of the plan's costs for `local:N`, which measures the machine once.
+Wall seconds are reported beside it. Predictions are of the plan's costs after `meshwright profile --documents --cpu-seconds`, which
+measures the layers of this decoder by the same seconds on as many ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import gzip
 import json
 import multiprocessing as mp
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -26,7 +29,9 @@ from typing import Any
 import numpy as np
 from meshwright.planner import plan as make_plan
 from meshwright.planner.batch import length_costs
-from meshwright.schema import ClusterSpec, ModelSpec, TrainingPlan, Workload
+from meshwright.profilers.machine import cpu_rank_environment
+from meshwright.profilers.profiled_cluster import profiled_cluster
+from meshwright.schema import ModelSpec, Profile, TrainingPlan, Workload
 from meshwright.schema.batch import LengthCosts, Lengths
 from meshwright.solvers.batch_groups import BatchGroup, BatchInstance, schedule_batch
 
@@ -76,15 +81,21 @@ def main() -> None:
 
 def _plan(ranks: int, lengths: Lengths, tokens_per_rank: int) -> TrainingPlan:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
+        path, profile = Path(folder) / "config.json", Path(folder) / "profile.json"
         path.write_text(json.dumps(CONFIG))
         model = ModelSpec.resolve(str(path))
-    cluster = ClusterSpec.parse(f"local:{ranks}")
+        command = [
+            sys.executable, "-m", "meshwright.cli", "profile", "--model", str(path), "--seq-len", str(MAX_LEN), "--documents",
+            "--cpu-seconds", "--ranks", str(ranks), "--parts", "compute,layers,links", "--budget-s", "150", "--out", str(profile),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        cluster = profiled_cluster(Profile.load(profile))
     workload = Workload(seq_len=MAX_LEN, global_batch_size=BATCH, precision="fp32")
     fixed = {"dp_shard": ranks, "zero_stage": 3, "recompute": "none", "micro_batch_size": 1}
     plan = make_plan(model, cluster, workload, fixed=fixed)
     assert isinstance(plan, TrainingPlan)
-    costs = length_costs(model, cluster, workload, plan.layout, shortest=lengths.lengths[0], longest=MAX_LEN)
+    mixed = workload.replace(lengths=lengths)
+    costs = length_costs(model, cluster, mixed, plan.layout, shortest=lengths.lengths[0], longest=MAX_LEN)
     return plan.replace(batches=costs.replace(tokens_per_rank=tokens_per_rank))
 
 
@@ -116,7 +127,7 @@ def _fixed(costs: LengthCosts, lengths: tuple[int, ...], degree: int) -> Schedul
 
 def _run(plan: TrainingPlan, batches: list[tuple[int, ...]], work: list[Any]) -> list[list[dict[str, Any]]]:
     """Return what every rank measured, by rank and piece of work."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(cpu_rank_environment(), OMP_NUM_THREADS="1")
     context, ranks = mp.get_context("spawn"), plan.layout.world_size
     with tempfile.TemporaryDirectory() as folder:
         plan.save(Path(folder) / "plan.json")

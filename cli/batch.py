@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,8 @@ from .terminal import Table, headed_table, show
 if TYPE_CHECKING:
     from ..solvers.batch_groups import BatchInstance, BatchSchedule
 
-_MAX_ROWS = 40
+_MAX_SHOWN = 24
+"""Micro-batches in the table."""
 
 
 class BatchOptions(OptionModel):
@@ -67,7 +69,7 @@ def batch(
         typer.echo(json_module.dumps(documents[0] if len(documents) == 1 else documents, indent=2))
     else:
         for name, instance, schedule in answers:
-            show(_table(name, instance, schedule))
+            show(_table(name, instance, schedule), *_remarks(instance, schedule))
 
 
 def _plot(path: Path, answers: list[tuple[str, BatchInstance, BatchSchedule]]) -> None:
@@ -153,8 +155,7 @@ def _table(name: str, instance: BatchInstance, schedule: BatchSchedule) -> Table
     table = headed_table(
         title, "micro-batch", "groups", "of ranks", "sequences", "tokens", "longest", "seconds", "idle"
     )
-    rows = 0
-    for number, groups in enumerate(schedule.micro_batches):
+    for number, groups in enumerate(schedule.micro_batches[:_MAX_SHOWN]):
         slowest = max(group.seconds for group in groups)
         for size in dict.fromkeys(group.size for group in groups):
             alike = [group for group in groups if group.size == size]
@@ -162,10 +163,18 @@ def _table(name: str, instance: BatchInstance, schedule: BatchSchedule) -> Table
             busy = sum(group.seconds for group in alike) / len(alike) / slowest if slowest else 1.0
             counts = (len(lengths), int(lengths.sum()), int(lengths.max()))
             seconds = format_seconds(max(group.seconds for group in alike))
-            if rows < _MAX_ROWS:
-                texts = (f"{count:,}" for count in counts)
-                table.add_row(str(number), str(len(alike)), str(size), *texts, seconds, format_percent(1 - busy))
-            rows += 1
-    if rows > _MAX_ROWS:
-        table.caption = f"{rows - _MAX_ROWS} further rows: --json has all"
+            texts = (f"{count:,}" for count in counts)
+            table.add_row(str(number), str(len(alike)), str(size), *texts, seconds, format_percent(1 - busy))
     return table
+
+
+def _remarks(instance: BatchInstance, schedule: BatchSchedule) -> Iterator[str]:
+    """Yield what the table does not have."""
+    from ..schema.units import format_seconds
+
+    if (left_out := len(schedule.micro_batches) - _MAX_SHOWN) > 0:
+        yield f" {left_out:,} further micro-batches: --json has all"
+    if instance.fixed_s:
+        each = "micro-batch" if instance.waits else "group"
+        yield f" besides, {format_seconds(instance.fixed_s)} for each {each}, whatever is in it: gathers and dispatch"
+    yield ""

@@ -46,6 +46,9 @@ class MeasureOptions(OptionModel):
     )
     seq_len: Count = option(4096, "tokens of one sequence of the layers.", needs=("model",))
     micro_batch_size: Count = option(1, "sequences of a micro-batch of the layers.", needs=("model",))
+    documents: bool = option(
+        False, "measure them over shorter sequences as well, as batches of documents have.", needs=("model",)
+    )
     budget_s: float = option(120.0, "seconds for everything, start-up included.", metavar="S")
     out: Path = option(Path("profile.json"), "where the profile goes; written after every part.")
     serve: bool = option(
@@ -55,6 +58,11 @@ class MeasureOptions(OptionModel):
     ranks: int | None = option(None, "processes on this machine. Default: one a GPU, without GPUs one a core.")
     parts: str | None = option(None, "some of compute,memory,layers,links,host,storage,overlap. Default: all.")
     nvme: Path | None = option(None, "folder on the storage to measure.", metavar="PATH")
+    cpu_seconds: bool = option(
+        False,
+        "count the seconds of processors, one thread a rank, not those of the clock: for a machine without GPUs that others use.",
+        barred_by=("serve", "nvme"),
+    )
     resume: bool = option(False, "keep the parts that the file at --out has.")
     as_json: bool = option(False, "the profile as JSON on stdout.", name="--json")
 
@@ -126,6 +134,10 @@ def _task(options: MeasureOptions) -> ProfileTask:
             Profile.load(out)
         except ConfigError:
             raise ConfigError(f"--out {out} is there and no profile", help="give another name") from None
+    if options.cpu_seconds:
+        if visible_gpus()[0]:
+            raise ConfigError("--cpu-seconds: this machine has GPUs, whose seconds are not a processor's")
+        parts = tuple(part for part in parts if part not in ("storage", "overlap"))  # they are of waiting
     spec = ModelSpec.resolve(options.model) if options.model is not None else None
     if spec is not None and (lacking := why_not_runnable(spec)):
         raise ConfigError(f"the layers of {spec.name} cannot be measured: this version cannot run it", details=lacking)
@@ -145,6 +157,9 @@ def _task(options: MeasureOptions) -> ProfileTask:
         storage_path=str(nvme.resolve()) if nvme else "",
         out=str(out.resolve()),
         resume=options.resume,
+        documents=options.documents,
+        cpu_seconds=options.cpu_seconds,
+        threads=int(options.cpu_seconds),
     )
 
 

@@ -2,8 +2,9 @@
 
 layers              A layer at some micro-batches and tensor-parallel shards. With t the measured and f the modelled seconds of a
                     point, operators of a layout with x tokens a rank take f(x) * exp(interpolated log(t / f)), linear in log x
-                    and beyond the measured sizes as at the nearest, from the points of the nearest tp. Communication is no part
-                    of a measured layer; what recompute repeats and context parallelism adds follows from the operators.
+                    and beyond the measured sizes as at the nearest, from the points of the nearest tp. Between two measured
+                    lengths of sequences it is interpolated in log length; there is none beyond the longest. Communication is
+                    no part of a measured layer; what recompute repeats and context parallelism adds follows from the operators.
 attention           Modelled seconds times measured over modelled of the nearest shape: by the logarithms of sequence length, head
                     width and of all rows together, each direction by itself. Two octaves count as another regime: beyond, the
                     ratio fades to one by half for each further octave.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from statistics import median
 from typing import NamedTuple
 
@@ -55,7 +57,8 @@ PassSeconds = Callable[[Layer, CostInputs], tuple[FloatArray, FloatArray]]
 def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> tuple[FloatArray, FloatArray] | None:
     """Return measured over modelled seconds of a layer's operators, forward and backward [N]; None without points of it.
 
-    Those count that have the workload's engine, sequence length and dtype and no recompute; of half a block its block's.
+    Those count that have the workload's engine and dtype and no recompute; of half a block its block's. Sequences of the workload's
+    length, or where several lengths were measured those next to it.
     """
     profile, workload = inputs.cluster.profile, inputs.workload
     if profile is None or workload.adapters is not None:
@@ -67,19 +70,42 @@ def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> t
         if point.engine == workload.engine
         and point.recompute == "none"
         and point.hidden_dim == inputs.hidden_dim
-        and point.seq_len == workload.seq_len
         and point.dtype == dtype
         and (point.layer == layer or layer in getattr(point.layer, "halves", ()))
     ]
-    if not points:
+    by_length: dict[int, list[LayerPoint]] = {}
+    for point in points:
+        by_length.setdefault(point.seq_len, []).append(point)
+    length = workload.attended_len
+    longer = [entry for entry in by_length if entry >= length]
+    shorter = [entry for entry in by_length if entry <= length]
+    if not longer or (not shorter and len(by_length) == 1):
         return None
+    high, low = min(longer), max(shorter, default=min(longer))
+    share = math.log(length / low) / math.log(high / low) if high > low else 0.0
+    below, above = (_ratios_at(by_length[entry], inputs, modelled_s) for entry in (low, high))
+    return below[0] ** (1 - share) * above[0] ** share, below[1] ** (1 - share) * above[1] ** share
+
+
+def _ratios_at(
+    points: Sequence[LayerPoint], inputs: CostInputs, modelled_s: PassSeconds
+) -> tuple[FloatArray, FloatArray]:
+    """Return measured over modelled seconds, forward and backward [N], by points of one length."""
     # The layouts that the points stand for: one rank's shard, no data parallelism.
     layouts = [Layout(tp=point.tp, micro_batch_size=point.micro_batch_size) for point in points]
     size = int(np.lcm.reduce([point.micro_batch_size for point in points]))
-    forward_s, backward_s = modelled_s(
-        points[0].layer, replace(inputs, layouts=LayoutTable.from_layouts(layouts, size))
-    )
+    scenario = _of_length(inputs.scenario, points[0].seq_len)
+    table = LayoutTable.from_layouts(layouts, size)
+    forward_s, backward_s = modelled_s(points[0].layer, replace(inputs, layouts=table, scenario=scenario))
     return _layer_ratio(points, forward_s, "forward", inputs), _layer_ratio(points, backward_s, "backward", inputs)
+
+
+@lru_cache(maxsize=64)
+def _of_length(scenario: Scenario, seq_len: int) -> Scenario:
+    """Return the scenario with entire sequences of a length; it is a key of caches, and therefore made once."""
+    workload = scenario.workload
+    same = workload.replace(seq_len=seq_len, document_len=None, lengths=None)
+    return scenario if same == workload else replace(scenario, workload=same)
 
 
 def _layer_ratio(

@@ -5,9 +5,11 @@ sequences by context parallelism of degree d. Seconds come from the estimate of 
 as the heads go, a ring beyond, as the runtime does it): what one more micro-batch of n equal sequences adds to a step, n such that
 ranks are half full, at lengths from the shortest to the longest, less what a micro-batch takes whatever is in it,
 
-    SECONDS(LEN, d) = (t(n LEN, d) - FIXED) / n,   FIXED = 2 t(n/2) - t(n) at d = 1, of the shortest
+    SECONDS(LEN, d) = (t(n LEN, d) - FIXED) / n + DOCUMENT(d),   FIXED = 2 t(n/2) - t(n) at d = 1, of the shortest
 
-between which seconds a token are interpolated over log LEN. Sequences that are packed attend to themselves only.
+between which seconds a token are interpolated over log LEN. Sequences that are packed attend to themselves only, each by kernels of
+its own but for one rank's GPU: every rank of a group dispatches those of all documents of its place in the ring, DOCUMENT(d). Where
+a mean batch does not half fill the ranks, n is what it brings.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..cost_models.coefficients import Scenario
+from ..cost_models.hardware.machine import host_costs
 from ..schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpec, TrainingPlan, Workload
 from ..schema.batch import Batch, LengthCosts
+from ..schema.layers import SoftmaxAttention
 from ..schema.training_plan import TrainingEstimate
 from ..solvers.batch_groups import BatchInstance
 from .expand import expand_layout
@@ -27,6 +32,14 @@ from .request import PlanRequest
 
 _MAX_TOKENS = 2**22
 """Of a rank: more are not looked for."""
+
+_LOOP_DISPATCHES, _RING_DISPATCHES = 3, 11
+"""Operators that the host dispatches for the attention of one document in one block, forward and backward: in a loop over documents
+the kernels and its part in joining the rows; at each place of a ring two kernels, six slices and three copies (counted in
+runtime/documents/attention.py and runtime/context_parallel.py)."""
+
+_LEAST_S = 1e-12
+"""Seconds of sequences that are hidden behind the gathers of their micro-batch: what takes none has no order."""
 
 _NUM_LENGTHS = 6
 """Lengths at which seconds are worked out, evenly spaced by ratio."""
@@ -69,8 +82,9 @@ def length_costs(
     costs = _Costs(model, cluster, workload, layout)
     tokens = costs.tokens_per_rank()
     grid = costs.grid(shortest, longest)
-    of_shortest = costs.seconds(grid[0], 1, tokens)
-    fixed_s = max(2 * costs.seconds(grid[0], 1, tokens / 2).total - of_shortest.total, 0.0)
+    filled = max(min(tokens / 2, costs.batch_tokens), 2.0 * grid[0])
+    of_shortest = costs.seconds(grid[0], 1, filled)
+    fixed_s = max(2 * costs.seconds(grid[0], 1, filled / 2).total - of_shortest.total, 0.0)
     return LengthCosts(
         num_ranks=layout.dp * layout.cp,
         tokens_per_rank=tokens,
@@ -79,7 +93,7 @@ def length_costs(
         waits=layout.zero_stage >= 2,
         lengths=tuple(grid),
         token_s=tuple(
-            tuple(costs.seconds(length, degree, tokens).per_token(fixed_s) for length in grid)
+            tuple(costs.seconds(length, degree, filled).per_token(fixed_s) for length in grid)
             for degree in costs.degrees
         ),
     )
@@ -104,7 +118,7 @@ class _MicroBatch(NamedTuple):
     tokens: int
 
     def per_token(self, fixed_s: float) -> float:
-        return max(self.total - fixed_s, 0.0) / self.tokens
+        return max(self.total - fixed_s, _LEAST_S) / self.tokens
 
 
 class _Costs:
@@ -126,6 +140,8 @@ class _Costs:
         self.model, self.cluster, self.workload, self.layout, self.ranks = model, cluster, workload, layout, ranks
         self.degrees = [2**idx for idx in range(ranks.bit_length())]
         self.multiple = 2 * ranks * layout.tp
+        self._scenario = Scenario.build(workload, cluster)
+        self.batch_tokens = workload.tokens_per_step / ranks
 
     def grid(self, shortest: int, longest: int) -> list[int]:
         """Return lengths from the shortest to the longest that every degree divides."""
@@ -135,12 +151,21 @@ class _Costs:
     def _rounded(self, length: float) -> int:
         return max(round(length / self.multiple), 1) * self.multiple
 
-    def seconds(self, length: int, degree: int, tokens_per_rank: float) -> _MicroBatch:
-        """Return what one more micro-batch adds to a step whose ranks are half full."""
-        count = max(round(tokens_per_rank * degree / 2 / length), 1)
+    def seconds(self, length: int, degree: int, tokens_of_rank: float) -> _MicroBatch:
+        """Return what one more micro-batch with so many tokens on each rank adds to a step."""
+        count = max(round(tokens_of_rank * degree / length), 1)
         layout = self._layout(degree, count)
         first = self._estimate(layout, length, 1).step_time_s
-        return _MicroBatch(self._estimate(layout, length, 2).step_time_s - first, first, count * length)
+        total = self._estimate(layout, length, 2).step_time_s - first + count * self._document_s(layout)
+        return _MicroBatch(total, first, count * length)
+
+    def _document_s(self, layout: Layout) -> float:
+        """Return the seconds in which the host dispatches one document's attention, all blocks, forward and backward."""
+        ring = layout.cp // layout.cp_ulysses
+        is_host = self.cluster.weakest_device.backend.is_host
+        dispatches = _RING_DISPATCHES * ring if ring > 1 else _LOOP_DISPATCHES if is_host else 0
+        blocks = sum(count for block, count in self.model.block_runs if isinstance(block.attention, SoftmaxAttention))
+        return dispatches * blocks * host_costs(self._scenario).operator_s
 
     def _layout(self, degree: int, micro_batch_size: int) -> Layout:
         """Return the layout with groups of ``degree``: exchange as far as the heads go (C5), a ring beyond."""

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..schema import Certificate, InfeasibleError, Layout, TrainingEstimate, TrainingPlan
+from ..schema import Certificate, InfeasibleError, Layout, TrainingEstimate, TrainingPlan, Workload
 from ..schema.batch import LengthCosts, Lengths
 from ..schema.units import format_percent
 from ..solvers.batch_groups import BatchInstance, lower_bound_s, schedule_batch
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .batch import layout_estimate, length_costs
-from .expand import Candidate
+from .expand import Candidate, expand_layout
 from .explain.infeasible import explain_infeasible
 from .request import PlanRequest
 from .search import SearchResult
@@ -119,9 +119,7 @@ def plan_lengths(request: PlanRequest, *, top: int) -> TrainingPlan:
         rows += _rows(results[-1], workload.global_batch_size)
     if not rows:
         raise explain_infeasible(packed, results[-1])
-    problem = LayoutsOverBatches(
-        request, rows, [lengths.draw(workload.global_batch_size, SEED + b) for b in range(NUM_BATCHES)]
-    )
+    problem = LayoutsOverBatches(request, rows, _batches(workload))
     search: Search[_Row, Mean] = Search(problem)
     answer = search.run(Stop(rel_gap=REL_GAP, deadline=request.deadline), on_progress=request.on_progress)
     if answer.best is None:
@@ -154,6 +152,29 @@ def plan_lengths(request: PlanRequest, *, top: int) -> TrainingPlan:
         notes=(*plan.notes, _note(best, answer.best.objective, problem)),
         provenance=request.provenance(),
     )
+
+
+def estimate_lengths(request: PlanRequest, layout: Layout) -> TrainingEstimate:
+    """Return the estimate of a layout over the drawn batches, as its plan has it.
+
+    Raises:
+        ConfigError: its micro-batches have one shape.
+        InfeasibleError: a rank holds no tokens, or all together not the longest sequence.
+    """
+    lengths, workload = request.workload.lengths, request.workload
+    assert lengths is not None
+    costs = length_costs(
+        request.model, request.cluster, workload, layout, shortest=lengths.lengths[0], longest=workload.seq_len
+    )
+    batches = _batches(workload)
+    seconds = [schedule_batch(BatchInstance.under(costs, batch)).seconds for batch in batches]
+    row = _Row(expand_layout(_packed(request, lengths), layout), layout, costs)
+    return _estimate(request, Mean(row, costs.step_s + float(np.mean(seconds))), batches)
+
+
+def _batches(workload: Workload) -> list[tuple[int, ...]]:
+    assert workload.lengths is not None
+    return [workload.lengths.draw(workload.global_batch_size, SEED + b) for b in range(NUM_BATCHES)]
 
 
 def _packed(request: PlanRequest, lengths: Lengths) -> PlanRequest:

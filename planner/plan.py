@@ -261,6 +261,10 @@ def estimate_with_schedule(
         scaleup_domain=cluster.scaleup_domain,
         rules=ENGINE_RULES,
     )
+    if workload.lengths is not None:
+        from .lengths import estimate_lengths
+
+        return estimate_lengths(request, layout), None
     if layout.offload == "scheduled":
         result = schedule_layout(request, layout, effort=effort)
         return result.estimate, result

@@ -17,6 +17,7 @@ from ..schema.device_groups import part_label
 from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.units import IntArray
 from .rank_map import in_order_of_pools, place_as_planned
+from .request import PlanRequest
 from .tasks.offload_problem import without_schedule
 
 
@@ -76,6 +77,10 @@ def _stages_of(plan: TrainingPlan, cluster: ClusterSpec | None) -> CostedStages:
 
 def reestimate(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingEstimate:
     """Return the estimate of a plan's stages, recompute and order of passes on a cluster: nothing is cut or ordered anew."""
+    if plan.workload.lengths is not None:
+        from .lengths import estimate_lengths
+
+        return estimate_lengths(replace(PlanRequest.from_plan(plan), cluster=cluster), plan.layout)
     stages = _stages_of(plan, cluster)
     if counts := _micro_batches_of_pools(plan, stages):
         return estimate_on_replicas(stages.costs, 0, stages.boundaries, counts)

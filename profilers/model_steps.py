@@ -32,6 +32,8 @@ MeasuredLayer = Embedding | Block | Head
 
 MICRO_BATCHES = (1, 2, 4)
 TENSOR_PARALLEL = (1, 2, 4, 8)
+SHORTER = (4, 16, 64)
+"""Of documents: how much shorter sequences are, of which there are so many more in a micro-batch."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 _LAYER_TRACE_S = 0.3
@@ -83,7 +85,7 @@ def model_steps(build_model: BuildModel, task: ProfileTask, place: RankPlace, dt
     """Return the steps for the memory and the seconds of the layers of the task's model."""
     model = ModelSpec.model_validate_json(task.model)
     options: dict[str, Any] = {"seq_len": task.seq_len, "micro_batch_size": task.micro_batch_size, "dtype": dtype}
-    cases = layer_cases(model, **options, max_tp=max(2, place.ranks_per_node))
+    cases = layer_cases(model, **options, max_tp=max(2, place.ranks_per_node), documents=task.documents)
     measures = {
         "layers on fake tensors": partial(_trace_layers, build_model, cases),
         "a step on fake tensors": partial(_trace_steps, build_model, model, options),
@@ -95,18 +97,22 @@ def model_steps(build_model: BuildModel, task: ProfileTask, place: RankPlace, dt
 # --- the layers ------------------------------------------------------------------------------------------------------
 
 
-def layer_cases(model: ModelSpec, *, seq_len: int, micro_batch_size: int, dtype: str, max_tp: int) -> list[LayerCase]:
-    """Return the cases by value: each kind and its shards as they are, then recomputed, then larger micro-batches."""
+def layer_cases(
+    model: ModelSpec, *, seq_len: int, micro_batch_size: int, dtype: str, max_tp: int, documents: bool = False
+) -> list[LayerCase]:
+    """Return the cases by value: each kind and its shards as they are, over shorter sequences, recomputed, then larger."""
     kinds: list[MeasuredLayer] = [*dict.fromkeys(block for block, _ in model.block_runs), model.head, model.embedding]
     degrees = [tp for tp in TENSOR_PARALLEL if tp <= max_tp]
-    order: list[tuple[int, int, Recompute]] = [
-        *product((1,), degrees, RECOMPUTES[:1]),
-        *product((1,), degrees, RECOMPUTES[1:]),
-        *product(MICRO_BATCHES[1:], degrees, RECOMPUTES),
+    shorter = [times for times in SHORTER if documents and times < seq_len]
+    order: list[tuple[int, int, int, Recompute]] = [
+        *product((1,), (1,), degrees, RECOMPUTES[:1]),
+        *((times, times, 1, RECOMPUTES[0]) for times in shorter),
+        *product((1,), (1,), degrees, RECOMPUTES[1:]),
+        *product(MICRO_BATCHES[1:], (1,), degrees, RECOMPUTES),
     ]
     return [
-        LayerCase(model, kind, factor * micro_batch_size, seq_len, tp, dtype, recompute)
-        for factor, tp, recompute in order
+        LayerCase(model, kind, factor * micro_batch_size, seq_len // times, tp, dtype, recompute)
+        for factor, times, tp, recompute in order
         for kind in kinds
         if shard_of(kind, tp) is not None and (recompute == "none" or kind.kind == "block")
     ]

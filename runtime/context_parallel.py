@@ -127,14 +127,17 @@ def ring_attention(
         lengths: tokens of each document on this rank, even numbers that sum to S.
     """
     group, query = _resolve_process_group(group_name), query.contiguous()
-    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-    for queries, keys, causal, moving in _round(torch.stack((key, value)), group, lengths):
-        part, part_lse = _forward(query[:, :, queries], moving[:, :, :, keys], causal)
-        merged = torch.logaddexp(lse[:, :, queries], part_lse)
-        out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
-        out[:, :, queries] += part * (part_lse - merged).exp()[..., None]
-        lse[:, :, queries] = merged
+    out, lse = torch.empty(0), torch.empty(0)
+    for meeting, moving in _round(torch.stack((key, value)), group, lengths):
+        rows = meeting.queries
+        part, part_lse = _forward(query[:, :, rows], moving[:, :, :, meeting.keys], meeting)
+        if meeting.causal:  # the first one
+            out, lse = part.float(), part_lse
+            continue
+        merged = torch.logaddexp(lse[:, :, rows], part_lse)
+        scaled = out[:, :, rows] * (lse[:, :, rows] - merged).exp()[..., None]
+        out[:, :, rows] = scaled.addcmul_(part.float(), (part_lse - merged).exp()[..., None])
+        lse[:, :, rows] = merged
     return out.to(query.dtype), lse
 
 
@@ -152,42 +155,52 @@ def _backward_ring(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor, Tenso
     key_value = torch.stack((key, value))
     grads = torch.zeros_like(key_value)
     arriving_grads: _Passing | None = None
-    for number, (queries, keys, causal, moving) in enumerate(_round(key_value, group, ctx.lengths)):
-        is_first, is_last = number % len(ctx.lengths) == 0, (number + 1) % len(ctx.lengths) == 0
-        rows = (x[:, :, queries] for x in (grad_out, query, out, lse))
-        part_query, part_grads = _backward(*rows, moving[:, :, :, keys], causal)
-        grad_query[:, :, queries] += part_query
-        grads = arriving_grads.wait() if is_first and arriving_grads is not None else grads
-        grads[:, :, :, keys] += part_grads
-        arriving_grads = _Passing(grads, group) if is_last else arriving_grads
+    for meeting, moving in _round(key_value, group, ctx.lengths):
+        rows = (x[:, :, meeting.queries] for x in (grad_out, query, out, lse))
+        part_query, part_grads = _backward(*rows, moving[:, :, :, meeting.keys], meeting)
+        grad_query[:, :, meeting.queries] += part_query
+        grads = arriving_grads.wait() if arriving_grads is not None else grads
+        grads[:, :, :, meeting.keys] += part_grads
+        arriving_grads = _Passing(grads, group)
     assert arriving_grads is not None
     grad_key, grad_value = arriving_grads.wait()
     return grad_query.to(query.dtype), grad_key, grad_value, None, None
 
 
-def _round(
-    moving: Tensor, group: dist.ProcessGroup, lengths: Sequence[int]
-) -> Iterator[tuple[slice, slice, bool, Tensor]]:
-    """Let keys and values go round; yield the queries and keys that meet, whether causally, and those that are here.
+@dataclass(frozen=True)
+class _Meeting:
+    """What of this rank's queries meets what of the keys that are here: which tokens, and how many of each document in a row."""
 
-    At each place of the round every document comes once, in order.
-    """
-    rank, size = group.rank(), group.size()
+    queries: slice | Tensor
+    keys: slice | Tensor
+    num_queries: list[int]
+    num_keys: list[int]
+    causal: bool = False
+
+
+def _round(moving: Tensor, group: dist.ProcessGroup, lengths: list[int]) -> Iterator[tuple[_Meeting, Tensor]]:
+    """Let keys and values go round; yield what of this rank's queries meets those that are here."""
+    rank, size, everything = group.rank(), group.size(), slice(None)
+    halves = [length // 2 for length in lengths]
     for step in range(size):
         arriving = _Passing(moving, group) if step + 1 < size else None
-        for end, num_tokens in zip(accumulate(lengths), lengths, strict=True):
-            yield *_needed(rank, (rank - step) % size, end - num_tokens, end), moving
+        source = (rank - step) % size
+        if source == rank:
+            yield _Meeting(everything, everything, lengths, lengths, causal=True), moving
+        elif source < rank:
+            yield _Meeting(everything, _halves(lengths, 0, moving.device), lengths, halves), moving
+        else:
+            yield _Meeting(_halves(lengths, 1, moving.device), everything, halves, lengths), moving
         moving = arriving.wait() if arriving is not None else moving
 
 
-def _needed(rank: int, source: int, start: int, stop: int) -> tuple[slice, slice, bool]:
-    """Return the queries and keys of a document's tokens ``start .. stop - 1`` that meet, and whether causally."""
-    everything, middle = slice(start, stop), (start + stop) // 2
-    if source == rank:
-        return everything, everything, True
-    if source < rank:
-        return everything, slice(start, middle), False
-    return slice(middle, stop), everything, False
+def _halves(lengths: list[int], idx: int, device: torch.device) -> slice | Tensor:
+    """Return the tokens in the first (0) or second (1) half of every document."""
+    starts = [end - length + idx * (length // 2) for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    if len(lengths) == 1:
+        return slice(starts[0], starts[0] + lengths[0] // 2)
+    ranges = (torch.arange(start, start + length // 2) for start, length in zip(starts, lengths, strict=True))
+    return torch.cat(list(ranges)).to(device)
 
 
 class _Passing:
@@ -211,14 +224,25 @@ class _Passing:
         return self._received
 
 
-def _forward(query: Tensor, key_value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, Sq, C] and log-sum-exps [B, H, Sq] of one block; key_value [2, B, K, Sk, C]."""
+def _forward(query: Tensor, key_value: Tensor, meeting: _Meeting) -> tuple[Tensor, Tensor]:
+    """Return out [B, H, Sq, C] and log-sum-exps [B, H, Sq] of each document's queries; key_value [2, B, K, Sk, C]."""
     key, value = repeated_heads(key_value, query.shape[1])
-    if query.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-    else:
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
-    return out, lse
+    flash = _aten._scaled_dot_product_flash_attention
+    flash = _aten._scaled_dot_product_flash_attention_for_cpu if query.device.type == "cpu" else flash
+    outs, lses = [], []
+    for rows in _by_document(meeting, (query,), (key, value)):
+        out, lse, *_ = flash(*rows, 0.0, meeting.causal)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _by_document(
+    meeting: _Meeting, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, ...]]:
+    queries = (x.split(meeting.num_queries, dim=2) for x in of_queries)
+    keys = (x.split(meeting.num_keys, dim=2) for x in of_keys)
+    return zip(*queries, *keys, strict=True)
 
 
 def repeated_heads(key_value: Tensor, num_heads: int, dim: int = 2) -> Tensor:
@@ -235,17 +259,23 @@ RING_ATTENTION = torch.ops.meshwright.ring_attention.default
 
 
 def _backward(
-    grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, key_value: Tensor, causal: bool
+    grad_out: Tensor, query: Tensor, out: Tensor, lse: Tensor, key_value: Tensor, meeting: _Meeting
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the query and of key_value."""
     key, value = repeated_heads(key_value, query.shape[1])
-    rows = (grad_out.contiguous(), query, key, value, out.contiguous(), lse.contiguous())
-    if query.device.type == "cpu":
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, causal)
-    else:
-        sizes = (None, None, query.shape[2], key.shape[2])
-        seed = torch.zeros(0, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
-        grads = _aten._scaled_dot_product_flash_attention_backward(*rows, *sizes, 0.0, causal, seed, seed)
+    documents = []
+    for grad_rows, query_rows, out_rows, lse_rows, *rest in _by_document(
+        meeting, (grad_out, query, out, lse), (key, value)
+    ):
+        rows = (grad_rows.contiguous(), query_rows, *rest, out_rows.contiguous(), lse_rows.contiguous())
+        if query.device.type == "cpu":
+            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, meeting.causal)
+        else:
+            sizes = (None, None, query_rows.shape[2], rest[0].shape[2])
+            seed = torch.zeros(0, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
+            grads = _aten._scaled_dot_product_flash_attention_backward(*rows, *sizes, 0.0, meeting.causal, seed, seed)
+        documents.append(grads[:3])
+    grad_query, *grads = (torch.cat(parts, dim=2) for parts in zip(*documents, strict=True))
     batch, kv_heads = key_value.shape[1:3]
-    summed = [grad.view(batch, kv_heads, -1, *grad.shape[2:]).sum(2) for grad in grads[1:]]
-    return grads[0], torch.stack(summed)
+    summed = [grad.view(batch, kv_heads, -1, *grad.shape[2:]).sum(2) for grad in grads]
+    return grad_query, torch.stack(summed)

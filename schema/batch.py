@@ -36,6 +36,12 @@ class SequenceCosts(Frozen):
     quadratic_s: NonNegativeFloat = 0.0
     exchange_s: dict[Count, NonNegativeFloat] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _takes_time(self) -> Self:
+        if self.linear_s + self.quadratic_s <= 0:
+            raise ValueError("linear_s or quadratic_s must be above 0: sequences would take no time")
+        return self
+
     def seconds(self, lengths: FloatArray, degree: int) -> FloatArray:
         """Return the seconds of sequences of these lengths [S], each by itself in a group of ``degree`` ranks."""
         known = [entry for entry in self.exchange_s if entry <= degree]

@@ -334,6 +334,7 @@ class ProfileProvenance(Frozen):
     Attributes:
         hosts: names of the nodes, in the order of their ranks.
         nccl, cuda: versions; empty without them.
+        cpu_seconds: points are seconds of a rank's processor, without those in which it waits or another process has it.
         clock_mhz, memory_clock_mhz, power_limit_w: of the first device under load; None where it does not say.
     """
 
@@ -341,6 +342,7 @@ class ProfileProvenance(Frozen):
     hosts: tuple[str, ...] = ()
     nccl: str = ""
     cuda: str = ""
+    cpu_seconds: bool = False
     clock_mhz: PositiveFloat | None = None
     memory_clock_mhz: PositiveFloat | None = None
     power_limit_w: PositiveFloat | None = None

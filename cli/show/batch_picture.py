@@ -41,7 +41,7 @@ def batch_picture(name: str, instance: BatchInstance, schedule: BatchSchedule) -
         parts.append(
             f'<rect x="{_EDGE + start_s * per_s:.2f}" y="{_TOP + first * per_rank:.2f}" width="{(end_s - start_s) * per_s:.2f}" '
             f'height="{size * per_rank:.2f}" fill="{_COLOURS[(size.bit_length() - 1) % len(_COLOURS)]}" stroke="white" '
-            f'stroke-width="0.5"><title>ranks {first} to {first + size - 1}: {tokens:,} tokens, {format_seconds(end_s - start_s)}'
+            f'stroke-width="0.5"><title>{_ranks(first, size)}: {tokens:,} tokens, {format_seconds(end_s - start_s)}'
             "</title></rect>"
         )
     parts += [
@@ -56,7 +56,13 @@ def batch_picture(name: str, instance: BatchInstance, schedule: BatchSchedule) -
         colour = _COLOURS[(size.bit_length() - 1) % len(_COLOURS)]
         parts.append(f'<rect x="{x}" y="{floor + 30}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 18}" y="{floor + 40}">{size} rank{"s" if size > 1 else ""}</text>')
+    idle = "grey: ranks wait, and every micro-batch's gathers" if instance.waits else "grey: ranks wait, and gathers"
+    parts.append(f'<text x="{right}" y="{floor + 40}" text-anchor="end">{idle}</text>')
     return "\n".join((*parts, "</svg>", ""))
+
+
+def _ranks(first: int, size: int) -> str:
+    return f"ranks {first} to {first + size - 1}" if size > 1 else f"rank {first}"
 
 
 def _bars(instance: BatchInstance, schedule: BatchSchedule) -> Iterator[tuple[float, float, int, int, int]]:

@@ -309,8 +309,11 @@ class Fastest:
     def of(cls, plan: TrainingPlan, request: PlanRequest) -> Fastest | None:
         """Return what the plan's search found where it ended and this version agrees; else search again.
 
-        None unless the search ended in time and something fits.
+        None unless the search ended in time and something fits, and of plans over lengths, each search of which takes as long as
+        the plan did.
         """
+        if plan.workload.lengths is not None:
+            return None
         try:
             space = build_space(request)
             if plan.search is not None and (known := _still_fastest(plan, request)) is not None:

@@ -309,7 +309,9 @@ def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
         notes.append(f"this version cannot estimate the plan's layout: {error.message}")
     else:
         notes += _value_of_switches(plan, again_s)
-    if not was_searched:
+    if plan.workload.lengths is not None:
+        notes.append("gains of the best layout are not searched over lengths: plan again for the changed cluster")
+    elif not was_searched:
         notes.append("the time limit came before the space was searched again: gains of the best layout are left out")
     notes += notes_on_left_out(plan.left_out, plan.estimate)
     if plan.provenance.fixed:

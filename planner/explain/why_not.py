@@ -139,6 +139,14 @@ def _compare_completion(plan: TrainingPlan, request: PlanRequest, asked: Mapping
     """Compare the fastest completion: of layouts without an offload schedule, and of those with one where the plan has one or one
     is asked for.
     """
+    if request.workload.lengths is not None:
+        from ..lengths import plan_lengths
+
+        try:
+            best = plan_lengths(request, top=0)
+        except InfeasibleError as error:
+            return WhyNot(status="too_large", reasons=(error.message, *error.details))
+        return _compare_feasible(plan, request, best.layout, best.estimate, None)
     result = None if asked.get("offload") == "scheduled" else search_layouts(request)
     if result is not None and (plan.offload is None or any(name.startswith("offload") for name in asked)):
         return _compare_search(plan, request, result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -228,11 +227,11 @@ def _clocked(bench: Bench, run: Callable[[], Callable[[], Any]], count: int) -> 
     if bench.device.type != "cuda":
         samples = []
         for _ in range(count):
-            begin = time.perf_counter()
+            begin = bench.sample_clock()
             backward = run()
-            middle = time.perf_counter()
+            middle = bench.sample_clock()
             backward()
-            samples.append((middle - begin, time.perf_counter() - middle))
+            samples.append((middle - begin, bench.sample_clock() - middle))
         return samples
     import torch
 

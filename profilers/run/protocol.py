@@ -50,9 +50,11 @@ class ProfileTask:
         sample_s: time for the samples of one point in one round.
         num_layers, num_sizes: how many of the standard layers and message sizes a brief measurement takes; None: all.
         model, seq_len, micro_batch_size: whose layers to measure: a ModelSpec in JSON; empty for none.
+        documents: layers over shorter sequences as well, of as many tokens together.
         storage_path: folder on the storage to measure; empty for none.
         out: file that the profile is written to after every part.
         resume: keep the parts that ``out`` has.
+        cpu_seconds: points are seconds of a rank's processor, without those in which it waits or another process has it.
         foreign_load_fraction: of the cores, before the ranks were started; None: to be measured by them.
     """
 
@@ -72,9 +74,11 @@ class ProfileTask:
     model: str = ""
     seq_len: int = 0
     micro_batch_size: int = 1
+    documents: bool = False
     storage_path: str = ""
     out: str = ""
     resume: bool = False
+    cpu_seconds: bool = False
     foreign_load_fraction: float | None = None
 
     @property

@@ -84,7 +84,13 @@ def run_rank(task: ProfileTask, make_steps: MakeSteps, tell: Tell) -> Profile | 
         ProfileError: the profile to resume is of another machine.
     """
     place, device = _join(task)
-    bench = Bench(device, task.sample_s, ranks_per_node=place.ranks_per_node, pace=task.pace)
+    bench = Bench(
+        device,
+        task.sample_s,
+        ranks_per_node=place.ranks_per_node,
+        sample_clock=time.process_time if task.cpu_seconds else None,
+        pace=task.pace,
+    )
     require_memory(bench)
     session = _Session(task, place, bench, tell)
     with torch.no_grad():
@@ -307,7 +313,9 @@ class _Session:
             duration_s=time.perf_counter() - self._started_s + (self._old.duration_s if self._old else 0.0),
             budget_s=self._task.budget_s,
             foreign_load_fraction=min(1.0, self._load),
-            provenance=ProfileProvenance(hosts=tuple(hosts), **facts[0]["software"], **gpu_state()),
+            provenance=ProfileProvenance(
+                hosts=tuple(hosts), cpu_seconds=self._task.cpu_seconds, **facts[0]["software"], **gpu_state()
+            ),
             parts=tuple(self._sections),
             memory_bandwidth_bytes_per_s=stream_bandwidth(fields["elementwise"]),
             device_memory_bytes=min(one["device_memory_bytes"] for one in facts),

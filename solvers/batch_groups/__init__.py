@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .instance import BatchGroup, BatchInstance, BatchSchedule, check_batch, lower_bound_s
+from .bound import lower_bound_s
+from .instance import BatchGroup, BatchInstance, BatchSchedule, check_batch
 from .schedule import schedule_batch
 
 __all__ = ["BatchGroup", "BatchInstance", "BatchSchedule", "check_batch", "lower_bound_s", "schedule_batch"]

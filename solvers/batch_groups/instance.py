@@ -14,9 +14,6 @@ Variables   x[s,g] in {0,1};  d[g] degree;  T[k] seconds
 (C3) ranks:   sum_{g of k} d[g] <= R
 (C4) slowest: sum_s SECONDS[s,d[g]] x[s,g] <= T[k]
 (C6) aligned: a group of d ranks begins at a multiple of d: groups of a micro-batch lie in the order of their sizes
-
-`lower_bound_s`: every sequence at the degree that costs fewest rank seconds among those within the longest T, all ranks busy all
-the time, as few micro-batches as the tokens allow.
 """
 
 from __future__ import annotations
@@ -32,9 +29,6 @@ from ...schema.batch import LengthCosts
 from ...schema.errors import ConfigError, InfeasibleError
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import SUMMED
-
-_MAX_LEVELS = 256
-"""Values of the longest deadline that the bound looks at: those above count as the last of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,27 +148,6 @@ class BatchSchedule:
 
 Groups = list[tuple[int, list[int]]]
 """Groups of a micro-batch: (index of the degree, sequences)."""
-
-
-def lower_bound_s(instance: BatchInstance) -> float:
-    """Return seconds that no schedule is below.
-
-    Under (O'): the longest sequence at its fastest, or what all of them come to on ranks that are evenly busy.
-
-    With T the longest of the deadlines a sequence costs the fewest rank seconds of the degrees within T. That sum falls with T, and
-    the T are at least T together: the bound is the least over T of the larger of both.
-    """
-    if not instance.waits:
-        micro_batches = float(instance.lengths.sum()) / (instance.num_ranks * instance.tokens_per_rank)
-        even_s = float(instance.rank_seconds.min(axis=1).sum()) / instance.num_ranks + micro_batches * instance.fixed_s
-        return max(even_s, float(instance.fastest_s.max()) + instance.fixed_s) * (1 - SUMMED)
-    finite = np.unique(instance.seconds[instance.allowed])
-    levels = finite[finite >= instance.fastest_s.max()]
-    costs = np.where(instance.seconds[None] <= levels[:_MAX_LEVELS, None, None], instance.rank_seconds[None], math.inf)
-    work = np.append(costs.min(axis=2).sum(axis=1), instance.rank_seconds.min(axis=1).sum())
-    reached = np.append(levels[:_MAX_LEVELS], levels[: _MAX_LEVELS + 1][-1])
-    seconds = float(np.maximum(reached, work / instance.num_ranks).min())
-    return seconds * (1 - SUMMED) + instance.min_micro_batches * instance.fixed_s
 
 
 def batch_seconds(instance: BatchInstance, micro_batches: Sequence[Sequence[BatchGroup]]) -> float:

@@ -20,8 +20,9 @@ import numpy as np
 
 from ...schema.units import FloatArray, IntArray
 from ..tolerances import SUMMED
+from .bound import lower_bound_s
 from .exact import subsets_with_first
-from .instance import BatchGroup, BatchInstance, lower_bound_s
+from .instance import BatchGroup, BatchInstance
 
 _TOLERANCE = 0.003
 """Of the bisection of the deadline, relative."""

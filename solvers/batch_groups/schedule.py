@@ -21,9 +21,10 @@ import numpy as np
 
 from ...schema.errors import InfeasibleError
 from ..tolerances import SUMMED
+from .bound import lower_bound_s
 from .exact import MAX_STEPS, num_steps, solve_exactly
 from .filling import Distinct, Filled, entries, fill
-from .instance import BatchGroup, BatchInstance, BatchSchedule, Groups, batch_seconds, lower_bound_s
+from .instance import BatchGroup, BatchInstance, BatchSchedule, Groups, batch_seconds
 from .meeting_once import solve_without_waits
 
 _SPAN = 3
@@ -37,6 +38,9 @@ _UNUSED = 1.1
 
 _LOWERED = (0.97, 0.985, 0.993)
 """Steps by which one deadline is lowered at a time."""
+
+_MAX_FILLED, _MAX_GROWN = 640, 16.0
+"""Micro-batches that are filled while deadlines are lowered; factor over even deadlines from which on time is not what lacks."""
 
 _MAX_CUTS = 256
 """Places of the sorted sequences where a micro-batch may begin, in the dynamic program."""
@@ -174,7 +178,7 @@ def _scaled_down(d: Distinct, shape: Shape, low: float, below_s: float) -> _Fill
     high, grow, best = low, 1.04, None
     while (best := _under(d, shape(high))) is None:
         low, high, grow = high, high * grow, min(grow * 1.1, 2.0)
-        if sum(shape(high)) > _UNUSED * min(below_s, 1e6 * sum(shape(1.0))):
+        if sum(shape(high)) > _UNUSED * min(below_s, _MAX_GROWN * sum(shape(1.0))):
             return None
     while high / low - 1 > _TOLERANCE:
         middle = math.sqrt(low * high)
@@ -189,16 +193,18 @@ def _scaled_down(d: Distinct, shape: Shape, low: float, below_s: float) -> _Fill
 
 def _lowered(d: Distinct, best: _Filling) -> _Filling:
     """Lower one deadline after the other while that helps."""
-    improves, longest = True, max(d.fastest)
+    improves, longest, filled = True, max(d.fastest), 0
     while improves:
         improves = False
         for number in range(len(best.micro_batches)):
             for factor in _LOWERED:
+                if filled > _MAX_FILLED:
+                    return best
                 deadlines = sorted((seconds for seconds, _ in best.micro_batches), reverse=True)
                 if number >= len(deadlines) or (number == 0 and deadlines[0] * factor < longest):
                     continue
                 deadlines[number] *= factor
-                filling = _under(d, sorted(deadlines, reverse=True))
+                filling, filled = _under(d, sorted(deadlines, reverse=True)), filled + len(deadlines)
                 if filling is not None and filling.total_s < best.total_s * (1 - SUMMED):
                     best, improves = filling, True
                     break

@@ -63,6 +63,25 @@ def test_between_measured_sizes_the_ratio_is_interpolated() -> None:
     assert both[3] > both[2]  # beyond: the model's shape with the ratio of the largest
 
 
+def test_between_measured_lengths_the_ratio_is_interpolated() -> None:
+    def blocks_s(seq_len: int, *points: LayerPoint) -> float:
+        workload, layout = (
+            WORKLOAD.replace(seq_len=seq_len, global_batch_size=32),
+            Layout(pp=2, micro_batch_size=128 // seq_len),
+        )
+        return estimate(MODEL, cluster(*points), workload, layout).stages[0].forward_s
+
+    short, long = (
+        point("forward", seconds, micro_batch_size=128 // seq_len, seq_len=seq_len)
+        for seq_len, seconds in ((16, 1.0), (64, 9.0))
+    )
+    alone = blocks_s(16, short), blocks_s(64, long)
+    assert (blocks_s(16, short, long), blocks_s(64, short, long)) == pytest.approx(alone)
+    assert alone[0] * 1.5 < blocks_s(32, short, long) < alone[1] / 1.5
+    assert blocks_s(8, short, long) == pytest.approx(alone[0], rel=0.05)  # shorter ones as the shortest
+    assert blocks_s(128, short, long) == blocks_s(128)  # of longer ones nothing is known
+
+
 @pytest.mark.parametrize(
     "other", [{"seq_len": 128}, {"hidden_dim": 999}, {"dtype": "bf16"}, {"recompute": "full"}, {"engine": "megatron"}]
 )

@@ -65,6 +65,12 @@ def test_the_command_schedules_plans_and_batches(trained: TrainingPlan, tmp_path
     result = CliRunner().invoke(app, ["batch", str(own)])
     assert result.exit_code == 0, result.output
     assert "own: 3 sequences, 18 tokens on 2 ranks" in result.output
+    assert "besides" not in result.output
+    costs = SequenceCosts(linear_s=1.0, fixed_s=0.25)
+    own.write_text(Batch(lengths=(8,) * 30, num_ranks=1, tokens_per_rank=8, costs=costs).model_dump_json())
+    result = CliRunner().invoke(app, ["batch", str(own)])
+    assert "6 further micro-batches" in result.output
+    assert "250 ms for each micro-batch" in result.output
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,10 @@ def test_the_command_draws_a_batch(trained: TrainingPlan, tmp_path: Path) -> Non
     drawn = ET.parse(picture).getroot()
     titles = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}title")]
     assert [title.split(":")[0] for title in titles if title] == [
-        f"ranks {group['first']} to {group['first'] + group['size'] - 1}" for group in groups
+        f"ranks {group['first']} to {group['first'] + group['size'] - 1}"
+        if group["size"] > 1
+        else f"rank {group['first']}"
+        for group in groups
     ]
     frame, *bars = list(drawn.iter("{http://www.w3.org/2000/svg}rect"))[1:]
     right = float(frame.get("x", "")) + float(frame.get("width", ""))

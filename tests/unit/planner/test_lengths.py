@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from meshwright.cli.main import app
-from meshwright.planner import plan
+from meshwright.planner import estimate, explain, plan
 from meshwright.planner.batch import instance_of_plan, length_costs
 from meshwright.planner.lengths import NUM_BATCHES, SEED
+from meshwright.planner.planned_stages import reestimate
 from meshwright.schema import ConfigError, InfeasibleError, Layout, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.batch import Lengths
 from meshwright.solvers.batch_groups import BatchInstance, check_batch, schedule_batch
@@ -57,6 +58,16 @@ def test_the_plan_has_the_least_mean_of_its_layouts(tmp_path: Path) -> None:
     # Others, among them ones that the search has ruled out by their bounds.
     for text in ("dp_shard=4,zero_stage=3,recompute=full", "dp_replicate=4,zero_stage=0,recompute=selective"):
         assert mean_s(Layout.parse(text)) >= answer.estimate.step_time_s * 0.994
+    # What explains the plan estimates batches too, not sequences that are all as long as the longest.
+    for again in (
+        reestimate(answer, answer.cluster),
+        estimate(answer.model, answer.cluster, workload, answer.layout),
+    ):
+        assert again.step_time_s == pytest.approx(answer.estimate.step_time_s)
+    explained = explain(answer)
+    assert all(0 <= value.kept_s < answer.estimate.step_time_s for value in explained.worth)
+    assert any("not searched over lengths" in note for note in explained.notes)
+    assert not any("this version predicts" in note for note in explained.notes)
     answer.save(tmp_path / "plan.json")
     again = TrainingPlan.load(tmp_path / "plan.json")
     assert again == answer

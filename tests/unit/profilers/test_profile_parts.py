@@ -81,6 +81,20 @@ class LonelyBench(Bench):
         return value
 
 
+def test_samples_may_have_a_clock_of_their_own():
+    """What a rank waits is no CPU second of it, but goes from the budget."""
+    clock, processor = Clock(), Clock()
+    bench = LonelyBench(clock, sample_clock=processor)
+    bench.start_budget(1.0)
+
+    def call() -> None:
+        clock.now += 0.4
+        processor.now += 0.001
+
+    assert bench.measure(call).time_s == pytest.approx(0.001)
+    assert not bench.has_time(0.5, "another one")
+
+
 def call_of(clock: Clock, seconds: float):
     """A call that takes so long."""
 

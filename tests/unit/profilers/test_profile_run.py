@@ -51,6 +51,7 @@ def task(tmp_path_factory) -> ProfileTask:
         num_layers=1,
         model=TINY.model_dump_json(),
         seq_len=32,
+        documents=True,
         storage_path=str(folder),
         out=str(folder / "profile.json"),
         foreign_load_fraction=0.0,
@@ -99,6 +100,11 @@ def test_layers_cover_kinds_shards_and_recompute(profile):
     assert {key[0] for key in points} == {"block", "head", "embedding"}
     assert isinstance(points["block", 1, "full", "backward"], LayerPoint)
     assert points["block", 1, "none", "forward"].layer == block
+    assert {(p.seq_len, p.micro_batch_size) for p in profile.layers} == {
+        (32, 1),
+        (8, 4),
+        (2, 16),
+    }  # tiny_rank: no larger ones
     saved = {m.recompute: m.saved_bytes for m in profile.layer_memory if m.layer == block and m.tp == 1}
     assert saved["full"] < saved["selective"] < saved["none"]
     assert saved["full"] == 4 * 32 * TINY.hidden_dim  # the output alone: the input belongs to the layer before

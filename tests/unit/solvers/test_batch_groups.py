@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.schema.batch import SequenceCosts
 from meshwright.schema.errors import ConfigError, InfeasibleError
 from meshwright.solvers.batch_groups import BatchInstance, check_batch, lower_bound_s, schedule_batch
 
@@ -174,9 +175,15 @@ def test_extreme_batches() -> None:
     assert answer.seconds <= 1.2 * answer.bound_seconds
     for extreme in (ones, dominated):
         assert check_batch(replace(extreme, waits=False), schedule_batch(replace(extreme, waits=False))) == []
+    one_by_one = _instance(
+        [100] * 700, ranks=1, tokens=100, fixed=5.0
+    )  # a micro-batch for each: no search of 700 deadlines
+    assert schedule_batch(one_by_one).seconds == pytest.approx(lower_bound_s(one_by_one), rel=1e-6)
     for wrong in ([], [0], [5, -1]):
         with pytest.raises(ConfigError):
             _instance(wrong, ranks=2, tokens=10, fixed=0.0)
+    with pytest.raises(ConfigError, match="would take no time"):
+        SequenceCosts(linear_s=0.0, fixed_s=1.0)
 
 
 @pytest.mark.skipif(not LENGTHS.exists(), reason="needs ../shared/data/variable_length")
