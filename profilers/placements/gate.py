@@ -100,7 +100,8 @@ def why_wrong(
         expected = [entire[Value(node.name, idx)] for idx in range(len(signature.outs))]
         shape = expected[0].shape if len(expected) == 1 else None
         if any(part in short_name(call) for part in DRAWN):  # every rank draws the same, from one state
-            made = [[tensor.clone() for tensor in expected] for _ in range(num_ranks)]
+            drawn = list(zip(expected, signature.outs, strict=True))
+            made = [[part_of(t, form, r, num_ranks).clone() for t, form in drawn] for r in range(num_ranks)]
             parts |= {
                 (Value(node.name, idx), form): [of[idx] for of in made] for idx, form in enumerate(signature.outs)
             }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,11 +18,11 @@ from ...schema.errors import ConfigError
 from ...schema.placement_forms import ENTIRE, REPEATED, Form
 from ...schema.placements import OperatorWork, UnitWork, WholeUnit
 from ..module.trials import first_line
-from .export import UnitGraph, Value, export_unit
+from .export import UnitGraph, Value, export_unit, skeleton
 from .gate import proved, text
 from .localise import Call, tensors_of
 from .parts import is_cut
-from .signatures import Sample, Signature, find_signatures, short_name
+from .signatures import RUNS, Sample, Signature, find_signatures, short_name
 from .units import Unit, find_units, sample_run, seeded
 
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
@@ -28,12 +30,19 @@ PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
 
 @dataclass
 class TracedUnit:
-    """A kind of unit that was traced: its graph, what it was called with, and the values of a run of it."""
+    """A kind of unit that was traced: its graph, what it was called with, and the values of a run of it.
+
+    Attributes:
+        read_outside: parameters, by path in the unit, that are read outside of it: plain tensors, whole on every rank.
+        evaluation: the graph of the same call in evaluation, where it is another one than in training.
+    """
 
     paths: list[str]
     graph: UnitGraph
     given: dict[str, Any]
     module: nn.Module
+    read_outside: frozenset[str]
+    evaluation: TracedUnit | None = None
 
 
 def placed_units(
@@ -41,11 +50,11 @@ def placed_units(
 ) -> tuple[tuple[UnitWork, ...], tuple[WholeUnit, ...]]:
     """Return the work of each kind of unit for each degree, and the units that stay whole at some degree.
 
-    A batch has one sample more than there are ranks, so that no operator is cut along the samples: their number changes.
+    A batch has a number of samples that no operator can be cut along, since it changes.
     """
     works, unplaced = list[UnitWork](), dict[str, WholeUnit]()
     for num_ranks in degrees:
-        batch = rows_of(example_inputs, num_ranks + 1)
+        batch = rows_of(example_inputs, uncut_samples(num_ranks))
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
         traced, remaining = trace_units(module, args, kwargs)
         unplaced |= {unit.path: unit for unit in remaining}
@@ -56,7 +65,20 @@ def placed_units(
                 works.append(unit_work(unit, num_ranks, shared, cache))
             except ConfigError as error:
                 unplaced |= {path: WholeUnit(path=path, why=error.message) for path in unit.paths}
+                continue
+            if unit.evaluation is not None:
+                with suppress(ConfigError):  # then it is computed whole there (runtime/placements/execution.py)
+                    evaluated = unit_work(unit.evaluation, num_ranks, shared, cache)
+                    works.append(evaluated.replace(in_evaluation=True))
     return tuple(works), tuple(unplaced.values())
+
+
+def uncut_samples(num_ranks: int) -> int:
+    """Return the fewest samples, more than there are ranks, that share no divisor with the ranks or with the runs of a form.
+
+    Of 3 samples on 2 ranks, rows of all samples one behind the other would be three runs that are cut alike.
+    """
+    return next(n for n in count(num_ranks + 1) if n > max(RUNS) and math.gcd(n, num_ranks * math.prod(RUNS)) == 1)
 
 
 def _shared_parameters(module: nn.Module) -> dict[str, Form]:
@@ -87,15 +109,13 @@ def trace_units(
     kinds: dict[str, TracedUnit | str] = {}
     for unit in units:
         why = "it is not called with this sample" if unit.call is None else ""
-        if unit.read_outside:
-            why = f"{unit.read_outside[0]} is read outside of it"
         if not why:
             kind = unit.kind
             if kind not in kinds:
                 kinds[kind] = _traced(unit)
             traced = kinds[kind]
             if isinstance(traced, TracedUnit):
-                traced.paths.append(unit.path)
+                traced.paths.append(unit.path)  # that of its graph in evaluation is the same list
             else:
                 why = traced
         if why:
@@ -111,7 +131,16 @@ def _traced(unit: Unit) -> TracedUnit | str:
         return error.message
     if not any(node for node in graph.nodes):
         return "it computes nothing"
-    return TracedUnit([], graph, bind(graph, unit.module, unit.call), unit.module)
+    read_outside = frozenset(unit.read_outside)
+    traced = TracedUnit([], graph, bind(graph, unit.module, unit.call), unit.module, read_outside)
+    unit.module.eval()
+    with suppress(ConfigError):
+        evaluated = export_unit(unit.module, *unit.call, path=unit.path)
+        if skeleton(evaluated.described) != skeleton(graph.described):
+            given = bind(evaluated, unit.module, unit.call)
+            traced.evaluation = TracedUnit(traced.paths, evaluated, given, unit.module, read_outside)
+    unit.module.train()
+    return traced
 
 
 def bind(graph: UnitGraph, module: nn.Module, call: Any) -> dict[str, Any]:
@@ -153,6 +182,7 @@ def unit_work(
             [f"{path}.{graph.state[name]}" for path in traced.paths], traced.given[name], num_ranks, tied
         )
         for name in graph.parameters
+        if graph.state[name] not in traced.read_outside
     }
     right = proved(graph, proposed, forms, traced.given, num_ranks)
     operators = [
@@ -166,7 +196,7 @@ def unit_work(
         paths=tuple(traced.paths), num_ranks=num_ranks, num_samples=_num_samples(traced), operators=tuple(operators),
         outs=tuple((v.node, v.idx) for o in graph.outputs if isinstance(o, fx.Node) for v in (graph.value_of(o),)),
         described=tuple(graph.described),
-        parameters=tuple((name, path) for name, path in graph.state.items() if name in graph.parameters),
+        parameters=tuple((name, path) for name, path in graph.state.items() if name in forms),
         trained_inputs=tuple(isinstance(v, Tensor) and v.requires_grad for v in map(traced.given.get, graph.inputs)),
     )  # fmt: skip
 

@@ -95,7 +95,8 @@ def _llava() -> tuple[nn.Module, Inputs]:
 
     text, vision = LlamaConfig(**TEXT), CLIPVisionConfig(**VISION)
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=5))
-    return model, {"input_ids": _tokens().clamp(min=6)}
+    image = torch.full((BATCH, 16), 5)  # patches
+    return model, {"input_ids": torch.cat([image, _tokens().clamp(min=6)], dim=1), "pixel_values": _images()}
 
 
 class Mixer(nn.Module):
