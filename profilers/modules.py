@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..schema.errors import ConfigError
 from ..schema.layers import (
@@ -34,11 +34,11 @@ from ..schema.layers import (
 from ..schema.model import ModelSpec
 from ..schema.traced import CodeFacts, Traced, TracedSplit
 from .module.counts import Counts, tensors_in
-from .module.fakes import on_fakes
+from .module.fakes import know, on_fakes
 from .module.split_rules import Rule
 from .module.splits import Splits, storage_key
 from .module.structure import Structure, find_structure
-from .module.trials import split_facts, why_not_sharded, why_not_staged
+from .module.trials import first_line, split_facts, why_not_sharded, why_not_staged
 from .placements.work import placed_units
 
 _STAND_INS = {
@@ -79,8 +79,18 @@ def profile_module(
             f"{shared[0]} and {len(shared) - 1} more parameters of {type(model).__name__} are shared by several of its blocks: "
             "each would be counted, sharded and reduced as if it were its own",
         )
-    tracer.run(example_inputs)
-    kinds = [tracer.traced_block(block) for block in tracer.blocks]
+    try:
+        tracer.run(example_inputs)
+        kinds = [tracer.traced_block(block) for block in tracer.blocks]
+    except ConfigError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"{type(model).__name__} computes by values that depend on its weights ({error.func}), which are not there when it is traced",
+            help="let it compute the same whatever the values, with masks for instance",
+        ) from None
+    except Exception as error:  # the module's own code
+        raise ConfigError(f"{type(model).__name__} does not run on the sample: {first_line(error)}") from None
     before, after = tracer.outside()
     # Parameters that both ends use (tied embeddings) are counted in the first.
     vocab_size = tracer.vocab_size(structure)
@@ -175,6 +185,7 @@ class _Tracer:
         inside: list[nn.Module] = []
         saved: dict[int, tuple[Any, nn.Module | None]] = {}
         persistent = {storage_key(t) for t in self._state.values()}
+        values = [given[:1] if isinstance(given, Tensor) and given.ndim else given for given in tree_leaves(example_inputs)]
 
         def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
             counting.close()
@@ -197,6 +208,9 @@ class _Tracer:
                 hooks.enter_context(block.register_forward_hook(leave))
             counting.enter_context(self._before)
             inputs = tree_map(_one_sequence, example_inputs)
+            for fake, value in zip(tree_leaves(inputs), values, strict=True):
+                if isinstance(value, Tensor):
+                    know(fake, value)
             args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
             with saved_tensors_hooks(save, lambda t: t):
                 output = self._call(self._model, args, kwargs)
