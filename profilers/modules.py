@@ -37,14 +37,17 @@ from .module.counts import Counts, tensors_in
 from .module.fakes import know, on_fakes
 from .module.split_rules import Rule
 from .module.splits import Splits, storage_key
+from .module.stages import described_sample, why_not_cut
 from .module.structure import Structure, find_structure
-from .module.trials import first_line, split_facts, why_not_sharded, why_not_staged
+from .module.trials import first_line, split_facts, why_not_sharded
 from .placements.work import placed_units
 
 _STAND_INS = {
     "attention": SoftmaxAttention(kind="mha", num_heads=1, num_kv_heads=1, head_dim=1, rope_fraction=0),
     "mlp": DenseMLP(ffn_dim=1),
 }
+
+NOT_FLAT = "stages get tensors by position or by name, each with the samples first, and the sample has other things"
 
 
 def profile_module(
@@ -90,7 +93,7 @@ def profile_module(
             help="let it compute the same whatever the values, with masks for instance",
         ) from None
     except Exception as error:  # the module's own code
-        raise ConfigError(f"{type(model).__name__} does not run on the sample: {first_line(error)}") from None
+        raise ConfigError(f"{type(model).__name__} does not run on the sample batch: {type(error).__name__}: {first_line(error)}") from None
     before, after = tracer.outside()
     # Parameters that both ends use (tied embeddings) are counted in the first.
     vocab_size = tracer.vocab_size(structure)
@@ -102,6 +105,7 @@ def profile_module(
     runs = (
         LayerRun(layer=Block(traced=traced, **_STAND_INS), count=len(list(same))) for traced, same in groupby(kinds)
     )
+    sample = described_sample(example_inputs)
     works, unplaced = placed_units(model, example_inputs, tp) if facts.not_split else ((), ())
     return ModelSpec(
         name=name or type(model).__name__,
@@ -116,7 +120,8 @@ def profile_module(
             not_split=facts.not_split,
             not_along_sequence=facts.not_along_sequence,
             split_widths=facts.widths,
-            not_staged=why_not_staged(model, structure, example_inputs),
+            sample=sample,
+            not_staged=why_not_cut(model, structure, example_inputs) if sample else NOT_FLAT,
             not_sharded=why_not_sharded(model, tracer.read_outside),
             works=works,
             unplaced=unplaced,

@@ -18,12 +18,12 @@ from ...schema.errors import ConfigError
 from ...schema.placement_forms import ENTIRE, REPEATED, Form
 from ...schema.placements import OperatorWork, UnitWork, WholeUnit
 from ..module.trials import first_line
+from ..module.units import Unit, find_units, sample_run, seeded
 from .export import UnitGraph, Value, export_unit, skeleton
 from .gate import proved, text
 from .localise import Call, tensors_of
 from .parts import is_cut
 from .signatures import RUNS, Sample, Signature, find_signatures, short_name
-from .units import Unit, find_units, sample_run, seeded
 
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
 

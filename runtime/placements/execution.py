@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ...profilers.module.fakes import on_fakes
 from ...profilers.module.trials import fake_twin, first_line
+from ...profilers.module.units import described
 from ...profilers.placements.export import UnitGraph, Value, export_unit, skeleton
 from ...profilers.placements.gate import parsed
 from ...profilers.placements.localise import Call, tensors_of
 from ...profilers.placements.parts import is_cut
 from ...profilers.placements.signatures import RANDOM, Signature, short_name
-from ...profilers.placements.units import described
 from ...schema.errors import ConfigError, RuntimeMismatchError
 from ...schema.placement_forms import ENTIRE, Form
 from ...schema.placements import UnitPlacement

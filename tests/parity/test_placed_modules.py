@@ -79,7 +79,7 @@ def test_placed_modules_run_with_the_gradients_of_one_rank(names: Sequence[str],
     wrong = {}
     for name in names:
         gradients = {key: grad for outcome in outcomes[name] for key, grad in outcome.gradients.items()}
-        if problems := differences(gradients, zoo.alone(name, next_tokens=False)):
+        if problems := differences(gradients, zoo.alone(name)):
             wrong[name] = problems
         share = share_of_parameters(name, plans[name])
         print(f"{name}: {share:.2f}")
@@ -96,7 +96,7 @@ def test_placed_modules_are_sharded_and_recomputed(tmp_path: Path) -> None:
     outcomes = run_group(4, [Case(name, plan, module=name, run=zoo.one_step) for name, plan in plans.items()], tmp_path)
     for name in plans:
         gradients = {key: grad for outcome in outcomes[name] for key, grad in outcome.gradients.items()}
-        assert not differences(gradients, zoo.alone(name, next_tokens=False)), name
+        assert not differences(gradients, zoo.alone(name)), name
 
 
 @pytest.mark.long
@@ -106,7 +106,7 @@ def test_a_placed_module_computes_in_bf16(tmp_path: Path) -> None:
     mixed = plan_of_cpu.model_copy(update={"workload": plan_of_cpu.workload.replace(precision="bf16-mixed")})
     (outcomes,) = run_group(2, [Case("bf16", mixed, module="nanogpt", run=zoo.one_step)], tmp_path).values()
     gradients = {key: grad for outcome in outcomes for key, grad in outcome.gradients.items()}
-    reference = zoo.alone("nanogpt", next_tokens=False)
+    reference = zoo.alone("nanogpt")
     largest = max(float(grad.abs().max()) for grad in reference.values())
     for key, grad in gradients.items():
         assert float((grad - reference[key]).abs().max()) < 0.05 * largest, key

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from meshwright.profilers.module.units import find_units
 from meshwright.profilers.placements.export import export_unit
 from meshwright.profilers.placements.gate import parsed, proved, text, why_wrong
 from meshwright.profilers.placements.parts import ConvertAll, is_cut, joined, part_of
 from meshwright.profilers.placements.signatures import Sample, Signature, find_signatures
-from meshwright.profilers.placements.units import find_units
 from meshwright.profilers.placements.work import bind, placed_units, trace_units, values_of
 from meshwright.schema import ConfigError
 from meshwright.schema.placement_forms import Form, moves

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..module.structure import caching_configs
+from .structure import caching_configs
 
 
 @dataclass
