@@ -93,7 +93,9 @@ def profile_module(
             help="let it compute the same whatever the values, with masks for instance",
         ) from None
     except Exception as error:  # the module's own code
-        raise ConfigError(f"{type(model).__name__} does not run on the sample batch: {type(error).__name__}: {first_line(error)}") from None
+        raise ConfigError(
+            f"{type(model).__name__} does not run on the sample batch: {type(error).__name__}: {first_line(error)}"
+        ) from None
     before, after = tracer.outside()
     # Parameters that both ends use (tied embeddings) are counted in the first.
     vocab_size = tracer.vocab_size(structure)
@@ -190,7 +192,9 @@ class _Tracer:
         inside: list[nn.Module] = []
         saved: dict[int, tuple[Any, nn.Module | None]] = {}
         persistent = {storage_key(t) for t in self._state.values()}
-        values = [given[:1] if isinstance(given, Tensor) and given.ndim else given for given in tree_leaves(example_inputs)]
+        values = [
+            given[:1] if isinstance(given, Tensor) and given.ndim else given for given in tree_leaves(example_inputs)
+        ]
 
         def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
             counting.close()

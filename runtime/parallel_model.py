@@ -98,7 +98,9 @@ def inputs_of(batch: Any, names: Sequence[str] | int) -> Any:
     elif isinstance(batch, Mapping) and set(names) <= set(batch):
         return {name: batch[name] for name in names}
     wanted = f"{names} tensors by position" if isinstance(names, int) else ", ".join(names)
-    raise RuntimeMismatchError(f"the batch is a {type(batch).__name__} without {wanted}, which the model was traced with")
+    raise RuntimeMismatchError(
+        f"the batch is a {type(batch).__name__} without {wanted}, which the model was traced with"
+    )
 
 
 def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -252,7 +254,9 @@ class ParallelModel:
                 every, last = self._stages.given(inputs, has_targets=targets is not None)
             last |= {} if targets is None else {"targets": targets}
             first = tree_leaves(inputs)[0]
-            loss = run_schedule(self._schedule, self.mesh, self.loss_scale.value, first, weights, last=last, every=every)
+            loss = run_schedule(
+                self._schedule, self.mesh, self.loss_scale.value, first, weights, last=last, every=every
+            )
         else:
             loss = self._accumulate(self._passes(tokens))
         self._finish_gradients()

@@ -78,7 +78,14 @@ def parallelize(
         require_documents(plan, is_decoder=model is None or isinstance(model, Decoder), compiles=compile_blocks)
     if model is not None and not isinstance(model, Decoder):
         return parallelize_user_module(
-            model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn, batch_loss=batch_loss, on_split=on_split
+            model,
+            plan,
+            device=device,
+            seed=seed,
+            weights=weights,
+            loss_fn=loss_fn,
+            batch_loss=batch_loss,
+            on_split=on_split,
         )
     mesh = build_mesh(plan, device.type)
     batch_parts = mesh.layout.tp // plan.layout.tp

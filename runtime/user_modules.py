@@ -26,7 +26,7 @@ from .parallel_model import BatchLoss, ParallelModel, inputs_of
 from .pipeline_parallel import Copies
 from .placements.execution import apply_placements
 from .recompute import checkpoint_block
-from .user_stages import UserStages, joined
+from .user_stages import COPY, UserStages, joined
 from .user_tensor_parallel import split_plain, split_transformers
 from .weights.load import Piece, find_weights, read_pieces
 
@@ -96,7 +96,7 @@ def parallelize_user_module(
         _load(whole, aliases, weights)
     elif is_meta:
         init_weights(whole, seed, aliases=aliases)
-    shared, not_counted = _copies(stages, parts, plan, mesh) if stages is not None else ([], set())
+    shared, not_counted = _copies(stages, parts, whole, plan, mesh) if stages is not None else ([], set())
     of_batch = None if batch_loss is None else _of_module(batch_loss, plan.model)
     return ParallelModel(
         plan, mesh, whole, device, parts=parts, shared=shared, not_counted=not_counted,
@@ -118,21 +118,21 @@ def _stages(module: nn.Module, structure: Structure, plan: TrainingPlan, mesh: P
 
 
 def _copies(
-    stages: UserStages, parts: Sequence[nn.Module], plan: TrainingPlan, mesh: ParallelMesh
+    stages: UserStages, parts: Sequence[nn.Module], whole: nn.Module, plan: TrainingPlan, mesh: ParallelMesh
 ) -> tuple[list[Copies], set[str]]:
     """Return the parameters that this rank has copies of, and the names of those that an earlier stage counts."""
-    shared, not_counted = list[Copies](), set[str]()
+    shared, later = list[Copies](), set[int]()
     for holders, paths in stages.shared:
         group = group_of_stages(plan, holders)  # every rank makes every group
         places = []
         for part, stage_idx in zip(parts, mesh.stage_idxs, strict=True):
-            held = [path for path, _ in part.named_parameters() if path in paths]
+            held = {path: parameter for path, parameter in part.named_parameters() if path in paths}
             for path in held:
                 owner, _, name = path.rpartition(".")
                 places.append((part.get_submodule(owner), name))
-            not_counted |= set(held) if stage_idx != holders[0] else set()
+            later |= set(map(id, held.values())) if stage_idx != holders[0] else set()
         shared.append(Copies(places, group))
-    return shared, not_counted
+    return shared, {name for name, parameter in whole.named_parameters() if id(parameter) in later}
 
 
 def _token_loss(output: Any, targets: Tensor) -> Tensor:
@@ -193,7 +193,9 @@ def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
             f"sequence_parallel: {name} names no embedding, blocks or head, around which the sequence is cut",
             help="plan with --fix sequence_parallel=false",
         )
-    sample = sample_of(plan.model, 1, min(plan.workload.seq_len, 8) if plan.model.code is None else plan.workload.seq_len)
+    sample = sample_of(
+        plan.model, 1, min(plan.workload.seq_len, 8) if plan.model.code is None else plan.workload.seq_len
+    )
     if layout.pp > 1 and (reason := why_not_cut(module, structure, sample)):
         raise RuntimeMismatchError(f"pp {layout.pp}: {reason}", help="plan with --fix pp=1")
     is_replicated = layout.dp_shard == 1 and layout.pp == 1 and plan.workload.is_full_precision
@@ -269,7 +271,9 @@ def _shard(
                 part, process_group=mesh.fsdp["dp_replicate"].get_group(), find_unused_parameters=True, init_sync=False
             )
         return
-    called = [(idx, block) for idx, block in enumerate(structure.blocks_of(part), 1) if mesh.pp is None or idx in layer_idxs]
+    called = [
+        (idx, block) for idx, block in enumerate(structure.blocks_of(part), 1) if mesh.pp is None or idx in layer_idxs
+    ]
     blocks = [(idx, block) for idx, block in called if has_parameters(block)]
     outer: list[list[nn.Module]] = []
     head = part.get_submodule(structure.head) if structure.head else None
@@ -294,7 +298,7 @@ def _tied_ends(part: nn.Module, structure: Structure) -> tuple[nn.Module | None,
     if not structure.is_tied:
         return None
     ends = (part.get_submodule(name or "") for name in (structure.embedding, structure.head))
-    embedding, head = (end if hasattr(end, "weight") else None for end in ends)
+    embedding, head = (end if getattr(end, "weight", None) is not None else None for end in ends)
     return embedding, head
 
 
@@ -316,7 +320,8 @@ def _load(module: nn.Module, aliases: Mapping[str, str], folder: str | Path) -> 
     """Load weights by the module's own names, or what they start as, each rank its part."""
     stored, pieces = find_weights(folder), list[tuple[str, Piece, Tensor]]()
     for name, parameter in module.named_parameters():
-        piece = Piece(aliases.get(name, name), tuple(parameter.shape))
+        original = name.replace(COPY, "")
+        piece = Piece(aliases.get(original, original), tuple(parameter.shape))
         stored_name = stored.name(piece)
         if stored_name not in stored.file_of:
             raise ConfigError(

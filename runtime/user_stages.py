@@ -23,8 +23,9 @@ from ..profilers.module.stages import StageSteps, cut, layers_of, parameters_of
 from ..profilers.module.structure import Structure, shell
 from ..profilers.module.tape import Ref, State, Step, Tape, record
 from ..profilers.module.trials import fake_twin
-from ..schema.errors import RuntimeMismatchError
 from .parallel_model import inputs_of
+
+COPY = "_copy"
 
 StageLoss = Callable[[Any, Any], Tensor]
 """What the module puts out, and the targets or the batch, to a mean loss [1]."""
@@ -54,7 +55,10 @@ class UserStages:
         self._module, self._blocks, self._stage_of_layer = module, structure.blocks, stage_of_layer
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._twin = fake_twin(module, self._mode, dtype)
-        self._names, self._batch_spec = list(batch) if isinstance(batch, Mapping) else len(batch), tree_flatten(batch)[1]
+        self._names, self._batch_spec = (
+            list(batch) if isinstance(batch, Mapping) else len(batch),
+            tree_flatten(batch)[1],
+        )
         leaves, self._spec = tree_flatten(batch)
         self._leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
         self._calls: dict[Any, _Call] = {}
@@ -122,7 +126,9 @@ class UserStages:
         return self._calls[key]
 
 
-def _with_parameters(module: nn.Module, paths: Collection[str], copies: Mapping[str, nn.Parameter], prefix: str = "") -> nn.Module:
+def _with_parameters(
+    module: nn.Module, paths: Collection[str], copies: Mapping[str, nn.Parameter], prefix: str = ""
+) -> nn.Module:
     """Return a module that has these of its parameters only; parts that have all of theirs are the module's."""
     inside = [f"{prefix}{path}" for path, _ in module.named_parameters(remove_duplicate=False)]
     if all(path in paths and path not in copies for path in inside):
@@ -133,25 +139,23 @@ def _with_parameters(module: nn.Module, paths: Collection[str], copies: Mapping[
         if path in copies:
             other._parameters[name] = copies[path]
         elif path not in paths:
-            del other._parameters[name]
+            other._parameters[name] = None
     for name, child in module.named_children():
         other._modules[name] = _with_parameters(child, paths, copies, f"{prefix}{name}.")
     return other
 
 
 def joined(parts: Sequence[nn.Module]) -> nn.Module:
-    """Return the parameters of several stages under their names in one module, never called."""
+    """Return the parameters of several stages under their names in one module, never called; a second copy as ``NAME_copy``."""
     holders = [part for part in parts if any(True for _ in part.parameters())] or parts[:1]
     if len(holders) == 1 or all(part is holders[0] for part in holders):
         return holders[0]
     other = shell(holders[0])
     for part in holders[1:]:
-        if both := other._parameters.keys() & part._parameters.keys():
-            raise RuntimeMismatchError(
-                f"{', '.join(both)} of a {type(part).__name__} is on two stages of one rank",
-                help="plan with --fix num_model_chunks=1",
-            )
-        other._parameters |= part._parameters
+        for name, parameter in part._parameters.items():
+            while parameter is not None and other._parameters.get(name) is not None:
+                name += COPY  # noqa: PLW2901
+            other._parameters[name] = other._parameters.get(name) if parameter is None else parameter
     for name in other._modules:
         other._modules[name] = joined([part.get_submodule(name) for part in holders])
     return other

@@ -112,7 +112,12 @@ def parameters_of(module: nn.Module, tape: Tape, stages: Sequence[StageSteps]) -
     for unit in tape.units:
         within[unit] = [path for path in paths if path.startswith(f"{unit}.")]
     read = [
-        {path for idx in stage.steps for path in (*within[tape.steps[idx].path], *tape.steps[idx].states) if path in tape.parameters}
+        {
+            path
+            for idx in stage.steps
+            for path in (*within[tape.steps[idx].path], *tape.steps[idx].states)
+            if path in tape.parameters
+        }
         for stage in stages
     ]
     stage_of = {id(tensors[path]): paths for paths in reversed(read) for path in paths}
@@ -163,4 +168,7 @@ def described_sample(example_inputs: Sequence[Any] | Mapping[str, Any]) -> tuple
     named = list(example_inputs.items()) if isinstance(example_inputs, Mapping) else [("", t) for t in example_inputs]
     if any(not isinstance(t, Tensor) or not t.ndim or (is_named and not isinstance(name, str)) for name, t in named):
         return ()
-    return tuple(SampleTensor(name=name, shape=tuple(t.shape[1:]), dtype=str(t.dtype).removeprefix("torch.")) for name, t in named)
+    return tuple(
+        SampleTensor(name=name, shape=tuple(t.shape[1:]), dtype=str(t.dtype).removeprefix("torch."))
+        for name, t in named
+    )

@@ -23,7 +23,9 @@ from .fakes import on_fakes
 from .splits import storage_key
 from .units import find_units
 
-_IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"))
+_IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
 
 RANDOM = ("dropout", "rand", "normal", "bernoulli", "multinomial", "uniform", "exponential_")
 """Functions that draw: what they make is made once."""
@@ -131,7 +133,9 @@ def record(twin: nn.Module, mode: FakeTensorMode, batch: Any) -> Tape:
     leaves, spec = tree_flatten(output)
     outputs = [recorder.noted(leaf, "what it puts out") for leaf in leaves]
     parameters = {path for path, _ in twin.named_parameters(remove_duplicate=False)}
-    return Tape(recorder.inputs, recorder.steps, recorder.kinds, [unit.path for unit in units], parameters, outputs, spec)
+    return Tape(
+        recorder.inputs, recorder.steps, recorder.kinds, [unit.path for unit in units], parameters, outputs, spec
+    )
 
 
 def called_with(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -165,14 +169,18 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(leaf, Tensor):
             fields = vars(leaf).values() if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) else ()
             if any(isinstance(part, Tensor) for part in fields):
-                raise ConfigError(f"{self._name} hands on tensors in a {type(leaf).__name__} ({where}), which torch's pytree does not know")
+                raise ConfigError(
+                    f"{self._name} hands on tensors in a {type(leaf).__name__} ({where}), which torch's pytree does not know"
+                )
             return leaf
         if id(leaf) in self._values:
             return Ref(self._values[id(leaf)])
         if id(leaf) in self._paths:
             return State(self._paths[id(leaf)])
         if isinstance(leaf, FakeTensor) and leaf.constant is None:
-            raise ConfigError(f"{self._name} uses a tensor {list(leaf.shape)} in {where} that no function of torch returned to its code")
+            raise ConfigError(
+                f"{self._name} uses a tensor {list(leaf.shape)} in {where} that no function of torch returned to its code"
+            )
         return leaf.constant if isinstance(leaf, FakeTensor) else leaf
 
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:

@@ -44,7 +44,9 @@ class Unit:
             for key, value in sorted(vars(part).items())
             if isinstance(value, str | int | float) and not key.startswith("_") and not key.endswith(("_idx", "_id"))
         ]
-        return f"{type(self.module).__qualname__} {shapes} {settings} {sorted(self.read_outside)} {described(self.call)}"
+        return (
+            f"{type(self.module).__qualname__} {shapes} {settings} {sorted(self.read_outside)} {described(self.call)}"
+        )
 
 
 def described(call: Any) -> str:
