@@ -119,7 +119,7 @@ class UserStages:
         if key not in self._calls:
             batch = tree_unflatten([torch.empty_like(leaf, device="meta") for leaf in leaves], self._spec)
             with ThreadPoolExecutor(1) as tracing:  # so that modes and hooks of this thread do not count
-                tape = tracing.submit(record, self._twin.train(is_training), self._mode, batch).result()
+                tape = tracing.submit(record, self._twin.train(is_training), self._mode, batch, self._blocks).result()
             num_blocks = len(list(self._twin.get_submodule(self._blocks).children()))
             stages = cut(tape, layers_of(tape, self._blocks, num_blocks), self._stage_of_layer)
             self._calls[key] = _Call(tape, stages, [_common_dtype(tape, stage.sends) for stage in stages])

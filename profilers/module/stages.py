@@ -137,7 +137,7 @@ def why_not_cut(module: nn.Module, structure: Structure, batch: Any) -> str:
         return f"{name} has no list of two or more blocks, which stages are made of"
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        tape = record(fake_twin(module, mode), mode, batch)
+        tape = record(fake_twin(module, mode), mode, batch, structure.blocks)
         num_blocks = len(structure.blocks_of(module))
         layers = layers_of(tape, structure.blocks, num_blocks)
     except ConfigError as error:

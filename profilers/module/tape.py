@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ...schema.errors import ConfigError
 from .fakes import on_fakes
 from .splits import storage_key
-from .units import find_units
+from .units import Unit, find_units
 
 _IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
@@ -105,17 +105,19 @@ class Tape:
     out_spec: TreeSpec
 
 
-def record(twin: nn.Module, mode: FakeTensorMode, batch: Any) -> Tape:
+def record(twin: nn.Module, mode: FakeTensorMode, batch: Any, blocks: str) -> Tape:
     """Return the tape of a call.
 
     Args:
         twin: the module on fake tensors (`trials.fake_twin`).
         batch: tensors to call it with (their values do not count): a tensor, or several by position or by name.
+        blocks: path of the container whose children are units, whatever is in them.
 
     Raises:
         ConfigError: the call cannot be noted; the message names what.
     """
-    units = find_units(twin)
+    listed = [Unit(f"{blocks}.{name}", block) for name, block in twin.get_submodule(blocks).named_children()]
+    units = [*listed, *(unit for unit in find_units(twin) if not unit.path.startswith(f"{blocks}."))]
     with on_fakes(twin, mode), ExitStack() as hooks:
         given = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tree_leaves(batch)]
         recorder = _Recorder(twin, given)

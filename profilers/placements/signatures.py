@@ -124,6 +124,7 @@ class _Trial:
         self._call, self._num_ranks = call, num_ranks
         self._shape = outs[0].shape if len(outs) == 1 else None
         self._runs: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._parts: dict[tuple[int, int, int, Form], Tensor] = {}
         self.runs = self.proves = False
         for seed in range(2):
             for positive in (False, True):
@@ -152,6 +153,20 @@ class _Trial:
         except Exception:  # whatever an operator says of shapes that are not its own
             return None
 
+    def _part(self, run: int, idx: int, rank: int, form: Form) -> Tensor:
+        """Return a rank's part of an input; summands are random, not equal."""
+        key = run, idx, rank, form
+        if key not in self._parts:
+            value = self._runs[run][0][idx]
+            if form.kind != "P":
+                self._parts[key] = part_of(value, form, rank, self._num_ranks)
+            elif rank:
+                generator = torch.Generator().manual_seed(97 + rank)
+                self._parts[key] = Sample(tuple(value.shape), value.dtype).draw(generator)
+            else:
+                self._parts[key] = value - sum(self._part(run, idx, other, form) for other in range(1, self._num_ranks))
+        return self._parts[key]
+
     def signatures(self, forms: tuple[Form, ...]) -> Iterator[Signature]:
         """Yield the signatures with inputs in these forms (whole ones as I, to be R)."""
         for variant in self._call.variants(self._shape, self._num_ranks):
@@ -163,10 +178,10 @@ class _Trial:
 
     def _outs(self, forms: tuple[Form, ...], variant: str) -> tuple[Form, ...] | None:
         candidates: list[set[Form]] | None = None
-        for given, made in self._runs:
+        for run, (given, made) in enumerate(self._runs):
             locals_ = []
             for rank in range(self._num_ranks):
-                parts = [_drawn_part(t, form, rank, self._num_ranks) for t, form in zip(given, forms, strict=True)]
+                parts = [self._part(run, idx, rank, form) for idx, form in enumerate(forms)]
                 result = self._run(parts, variant)
                 if result is None or len(result) != len(made):
                     return None
@@ -189,16 +204,6 @@ class _Trial:
                 return None
             outs.append(min(fitting_forms, key=lambda form: (form.kind, form.runs, form.dim)))
         return tuple(REPEATED if form.is_entire else form for form in outs)
-
-
-def _drawn_part(value: Tensor, form: Form, rank: int, num_ranks: int) -> Tensor:
-    """Return a rank's part; summands are random, not equal."""
-    if form.kind != "P":
-        return part_of(value, form, rank, num_ranks)
-    others = [
-        Sample(tuple(value.shape), value.dtype).draw(torch.Generator().manual_seed(97 + r)) for r in range(1, num_ranks)
-    ]
-    return others[rank - 1] if rank else value - sum(others)
 
 
 def _shaped(part: Sequence[int], entire: Sequence[int], num_ranks: int) -> Iterator[Form]:

@@ -21,7 +21,9 @@ NO_STAGES = ("llava", "convnet", "mlp", "lstm")
 """One that looks at how many of its tokens stand for images, and those without repeated blocks."""
 
 
-def gradients_in_stages(module: nn.Module, blocks: str, batch: Any, num_stages: int, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+def gradients_in_stages(
+    module: nn.Module, blocks: str, batch: Any, num_stages: int, loss: Callable[[Any], Tensor]
+) -> dict[str, Tensor]:
     """The gradients of a loss that stages make, copies of a parameter added up."""
     structure = find_structure(module, blocks)
     num_layers = len(structure.blocks_of(module)) + 2
