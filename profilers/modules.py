@@ -89,7 +89,7 @@ def profile_module(
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
-            f"{type(model).__name__} computes by values that depend on its weights ({error.func}), which are not there when it is traced",
+            f"{type(model).__name__} computes by values that depend on its weights ({error.func}): it is traced without",
             help="let it compute the same whatever the values, with masks for instance",
         ) from None
     except Exception as error:  # the module's own code

@@ -193,9 +193,9 @@ class ParallelModel:
         """Add the gradient of the mean loss over the global batch to the parameters' gradients; once a step.
 
         Args:
-            tokens: where `parallelize` got a ``batch_loss``, `share.rows` of any batch: a tensor, or several by position or by name,
-                samples first. Else [sequences, seq_len + 1]: `share.rows` of the global batch, the same on all ranks of one `mesh.dp_rank` (those
-                of a cp group take their parts of it). Each token but the first is the target of those before it.
+            tokens: where `parallelize` got a ``batch_loss``, `share.rows` of any batch: a tensor, or several by position or by
+                name, samples first. Else [sequences, seq_len + 1]: `share.rows` of the global batch, the same on all ranks of one
+                `mesh.dp_rank` (those of a cp group take their parts of it). Each token but the first is the target of those before.
 
         Returns:
             The mean loss over the global batch, on every rank.
@@ -326,7 +326,8 @@ class ParallelModel:
         if not leaf.ndim or len(leaf) != len(rows):
             raise RuntimeMismatchError(
                 f"a tensor {list(leaf.shape)} of the batch has not the {len(rows)} samples of this rank as its first dimension: "
-                f"{rows.start} to {rows.stop - 1} of {self.plan.workload.global_batch_size}, for data-parallel rank {self.mesh.dp_rank}"
+                f"{rows.start} to {rows.stop - 1} of {self.plan.workload.global_batch_size}, for data-parallel rank "
+                f"{self.mesh.dp_rank}"
             )
         leaf = leaf.to(self.device)
         repeated = sum(shape) - len(leaf)

@@ -154,7 +154,7 @@ def joined(parts: Sequence[nn.Module]) -> nn.Module:
     for part in holders[1:]:
         for name, parameter in part._parameters.items():
             while parameter is not None and other._parameters.get(name) is not None:
-                name += COPY  # noqa: PLW2901
+                name += COPY
             other._parameters[name] = other._parameters.get(name) if parameter is None else parameter
     for name in other._modules:
         other._modules[name] = joined([part.get_submodule(name) for part in holders])

@@ -1,9 +1,9 @@
 """A taped call cut into the stages of a pipeline.
 
-A step of the tape belongs to a layer (`ModelSpec.iter_layers`): a block to its own; what reads no block to the first, what reads the
-last block to the last; everything else to the latest layer whose values it reads. What needs neither parameters nor chance is made
-again on every stage that reads it (positions, masks, tables of angles); the other values travel from stage to stage as far as they
-are read: hidden states, what an encoder made, a condition.
+A step of the tape belongs to a layer (`ModelSpec.iter_layers`): a block to that of its number; what reads no block to the first;
+what reads the last block to the last; everything else to the latest layer whose values it reads. What needs neither parameters nor
+chance is made again on every stage that reads it (positions, masks, tables of angles); the other values travel from stage to stage
+as far as they are read: hidden states, what an encoder made, a condition.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def why_not_cut(module: nn.Module, structure: Structure, batch: Any) -> str:
     for stage in cut(tape, layers, {layer: layer for layer in range(num_blocks + 2)}):
         for kind in (tape.kinds[value] for value in stage.sends):
             if not kind.dtype.is_floating_point:
-                return f"stages of {name} would hand on {list(kind.shape)} of {kind.dtype}, where they hand on numbers with gradients"
+                return f"stages of {name} would hand on {list(kind.shape)} of {kind.dtype}, where only numbers travel"
     return ""
 
 

@@ -178,7 +178,7 @@ class _Trial:
 
     def _outs(self, forms: tuple[Form, ...], variant: str) -> tuple[Form, ...] | None:
         candidates: list[set[Form]] | None = None
-        for run, (given, made) in enumerate(self._runs):
+        for run, (_, made) in enumerate(self._runs):
             locals_ = []
             for rank in range(self._num_ranks):
                 parts = [self._part(run, idx, rank, form) for idx, form in enumerate(forms)]

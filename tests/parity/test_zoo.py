@@ -24,8 +24,8 @@ WISHES: dict[str, dict[str, Any]] = {
     "stages": {"pp": 2, "schedule": "1f1b", "num_model_chunks": 1},
 }
 QUICK = ("gemma", "plain", "clip")
-REASONS = ("base_model_tp_plan", "plain module", "only the plan's own model is", "stages of", "every stage", "names no",
-           "fully_shard", "may mix tokens", "is a scalar", "tokens only")  # fmt: skip
+REASONS = ("base_model_tp_plan", "plain module", "only the plan's own model is", "names no", "fully_shard", "may mix tokens",
+           "is a scalar", "two or more blocks", "does not run without values", "computes by values")  # fmt: skip
 
 
 def plans_of(name: str) -> tuple[dict[str, TrainingPlan], dict[str, str]]:

@@ -10,8 +10,8 @@ import torch
 import transformers
 from meshwright.planner import plan
 from meshwright.profilers import profile_module
-from meshwright.profilers.module.structure import find_structure
 from meshwright.profilers.module.stages import why_not_cut
+from meshwright.profilers.module.structure import find_structure
 from meshwright.schema import ClusterSpec, ConfigError, Workload
 from torch import nn
 
