@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,12 +60,16 @@ def with_placements(model: ModelSpec, cluster: ClusterSpec, workload: Workload) 
     """Return a model whose units were traced with placements of them for a cluster, and what these divide."""
     assert model.code is not None
     scenario = Scenario.build(workload, cluster)
-    placed = [_Costs(work, scenario).place() for work in model.code.works]
+    placed = list[UnitPlacement]()
+    for work in model.code.works:
+        before = placed[-1] if work.in_evaluation else None
+        placed.append(_Costs(work, scenario, dict(before.parameters) if before else {}).place())
     code = model.code.replace(works=(), placements=tuple(placed))
     if not placed:
         return model.replace(code=code)
     degree = min(placement.num_ranks for placement in placed)
-    pairs = [(w, p) for w, p in zip(model.code.works, placed, strict=True) if p.num_ranks == degree]
+    in_training = ((w, p) for w, p in zip(model.code.works, placed, strict=True) if not p.in_evaluation)
+    pairs = [(w, p) for w, p in in_training if p.num_ranks == degree]
     runs = []
     first_block = 0
     for run in model.layers:
@@ -78,16 +82,20 @@ def with_placements(model: ModelSpec, cluster: ClusterSpec, workload: Workload) 
 
 @dataclass(frozen=True)
 class _Costs:
-    """The program of one kind of unit."""
+    """The program of one kind of unit; ``held``: forms of its parameters, by path, where they are given."""
 
     work: UnitWork
     scenario: Scenario
+    held: Mapping[str, str]
 
     def place(self) -> UnitPlacement:
         """Return the best placement."""
         work, n = self.work, self.work.num_ranks
         idx_of = {op.name: idx for idx, op in enumerate(work.operators)}
-        signatures = [[_Signature.parse(text) for text in op.signatures] for op in work.operators]
+        path_of = dict(work.parameters)
+        held = {op.name: self.held.get(path_of.get(op.name, "")) for op in work.operators}
+        options = [[f">{form}"] if (form := held[op.name]) else list(op.signatures) for op in work.operators]
+        signatures = [list(map(_Signature.parse, texts)) for texts in options]
         rates = device_rates(self.scenario)
         choices = [
             [Choice(s.ins, s.outs, self._seconds(op, s, rates)) for s in of]
@@ -100,12 +108,9 @@ class _Costs:
         instance = PlacementInstance(reads=reads, choices=choices, move_s=self._move_s, num_ends=len(work.outs))
         solution = solve(instance)
         assert solution.choice is not None  # all operators whole is one
-        chosen = [op.signatures[i] for op, i in zip(work.operators, solution.choice, strict=False)]
+        chosen = [texts[i] for texts, i in zip(options, solution.choice, strict=False)]
         done = sorted(conversions(instance, solution.choice), key=lambda c: -c[3])
-        path_of, forms = (
-            dict(work.parameters),
-            {op.name: text[1:] for op, text in zip(work.operators, chosen, strict=True)},
-        )
+        forms = {op.name: text[1:] for op, text in zip(work.operators, chosen, strict=True)}
         parameters = [op for op in work.operators if op.op == "parameter"]
         moved = sum(seconds for *_, seconds in done)
         return UnitPlacement(
@@ -117,6 +122,7 @@ class _Costs:
             objective_s=solution.objective, bound_s=min(solution.bound, solution.objective),
             compute_s=max(0.0, solution.objective - moved), conversion_s=moved,
             conversions=tuple((work.operators[v[0]].name, t, u, seconds) for v, t, u, seconds in done),
+            in_evaluation=work.in_evaluation,
         )  # fmt: skip
 
     def _seconds(self, op: OperatorWork, signature: _Signature, rates: DeviceRates) -> float:

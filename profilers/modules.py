@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..schema.errors import ConfigError
 from ..schema.layers import (
@@ -34,17 +34,20 @@ from ..schema.layers import (
 from ..schema.model import ModelSpec
 from ..schema.traced import CodeFacts, Traced, TracedSplit
 from .module.counts import Counts, tensors_in
-from .module.fakes import on_fakes
+from .module.fakes import know, on_fakes
 from .module.split_rules import Rule
 from .module.splits import Splits, storage_key
+from .module.stages import described_sample, why_not_cut
 from .module.structure import Structure, find_structure
-from .module.trials import split_facts, why_not_sharded, why_not_staged
+from .module.trials import first_line, split_facts, why_not_sharded
 from .placements.work import placed_units
 
 _STAND_INS = {
     "attention": SoftmaxAttention(kind="mha", num_heads=1, num_kv_heads=1, head_dim=1, rope_fraction=0),
     "mlp": DenseMLP(ffn_dim=1),
 }
+
+NOT_FLAT = "stages get tensors by position or by name, each with the samples first, and the sample has other things"
 
 
 def profile_module(
@@ -79,8 +82,20 @@ def profile_module(
             f"{shared[0]} and {len(shared) - 1} more parameters of {type(model).__name__} are shared by several of its blocks: "
             "each would be counted, sharded and reduced as if it were its own",
         )
-    tracer.run(example_inputs)
-    kinds = [tracer.traced_block(block) for block in tracer.blocks]
+    try:
+        tracer.run(example_inputs)
+        kinds = [tracer.traced_block(block) for block in tracer.blocks]
+    except ConfigError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"{type(model).__name__} computes by values that depend on its weights ({error.func}): it is traced without",
+            help="let it compute the same whatever the values, with masks for instance",
+        ) from None
+    except Exception as error:  # the module's own code
+        raise ConfigError(
+            f"{type(model).__name__} does not run on the sample batch: {type(error).__name__}: {first_line(error)}"
+        ) from None
     before, after = tracer.outside()
     # Parameters that both ends use (tied embeddings) are counted in the first.
     vocab_size = tracer.vocab_size(structure)
@@ -92,6 +107,7 @@ def profile_module(
     runs = (
         LayerRun(layer=Block(traced=traced, **_STAND_INS), count=len(list(same))) for traced, same in groupby(kinds)
     )
+    sample = described_sample(example_inputs)
     works, unplaced = placed_units(model, example_inputs, tp) if facts.not_split else ((), ())
     return ModelSpec(
         name=name or type(model).__name__,
@@ -106,7 +122,8 @@ def profile_module(
             not_split=facts.not_split,
             not_along_sequence=facts.not_along_sequence,
             split_widths=facts.widths,
-            not_staged=why_not_staged(model, structure, example_inputs),
+            sample=sample,
+            not_staged=why_not_cut(model, structure, example_inputs) if sample else NOT_FLAT,
             not_sharded=why_not_sharded(model, tracer.read_outside),
             works=works,
             unplaced=unplaced,
@@ -175,6 +192,9 @@ class _Tracer:
         inside: list[nn.Module] = []
         saved: dict[int, tuple[Any, nn.Module | None]] = {}
         persistent = {storage_key(t) for t in self._state.values()}
+        values = [
+            given[:1] if isinstance(given, Tensor) and given.ndim else given for given in tree_leaves(example_inputs)
+        ]
 
         def enter(block: nn.Module, args: Any, kwargs: Any) -> None:
             counting.close()
@@ -197,6 +217,9 @@ class _Tracer:
                 hooks.enter_context(block.register_forward_hook(leave))
             counting.enter_context(self._before)
             inputs = tree_map(_one_sequence, example_inputs)
+            for fake, value in zip(tree_leaves(inputs), values, strict=True):
+                if isinstance(value, Tensor):
+                    know(fake, value)
             args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
             with saved_tensors_hooks(save, lambda t: t):
                 output = self._call(self._model, args, kwargs)

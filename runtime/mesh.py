@@ -8,6 +8,7 @@ of its own over cp.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -240,6 +241,15 @@ def require_ascending(layout: Layout, rank_map: tuple[int, ...]) -> None:
                 f"rank_map {rank_map}: devices must ascend along {axis}{' and cp' if layout.cp > 1 and axis != 'tp' else ''}",
                 help=f"sort the devices of each {axis} group; the ranks of a group are interchangeable",
             )
+
+
+def group_of_stages(plan: TrainingPlan, stage_idxs: Sequence[int]) -> dist.ProcessGroup | None:
+    """Return the group of this process's ranks of some stages, one a stage; None where it is in none, or all are on one rank."""
+    columns = _by_axis(plan.layout, plan.rank_map).flatten(1)
+    holders = sorted({plan.rank_of_stage[idx] for idx in stage_idxs})
+    if len(holders) == 1:
+        return None
+    return _local_group([[int(columns[holder, i]) for holder in holders] for i in range(columns.shape[1])])
 
 
 def _local_group(ranks: list[list[int]]) -> dist.ProcessGroup | None:

@@ -9,15 +9,16 @@ rank takes of it (schema/shares.py). Of even shares that is 1 / m for each of m 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..cost_models.pipeline.orders import Action
 from ..schema.errors import RuntimeMismatchError
@@ -31,8 +32,11 @@ from .mesh import EXPERT_AXES, ParallelMesh
 from .models.experts import Router
 from .models.layers import local_tensor
 from .offload.schedule import HostOffload
-from .pipeline_parallel import Schedule, build_schedule, reduce_tied_gradients, run_schedule
+from .pipeline_parallel import Copies, Schedule, build_schedule, reduce_shared_gradients, run_schedule
 from .training.step_clock import StepClock
+
+BatchLoss = Callable[[Any, Any], Tensor]
+"""What a module puts out for a micro-batch, and the micro-batch, to a mean loss."""
 
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
@@ -70,6 +74,35 @@ class LossScale:
             self.value, self.steps = self.value * 2, 0
 
 
+class BatchStages(Protocol):
+    """Stages of a user's module (user_stages.py)."""
+
+    def boundary(self, stage_idx: int) -> Tensor:
+        """Return what a stage sends, on the meta device."""
+
+    def given(self, batch: Any, *, has_targets: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the tensors of a batch that every stage gets by name, and those that the last one gets for its loss."""
+
+
+def inputs_of(batch: Any, names: Sequence[str] | int) -> Any:
+    """Return what of a batch a module is called with: these names of it, or so many of its first; the rest is for the loss.
+
+    Raises:
+        RuntimeMismatchError: some are missing.
+    """
+    if isinstance(batch, Tensor):
+        batch = [batch] if isinstance(names, int) else {names[0]: batch}
+    if isinstance(names, int):
+        if isinstance(batch, Sequence) and len(batch) >= names:
+            return list(batch[:names])
+    elif isinstance(batch, Mapping) and set(names) <= set(batch):
+        return {name: batch[name] for name in names}
+    wanted = f"{names} tensors by position" if isinstance(names, int) else ", ".join(names)
+    raise RuntimeMismatchError(
+        f"the batch is a {type(batch).__name__} without {wanted}, which the model was traced with"
+    )
+
+
 def _decoder_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     loss: Tensor = module(inputs, targets)
     return loss
@@ -90,8 +123,8 @@ def _not_counted(module: nn.Module) -> Iterator[None]:
 class _Pass(NamedTuple):
     """A pass of a micro-batch; its mean loss is divided by ``inverse_weight``, 0 where it counts nothing."""
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Any
+    targets: Tensor | None
     inverse_weight: float
     pack: Pack | None = None
 
@@ -109,9 +142,9 @@ class ParallelModel:
 
     Args:
         parts: the stages of a pipeline that this rank runs.
-        ends: the embedding and the head of this rank, where the model ties them.
+        shared: parameters of which other stages have copies, too; not_counted: names of those that another stage counts.
         batch_parts: shares of the batch that this stage's micro-batches join, one of each rank of a stage with a smaller tp.
-        is_sequence_unsharded: hidden states between stages are of entire sequences, also with sequence parallelism.
+        stages: of a user's module, all of which get the batch; batch_loss: where the loss is not one of tokens.
     """
 
     def __init__(
@@ -124,25 +157,28 @@ class ParallelModel:
         parts: Sequence[nn.Module] = (),
         offload: HostOffload | None = None,
         reduction: ReductionTimer | None = None,
-        ends: tuple[nn.Module | None, nn.Module | None] | None = None,
-        loss_fn: Callable[[nn.Module, Tensor, Tensor], Tensor] = _decoder_loss,
-        is_sequence_unsharded: bool = False,
+        shared: Sequence[Copies] = (),
+        not_counted: Collection[str] = (),
+        loss_fn: Callable[[nn.Module, Any, Any], Tensor] = _decoder_loss,
+        stages: BatchStages | None = None,
+        batch_loss: BatchLoss | None = None,
         batch_parts: int = 1,
         documents: DocumentAttention | None = None,
     ) -> None:
         self.documents = documents
         self._batch_parts = batch_parts
         self.plan, self.mesh, self.module, self.device = plan, mesh, module, device
-        self.offload, self.reduction, self._ends, self._loss_fn = offload, reduction, ends, loss_fn
+        self.offload, self.reduction, self._loss_fn = offload, reduction, loss_fn
+        self._shared, self._not_counted, self._batch_loss = shared, not_counted, batch_loss
+        self._stages = stages
         self.share: BatchShare = share_of_rank(plan, mesh.dp_rank)
         self._inverse_weights = [self._inverse_weight(count) for count in self.share.passes]
         self.clock = StepClock(device, is_pipeline=mesh.pp is not None)
         scale = self.loss_scale = LossScale.from_plan(plan)
         self._schedule: Schedule | None = None
         if mesh.pp is not None:
-            self._schedule = build_schedule(
-                parts, mesh, plan, self.clock, lambda: scale.value, is_sequence_unsharded=is_sequence_unsharded
-            )
+            boundary = None if stages is None else stages.boundary
+            self._schedule = build_schedule(parts, mesh, plan, self.clock, lambda: scale.value, boundary=boundary)
         self._positions = local_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -153,12 +189,13 @@ class ParallelModel:
         """Return the parameters of this rank with their names in the unsplit model."""
         return self.module.named_parameters()
 
-    def forward_backward(self, tokens: Tensor) -> float:
+    def forward_backward(self, tokens: Any) -> float:
         """Add the gradient of the mean loss over the global batch to the parameters' gradients; once a step.
 
         Args:
-            tokens: [sequences, seq_len + 1]: `share.rows` of the global batch, the same on all ranks of one `mesh.dp_rank` (those
-                of a cp group take their parts of it). Each token but the first is the target of those before it.
+            tokens: where `parallelize` got a ``batch_loss``, `share.rows` of any batch: a tensor, or several by position or by
+                name, samples first. Else [sequences, seq_len + 1]: `share.rows` of the global batch, the same on all ranks of one
+                `mesh.dp_rank` (those of a cp group take their parts of it). Each token but the first is the target of those before.
 
         Returns:
             The mean loss over the global batch, on every rank.
@@ -206,13 +243,20 @@ class ParallelModel:
         """
         return self.backward(batch if isinstance(batch, RankBatch) else self.prepare_batch(batch))
 
-    def backward(self, tokens: Tensor | RankBatch) -> Tensor:
+    def backward(self, tokens: Any) -> Tensor:
         """Do `forward_backward` without the last sum: return what this rank adds to the mean loss, [] on the device."""
         if self._schedule is not None:
-            assert isinstance(tokens, Tensor)
+            assert not isinstance(tokens, RankBatch)
             inputs, targets = self._inputs_and_targets(tokens)
             weights = torch.tensor([1 / inverse if inverse else 0.0 for inverse in self._inverse_weights])
-            loss = run_schedule(self._schedule, self.mesh, self.loss_scale.value, inputs, targets, weights)
+            every, last = dict[str, Tensor](), dict[str, Tensor]()
+            if self._stages is not None:
+                every, last = self._stages.given(inputs, has_targets=targets is not None)
+            last |= {} if targets is None else {"targets": targets}
+            first = tree_leaves(inputs)[0]
+            loss = run_schedule(
+                self._schedule, self.mesh, self.loss_scale.value, first, weights, last=last, every=every
+            )
         else:
             loss = self._accumulate(self._passes(tokens))
         self._finish_gradients()
@@ -237,8 +281,8 @@ class ParallelModel:
         """Tell whether this rank counts its part of a parameter (or of its gradient) among the ranks that have a copy."""
         if tensor is None:
             return False
-        if self.mesh.pp is not None and self.plan.model.tie_embeddings and name == "lm_head.weight":
-            return False  # the first stage counts the tied embedding
+        if name in self._not_counted:
+            return False
         copies = {"dp_replicate", "dp_shard", "cp", "tp"}
         if isinstance(tensor, DTensor):
             axes = tensor.device_mesh.mesh_dim_names or ()
@@ -251,9 +295,14 @@ class ParallelModel:
                 copies -= {"cp"}  # part of that axis
         return all(self.mesh.coordinates[axis] == 0 for axis in copies)
 
-    def _inputs_and_targets(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Split tokens [B, S + 1] into inputs and targets [B', S / cp] on the device, B' those of all passes."""
+    def _inputs_and_targets(self, tokens: Any) -> tuple[Any, Tensor | None]:
+        """Split tokens [B, S + 1] into inputs and targets [B', S / cp] on the device, B' those of all passes.
+
+        A batch with a loss of its own is the input, without targets.
+        """
         rows, shape = self.share.rows, self.share.shape
+        if self._batch_loss is not None:
+            return tree_map(self._of_all_passes, tokens), None
         expected = (len(rows), self.plan.workload.seq_len + 1)
         if tuple(tokens.shape) != expected:
             raise RuntimeMismatchError(
@@ -270,7 +319,21 @@ class ParallelModel:
             inputs, targets = inputs[:, self._positions], targets[:, self._positions]
         return inputs, targets
 
-    def _passes(self, tokens: Tensor | RankBatch) -> list[_Pass]:
+    def _of_all_passes(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        rows, shape = self.share.rows, self.share.shape
+        if not leaf.ndim or len(leaf) != len(rows):
+            raise RuntimeMismatchError(
+                f"a tensor {list(leaf.shape)} of the batch has not the {len(rows)} samples of this rank as its first dimension: "
+                f"{rows.start} to {rows.stop - 1} of {self.plan.workload.global_batch_size}, for data-parallel rank "
+                f"{self.mesh.dp_rank}"
+            )
+        leaf = leaf.to(self.device)
+        repeated = sum(shape) - len(leaf)
+        return torch.cat([leaf, leaf[:1].expand(repeated, *leaf.shape[1:])]) if repeated else leaf
+
+    def _passes(self, tokens: Any) -> list[_Pass]:
         """Return the passes of a share of the batch."""
         if isinstance(tokens, RankBatch):
             # Of what is summed over the targets: axes average over data ranks, and a pass has the mean over its tokens.
@@ -281,7 +344,11 @@ class ParallelModel:
                 for pack in packs
             ]
         shape, (inputs, targets) = list(self.share.shape), self._inputs_and_targets(tokens)
-        return list(map(_Pass, inputs.split(shape), targets.split(shape), self._inverse_weights))
+        leaves, spec = tree_flatten(inputs)
+        parts = [leaf.split(shape) if isinstance(leaf, Tensor) else [leaf] * len(shape) for leaf in leaves]
+        of_passes = [tree_unflatten([part[i] for part in parts], spec) for i in range(len(shape))]
+        targets_of = [None] * len(shape) if targets is None else targets.split(shape)
+        return list(map(_Pass, of_passes, targets_of, self._inverse_weights))
 
     def _accumulate(self, passes: Sequence[_Pass], *, has_backward: bool = True) -> Tensor:
         """Run all micro-batches in a row; return the mean loss [] of this rank's share."""
@@ -322,8 +389,7 @@ class ParallelModel:
         if self.loss_scale.value != 1:
             gradients = [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
             torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
-        if self._ends is not None:
-            reduce_tied_gradients(*self._ends, self.mesh)
+        reduce_shared_gradients(self._shared)
 
     def _share_of_mean(self, loss: Tensor) -> Tensor:
         """Return this rank's share of the mean over the ranks that computed a loss: one of each tp group of the last stage."""

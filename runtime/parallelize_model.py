@@ -24,7 +24,8 @@ from .mesh import ParallelMesh, build_mesh
 from .models.decoder import Decoder, init_weights
 from .models.experts import MixtureOfExperts
 from .offload.schedule import HostOffload
-from .parallel_model import ParallelModel
+from .parallel_model import BatchLoss, ParallelModel
+from .pipeline_parallel import Copies
 from .recompute import apply_recompute
 from .tensor_parallel import apply_tensor_parallel
 from .training.options import require_compilable, require_documents
@@ -41,6 +42,7 @@ def parallelize(
     weights: str | Path | None = None,
     compile_blocks: bool = False,
     loss_fn: LossFunction | None = None,
+    batch_loss: BatchLoss | None = None,
     on_split: Callable[[ParallelMesh], object] | None = None,
     documents: bool = False,
 ) -> ParallelModel:
@@ -58,6 +60,8 @@ def parallelize(
         compile_blocks: let torch.compile fuse the operators of each block.
         loss_fn: of another module than a Decoder: module, inputs and targets of a micro-batch to its mean loss. Unset, the mean
             cross entropy of the next tokens, given logits [B, S, V] (or an object that has them as ``logits``).
+        batch_loss: of another module than a Decoder, for any batch and any layout: what the module puts out for a micro-batch, and
+            the micro-batch, to a mean loss. `ParallelModel.forward_backward` then takes such batches.
         documents: train on batches of documents (`ParallelModel.backward_batch`, docs/batch.md).
         on_split: called when every axis is applied and nothing has memory yet; a rehearsal takes it from there (rehearsal/).
 
@@ -74,7 +78,14 @@ def parallelize(
         require_documents(plan, is_decoder=model is None or isinstance(model, Decoder), compiles=compile_blocks)
     if model is not None and not isinstance(model, Decoder):
         return parallelize_user_module(
-            model, plan, device=device, seed=seed, weights=weights, loss_fn=loss_fn, on_split=on_split
+            model,
+            plan,
+            device=device,
+            seed=seed,
+            weights=weights,
+            loss_fn=loss_fn,
+            batch_loss=batch_loss,
+            on_split=on_split,
         )
     mesh = build_mesh(plan, device.type)
     batch_parts = mesh.layout.tp // plan.layout.tp
@@ -109,7 +120,8 @@ def parallelize(
     if weights is not None:
         load_weights(module, plan.model, weights)
     init_weights(module, seed, device, adapters_only=weights is not None or model is not None)
-    ends = (module.model.embed_tokens, module.lm_head) if plan.model.tie_embeddings else None
+    is_shared = plan.model.tie_embeddings and mesh.pp is not None
+    ends = [(end, "weight") for end in (module.model.embed_tokens, module.lm_head) if is_shared and end is not None]
     return ParallelModel(
         plan,
         mesh,
@@ -117,7 +129,8 @@ def parallelize(
         device,
         parts=parts,
         offload=offload,
-        ends=ends,
+        shared=[Copies(ends, mesh.tied_group)],
+        not_counted={"lm_head.weight"} if is_shared else (),  # the first stage counts the tied embedding
         reduction=reduction,
         batch_parts=batch_parts,
         documents=_document_groups(parts, mesh, plan) if documents else None,

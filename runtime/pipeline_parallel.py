@@ -8,8 +8,8 @@ torch's multi-stage runtime executes, with the transfers it adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,16 +45,22 @@ def build_schedule(
     clock: StepClock,
     loss_scale: Callable[[], float],
     *,
-    is_sequence_unsharded: bool,
+    boundary: Callable[[int], Tensor] | None = None,
 ) -> Schedule:
-    """Build the schedule that runs this rank's stages; its losses are already multiplied by the weights of the micro-batches."""
+    """Build the schedule that runs this rank's stages; its losses are already multiplied by the weights of the micro-batches.
+
+    Args:
+        boundary: what a stage sends, on the meta device; unset, hidden states.
+    """
     assert mesh.pp is not None
     last, local_tokens = len(plan.stages) - 1, plan.workload.seq_len // plan.layout.cp
 
     # Known shapes spare the trial run by which the stages would otherwise tell each other.
     def leaving(stage_idx: int) -> Tensor:
+        if boundary is not None:
+            return boundary(stage_idx)
         layout = mesh.layouts[stage_idx]
-        hidden_tokens = local_tokens // (layout.tp if layout.sequence_parallel and not is_sequence_unsharded else 1)
+        hidden_tokens = local_tokens // (layout.tp if layout.sequence_parallel else 1)
         shape = (layout.micro_batch_size, hidden_tokens, plan.model.hidden_dim)
         return torch.empty(shape, dtype=compute_dtype(plan), device="meta", requires_grad=True)
 
@@ -90,34 +96,54 @@ def build_schedule(
 
 
 def run_schedule(
-    schedule: Schedule, mesh: ParallelMesh, scale: float, inputs: Tensor, targets: Tensor, weights: Tensor
+    schedule: Schedule,
+    mesh: ParallelMesh,
+    scale: float,
+    inputs: Tensor,
+    weights: Tensor,
+    *,
+    last: Mapping[str, Tensor],
+    every: Mapping[str, Tensor],
 ) -> Tensor:
     """Run forward and backward of all micro-batches, each with its weight [m]; return the sum of their losses [] on the rank of the
     last stage, zero elsewhere.
+
+    Args:
+        inputs: of the first stage; last, every: what the last stage takes by name, and every stage.
     """
     losses: list[Tensor] = []
     args = (inputs,) if mesh.is_first_stage else ()
     if not mesh.is_last_stage:
-        schedule.step(*args)
+        schedule.step(*args, **every)
         return torch.zeros((), device=inputs.device)
     # The stage takes the targets itself; the schedule's own target is what `loss_fn` gets besides the loss.
     of_rows = weights.to(inputs.device).repeat_interleave(len(inputs) // len(weights))
-    schedule.step(*args, target=of_rows, losses=losses, targets=targets)
+    schedule.step(*args, target=of_rows, losses=losses, **last, **every)
     return torch.stack([loss.detach() for loss in losses]).sum() / scale
 
 
-def reduce_tied_gradients(embedding: nn.Module | None, head: nn.Module | None, mesh: ParallelMesh) -> None:
-    """Add the gradients of the two copies of a tied embedding, on the first and on the last stage."""
-    weights = [end.weight for end in (embedding, head) if end is not None]
-    if mesh.pp is None or not any(weight.requires_grad for weight in weights):
-        return
-    gradients = [local_tensor(weight.grad) for weight in weights]
-    if len(gradients) == 2:  # the ends of a V lie on one rank
-        gradients[1].copy_(gradients[0].add_(gradients[1]))
-        return
-    for gradient in gradients:
-        assert mesh.tied_group is not None
-        dist.all_reduce(gradient, group=mesh.tied_group)
+class Copies(NamedTuple):
+    """A parameter of which several stages have a copy: this rank's, each by its module and name, and the group of the ranks."""
+
+    places: list[tuple[nn.Module, str]]
+    group: dist.ProcessGroup | None
+
+
+def reduce_shared_gradients(shared: Sequence[Copies]) -> None:
+    """Add the gradients of the copies of each parameter, of one rank (the ends of a V) and over its group."""
+    for places, group in shared:
+        copies = [getattr(owner, name) for owner, name in places]
+        if not copies or not copies[0].requires_grad:
+            continue
+        for copy in copies:
+            copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
+        first, *others = (local_tensor(copy.grad) for copy in copies)
+        for gradient in others:
+            first.add_(gradient)
+        if group is not None:
+            dist.all_reduce(first, group=group)
+        for gradient in others:
+            gradient.copy_(first)
 
 
 class _Stage(PipelineStage):

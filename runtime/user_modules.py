@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,22 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..profilers.module.structure import (
-    Structure,
-    caching_configs,
-    find_structure,
-    has_parameters,
-    run_as_stage,
-    stage_module,
-)
-from ..profilers.module.trials import why_not_sharded, why_not_staged
+from ..profilers.module.stages import sample_of, why_not_cut
+from ..profilers.module.structure import Structure, caching_configs, find_structure, has_parameters
+from ..profilers.module.tape import called_with
+from ..profilers.module.trials import why_not_sharded
 from ..schema.errors import ConfigError, RuntimeMismatchError
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
-from .data_parallel import shard_units
+from .data_parallel import compute_dtype, shard_units
 from .loss import cross_entropy
-from .mesh import ParallelMesh, build_mesh
+from .mesh import ParallelMesh, build_mesh, group_of_stages
 from .models.decoder import init_weights
-from .parallel_model import ParallelModel
+from .parallel_model import BatchLoss, ParallelModel, inputs_of
+from .pipeline_parallel import Copies
 from .placements.execution import apply_placements
 from .recompute import checkpoint_block
+from .user_stages import COPY, UserStages, joined
 from .user_tensor_parallel import split_plain, split_transformers
 from .weights.load import Piece, find_weights, read_pieces
 
@@ -52,6 +49,7 @@ def parallelize_user_module(
     seed: int,
     weights: str | Path | None = None,
     loss_fn: LossFunction | None = None,
+    batch_loss: BatchLoss | None = None,
     on_split: Callable[[ParallelMesh], object] | None = None,
 ) -> ParallelModel:
     """Apply a plan to a module that is no Decoder; see `parallelize`."""
@@ -69,22 +67,20 @@ def parallelize_user_module(
         config.use_cache = False
     if not is_meta:
         module.to(device, torch.float32)
-    stages = [plan.stages[idx] for idx in mesh.stage_idxs]
-    parts, joined = [module], module
-    if mesh.pp is not None:
-        parts = [stage_module(module, structure, stage.layer_idxs) for stage in stages]
-        local_layers = {idx for stage in stages for idx in stage.layer_idxs}
-        joined = parts[0] if len(parts) == 1 else _join_stages(module, structure, parts, local_layers)
-    for part, stage in zip(parts, stages, strict=True):
+    local = [plan.stages[idx] for idx in mesh.stage_idxs]
+    parts, stages = [module], _stages(module, structure, plan, mesh)
+    if stages is not None:
+        parts = [stages.part(idx) for idx in mesh.stage_idxs]
+    for part, stage, stage_idx in zip(parts, local, mesh.stage_idxs, strict=True):
         if mesh.tp is not None:
             _split(part, structure, mesh.tp, plan)
         _tie(part, structure)
         for idx, block in enumerate(structure.blocks_of(part)):
             if plan.layout.pp == 1 or idx + 1 in stage.layer_idxs:
                 checkpoint_block(block, stage.recompute_of(min(idx + 1, plan.model.num_layers - 1)))
-        if mesh.pp is not None:
-            run_as_stage(part, structure, stage.layer_idxs, plan.model.num_layers, cross_entropy)
-        _shard(part, structure, mesh, plan)
+        if stages is not None:
+            stages.run_as_stage(part, stage_idx, _token_loss if batch_loss is None else _loss_of(batch_loss))
+        _shard(part, structure, mesh, plan, stage.layer_idxs)
     if on_split is not None:
         on_split(mesh)
     for part in parts if is_meta else ():
@@ -93,16 +89,69 @@ def parallelize_user_module(
         else:  # rehearsed: nothing has values
             part.to_empty(device=device)
         _tie(part, structure)
+    whole = joined(parts)
     # A tied head alone on its stage starts as the embedding does.
     aliases = {f"{structure.head}.weight": f"{structure.embedding}.weight"} if structure.is_tied else {}
     if weights is not None:
-        _load(joined, aliases, weights)
+        _load(whole, aliases, weights)
     elif is_meta:
-        init_weights(joined, seed, aliases=aliases)
-    ends, loss_fn = _tied_ends(joined, structure), loss_fn or next_token_loss
+        init_weights(whole, seed, aliases=aliases)
+    shared, not_counted = _copies(stages, parts, whole, plan, mesh) if stages is not None else ([], set())
+    of_batch = None if batch_loss is None else _of_module(batch_loss, plan.model)
     return ParallelModel(
-        plan, mesh, joined, device, parts=parts, ends=ends, loss_fn=loss_fn, is_sequence_unsharded=True
-    )
+        plan, mesh, whole, device, parts=parts, shared=shared, not_counted=not_counted,
+        loss_fn=of_batch or loss_fn or next_token_loss, batch_loss=batch_loss,
+        stages=stages,
+    )  # fmt: skip
+
+
+def _stages(module: nn.Module, structure: Structure, plan: TrainingPlan, mesh: ParallelMesh) -> UserStages | None:
+    """Return how a module is cut into the stages of a plan; None for one that is not."""
+    if mesh.pp is None:
+        return None
+    stage_of_layer = {layer: idx for idx, stage in enumerate(plan.stages) for layer in stage.layer_idxs}
+    batch = sample_of(plan.model, mesh.layout.micro_batch_size, plan.workload.seq_len)
+    try:
+        return UserStages(module, structure, stage_of_layer, batch, compute_dtype(plan))
+    except ConfigError as error:
+        raise RuntimeMismatchError(f"pp {plan.layout.pp}: {error.message}", help="plan with --fix pp=1") from None
+
+
+def _copies(
+    stages: UserStages, parts: Sequence[nn.Module], whole: nn.Module, plan: TrainingPlan, mesh: ParallelMesh
+) -> tuple[list[Copies], set[str]]:
+    """Return the parameters that this rank has copies of, and the names of those that an earlier stage counts."""
+    shared, later = list[Copies](), set[int]()
+    for holders, paths in stages.shared:
+        group = group_of_stages(plan, holders)  # every rank makes every group
+        places = []
+        for part, stage_idx in zip(parts, mesh.stage_idxs, strict=True):
+            held = {path: parameter for path, parameter in part.named_parameters() if path in paths}
+            for path in held:
+                owner, _, name = path.rpartition(".")
+                places.append((part.get_submodule(owner), name))
+            later |= set(map(id, held.values())) if stage_idx != holders[0] else set()
+        shared.append(Copies(places, group))
+    return shared, {name for name, parameter in whole.named_parameters() if id(parameter) in later}
+
+
+def _token_loss(output: Any, targets: Tensor) -> Tensor:
+    return cross_entropy(output if isinstance(output, Tensor) else output.logits, targets)
+
+
+def _loss_of(batch_loss: BatchLoss) -> BatchLoss:
+    return lambda output, batch: batch_loss(output, batch).reshape(1)
+
+
+def _of_module(batch_loss: BatchLoss, model: ModelSpec) -> LossFunction:
+    sample = () if model.code is None else model.code.sample
+    names = [tensor.name for tensor in sample] if sample and sample[0].name else len(sample)
+
+    def loss(module: nn.Module, batch: Any, _: Tensor) -> Tensor:
+        args, kwargs = called_with(inputs_of(batch, names) if sample else batch)
+        return batch_loss(module(*args, **kwargs), batch).reshape(1)
+
+    return loss
 
 
 def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
@@ -144,8 +193,10 @@ def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
             f"sequence_parallel: {name} names no embedding, blocks or head, around which the sequence is cut",
             help="plan with --fix sequence_parallel=false",
         )
-    tokens = torch.zeros((1, min(plan.workload.seq_len, 8)), dtype=torch.long)
-    if layout.pp > 1 and (reason := why_not_staged(module, structure, [tokens])):
+    sample = sample_of(
+        plan.model, 1, min(plan.workload.seq_len, 8) if plan.model.code is None else plan.workload.seq_len
+    )
+    if layout.pp > 1 and (reason := why_not_cut(module, structure, sample)):
         raise RuntimeMismatchError(f"pp {layout.pp}: {reason}", help="plan with --fix pp=1")
     is_replicated = layout.dp_shard == 1 and layout.pp == 1 and plan.workload.is_full_precision
     is_replicated = is_replicated and (layout.tp == 1 or layout.dp_replicate == 1)
@@ -209,7 +260,9 @@ def _split(part: nn.Module, structure: Structure, tp: DeviceMesh, plan: Training
     split_transformers(part, tp, blocks=structure.blocks, head=head, sequence_parallel=plan.layout.sequence_parallel)
 
 
-def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: TrainingPlan) -> None:
+def _shard(
+    part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: TrainingPlan, layer_idxs: Collection[int]
+) -> None:
     """Shard blocks one by one; embedding, and last norm with head; all that remains, and what is tied, with the part itself."""
     code = plan.model.code
     if why_not_sharded(part, ()) or (code is not None and code.not_sharded):
@@ -218,10 +271,14 @@ def _shard(part: nn.Module, structure: Structure, mesh: ParallelMesh, plan: Trai
                 part, process_group=mesh.fsdp["dp_replicate"].get_group(), find_unused_parameters=True, init_sync=False
             )
         return
-    blocks = [(idx, block) for idx, block in enumerate(structure.blocks_of(part), start=1) if has_parameters(block)]
+    called = [
+        (idx, block) for idx, block in enumerate(structure.blocks_of(part), 1) if mesh.pp is None or idx in layer_idxs
+    ]
+    blocks = [(idx, block) for idx, block in called if has_parameters(block)]
     outer: list[list[nn.Module]] = []
     head = part.get_submodule(structure.head) if structure.head else None
-    if structure.is_transformers and None in (_tied_ends(part, structure) or (None,)):
+    # A stage is the module that is called, its ends are not.
+    if mesh.pp is None and structure.is_transformers and None in (_tied_ends(part, structure) or (None,)):
         base = part.get_submodule(structure.base)
         groups = [[base.get_submodule(name) for name in names] for names in (structure.before, structure.after)]
         groups[1] += [head] if head is not None else []
@@ -241,17 +298,8 @@ def _tied_ends(part: nn.Module, structure: Structure) -> tuple[nn.Module | None,
     if not structure.is_tied:
         return None
     ends = (part.get_submodule(name or "") for name in (structure.embedding, structure.head))
-    embedding, head = (end if hasattr(end, "weight") else None for end in ends)
+    embedding, head = (end if getattr(end, "weight", None) is not None else None for end in ends)
     return embedding, head
-
-
-def _join_stages(module: nn.Module, structure: Structure, parts: list[nn.Module], layer_idxs: set[int]) -> nn.Module:
-    """Return the layers of several parts under their names; never called."""
-    joined = stage_module(module, structure, layer_idxs)
-    if structure.head is not None and len(structure.blocks_of(module)) + 1 in layer_idxs:
-        heads = (part.get_submodule(structure.head) for part in parts)
-        joined.set_submodule(structure.head, next(head for head in heads if hasattr(head, "weight")))
-    return joined
 
 
 def _materialise(part: nn.Module, device: torch.device) -> None:
@@ -272,7 +320,8 @@ def _load(module: nn.Module, aliases: Mapping[str, str], folder: str | Path) -> 
     """Load weights by the module's own names, or what they start as, each rank its part."""
     stored, pieces = find_weights(folder), list[tuple[str, Piece, Tensor]]()
     for name, parameter in module.named_parameters():
-        piece = Piece(aliases.get(name, name), tuple(parameter.shape))
+        original = name.replace(COPY, "")
+        piece = Piece(aliases.get(original, original), tuple(parameter.shape))
         stored_name = stored.name(piece)
         if stored_name not in stored.file_of:
             raise ConfigError(

@@ -43,6 +43,7 @@ class UnitWork(Frozen):
         outs: values that the unit puts out, in form I.
         described: the operators with their constants; parameters: node and path in the unit.
         trained_inputs: which of the flattened arguments have a gradient.
+        in_evaluation: the units' graph there, where it is another one than in training; the one in training comes before it.
     """
 
     paths: tuple[str, ...]
@@ -53,6 +54,7 @@ class UnitWork(Frozen):
     described: tuple[str, ...]
     parameters: tuple[tuple[str, str], ...]
     trained_inputs: tuple[bool, ...]
+    in_evaluation: bool = False
 
 
 class UnitPlacement(Frozen):
@@ -64,6 +66,7 @@ class UnitPlacement(Frozen):
         objective_s, bound_s: of the program, forward and backward; compute_s, conversion_s: parts of it.
         conversions: value, forms and seconds of each conversion, the longest first.
         num_params: of one unit; local_params: of these on a rank.
+        in_evaluation: of the units' other graph there; their parameters are held as in training.
     """
 
     paths: tuple[str, ...]
@@ -79,6 +82,7 @@ class UnitPlacement(Frozen):
     compute_s: NonNegativeFloat = 0.0
     conversion_s: NonNegativeFloat = 0.0
     conversions: tuple[tuple[str, str, str, NonNegativeFloat], ...] = ()
+    in_evaluation: bool = False
 
 
 class WholeUnit(Frozen):

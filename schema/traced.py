@@ -87,12 +87,20 @@ class Traced(Frozen):
     split: TracedSplit | None = None
 
 
+class SampleTensor(Frozen):
+    """A tensor that a module is called with: its name, empty where it goes by position, the shape of one sample, and the type."""
+
+    name: str
+    shape: tuple[NonNegativeInt, ...]
+    dtype: str
+
+
 class CodeFacts(Frozen):
     """What `parallelize` can do with a module, found out by trial when it was traced: reasons are empty where it can.
 
     Attributes:
         class_name: of the module.
-        blocks: path of the container of its blocks.
+        blocks: path of the container of its blocks; sample: what one call takes, empty where that is more than tensors.
         not_split: why tensor parallelism does not split its layers; not_along_sequence: why not with sequence parallelism.
         split_widths: what tensor parallelism must divide: heads, and widths of the layers that it splits.
         not_staged: why its blocks cannot be stages of a pipeline.
@@ -104,6 +112,7 @@ class CodeFacts(Frozen):
 
     class_name: str
     blocks: str
+    sample: tuple[SampleTensor, ...] = ()
     not_split: str = ""
     not_along_sequence: str = ""
     split_widths: tuple[PositiveInt, ...] = ()
@@ -121,7 +130,7 @@ class CodeFacts(Frozen):
     @property
     def facts(self) -> dict[str, Any]:
         """Fields of ProblemFacts."""
-        facts = self.model_dump(exclude={"class_name", "blocks", "works", "placements", "unplaced"})
+        facts = self.model_dump(exclude={"class_name", "blocks", "sample", "works", "placements", "unplaced"})
         if self.placements:
             facts |= {"not_split": "", "not_along_sequence": "units are placed between whole values"}
         return facts | {"placed_degrees": self.placed_degrees}

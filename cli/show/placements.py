@@ -41,7 +41,8 @@ def _of_unit(placement: UnitPlacement) -> Iterator[RenderableType]:
     first, count = placement.paths[0], len(placement.paths)
     gap = 1 - placement.bound_s / placement.objective_s if placement.objective_s else 0.0
     title = (
-        f"{first}{f' and {count - 1} more' if count > 1 else ''}, tp {placement.num_ranks}: "
+        f"{first}{f' and {count - 1} more' if count > 1 else ''}"
+        f"{', in evaluation' if placement.in_evaluation else ''}, tp {placement.num_ranks}: "
         f"{format_percent(placement.local_params / max(placement.num_params, 1))} of the parameters on a rank, "
         f"gap {format_percent(gap)}"
     )

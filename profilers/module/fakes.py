@@ -1,4 +1,8 @@
-"""Running a user's module on fake tensors: without caches of keys and values, and with the shapes that torch does not know."""
+"""Running a user's module on fake tensors: without caches of keys and values, and with the shapes that torch does not know.
+
+Integers and booleans that follow from the sample (indices, masks, sizes of images) are computed for real next to the fake ones, so
+that code that looks at them runs as it does. What looks at numbers that depend on weights cannot.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...schema.errors import ConfigError
 from ..measure.traced import shape_unknown_to_torch
@@ -23,12 +29,69 @@ MAX_CALLS = 25_000
 """Of torch in one forward pass: a hundred blocks make some 10,000, recurrences written as a loop over 4,096 tokens millions."""
 
 
+MAX_KNOWN = 2**20
+"""Entries of integers and booleans that are computed for real."""
+
+_BY_VALUE = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+def know(fake: Tensor, value: Tensor) -> Tensor:
+    """Return a fake tensor whose values are known where they are few integers or booleans."""
+    is_real = not value.is_meta and not isinstance(value, FakeTensor)
+    if is_real and not value.is_floating_point() and value.numel() <= MAX_KNOWN:
+        vars(fake)["_known"] = value
+    return fake
+
+
+def _known(tensor: Tensor) -> Tensor | None:
+    if not isinstance(tensor, FakeTensor):
+        return None if tensor.is_floating_point() or tensor.is_meta or tensor.numel() > MAX_KNOWN else tensor
+    value = vars(tensor).get("_known")
+    return value if isinstance(value, Tensor) else tensor.constant
+
+
 class _Shapes(TorchDispatchMode):
-    """Makes the result of operators whose shape torch cannot tell."""
+    """Makes the result of operators whose shape torch cannot tell, and follows integers and booleans."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = shape_unknown_to_torch(func, args, kwargs or {})
-        return func(*args, **(kwargs or {})) if result is None else result
+        kwargs = kwargs or {}
+        result = shape_unknown_to_torch(func, args, kwargs)
+        if result is not None:
+            return result
+        leaves, spec = tree_flatten((args, kwargs))
+        if func in _BY_VALUE:  # places that a mask names, in its stead
+            indices = [list(_places(index)) for index in args[1]]
+            args = (args[0], [place for places in indices for place in places], *args[2:])
+        known = [_known(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        is_known = not any(value is None and leaf is not None for value, leaf in zip(known, leaves, strict=True))
+        if is_known and func in _READS:
+            value = _for_real(func, tree_unflatten(known, spec))
+            return know(torch.empty(value.shape, dtype=value.dtype), value) if isinstance(value, Tensor) else value
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        if not made or any(t.is_floating_point() or t.is_complex() or t.numel() > MAX_KNOWN for t in made):
+            return result
+        values = tree_leaves(_for_real(func, tree_unflatten(known, spec))) if is_known else [None] * len(made)
+        for fake, value in zip(made, values, strict=False):
+            vars(fake)["_known"] = value
+        return result
+
+
+def _for_real(func: Any, call: Any) -> Any:
+    args, kwargs = call
+    with _disable_current_modes():
+        return func(*args, **kwargs)
+
+
+def _places(index: Any) -> Iterator[Any]:
+    value = _known(index) if isinstance(index, Tensor) else None
+    if value is None or value.dtype != torch.bool:
+        yield index
+    else:
+        with _disable_current_modes():
+            places = value.nonzero().unbind(1)
+        yield from places
 
 
 class _Limit(TorchFunctionMode):

@@ -1,21 +1,16 @@
-"""The parts of a user's module by name, and the module cut into pipeline stages.
+"""The parts of a user's module by name.
 
 The blocks are those of the longest ModuleList, or of the container that a trace names. In a model of `transformers` the base model
-holds them; what it has before them (embeddings) belongs to the first pipeline stage, what comes after (the last norm) and the head
-to the last one. A stage is the model itself, in which layers of other stages let everything through: names stay those of the
-unsplit model, lists keep their length (models look at a layer's index), and the model's own forward runs, so that positions and
-masks are made on every stage.
+holds them, embeddings before them and the last norm behind.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -96,76 +91,3 @@ def _named(module: nn.Module, method: str) -> str | None:
     except (NotImplementedError, AttributeError):
         return None
     return next((name for name, candidate in module.named_modules() if child is not None and candidate is child), None)
-
-
-class Skipped(nn.Module):
-    """A layer of another stage: hands its first argument on."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        # What a model may look up of a layer before it calls it: the kind of its attention.
-        vars(self).update({k: v for k, v in vars(layer).items() if isinstance(v, str | int) and not k.startswith("_")})
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the hidden states as they are."""
-        return hidden
-
-
-class Nothing(nn.Module):
-    """An embedding of another stage: adds nothing."""
-
-    def forward(self, idxs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return zero [], whatever is looked up."""
-        return torch.zeros((), device=idxs.device)
-
-
-def stage_module(model: nn.Module, structure: Structure, layer_idxs: Collection[int]) -> nn.Module:
-    """Return a model with these layers only, counted as in ``ModelSpec.iter_layers``; its modules are the given one's."""
-    part = shell(model)
-    parent = part
-    for name in structure.base.split(".") if structure.base else ():
-        child = shell(parent.get_submodule(name))
-        parent.add_module(name, child)
-        parent = child
-    blocks = structure.blocks_of(model)
-    stage_blocks = [block if idx + 1 in layer_idxs else Skipped(block) for idx, block in enumerate(blocks)]
-    parent.add_module(structure.blocks.rpartition(".")[2], nn.ModuleList(stage_blocks))
-    if 0 not in layer_idxs:
-        for name in structure.before:
-            parent.add_module(name, Nothing())
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Dropout):
-                parent.add_module(name, nn.Identity())  # the first stage has dropped out already
-    if len(blocks) + 1 not in layer_idxs:
-        for name in structure.after:
-            parent.add_module(name, Skipped(parent.get_submodule(name)))
-        assert structure.head is not None
-        part.set_submodule(structure.head, nn.Identity())
-    elif 0 not in layer_idxs and structure.is_tied:
-        assert structure.head is not None
-        head = shell(model.get_submodule(structure.head))
-        head.weight = nn.Parameter(head.weight.detach().clone())
-        part.set_submodule(structure.head, head)
-    return part
-
-
-def run_as_stage(
-    part: nn.Module,
-    structure: Structure,
-    layer_idxs: Collection[int],
-    num_layers: int,
-    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> None:
-    """Let a part be called as a pipeline calls its stages: tokens or hidden states to hidden states, logits or the loss [1]."""
-    is_first, is_last = 0 in layer_idxs, num_layers - 1 in layer_idxs
-    forward_all, base = part.forward, part.get_submodule(structure.base)
-
-    def forward(inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        given = {"input_ids": inputs} if is_first else {"inputs_embeds": inputs}
-        if not is_last:
-            hidden: Tensor = base(**given, use_cache=False).last_hidden_state
-            return hidden
-        logits: Tensor = forward_all(**given, use_cache=False).logits
-        return logits if targets is None or loss_fn is None else loss_fn(logits, targets)
-
-    part.forward = forward  # type: ignore[method-assign]

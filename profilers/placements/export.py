@@ -7,6 +7,7 @@ pass of whatever the operators work on: a rank's parts in the runtime, all ranks
 from __future__ import annotations
 
 import operator
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.utils._pytree import TreeSpec
 from ...schema.errors import ConfigError
 from ..module.trials import first_line
 from .localise import Call
+from .signatures import RANDOM
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class UnitGraph:
         state: parameters and buffers by the name of their node: path in the unit.
         constants: tensors that the code makes, by the name of their node.
         outputs: what is put out, flattened: values, or constants.
+        shapes: of every value of the traced call.
     """
 
     nodes: list[fx.Node]
@@ -51,6 +54,7 @@ class UnitGraph:
     constants: dict[str, Tensor]
     outputs: list[Any]
     out_spec: TreeSpec
+    shapes: dict[Value, tuple[int, ...]]
 
     @cached_property
     def calls(self) -> dict[str, Call]:
@@ -78,6 +82,26 @@ class UnitGraph:
             wiring = [f"{positions.get(value.node, 'constant')}.{value.idx}" for value in values]
             lines.append(f"{node.name} {node.target} {call.static} {' '.join(wiring)}")
         return lines
+
+
+MODAL = (*RANDOM, "batch_norm", "lstm", "gru", "rnn_")
+"""Operators with an argument that says whether this is training."""
+
+
+def skeleton(described: Sequence[str]) -> list[str]:
+    """Return described operators without what may differ between calls that one placement is for.
+
+    That is names, whole numbers, which change with the samples, the type of numbers, and what training changes of an operator.
+    """
+
+    def without(line: str) -> str:
+        line = line.partition(" ")[2]
+        if any(name in line.partition(" ")[0] for name in MODAL):
+            return line.partition("[")[0] + line.rpartition("]")[2]
+        line = re.sub(r"torch\.b?float\d+", "float", line)
+        return re.sub(r"(?<![\w.])-?\d+(?![\w.])", "#", line)
+
+    return list(map(without, described))
 
 
 def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, path: str = "") -> UnitGraph:
@@ -128,9 +152,20 @@ def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], 
     assert program.call_spec.out_spec is not None
     graph = UnitGraph(
         nodes, names, state, frozenset(parameters), constants, outputs, program.call_spec.out_spec,
+        _shapes(program.graph),
     )  # fmt: skip
     _require_no_writes(graph, path)
     return graph
+
+
+def _shapes(graph: fx.Graph) -> dict[Value, tuple[int, ...]]:
+    shapes = {}
+    for node in graph.nodes:
+        made = node.meta.get("val")
+        for idx, value in enumerate(made if isinstance(made, list | tuple) else [made]):
+            if isinstance(value, Tensor):
+                shapes[Value(node.name, idx)] = tuple(value.shape)
+    return shapes
 
 
 def _require_no_writes(graph: UnitGraph, path: str) -> None:

@@ -34,6 +34,34 @@ class Wrong(NamedTuple):
     why: str
 
 
+class Unsplit(NamedTuple):
+    """A graph on one rank: what it is given, in fp64, every value, gradients with these seeds of its outputs."""
+
+    given: dict[str, Any]
+    values: dict[Value, Any]
+    seeds: list[Tensor | None]
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, graph: UnitGraph, given: Mapping[str, Any]) -> Unsplit:
+        """Run a graph; ``given``: placeholders by name, with ``requires_grad`` as in a run; parameters and inputs."""
+        doubled = {name: _doubled(value) for name, value in given.items()}
+        leaves = {name: _leaf(value) for name, value in doubled.items()}
+        values: dict[Value, Any] = {Value(name): value for name, value in leaves.items()}
+        for node in graph.nodes:
+            call = _as_tried(graph.calls[node.name])
+            made = call.run([values[graph.value_of(p)] for p in call.producers], "", 1)
+            values |= {Value(node.name, idx): tensor for idx, tensor in enumerate(tensors_of(made))}
+        outs = [values[graph.value_of(o)] for o in graph.outputs if isinstance(o, torch.fx.Node)]
+        generator = torch.Generator().manual_seed(5)
+        drawn = [torch.randn(o.shape, generator=generator).to(o.dtype) if o.requires_grad else None for o in outs]
+        trained = [(o, seed) for o, seed in zip(outs, drawn, strict=True) if seed is not None]
+        torch.autograd.backward([o for o, _ in trained], [seed for _, seed in trained])
+        has = {name: leaf.grad for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.grad is not None}
+        detached = {value: t.detach() if isinstance(t, Tensor) else t for value, t in values.items()}
+        return cls(doubled, detached, drawn, has)
+
+
 def proved(
     graph: UnitGraph,
     proposed: Mapping[str, Sequence[Signature]],
@@ -50,12 +78,13 @@ def proved(
         ConfigError: one is wrong that every operator has, or gradients are.
     """
     retained = {name: list(signatures) for name, signatures in proposed.items()}
+    unsplit = Unsplit.of(graph, given)
     turn = 0
     while turn < max((len(signatures) for signatures in retained.values()), default=0):
         # From the last one down, so that the first placements cut most.
         placed = {name: signatures[-1 - turn % len(signatures)] for name, signatures in retained.items()}
         forms = {name: of[-1 - turn % len(of)] for name, of in parameters.items()}
-        wrong = why_wrong(graph, placed, forms, given, num_ranks)
+        wrong = why_wrong(graph, placed, forms, unsplit, num_ranks)
         if wrong is None:
             turn += 1
         elif wrong.node and not all(form.is_entire for form in placed[wrong.node].ins):
@@ -69,18 +98,16 @@ def why_wrong(
     graph: UnitGraph,
     placed: Mapping[str, Signature],
     parameters: Mapping[str, Form],
-    given: Mapping[str, Any],
+    unsplit: Unsplit,
     num_ranks: int,
 ) -> Wrong | None:
     """Return the first node of a placed graph that computes something else than in the unsplit one; None where all is right.
 
     Args:
         placed: of each operator; parameters: form of each parameter's node.
-        given: placeholders by name, with ``requires_grad`` as in a run; parameters and inputs.
+        unsplit: what the graph makes on one rank.
     """
-    given = {name: _doubled(value) for name, value in given.items()}
-    leaves = {name: _leaf(value) for name, value in given.items()}
-    entire, out = _run_unsplit(graph, leaves)
+    given, entire = unsplit.given, unsplit.values
     parts: dict[tuple[Value, Form], Sequence[Any]] = {}
     for name, value in given.items():
         form = parameters.get(name, ENTIRE)
@@ -100,7 +127,8 @@ def why_wrong(
         expected = [entire[Value(node.name, idx)] for idx in range(len(signature.outs))]
         shape = expected[0].shape if len(expected) == 1 else None
         if any(part in short_name(call) for part in DRAWN):  # every rank draws the same, from one state
-            made = [[tensor.clone() for tensor in expected] for _ in range(num_ranks)]
+            drawn = list(zip(expected, signature.outs, strict=True))
+            made = [[part_of(t, form, r, num_ranks).clone() for t, form in drawn] for r in range(num_ranks)]
             parts |= {
                 (Value(node.name, idx), form): [of[idx] for of in made] for idx, form in enumerate(signature.outs)
             }
@@ -124,7 +152,7 @@ def why_wrong(
         for o in graph.outputs
         if isinstance(o, torch.fx.Node)
     ]
-    return _compare_gradients(out, ends, leaves, inputs, parameters)
+    return _compare_gradients(unsplit, ends, inputs, parameters)
 
 
 def text(signature: Signature) -> str:
@@ -158,15 +186,6 @@ def _leaf(value: Any, template: Any = None) -> Any:
     return value.detach().clone().requires_grad_((value if template is None else template).requires_grad)
 
 
-def _run_unsplit(graph: UnitGraph, given: Mapping[str, Any]) -> tuple[dict[Value, Any], list[Tensor]]:
-    values: dict[Value, Any] = {Value(name): value for name, value in given.items()}
-    for node in graph.nodes:
-        call = _as_tried(graph.calls[node.name])
-        made = call.run([values[graph.value_of(p)] for p in call.producers], "", 1)
-        values.update({Value(node.name, idx): tensor for idx, tensor in enumerate(tensors_of(made))})
-    return values, [values[graph.value_of(o)] for o in graph.outputs if isinstance(o, torch.fx.Node)]
-
-
 def _read(parts: dict[tuple[Value, Form], Sequence[Any]], value: Value, made: Form, form: Form) -> Sequence[Any]:
     key = value, form
     if key not in parts:
@@ -190,29 +209,22 @@ def _largest(values: Tensor) -> float:
 
 
 def _compare_gradients(
-    out: Sequence[Tensor], ends: Sequence[Sequence[Tensor]], leaves: Mapping[str, Any], inputs: Mapping[str, Sequence[Any]],
+    unsplit: Unsplit,
+    ends: Sequence[Sequence[Tensor]],
+    inputs: Mapping[str, Sequence[Any]],
     parameters: Mapping[str, Form],
-) -> Wrong | None:  # fmt: skip
-    trained = [(o, e) for o, e in zip(out, ends, strict=True) if o.requires_grad]
-    if not trained:
-        return None
-    generator = torch.Generator().manual_seed(5)
-    seeds = [torch.randn(o.shape, generator=generator).to(o.dtype) for o, _ in trained]
-    torch.autograd.backward([o for o, _ in trained], seeds)
-    ranks = range(len(trained[0][1]))
+) -> Wrong | None:
     flat = [
-        (end[r], seed) for (_, end), seed in zip(trained, seeds, strict=True) for r in ranks if end[r].requires_grad
-    ]
+        (part, seed) for end, seed in zip(ends, unsplit.seeds, strict=True) if seed is not None
+        for part in end if part.requires_grad
+    ]  # fmt: skip
     torch.autograd.backward([tensor for tensor, _ in flat], [seed for _, seed in flat])
-    gradients_of = [leaf.grad for leaf in leaves.values() if isinstance(leaf, Tensor) and leaf.grad is not None]
-    largest = max(map(_largest, gradients_of), default=0.0)
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, Tensor) or leaf.grad is None:
-            continue
+    largest = max(map(_largest, unsplit.gradients.values()), default=0.0)
+    for name, expected in unsplit.gradients.items():
         form = parameters.get(name, ENTIRE)
         gradients = [part.grad if part.grad is not None else torch.zeros_like(part) for part in inputs[name]]
         wholes = gradients if form.is_entire else [joined(gradients, form)]
-        worst = max(_largest(gradient - leaf.grad) for gradient in wholes)
+        worst = max(_largest(gradient - expected) for gradient in wholes)
         if worst > TOLERANCE * largest:
             return Wrong(
                 "", f"the gradient of {name}, {form}, differs by {worst / max(largest, 1e-12):.1e} of the largest"

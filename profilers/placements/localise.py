@@ -6,7 +6,7 @@ An export writes sizes as numbers: ``view(x, [2, 16, 32])``. On a rank some of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,14 @@ class Call:
                 leaves[idx] //= num_ranks
         args, kwargs = tree_unflatten(leaves, self._spec)
         return self.target(*args, **kwargs)
+
+    def resized(self, sizes: Mapping[int, int]) -> Call:
+        """Return the call with other numbers in the place of some."""
+        changed = object.__new__(Call)
+        vars(changed).update(vars(self))
+        changed.numbers = {idx: sizes.get(n, n) for idx, n in self.numbers.items()}
+        changed._leaves = [changed.numbers.get(idx, leaf) for idx, leaf in enumerate(self._leaves)]
+        return changed
 
     def with_changed(self, name: str, value: Any) -> Call | None:
         """Return the call with an argument of that name set; None where the operator has none."""

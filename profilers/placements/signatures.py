@@ -4,6 +4,8 @@ Each combination of forms is tried: the operator runs on the parts of every rank
 of the whole. Equal to it, in parts that join or in parts that add up: that is the form of the output. What has a gradient follows
 (schema/placement_forms.py): where the output is cut or a sum, a rank's gradient of a whole input is a summand, so the input is R.
 
+Numbers are fp64, so that what is added to a summand shows, however small: the epsilon of a norm is 1e-6 of its variance.
+
 What a trial cannot prove is not tried: random operators, those that change running statistics, outputs that are constant.
 """
 
@@ -75,8 +77,8 @@ class Sample(NamedTuple):
     def draw(self, generator: torch.Generator, *, positive: bool = False) -> Tensor:
         """Return a random tensor like it."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            drawn = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(self.dtype)
-            return drawn.abs() + 0.5 if positive else drawn
+            drawn = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+            return (drawn.abs() + 0.5 if positive else drawn).to(self.dtype)
         if self.dtype == torch.bool:
             return torch.rand(self.shape, generator=generator) < 0.8
         return torch.randint(self.low, self.high + 1, self.shape, generator=generator, dtype=self.dtype)
@@ -104,7 +106,10 @@ def find_signatures(call: Call, ins: Sequence[Sample], outs: Sequence[Sample], n
         same = ins[0].shape == outs[0].shape and len(ins) == 1
         return proposed + [Signature((cut,), (cut,)) for cut in cuts if same]
     still = call.with_changed(RANDOM[name], 0.0) if name in RANDOM else None
-    trial = _Trial(still or call, ins, outs, num_ranks)
+    doubled = [s._replace(dtype=torch.float64) if s.dtype.is_floating_point else s for s in ins]
+    trial = _Trial((still or call).in_double(), doubled, outs, num_ranks)
+    if not trial.runs:  # in fp64
+        trial = _Trial(still or call, ins, outs, num_ranks)
     if trial.proves:
         proposed += [
             signature for combination in _combinations(ins, num_ranks) for signature in trial.signatures(combination)
@@ -119,7 +124,8 @@ class _Trial:
         self._call, self._num_ranks = call, num_ranks
         self._shape = outs[0].shape if len(outs) == 1 else None
         self._runs: list[tuple[list[Tensor], list[Tensor]]] = []
-        self.proves = False
+        self._parts: dict[tuple[int, int, int, Form], Tensor] = {}
+        self.runs = self.proves = False
         for seed in range(2):
             for positive in (False, True):
                 generator = torch.Generator().manual_seed(seed)
@@ -134,6 +140,7 @@ class _Trial:
                 if all(bool(torch.isfinite(t).all()) for t in made if t.dtype.is_floating_point):
                     break
             self._runs.append((given, made))
+        self.runs = True
         self.proves = all(
             t.numel() < 2 or bool((t != t.flatten()[0]).any()) for _, made in self._runs for t in made[:1]
         )
@@ -146,6 +153,20 @@ class _Trial:
         except Exception:  # whatever an operator says of shapes that are not its own
             return None
 
+    def _part(self, run: int, idx: int, rank: int, form: Form) -> Tensor:
+        """Return a rank's part of an input; summands are random, not equal."""
+        key = run, idx, rank, form
+        if key not in self._parts:
+            value = self._runs[run][0][idx]
+            if form.kind != "P":
+                self._parts[key] = part_of(value, form, rank, self._num_ranks)
+            elif rank:
+                generator = torch.Generator().manual_seed(97 + rank)
+                self._parts[key] = Sample(tuple(value.shape), value.dtype).draw(generator)
+            else:
+                self._parts[key] = value - sum(self._part(run, idx, other, form) for other in range(1, self._num_ranks))
+        return self._parts[key]
+
     def signatures(self, forms: tuple[Form, ...]) -> Iterator[Signature]:
         """Yield the signatures with inputs in these forms (whole ones as I, to be R)."""
         for variant in self._call.variants(self._shape, self._num_ranks):
@@ -157,10 +178,10 @@ class _Trial:
 
     def _outs(self, forms: tuple[Form, ...], variant: str) -> tuple[Form, ...] | None:
         candidates: list[set[Form]] | None = None
-        for given, made in self._runs:
+        for run, (_, made) in enumerate(self._runs):
             locals_ = []
             for rank in range(self._num_ranks):
-                parts = [_drawn_part(t, form, rank, self._num_ranks) for t, form in zip(given, forms, strict=True)]
+                parts = [self._part(run, idx, rank, form) for idx, form in enumerate(forms)]
                 result = self._run(parts, variant)
                 if result is None or len(result) != len(made):
                     return None
@@ -185,16 +206,6 @@ class _Trial:
         return tuple(REPEATED if form.is_entire else form for form in outs)
 
 
-def _drawn_part(value: Tensor, form: Form, rank: int, num_ranks: int) -> Tensor:
-    """Return a rank's part; summands are random, not equal."""
-    if form.kind != "P":
-        return part_of(value, form, rank, num_ranks)
-    others = [
-        Sample(tuple(value.shape), value.dtype).draw(torch.Generator().manual_seed(97 + r)) for r in range(1, num_ranks)
-    ]
-    return others[rank - 1] if rank else value - sum(others)
-
-
 def _shaped(part: Sequence[int], entire: Sequence[int], num_ranks: int) -> Iterator[Form]:
     """Yield the forms that a part of this shape can have."""
     if tuple(part) == tuple(entire):
@@ -216,8 +227,9 @@ def _equal(parts: Sequence[Tensor], form: Form, entire: Tensor) -> bool:
     made = joined(parts, form)
     if not entire.dtype.is_floating_point:
         return torch.equal(made, entire)
-    scale = scale_of(entire)
-    return torch.allclose(made, entire, rtol=1e-4, atol=1e-5 * max(scale, 1e-3), equal_nan=True)
+    rounds = entire.dtype != torch.float64 or torch.equal(entire.float().double(), entire)
+    tolerance = 1e-5 if rounds else 1e-11
+    return torch.allclose(made, entire, rtol=tolerance, atol=tolerance * max(scale_of(entire), 1e-3), equal_nan=True)
 
 
 def scale_of(entire: Tensor) -> float:

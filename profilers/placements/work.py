@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,24 +18,32 @@ from ...schema.errors import ConfigError
 from ...schema.placement_forms import ENTIRE, REPEATED, Form
 from ...schema.placements import OperatorWork, UnitWork, WholeUnit
 from ..module.trials import first_line
-from .export import UnitGraph, Value, export_unit
+from ..module.units import Unit, find_units, sample_run, seeded
+from .export import UnitGraph, Value, export_unit, skeleton
 from .gate import proved, text
 from .localise import Call, tensors_of
 from .parts import is_cut
-from .signatures import Sample, Signature, find_signatures, short_name
-from .units import Unit, find_units, sample_run, seeded
+from .shrink import shrunk
+from .signatures import RUNS, Sample, Signature, find_signatures, short_name
 
 PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum")
 
 
 @dataclass
 class TracedUnit:
-    """A kind of unit that was traced: its graph, what it was called with, and the values of a run of it."""
+    """A kind of unit that was traced: its graph, what it was called with, and the values of a run of it.
+
+    Attributes:
+        read_outside: parameters, by path in the unit, that are read outside of it: plain tensors, whole on every rank.
+        evaluation: the graph of the same call in evaluation, where it is another one than in training.
+    """
 
     paths: list[str]
     graph: UnitGraph
     given: dict[str, Any]
     module: nn.Module
+    read_outside: frozenset[str]
+    evaluation: TracedUnit | None = None
 
 
 def placed_units(
@@ -41,22 +51,37 @@ def placed_units(
 ) -> tuple[tuple[UnitWork, ...], tuple[WholeUnit, ...]]:
     """Return the work of each kind of unit for each degree, and the units that stay whole at some degree.
 
-    A batch has one sample more than there are ranks, so that no operator is cut along the samples: their number changes.
+    A batch has a number of samples that no operator can be cut along, since it changes.
     """
-    works, unplaced = list[UnitWork](), dict[str, WholeUnit]()
+    works = list[UnitWork]()
+    if not degrees:
+        return (), ()
+    batch = rows_of(example_inputs, uncut_samples(degrees))
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+    traced, remaining = trace_units(module, args, kwargs)
+    unplaced = {unit.path: unit for unit in remaining}
+    shared = _shared_parameters(module)
     for num_ranks in degrees:
-        batch = rows_of(example_inputs, num_ranks + 1)
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
-        traced, remaining = trace_units(module, args, kwargs)
-        unplaced |= {unit.path: unit for unit in remaining}
         cache: dict[Any, list[Signature]] = {}
-        shared = _shared_parameters(module)
         for unit in traced:
             try:
                 works.append(unit_work(unit, num_ranks, shared, cache))
             except ConfigError as error:
                 unplaced |= {path: WholeUnit(path=path, why=error.message) for path in unit.paths}
+                continue
+            if unit.evaluation is not None:
+                with suppress(ConfigError):  # then it is computed whole there (runtime/placements/execution.py)
+                    evaluated = unit_work(unit.evaluation, num_ranks, shared, cache)
+                    works.append(evaluated.replace(in_evaluation=True))
     return tuple(works), tuple(unplaced.values())
+
+
+def uncut_samples(degrees: Sequence[int]) -> int:
+    """Return the fewest samples that share no divisor with the ranks or with the runs of a form: 5 for powers of 2.
+
+    Of 3 samples on 2 ranks, rows of all samples one behind the other would be three runs that are cut alike.
+    """
+    return next(n for n in count(max(RUNS) + 1) if math.gcd(n, math.prod(degrees) * math.prod(RUNS)) == 1)
 
 
 def _shared_parameters(module: nn.Module) -> dict[str, Form]:
@@ -87,15 +112,13 @@ def trace_units(
     kinds: dict[str, TracedUnit | str] = {}
     for unit in units:
         why = "it is not called with this sample" if unit.call is None else ""
-        if unit.read_outside:
-            why = f"{unit.read_outside[0]} is read outside of it"
         if not why:
             kind = unit.kind
             if kind not in kinds:
                 kinds[kind] = _traced(unit)
             traced = kinds[kind]
             if isinstance(traced, TracedUnit):
-                traced.paths.append(unit.path)
+                traced.paths.append(unit.path)  # that of its graph in evaluation is the same list
             else:
                 why = traced
         if why:
@@ -111,7 +134,16 @@ def _traced(unit: Unit) -> TracedUnit | str:
         return error.message
     if not any(node for node in graph.nodes):
         return "it computes nothing"
-    return TracedUnit([], graph, bind(graph, unit.module, unit.call), unit.module)
+    read_outside = frozenset(unit.read_outside)
+    traced = TracedUnit([], graph, bind(graph, unit.module, unit.call), unit.module, read_outside)
+    unit.module.eval()
+    with suppress(ConfigError):
+        evaluated = export_unit(unit.module, *unit.call, path=unit.path)
+        if skeleton(evaluated.described) != skeleton(graph.described):
+            given = bind(evaluated, unit.module, unit.call)
+            traced.evaluation = TracedUnit(traced.paths, evaluated, given, unit.module, read_outside)
+    unit.module.train()
+    return traced
 
 
 def bind(graph: UnitGraph, module: nn.Module, call: Any) -> dict[str, Any]:
@@ -129,12 +161,14 @@ def unit_work(
     traced: TracedUnit, num_ranks: int, tied: Mapping[str, Form], cache: dict[Any, list[Signature]]
 ) -> UnitWork:
     """Return the operators of a unit with their proved signatures; ``tied``: forms that parameters, by path, have elsewhere."""
-    graph = traced.graph
-    values = values_of(graph, traced.given)
+    entire = traced.graph
+    graph, given = shrunk(entire, traced.given, num_ranks)
+    values = values_of(graph, given)
     proposed, facts = dict[str, list[Signature]](), dict[str, dict[str, Any]]()
     for node in graph.nodes:
         call = graph.calls[node.name]
         refs = [graph.value_of(producer) for producer in call.producers]
+        shapes = [entire.shapes[ref] for ref in refs]
         ins = [values[ref] for ref in refs]
         outs = [values[Value(node.name, idx)] for idx in range(len([v for v in values if v.node == node.name]))]
         samples = [Sample.of(t) for t in ins], [Sample.of(t) for t in outs]
@@ -143,18 +177,20 @@ def unit_work(
             cache[key] = find_signatures(call, *samples, num_ranks)
         trained = [t.requires_grad for t in ins], [t.requires_grad for t in outs]
         proposed[node.name] = list(dict.fromkeys(_merged(signature, *trained) for signature in cache[key]))
+        elements = tuple(math.prod(entire.shapes[Value(node.name, idx)]) for idx in range(len(outs)))
         facts[node.name] = {
             "op": short_name(call), "ins": tuple((ref.node, ref.idx) for ref in refs),
-            "elements": tuple(t.numel() for t in outs), "element_bytes": outs[0].element_size() if outs else 4,
-            "flops": _flops(call, ins, outs), "moves_nothing": _is_view(node), "is_trained": any(trained[1]),
+            "elements": elements, "element_bytes": outs[0].element_size() if outs else 4,
+            "flops": _flops(call, shapes, sum(elements[:1])), "moves_nothing": _is_view(node), "is_trained": any(trained[1]),
         }  # fmt: skip
     forms = {
         name: _parameter_forms(
             [f"{path}.{graph.state[name]}" for path in traced.paths], traced.given[name], num_ranks, tied
         )
         for name in graph.parameters
+        if graph.state[name] not in traced.read_outside
     }
-    right = proved(graph, proposed, forms, traced.given, num_ranks)
+    right = proved(graph, proposed, forms, given, num_ranks)
     operators = [
         _source(name, value, forms.get(name)) for name, value in traced.given.items() if isinstance(value, Tensor)
     ]
@@ -165,8 +201,8 @@ def unit_work(
     return UnitWork(
         paths=tuple(traced.paths), num_ranks=num_ranks, num_samples=_num_samples(traced), operators=tuple(operators),
         outs=tuple((v.node, v.idx) for o in graph.outputs if isinstance(o, fx.Node) for v in (graph.value_of(o),)),
-        described=tuple(graph.described),
-        parameters=tuple((name, path) for name, path in graph.state.items() if name in graph.parameters),
+        described=tuple(entire.described),
+        parameters=tuple((name, path) for name, path in graph.state.items() if name in forms),
         trained_inputs=tuple(isinstance(v, Tensor) and v.requires_grad for v in map(traced.given.get, graph.inputs)),
     )  # fmt: skip
 
@@ -212,15 +248,15 @@ def _is_view(node: fx.Node) -> bool:
     return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
-def _flops(call: Call, ins: Sequence[Tensor], outs: Sequence[Tensor]) -> int:
+def _flops(call: Call, shapes: Sequence[Sequence[int]], elements: int) -> int:
     name = short_name(call)
-    if name in PRODUCTS and len(ins) > 1:
-        inner = ins[0].shape[-1] if name not in ("addmm", "baddbmm") else ins[1].shape[-1]
-        return 2 * outs[0].numel() * inner
-    if name.startswith("conv") and len(ins) > 1:
-        return 2 * outs[0].numel() * math.prod(ins[1].shape[1:])
+    if name in PRODUCTS and len(shapes) > 1:
+        inner = shapes[0][-1] if name not in ("addmm", "baddbmm") else shapes[1][-1]
+        return 2 * elements * inner
+    if name.startswith("conv") and len(shapes) > 1:
+        return 2 * elements * math.prod(shapes[1][1:])
     if name == "scaled_dot_product_attention":
-        return 4 * ins[0].numel() * ins[1].shape[-2]
+        return 4 * math.prod(shapes[0]) * shapes[1][-2]
     return 0
 
 

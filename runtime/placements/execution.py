@@ -7,7 +7,8 @@ local tensors with conversions between them. Everything between units is the use
 
 from __future__ import annotations
 
-import re
+import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ...profilers.module.fakes import on_fakes
 from ...profilers.module.trials import fake_twin, first_line
-from ...profilers.placements.export import UnitGraph, Value, export_unit
+from ...profilers.module.units import described
+from ...profilers.placements.export import UnitGraph, Value, export_unit, skeleton
 from ...profilers.placements.gate import parsed
 from ...profilers.placements.localise import Call, tensors_of
+from ...profilers.placements.parts import is_cut
 from ...profilers.placements.signatures import RANDOM, Signature, short_name
-from ...profilers.placements.units import described
 from ...schema.errors import ConfigError, RuntimeMismatchError
 from ...schema.placement_forms import ENTIRE, Form
 from ...schema.placements import UnitPlacement
@@ -44,13 +46,16 @@ def apply_placements(module: nn.Module, placements: Sequence[UnitPlacement], tp:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(module, mode)
     sharded: dict[int, nn.Parameter] = {}
+    of_path = defaultdict[str, list[UnitPlacement]](list)
     for placement in placements:
         for path in placement.paths:
-            unit = _submodule(module, path)
-            if unit is None or not any(True for _ in unit.parameters()):
-                continue  # of another pipeline stage
-            _shard_parameters(module, unit, path, placement, tp, sharded)
-            unit.forward = _PlacedUnit(unit, twin.get_submodule(path), mode, path, placement, tp)
+            of_path[path].append(placement)
+    for path, graphs in of_path.items():
+        unit = _submodule(module, path)
+        if unit is None or not any(True for _ in unit.parameters()):
+            continue  # of another pipeline stage
+        _shard_parameters(module, unit, path, graphs[0], tp, sharded)
+        unit.forward = _PlacedUnit(unit, twin.get_submodule(path), mode, path, graphs, tp)
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:
@@ -115,8 +120,15 @@ class _Program:
     state: list[tuple[str, nn.Module, str]]
 
 
+class _NotPlacedError(Exception):
+    """No placement is for a call."""
+
+
 class _PlacedUnit:
-    """The forward pass of a unit; graphs are made for each kind of call."""
+    """The forward pass of a unit, which has a placement in training and may have another one in evaluation.
+
+    A graph is made of each kind of call. One that has no placement is computed whole.
+    """
 
     def __init__(
         self,
@@ -124,12 +136,13 @@ class _PlacedUnit:
         twin: nn.Module,
         mode: FakeTensorMode,
         path: str,
-        placement: UnitPlacement,
+        placements: Sequence[UnitPlacement],
         tp: DeviceMesh,
     ) -> None:
-        self._unit, self._twin, self._mode, self._path, self._placement = unit, twin, mode, path, placement
+        self._unit, self._twin, self._mode, self._path, self._placements = unit, twin, mode, path, placements
+        self._forward, self._is_first = unit.forward, path == placements[0].paths[0]
         self._group, self._num_ranks = tp.get_group(), tp.size()
-        self._programs: dict[str, _Program] = {}
+        self._programs: dict[str, _Program | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit on whole values."""
@@ -137,6 +150,8 @@ class _PlacedUnit:
         if key not in self._programs:
             self._programs[key] = self._program(args, kwargs)
         program = self._programs[key]
+        if program is None:
+            return self._compute_whole(args, kwargs)
         graph = program.graph
         values: dict[tuple[Value, Form], Any] = {
             (Value(name), program.forms[Value(name)]): local_tensor(getattr(owner, attribute))
@@ -177,28 +192,53 @@ class _PlacedUnit:
             torch.manual_seed(seed)
             return tensors_of(step.call.run(read, step.signature.variant, self._num_ranks, step.out_shape))
 
-    def _program(self, args: Any, kwargs: Any) -> _Program:
-        graph = self._traced(args, kwargs)
-        placed, traced = self._placement.described, graph.described
-        if [_without_sizes(line) for line in placed] != [_without_sizes(line) for line in traced]:
-            pairs = zip(placed, traced, strict=False)
-            pair = next(
-                ((a, b) for a, b in pairs if _without_sizes(a) != _without_sizes(b)),
-                (f"{len(placed)} operators", len(traced)),
-            )
-            raise RuntimeMismatchError(
-                f"{self._path} computes {pair[1]} where the plan placed {pair[0]}",
-                help="plan this module again with these inputs",
-            )
-        leaves, _ = tree_flatten((args, kwargs))
+    def _compute_whole(self, args: Any, kwargs: Any) -> Any:
+        """Run the unit's code on gathered parameters: every rank computes all of it."""
+        slots = [(*_owner(self._unit, path), Form.parse(form)) for path, form in self._placements[0].parameters]
+        local = [owner._parameters[attribute] for owner, attribute, _ in slots]
+        try:
+            for parameter, (owner, attribute, form) in zip(local, slots, strict=True):
+                gathered = convert(local_tensor(parameter), form, ENTIRE, self._group)
+                owner._parameters[attribute] = gathered  # type: ignore[assignment]
+            return self._forward(*args, **kwargs)
+        finally:
+            for parameter, (owner, attribute, _) in zip(local, slots, strict=True):
+                owner._parameters[attribute] = parameter
+
+    def _program(self, args: Any, kwargs: Any) -> _Program | None:
+        """Return the program for calls like this one; None where none is placed for them."""
+        try:
+            graph = self._traced(args, kwargs)
+            placement = self._placement_of(graph, tree_flatten((args, kwargs))[0])
+            program = self._placed(graph, placement)
+        except _NotPlacedError as error:
+            if self._is_first and dist.get_rank(self._group) == 0:
+                warnings.warn(f"{self._path} is computed whole on every rank of tp: {error}", stacklevel=3)
+            return None
+        return program
+
+    def _placement_of(self, graph: UnitGraph, leaves: Sequence[Any]) -> UnitPlacement:
+        """Return the placement of a graph.
+
+        Raises:
+            _NotPlacedError: none is of this graph.
+        """
+        traced = skeleton(graph.described)
+        placement = next((p for p in self._placements if skeleton(p.described) == traced), None)
+        if placement is None:
+            placed = self._placements[0].described
+            pairs = zip(placed, skeleton(placed), graph.described, traced, strict=False)
+            default = f"{len(placed)} operators", len(traced)
+            was, now = next(((a, b) for a, of_a, b, of_b in pairs if of_a != of_b), default)
+            raise _NotPlacedError(f"it computes {now} where the plan placed {was}")
         for idx, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not self._placement.trained_inputs[idx]:
-                raise RuntimeMismatchError(
-                    f"{self._path}: its input {idx} has a gradient, which it had not where it was placed",
-                    help="plan this module again with such inputs",
-                )
-        signatures = [parsed(written) for written in self._placement.signatures]
-        of_path = {path: Form.parse(form) for path, form in self._placement.parameters}
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not placement.trained_inputs[idx]:
+                raise _NotPlacedError(f"its input {idx} has a gradient, which it had not where it was placed")
+        return placement
+
+    def _placed(self, graph: UnitGraph, placement: UnitPlacement) -> _Program:
+        signatures = [parsed(written) for written in placement.signatures]
+        of_path = {path: Form.parse(form) for path, form in placement.parameters}
         forms = {Value(name): ENTIRE for name in (*graph.inputs, *graph.constants)}
         forms |= {Value(name): of_path.get(path, ENTIRE) for name, path in graph.state.items()}
         last: dict[Value, int] = {}
@@ -212,6 +252,7 @@ class _PlacedUnit:
             last |= dict.fromkeys(refs, idx)
             reads = [(ref, forms[ref], form) for ref, form in zip(refs, signature.ins, strict=True)]
             forms |= {Value(node.name, i): form for i, form in enumerate(signature.outs)}
+            self._require_even(graph, call, signature, refs)
             shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), Tensor) else None
             is_random = short_name(call) in RANDOM and any(form.kind == "S" for form in signature.ins)
             is_random = (
@@ -223,6 +264,17 @@ class _PlacedUnit:
                 steps[idx].done.append(value)
         state = [(name, *_owner(self._unit, path)) for name, path in graph.state.items()]
         return _Program(graph, steps, forms, state)
+
+    def _require_even(self, graph: UnitGraph, call: Call, signature: Signature, refs: Sequence[Value]) -> None:
+        """Refuse sizes of this call that the ranks cannot divide."""
+        for ref, form in zip(refs, signature.ins, strict=True):
+            shape = graph.shapes[ref]
+            if form.kind == "S" and not is_cut(shape[form.dim], form, self._num_ranks):
+                raise _NotPlacedError(f"{ref.node} is {list(shape)}, which it is not cut {form} for")
+        if signature.variant and not signature.variant.startswith("out:"):
+            sizes = [call.numbers[idx] for idx in map(int, signature.variant.split(","))]
+            if any(size % self._num_ranks for size in sizes):
+                raise _NotPlacedError(f"sizes {sizes} of {call.name} do not divide by {self._num_ranks}")
 
     def _traced(self, args: Any, kwargs: Any) -> UnitGraph:
         twin = self._twin.train(self._unit.training)
@@ -242,20 +294,11 @@ class _PlacedUnit:
             with ThreadPoolExecutor(1) as tracing:
                 return tracing.submit(export_unit, twin, given, named, path=self._path).result()
         except ConfigError as error:
-            raise RuntimeMismatchError(error.message) from None
+            raise _NotPlacedError(error.message) from None
         except Exception as error:  # the module's own code
-            raise RuntimeMismatchError(f"{self._path} cannot be traced: {first_line(error)}") from None
+            raise _NotPlacedError(f"it cannot be traced: {first_line(error)}") from None
 
 
 def _owner(unit: nn.Module, path: str) -> tuple[nn.Module, str]:
     owner, _, attribute = path.rpartition(".")
     return unit.get_submodule(owner), attribute
-
-
-def _without_sizes(line: str) -> str:
-    """Return a described operator without whole numbers, which change with the samples, and what training changes of dropout."""
-    line = line.partition(" ")[2]
-    if any(name in line for name in (*RANDOM, "batch_norm")):
-        return line.partition("[")[0] + line.rpartition("]")[2]
-    line = re.sub(r"torch\.b?float\d+", "float", line)
-    return re.sub(r"(?<![\w.])-?\d+(?![\w.])", "#", line)

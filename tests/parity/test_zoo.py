@@ -24,8 +24,8 @@ WISHES: dict[str, dict[str, Any]] = {
     "stages": {"pp": 2, "schedule": "1f1b", "num_model_chunks": 1},
 }
 QUICK = ("gemma", "plain", "clip")
-REASONS = ("base_model_tp_plan", "plain module", "only the plan's own model is", "stages of", "every stage", "names no",
-           "fully_shard", "may mix tokens", "is a scalar", "tokens only")  # fmt: skip
+REASONS = ("base_model_tp_plan", "plain module", "only the plan's own model is", "names no", "fully_shard", "may mix tokens",
+           "is a scalar", "two or more blocks", "does not run without values", "computes by values")  # fmt: skip
 
 
 def plans_of(name: str) -> tuple[dict[str, TrainingPlan], dict[str, str]]:
@@ -60,10 +60,8 @@ def test_what_is_offered_runs_and_the_rest_says_why(names: Sequence[str], tmp_pa
         }
     outcomes = run_group(2, [case for of_model in cases.values() for case in of_model.values()], tmp_path)
     for name, of_model in cases.items():
-        is_piped = {case.plan.layout.pp > 1 for case in of_model.values()}
-        expected = {next_tokens: zoo.alone(name, next_tokens=next_tokens) for next_tokens in is_piped}
+        reference = zoo.alone(name)
         for case in of_model.values():
-            reference = expected[case.plan.layout.pp > 1]
             gradients = {key: grad for outcome in outcomes[case.name] for key, grad in outcome.gradients.items()}
             problems = differences(gradients, reference)
             assert not problems, f"{case.name}, {case.plan.layout}: {problems}"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from foreign_models import PlainModel
 from harness import Case, Outcome
 from meshwright.runtime import parallelize
@@ -95,7 +94,8 @@ def _llava() -> tuple[nn.Module, Inputs]:
 
     text, vision = LlamaConfig(**TEXT), CLIPVisionConfig(**VISION)
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=5))
-    return model, {"input_ids": _tokens().clamp(min=6)}
+    image = torch.full((BATCH, 16), 5)  # patches
+    return model, {"input_ids": torch.cat([image, _tokens().clamp(min=6)], dim=1), "pixel_values": _images()}
 
 
 class Mixer(nn.Module):
@@ -187,15 +187,14 @@ def call(module: nn.Module, inputs: Inputs) -> Any:
 
 
 def one_step(case: Case, folder: Path) -> Outcome:
-    """The gradients of one step under a plan, by the user's own loop; of a pipeline by `forward_backward`."""
+    """The gradients of one step under a plan, by the user's own loop; of a pipeline by `forward_backward` and a loss of batches."""
     plan = case.plan
     module, inputs = build(case.module)
-    model = parallelize(module, plan, device=torch.device("cpu"))
+    model = parallelize(module, plan, device=torch.device("cpu"), batch_loss=lambda output, _: loss_of(output))
     outcome = Outcome(stage=model.mesh.coordinates["pp"])
     mine = {name: tensor.chunk(plan.layout.dp)[model.mesh.dp_rank] for name, tensor in inputs.items()}
     if plan.layout.pp > 1:
-        (tokens,) = mine.values()
-        outcome.losses.append(model.forward_backward(torch.cat([tokens, tokens[:, :1]], dim=1)))
+        outcome.losses.append(model.forward_backward(mine if hasattr(module, "config") else list(mine.values())))
     else:
         for i in range(plan.num_microbatches):
             part = {name: tensor.chunk(plan.num_microbatches)[i] for name, tensor in mine.items()}
@@ -205,14 +204,8 @@ def one_step(case: Case, folder: Path) -> Outcome:
     return outcome
 
 
-def alone(name: str, *, next_tokens: bool) -> dict[str, Tensor]:
+def alone(name: str) -> dict[str, Tensor]:
     """The gradients of the same step on one rank."""
     module, inputs = build(name)
-    output = call(module, inputs)
-    if next_tokens:
-        (tokens,) = inputs.values()
-        targets = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)
-        F.cross_entropy(output.logits.flatten(0, 1), targets.flatten()).backward()
-    else:
-        loss_of(output).backward()
+    loss_of(call(module, inputs)).backward()
     return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 import transformers
 from meshwright.planner import plan
 from meshwright.profilers import profile_module
+from meshwright.profilers.module.stages import why_not_cut
 from meshwright.profilers.module.structure import find_structure
-from meshwright.profilers.module.trials import why_not_staged
 from meshwright.schema import ClusterSpec, ConfigError, Workload
 from torch import nn
 
@@ -29,47 +30,54 @@ def build(name: str, **sizes: Any) -> nn.Module:
 
 
 def reason(model: nn.Module, **inputs: torch.Tensor) -> str:
-    return why_not_staged(model, find_structure(model), inputs or {"input_ids": TOKENS})
+    return why_not_cut(model, find_structure(model), inputs or {"input_ids": TOKENS})
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GemmaForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM"])
-def test_decoders_can_be_stages(name: str) -> None:
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GemmaForCausalLM", "BertForMaskedLM", "MambaForCausalLM"])
+def test_models_of_tokens_can_be_stages(name: str) -> None:
     assert reason(build(name, num_key_value_heads=2)) == ""
 
 
-def test_models_that_are_no_decoder_say_why_they_have_no_stages() -> None:
-    assert "second of two stages of BertForMaskedLM does not run" in reason(build("BertForMaskedLM"))
-    assert "names no head" in reason(build("BertForTokenClassification"))
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": 32,
-    }
-    text = transformers.LlamaConfig(**SIZES)
-    config = transformers.LlavaConfig(
-        text_config=text, vision_config=transformers.CLIPVisionConfig(**vision, patch_size=8)
-    )
-    with torch.device("meta"):
-        llava = transformers.LlavaForConditionalGeneration(config)
-    assert "model.vision_tower.embeddings of LlavaForConditionalGeneration would be on every stage" in reason(llava)
-    assert "tokens only, and it takes pixel_values" in reason(llava, input_ids=TOKENS, pixel_values=torch.zeros(2, 3))
+class Looks(nn.Module):
+    """Blocks, and code between them that cannot be made again on every stage."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.blocks, self.between = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.between(self, block(x))
+        return x
 
 
-class Twice(transformers.LlamaModel):
-    """Multiplies whatever goes into its first block."""
+class Holder:
+    """An object that torch's pytree does not know."""
 
-    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> Any:
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        return super().forward(inputs_embeds=5.6 * hidden, **others)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
-def test_factor_that_every_stage_would_apply_is_seen_without_weights() -> None:
-    model = build("LlamaForCausalLM")
-    assert reason(model) == ""
-    model.model.__class__ = Twice
-    assert "MulBackward0 more often" in reason(model)
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (lambda _, x: x if x.sum() > 0 else -x, "computes by values"),
+        (lambda self, x: self.blocks[1](self.blocks[2](x)), "reads what a later block"),
+        (lambda _, x: torch.func.vmap(torch.sin)(x), "no function of torch returned"),
+        (lambda _, x: x.long(), "does not run without values|hand on"),
+    ],
+)
+def test_what_no_stage_can_do_says_why(between: Any, why: str) -> None:
+    model = Looks(between)
+    assert re.search(why, why_not_cut(model, find_structure(model), [torch.zeros(2, 8)]))
+
+
+def test_a_result_that_is_no_pytree_and_a_module_without_blocks_say_why() -> None:
+    model = Looks(lambda _, x: x)
+    model.forward = lambda x: Holder(model.blocks[0](x))  # type: ignore[assignment]
+    assert "in a Holder" in why_not_cut(model, find_structure(model), [torch.zeros(2, 8)])
+    linear = nn.Linear(8, 8)
+    assert "no list of two or more blocks" in why_not_cut(linear, find_structure(linear), [torch.zeros(2, 8)])
 
 
 class Scaled(nn.Module):

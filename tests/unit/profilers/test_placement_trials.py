@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from meshwright.profilers.module.units import find_units
 from meshwright.profilers.placements.export import export_unit
-from meshwright.profilers.placements.gate import parsed, proved, text, why_wrong
+from meshwright.profilers.placements.gate import Unsplit, parsed, proved, text, why_wrong
 from meshwright.profilers.placements.parts import ConvertAll, is_cut, joined, part_of
 from meshwright.profilers.placements.signatures import Sample, Signature, find_signatures
-from meshwright.profilers.placements.units import find_units
 from meshwright.profilers.placements.work import bind, placed_units, trace_units, values_of
 from meshwright.schema import ConfigError
 from meshwright.schema.placement_forms import Form, moves
@@ -102,9 +102,9 @@ def test_the_gate_names_a_planted_signature_and_leaves_it_out() -> None:
     right = [parsed(s) for s in ("R,S0>S2", "I>I", "S2,S1>P")]
     forms = {name: Form("I") for name in graph.parameters}
     placed = dict(zip(names, right, strict=True))
-    assert why_wrong(graph, placed, forms, given, 2) is None
+    assert why_wrong(graph, placed, forms, Unsplit.of(graph, given), 2) is None
     planted = {**placed, names[1]: parsed("S2>S2")}
-    wrong = why_wrong(graph, planted, forms, given, 2)
+    wrong = why_wrong(graph, planted, forms, Unsplit.of(graph, given), 2)
     assert wrong is not None
     assert wrong.node == names[1]
     assert "softmax" in wrong.why
@@ -117,7 +117,9 @@ def test_a_gradient_that_is_a_part_where_all_is_asked_for_is_seen() -> None:
     """A whole input whose gradients are summands, taken for one with whole gradients: every value is right."""
     graph, given = graph_of(Of(F.linear, (8, 6)), torch.randn(3, 4, 6, requires_grad=True))
     (name,) = graph.calls
-    wrong = why_wrong(graph, {name: parsed("I,S0>S2")}, {next(iter(graph.parameters)): Form("S", 0)}, given, 2)
+    wrong = why_wrong(
+        graph, {name: parsed("I,S0>S2")}, {next(iter(graph.parameters)): Form("S", 0)}, Unsplit.of(graph, given), 2
+    )
     assert wrong is not None
     assert "gradient" in wrong.why
 
@@ -204,9 +206,9 @@ class Reads(nn.Module):
 
 def test_what_cannot_be_placed_stays_whole_with_the_reason() -> None:
     works, whole = placed_units(Reads(), [torch.randn(4, 8)], (2,))
-    assert [work.paths for work in works] == [("fine",)]
+    assert [work.paths for work in works] == [("read",), ("fine",)]
+    assert [path for _, path in works[0].parameters] == ["bias"]  # the weight is read outside, and stays whole
     reasons = {unit.path: unit.why for unit in whole}
-    assert "read.weight is read outside" in reasons["read"]
     assert "not called" in reasons["unused"]
     assert "cannot be traced" in reasons["chosen"]
 

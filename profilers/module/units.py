@@ -16,18 +16,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..module.structure import caching_configs
+from .structure import caching_configs
 
 
 @dataclass
 class Unit:
-    """A module that is traced by itself; ``call``: arguments of its first call in the sample run, with gradients as there."""
+    """A module that is traced by itself.
+
+    Attributes:
+        call: arguments of its first call in the sample run, with gradients as there.
+        read_outside: those of its parameters that other code reads, which stay whole.
+    """
 
     path: str
     module: nn.Module
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     num_calls: int = 0
-    read_outside: list[str] = field(default_factory=list)
+    read_outside: set[str] = field(default_factory=set)
 
     @property
     def kind(self) -> str:
@@ -39,7 +44,9 @@ class Unit:
             for key, value in sorted(vars(part).items())
             if isinstance(value, str | int | float) and not key.startswith("_") and not key.endswith(("_idx", "_id"))
         ]
-        return f"{type(self.module).__qualname__} {shapes} {settings} {described(self.call)}"
+        return (
+            f"{type(self.module).__qualname__} {shapes} {settings} {sorted(self.read_outside)} {described(self.call)}"
+        )
 
 
 def described(call: Any) -> str:
@@ -94,7 +101,7 @@ class _Watch(TorchFunctionMode):
             for leaf in tree_leaves((args, kwargs)):
                 if id(leaf) in self._owners:
                     unit, name = self._owners[id(leaf)]
-                    unit.read_outside.append(name)
+                    unit.read_outside.add(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -104,7 +111,7 @@ def sample_run(module: nn.Module, units: Sequence[Unit], args: Sequence[Any], kw
     Parameters must have values; those of a module on the meta device are given random ones first (gate.py).
     """
     running: list[Unit] = []
-    owners = {id(p): (unit, f"{unit.path}.{name}") for unit in units for name, p in unit.module.named_parameters()}
+    owners = {id(p): (unit, name) for unit in units for name, p in unit.module.named_parameters()}
     with ExitStack() as stack:
         for config in caching_configs(module):
             config.use_cache = False

@@ -1,0 +1,82 @@
+"""A unit's graph with smaller sizes, on which operators are tried and placements are proved.
+
+What an operator can do on parts follows from which sizes are alike and which divide, not from how large they are. So all sizes from
+some limit on are divided by one number, where that changes no divisibility and makes no two sizes alike; the limit separates widths
+from counts (of heads, of samples). The smaller graph must run and make every value in its smaller size, or sizes stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .export import UnitGraph, Value
+from .localise import MAX_SIZE, tensors_of
+from .signatures import RUNS
+
+FEW = 2**16
+"""Elements of all values, parameters and inputs together that need no shrinking."""
+
+FACTORS = (64, 32, 16, 8, 4, 2)
+
+
+def shrunk(graph: UnitGraph, given: Mapping[str, Any], num_ranks: int) -> tuple[UnitGraph, dict[str, Any]]:
+    """Return a graph and its placeholders' values with smaller sizes, or as they are."""
+    total = sum(math.prod(shape) for shape in graph.shapes.values())
+    if total <= FEW:
+        return graph, dict(given)
+    numbers = {n for call in graph.calls.values() for n in call.numbers.values() if 1 < n < MAX_SIZE}
+    sizes = sorted({size for shape in graph.shapes.values() for size in shape} | numbers)
+    for smaller in _maps(sizes, num_ranks):
+        resized = replace(graph)
+        resized.calls = {name: call.resized(smaller) for name, call in graph.calls.items()}
+        values = {name: _resized(value, smaller) for name, value in given.items()}
+        if _runs(resized, values, smaller):
+            return resized, values
+    return graph, dict(given)
+
+
+def _maps(sizes: list[int], num_ranks: int) -> Iterator[dict[int, int]]:
+    parts = num_ranks * math.prod(RUNS)
+    for factor in FACTORS:
+        for limit in sizes:
+            large = [size for size in sizes if size >= limit > factor]
+            remaining = {size for size in sizes if size < limit}
+            smaller = {size: size // factor for size in large}
+            divide_alike = all(
+                size % factor == 0 and math.gcd(size, parts) == math.gcd(size // factor, parts) for size in large
+            )
+            if large and divide_alike and remaining.isdisjoint(smaller.values()) and min(smaller.values()) > 1:
+                yield smaller
+
+
+def _resized(value: Any, smaller: Mapping[int, int]) -> Any:
+    if not isinstance(value, Tensor):
+        return smaller.get(value, value) if type(value) is int else value
+    part = value.detach()[tuple(slice(smaller.get(size, size)) for size in value.shape)].clone()
+    if not part.is_floating_point() and part.dtype != torch.bool and part.numel() and int(part.max()) >= min(smaller):
+        part = part % min(smaller.values())  # indices into what is smaller now
+    return part.requires_grad_(value.requires_grad)
+
+
+def _runs(graph: UnitGraph, given: Mapping[str, Any], smaller: Mapping[int, int]) -> bool:
+    values: dict[Value, Any] = {Value(name): value for name, value in given.items()}
+    try:
+        with torch.no_grad():
+            for node in graph.nodes:
+                made = graph.calls[node.name].run(
+                    [values[graph.value_of(p)] for p in graph.calls[node.name].producers], "", 1
+                )
+                for idx, tensor in enumerate(tensors_of(made)):
+                    value = Value(node.name, idx)
+                    values[value] = tensor
+                    if tuple(tensor.shape) != tuple(smaller.get(size, size) for size in graph.shapes[value]):
+                        return False
+    except Exception:  # whatever an operator says of sizes that do not fit
+        return False
+    return True
