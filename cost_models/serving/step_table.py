@@ -123,7 +123,8 @@ class StepTable:
         """Return the seconds of a step with what the host adds."""
         host = self.overhead.step_s + self.overhead.row_s * rows
         seconds = (seconds if captured else max(seconds, self.eager_s)) + self.overhead.device_s
-        return max(seconds, host) if self.overhead.overlapped else seconds + host
+        checked = self.overhead.draft_row_s * rows if self.tokens_per_step > 1 else 0.0
+        return (max(seconds, host) if self.overhead.overlapped else seconds + host) + checked
 
     def _curve(self, rows: int, mean_rows: float) -> tuple[FloatArray, FloatArray, list[float], list[float]]:
         """Return cached tokens and the seconds of a step over them, as arrays and as lists."""
