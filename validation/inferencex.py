@@ -9,6 +9,9 @@ from __future__ import annotations
 POLL_STEPS, POLL_STEPS_OF_FEW, POLLS_MANY = 30, 10, 16
 """--scheduler-recv-interval of the SGLang servers, from 16 in flight on and below."""
 
+STREAM_INTERVAL = 10
+"""stream_interval of the TensorRT-LLM servers: steps between two responses of a request."""
+
 SPECULATING = frozenset(
     tuple(line.split())
     for line in """

@@ -227,6 +227,9 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
         ConfigError: the model, device, engine or layout is not known.
     """
     profile = profile_of(row)
+    if row.engine == "trtllm" and row.described:
+        overhead = profile.overhead
+        profile = profile.replace(overhead=overhead.replace(row_s=overhead.row_s / inferencex.STREAM_INTERVAL))
     if row.engine == "sglang" and row.described:
         many = (row.concurrency or 0) >= inferencex.POLLS_MANY
         polls = inferencex.POLL_STEPS if many else inferencex.POLL_STEPS_OF_FEW
