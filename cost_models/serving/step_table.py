@@ -123,8 +123,7 @@ class StepTable:
         """Return the seconds of a step with what the host adds."""
         host = self.overhead.step_s + self.overhead.row_s * rows
         seconds = (seconds if captured else max(seconds, self.eager_s)) + self.overhead.device_s
-        checked = self.overhead.draft_row_s * rows if self.tokens_per_step > 1 else 0.0
-        return (max(seconds, host) if self.overhead.overlapped else seconds + host) + checked
+        return max(seconds, host) if self.overhead.overlapped else seconds + host
 
     def _curve(self, rows: int, mean_rows: float) -> tuple[FloatArray, FloatArray, list[float], list[float]]:
         """Return cached tokens and the seconds of a step over them, as arrays and as lists."""
@@ -140,6 +139,8 @@ class StepTable:
             attend = (1 - weight) * self._attend[idx] + weight * self._attend[after]
             captured = bool(self.sizes) and rows <= self.sizes[-1]
             seconds = np.array([self._with_host(fixed + value, rows, captured) for value in attend.tolist()])
+            if self.tokens_per_step > 1:
+                seconds += self.overhead.draft_row_s * rows
             seconds /= self.tokens_per_step
             cached = np.asarray(_DECODE_CONTEXTS * rows, dtype=np.float64)
             self._curves[key] = cached, seconds, cached.tolist(), seconds.tolist()
