@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from meshwright.cost_models.learned.serving_kernels import ExpertShape
 from meshwright.cost_models.serving.engine import EngineProfile
 from meshwright.cost_models.serving.memory import serving_memory
 from meshwright.cost_models.serving.operators import row_costs
@@ -248,6 +249,25 @@ def latent_modules(data: Path) -> pd.DataFrame:
     return pd.concat(found)
 
 
+def wide_experts(data: Path) -> pd.DataFrame:
+    """Return DeepSeek-V3's experts over 2 to 256 ranks under even loads (DeepEP's masked kernels), which no fit has seen."""
+    table = pd.read_parquet(data / "operators/decode_wide_experts.parquet")
+    table = table[table.distribution == "uniform"]
+    found = []
+    for (system, ep), part in table.groupby(["system", "moe_ep_size"]):
+        products = step_costs("deepseek-v3", SYSTEMS[system], (1, 1, int(ep), int(ep)), ("fp8",) * 3).instance.products
+        tokens, top_k, experts = (part[name].to_numpy(dtype=float) for name in ("num_tokens", "topk", "num_experts"))
+        rows, ones = tokens * top_k / ep, np.ones(len(part))
+        shape = ExpertShape(
+            rows=rows, tokens=tokens * (1 - (1 - 1 / ep) ** top_k), reached=np.minimum(experts / ep, rows), experts=experts / ep,
+            hidden_dim=7168 * ones, ffn_dim=2048 * ones, gated=ones, weight_bytes=ones, faster=2 * ones,
+        )  # fmt: skip
+        label = f"experts over {'2 to 16' if ep <= 16 else '32 to 256'} ranks {SYSTEMS[system]}"
+        seconds = products.experts(shape, "fp8")
+        found.append(pd.DataFrame({"table": label, "predicted": seconds, "measured": part.latency / 1e3}))
+    return pd.concat(found)
+
+
 def cache_of(row: Any) -> str:
     """Return the cache's type of a row that does not say: fp8 where weights are, and that of 16 bits for weights alone in 4."""
     return "fp8" if row.gemm_dtype in ("fp8", "nvfp4") and row.model != "gpt-oss-120b" else "bf16"
@@ -287,7 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", nargs="?", type=Path, default=DATA)
     parser.add_argument("--rows", type=Path, help="every row as CSV")
-    parser.add_argument("--only", default="static_batches,splitwise,tensorrt_llm,end_to_end,latent_modules")
+    parser.add_argument("--only", default="static_batches,splitwise,tensorrt_llm,end_to_end,latent_modules,wide_experts")
     options = parser.parse_args()
     parts = [globals()[name](options.data) for name in options.only.split(",")]
     rows = pd.concat(parts, ignore_index=True)

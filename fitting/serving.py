@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..cost_models.coefficients import packaged_coefficients
 from ..cost_models.learned import serving_kernels as kernels
 from ..cost_models.learned.kernels import ResidualModel
 from ..cost_models.learned.serving_kernels import DecodeShape, ExpertShape, KernelDevice
@@ -31,8 +32,9 @@ ATTENTION_KERNELS = (
 )  # fmt: skip
 """Of TensorRT-LLM, vLLM and SGLang; without Triton's, which engines fall back to."""
 
-EXPERT_DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "nvfp4"}
-LOADS = "power_law_1.01"
+EXPERT_DTYPES = {"bfloat16": "bf16", "fp8_block": "fp8", "nvfp4": "nvfp4"}
+LOADS = "balanced"
+POPULARITY_CV = float(packaged_coefficients()["serving"]["popularity_cv"])
 _TREES = {"max_iter": 220, "max_leaf_nodes": 24, "learning_rate": 0.1}
 _MAX_ROWS = 60_000
 
@@ -57,10 +59,13 @@ def report_experts(options: Namespace) -> str:
     """Write experts.npz."""
     table = pd.read_parquet(options.data / "operators/moe_grouped_gemm.parquet")
     dtype = table.moe_dtype.map(EXPERT_DTYPES)
-    blackwell = table.system.map(lambda system: family_of(SYSTEMS[system]) == "blackwell")
-    # The table times one kernel a shape; those of CUTLASS take several times as long for few rows.
-    usual = ~table.kernel_source.str.contains("cutlass") & ~((table.moe_dtype == "fp8_block") & blackwell)
-    table = table[usual & (table.distribution == LOADS)].assign(dtype=dtype)
+    # Of CUTLASS's kernels only those that scale by blocks are fast with few rows.
+    usual = ~table.kernel_source.str.contains("cutlass") | (table.moe_dtype == "fp8_block")
+    # Only skewed loads were timed on A100; those of DeepSeek's groups of experts are never even.
+    skewed = (table.distribution == "power_law_1.01") & (table.moe_ep_size == 1) & (table.system == "a100_sxm")
+    grouped = (table.hidden_size == 7168) & (table.num_experts == 256)
+    even = (table.distribution == LOADS) & ~grouped
+    table = table[usual & (even | skewed) & dtype.notna()].assign(dtype=dtype)
     table = table.assign(seconds=table.latency / 1e3, fp8=table.dtype == "fp8", fp4=table.dtype == "nvfp4")
     return _fitted(
         options,
@@ -117,7 +122,12 @@ def expert_shape(table: pd.DataFrame) -> ExpertShape:
     experts = all_experts / ep
     return ExpertShape(
         rows=tokens * top_k / ep,
-        reached=experts * (1 - (1 - top_k / all_experts) ** tokens),
+        tokens=tokens,
+        reached=np.where(
+            table.distribution == LOADS,
+            np.minimum(experts, tokens * top_k / ep),
+            experts * kernels.reached_fraction(tokens * top_k / all_experts, POPULARITY_CV),
+        ),
         experts=experts,
         hidden_dim=hidden_dim,
         ffn_dim=ffn_dim / tp,

@@ -23,19 +23,19 @@ import numpy as np
 from ..cost_models.serving.engine import EngineProfile, profiles
 from ..cost_models.serving.memory import ServingMemory, serving_memory
 from ..cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
+from ..cost_models.serving.speculation import with_drafts
 from ..cost_models.serving.step import StepCosts
 from ..schema import ClusterSpec, ModelSpec
 from ..schema.base import read_text
 from ..schema.catalogue import find_device
 from ..schema.errors import ConfigError
 from ..schema.serving import CacheDtype, ServingLayout, WeightDtype
+from ..schema.speculation import parse_speculation
+from . import inferencex
 
 REQUIRED = ("model", "gpu", "engine", "mode", "gemm_dtype", "isl", "osl")
 ROUNDS = 10
 """Requests of a load test over those in flight (InferenceX's client: 10, after a warm-up that has ended)."""
-
-POLL_STEPS, POLL_STEPS_OF_FEW, POLLS_MANY = 30, 10, 16
-"""--scheduler-recv-interval of the SGLang servers beside the described client, from 16 in flight on and below."""
 
 ALMOST_EQUAL = 0.995
 """Answers of another client over the stated length, at least: were they equal to the token, requests would begin and end together
@@ -76,6 +76,7 @@ class ServingRow:
     mode: str = "agg"
     gemm_dtype: str = "bf16"
     moe_dtype: str = ""
+    speculate: str = ""
     isl: int
     osl: int
     concurrency: float | None = None
@@ -156,7 +157,15 @@ def read_serving(path: Path) -> list[ServingRow]:
             raise ConfigError(f"{path}, line {line}: {absent[0]} is empty")
         rows.append(ServingRow(**values))
     described = {_load(row) for row in rows if _has_day(row)}
-    return [replace(row, described=_load(row) in described) for row in rows]
+    drafts = {_set_up(row): _drafts(row) for row in rows if _has_day(row) and row.mode == "agg"}
+    return [
+        replace(
+            row,
+            described=_load(row) in described,
+            speculate=row.speculate or (_drafts(row) if _has_day(row) else drafts.get(_set_up(row), "")),
+        )
+        for row in rows
+    ]
 
 
 def _has_day(row: ServingRow) -> bool:
@@ -167,6 +176,17 @@ def _has_day(row: ServingRow) -> bool:
 def _load(row: ServingRow) -> tuple[object, ...]:
     """Return what rows of one client have in common: tables of others list its measurements again, without their day."""
     return (row.model, row.gpu, row.engine, row.isl, row.osl)
+
+
+def _set_up(row: ServingRow) -> tuple[object, ...]:
+    """Return what rows of one server have in common."""
+    return (*_load(row), row.version, row.gemm_dtype, row.tp, row.attention_dp, row.ep)
+
+
+def _drafts(row: ServingRow) -> str:
+    if row.mode != "agg":
+        return ""
+    return inferencex.speculation(row.measured, row.engine, row.model, row.gpu, row.attention_dp or 1)
 
 
 def _number(text: str, kind: str, where: str) -> int | float:
@@ -207,8 +227,12 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
         ConfigError: the model, device, engine or layout is not known.
     """
     profile = profile_of(row)
+    if row.engine == "trtllm" and row.described:
+        overhead = profile.overhead
+        profile = profile.replace(overhead=overhead.replace(row_s=overhead.row_s / inferencex.STREAM_INTERVAL))
     if row.engine == "sglang" and row.described:
-        polls = POLL_STEPS if (row.concurrency or 0) >= POLLS_MANY else POLL_STEPS_OF_FEW
+        many = (row.concurrency or 0) >= inferencex.POLLS_MANY
+        polls = inferencex.POLL_STEPS if many else inferencex.POLL_STEPS_OF_FEW
         profile = profile.replace(scheduler=profile.scheduler.replace(poll_steps=polls))
     if row.mode == "agg":
         layout = ServingLayout(tp=row.tp or 1, pp=row.pp or 1, attention_dp=row.attention_dp or 1, ep=row.ep or 1)
@@ -251,6 +275,8 @@ def _pool(
     """Return the engine instances of a row, and the memory of one."""
     model, weights, experts, kv = _model(row.model), *_dtypes(row)
     step = _step(model, _cluster(row.gpu, layout.num_devices), layout, weights, experts, kv)
+    if row.speculate:
+        step = _drafting(step, row.speculate)
     share = math.ceil(concurrency / (replicas * layout.attention_dp))
     max_batch = batch or None
     memory = serving_memory(step, profile, request_len=row.isl + row.osl, max_batch=max_batch)
@@ -332,6 +358,12 @@ def _step(
     kv: CacheDtype,
 ) -> StepCosts:
     return StepCosts.build(model, cluster, layout, weights=weights, experts=experts, cache=kv)
+
+
+@cache
+def _drafting(step: StepCosts, text: str) -> StepCosts:
+    speculation = parse_speculation(text)
+    return with_drafts(step, speculation, speculation.draft_tokens or 1)
 
 
 _NETWORK_BYTES_PER_S = 50e9

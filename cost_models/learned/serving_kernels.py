@@ -64,13 +64,14 @@ class ExpertShape(NamedTuple):
     """Calls of a layer's experts on one rank; every entry broadcasts to [N].
 
     Attributes:
-        rows: that reach its experts, each as often as it does; reached: experts that have any; experts: on the rank.
+        rows: that reach its experts, each as often as it does; tokens: that are brought to it, of which rows are made; reached: experts that have any; experts: on the rank.
         hidden_dim, ffn_dim: D, and F of what the rank has of each; gated: three matrices an expert, else two.
         weight_bytes: of an element with its scales.
         faster: peak of the operands' type over that of 16 bits.
     """
 
     rows: FloatArray
+    tokens: FloatArray
     reached: FloatArray
     experts: FloatArray
     hidden_dim: FloatArray
@@ -78,6 +79,12 @@ class ExpertShape(NamedTuple):
     gated: FloatArray
     weight_bytes: FloatArray
     faster: FloatArray
+
+
+def reached_fraction(rows: FloatArray, popularity_cv: float) -> FloatArray:
+    """Return the share of experts that have any rows, where one has ``rows`` on average and popularity is gamma-distributed."""
+    squared = popularity_cv**2
+    return np.asarray(1 - (1 + squared * rows) ** (-1 / squared))
 
 
 def decode_terms(shape: DecodeShape, device: KernelDevice) -> tuple[FloatArray, FloatArray]:
@@ -90,9 +97,8 @@ def decode_terms(shape: DecodeShape, device: KernelDevice) -> tuple[FloatArray, 
 def expert_terms(shape: ExpertShape, device: KernelDevice) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of traffic and of arithmetic [N] at the data sheet's rates."""
     of_expert = (2 + shape.gated) * shape.hidden_dim * shape.ffn_dim
-    traffic = shape.reached * of_expert * shape.weight_bytes + 2 * shape.rows * (
-        2 * shape.hidden_dim + 3 * shape.ffn_dim
-    )
+    inner = shape.rows * (2 * shape.hidden_dim + 3 * shape.ffn_dim) + 2 * shape.tokens * shape.hidden_dim
+    traffic = shape.reached * of_expert * shape.weight_bytes + 2 * inner
     tiled = shape.reached * np.ceil(np.maximum(shape.rows / shape.reached, 1) / _TILE_ROWS) * _TILE_ROWS
     return traffic / device.bytes_per_s, 2 * np.maximum(tiled, shape.rows) * of_expert / device.flops_per_s
 
@@ -143,6 +149,7 @@ def expert_features(shape: ExpertShape, device: KernelDevice) -> dict[str, Float
         "balance": np.log2(compute / traffic),
         "rows": np.log2(np.maximum(shape.rows / shape.reached, 1e-3)),
         "all_rows": np.log2(np.maximum(shape.rows, 1e-3)),
+        "visits": np.log2(np.maximum(shape.rows / shape.tokens, 1e-3)),
         "reached": np.log2(shape.reached),
         "experts": np.log2(shape.experts),
         "ffn_dim": np.log2(shape.ffn_dim),
@@ -168,8 +175,15 @@ def decode_attention_s(shape: DecodeShape, device: KernelDevice, residual: Resid
     return np.asarray(roofline * np.exp(log).reshape(roofline.shape))
 
 
-def experts_s(shape: ExpertShape, device: KernelDevice, residual: ResidualModel | None = None) -> FloatArray:
-    """Return the seconds of both products of all experts with what lies between them: sorting rows, activation, weighted sum."""
+def experts_s(
+    shape: ExpertShape, device: KernelDevice, residual: ResidualModel | None = None, *, is_dequantized: bool = False
+) -> FloatArray:
+    """Return the seconds of both products of all experts with what lies between them: sorting rows, activation, weighted sum.
+
+    Weights that are dequantised have the residual of 16 bits, whose kernels take them.
+    """
     roofline = expert_roofline_s(shape, device)
-    log = (residual or shipped_model("experts")).log_residual(expert_features(shape, device))
+    kernel = shape._replace(weight_bytes=np.asarray(2.0), faster=np.asarray(1.0)) if is_dequantized else shape
+    features = expert_features(kernel, device)
+    log = (residual or shipped_model("experts")).log_residual(features)
     return np.asarray(roofline * np.exp(log).reshape(roofline.shape))

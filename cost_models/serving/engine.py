@@ -100,6 +100,7 @@ class Overhead(Frozen):
         overlapped: beside the device's work, so that only what is longer counts.
         step_s: a step; row_s: a sequence in it; device_s: of a step between two of the device's, however much is overlapped.
         eager_kernel_s: launch of a kernel where no graph holds the step, whose time is at least that of its launches.
+        draft_row_s: of a sequence in a step that checks drafts, which nothing overlaps.
     """
 
     overlapped: bool
@@ -107,6 +108,7 @@ class Overhead(Frozen):
     row_s: NonNegativeFloat
     device_s: NonNegativeFloat = 0.0
     eager_kernel_s: NonNegativeFloat
+    draft_row_s: NonNegativeFloat = 0.0
 
 
 class RequestCost(Frozen):

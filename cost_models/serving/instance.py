@@ -298,7 +298,7 @@ class Instance:
         self.steps, self.since_s, self.begun_s, self.end_s, self.version = 0, 0.0, 0.0, 0.0, 0
         self.use = InstanceUse()
         self.front_free_s = self.link_free_s = 0.0
-        self.poll_steps, self.since_poll = profile.scheduler.poll_steps, 0
+        self.poll_steps, self.since_poll = round(profile.scheduler.poll_steps * table.tokens_per_step), 0
         self.inbox: list[tuple[Rank, int]] = []
         self.balance_steps, self.hold_steps, self.holds = profile.scheduler.balance_steps, 0, False
         self.load = 0

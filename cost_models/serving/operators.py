@@ -6,14 +6,15 @@ kernel, and so are silu, product and cast. Nothing counts for the host: engines 
 Under attention data parallelism each attention rank brings rows of its own; experts see all of them. A rank of a stage's D = tp *
 attention_dp devices holds E / ep experts, each cut over D / ep ranks, and
 
-    rows of its experts    rows * attention_dp * top_k / ep
-    experts reached        E / ep * (1 - (1 - top_k / E)^(rows * attention_dp))
+    rows of its experts    r = rows * attention_dp * top_k / ep on average, more on the busiest rank (`busiest_over_mean`)
+    experts reached        E / ep * (1 - (1 + cv^2 r ep / E)^(-1 / cv^2)), popularity by a gamma distribution
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import NormalDist
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from ..hardware.compute import DeviceRates
 from ..hardware.machine import device_rates
 from ..layer import recurrences as _registered  # noqa: F401  operators of those kinds
 from ..layer.operators import Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
-from ..learned.serving_kernels import ExpertShape
+from ..learned.serving_kernels import ExpertShape, reached_fraction
 from .communication import all_reduce_s, group_s, to_experts_s
 from .products import Products, plain_precision
 from .tables import ROWS
@@ -207,17 +208,27 @@ def _experts_s(instance: Instance, moe: MoE, rows: FloatArray) -> FloatArray:
         "weight_bytes": BYTES_OF[instance.experts],
         "faster": instance.products.faster.get(instance.experts, 1.0),
     }
+    cv = instance.coefficients["serving"]["popularity_cv"]
+    mean = everyone * moe.top_k / layout.ep
+    busiest = busiest_over_mean(mean, layout.ep, experts, cv)
     shape = ExpertShape(
-        rows=everyone * moe.top_k / layout.ep,
-        reached=experts * reached_fraction(moe, everyone),
+        rows=mean * busiest,
+        tokens=everyone * (1 - (1 - 1 / layout.ep) ** moe.top_k if layout.attention_dp > 1 < layout.ep else 1.0),
+        reached=experts * reached_fraction(everyone * busiest * moe.top_k / moe.num_experts, cv),
         **{name: np.asarray(size, dtype=np.float64) for name, size in sizes.items()},
     )
     return instance.products.experts(shape, instance.experts)
 
 
-def reached_fraction(moe: MoE, rows: FloatArray) -> FloatArray:
-    """Return the share of experts that ``rows`` reach where the router is even."""
-    return np.asarray(1 - (1 - moe.top_k / moe.num_experts) ** rows)
+def busiest_over_mean(rows: FloatArray, ranks: int, experts: float, popularity_cv: float) -> FloatArray:
+    """Return the rows of the busiest of ``ranks`` over their mean ``rows``: a sum over ``experts`` of unlike popularity, drawn.
+
+    1 + z sqrt((1 - 1/ranks) (1 / rows + cv^2 / experts)), z the expected largest of so many normal numbers (Blom's formula).
+    """
+    if ranks == 1:
+        return np.ones_like(rows)
+    largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return 1 + largest * np.sqrt((1 - 1 / ranks) * (1 / np.maximum(rows, 1.0) + popularity_cv**2 / experts))
 
 
 def _elementwise_s(instance: Instance, op: Elementwise, rows: FloatArray) -> FloatArray:

@@ -105,7 +105,10 @@ class Products:
             flops = 2 * shape.rows * weights / self.rates.gemm_flops_per_s
             traffic = shape.reached * weights * BYTES_OF[dtype] / self.rates.gemm_bytes_per_s
             return np.asarray(3 * self.rates.launch_s + np.maximum(flops, traffic))
-        return experts_s(shape, self.device(dtype))
+        is_dequantized = BYTES_OF[dtype] < self.element_bytes and dtype not in self.casts
+        if is_dequantized:
+            shape = shape._replace(weight_bytes=shape.weight_bytes / self.c["dequantized_rate"])
+        return experts_s(shape, self.device(dtype), is_dequantized=is_dequantized)
 
     def device(self, dtype: WeightDtype | None = None) -> KernelDevice:
         """Return the data sheet with what calibration says, at the peak of ``dtype`` (None: of 16 bits)."""

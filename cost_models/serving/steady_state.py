@@ -130,6 +130,7 @@ class Host:
 
     Attributes:
         overlapped: beside the device's work; step_s, row_s: of a step and of a row of it; device_s: between two steps of it.
+        draft_row_s: of a row whose draft is checked.
         eager_s: least time of a step that no captured graph holds; graph_rows: rows of the largest graph.
         request_s, token_s: of a request and a token of its prompt.
     """
@@ -140,6 +141,7 @@ class Host:
     device_s: float = 0.0
     eager_s: float = 0.0
     graph_rows: float = 0.0
+    draft_row_s: float = 0.0
     request_s: float = 0.0
     token_s: float = 0.0
 
@@ -148,7 +150,8 @@ class Host:
         host = self.step_s + self.row_s * (np.asarray(rows) + prompts)
         seconds = np.maximum(seconds, np.where(np.asarray(rows) + tokens > self.graph_rows, self.eager_s, 0.0))
         seconds = seconds + self.device_s
-        return np.maximum(seconds, host) if self.overlapped else seconds + host
+        seconds = np.maximum(seconds, host) if self.overlapped else seconds + host
+        return seconds + self.draft_row_s * np.asarray(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,6 +139,8 @@ class StepTable:
             attend = (1 - weight) * self._attend[idx] + weight * self._attend[after]
             captured = bool(self.sizes) and rows <= self.sizes[-1]
             seconds = np.array([self._with_host(fixed + value, rows, captured) for value in attend.tolist()])
+            if self.tokens_per_step > 1:
+                seconds += self.overhead.draft_row_s * rows
             seconds /= self.tokens_per_step
             cached = np.asarray(_DECODE_CONTEXTS * rows, dtype=np.float64)
             self._curves[key] = cached, seconds, cached.tolist(), seconds.tolist()

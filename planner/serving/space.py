@@ -370,6 +370,7 @@ def _instance_model(
             step_s=overhead.step_s,
             row_s=overhead.row_s,
             device_s=overhead.device_s,
+            draft_row_s=overhead.draft_row_s * (getattr(timed, "tokens_per_step", 1.0) > 1),
             eager_s=overhead.eager_kernel_s
             * step_kernels(step.instance.model, step.instance.weights, step.instance.experts),
             graph_rows=float(max(limits.graph_sizes, default=0)),

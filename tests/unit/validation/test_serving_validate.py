@@ -149,3 +149,19 @@ def test_the_command_prints_rows_and_scores(tmp_path: Path) -> None:
     assert "TPOT mean" in shown.stdout
     refused = CliRunner().invoke(app, ["validate", str(path), "--serve", "--split", "x"])
     assert refused.exit_code == 2
+
+
+def test_servers_of_known_sweeps_draft_as_do_rows_that_list_them_again(tmp_path: Path) -> None:
+    header = "id,model,gpu,engine,version,mode,gemm_dtype,isl,osl,concurrency,gpus,tp,attention_dp,ep,measured,dump,speculate"
+    again = "b,DeepSeek-R1,B200-SXM-180GB,trtllm,1.2,agg,nvfp4,1024,1024,8,8,8,1,1"
+    lines = [
+        f"{again},2026-02-06,2026-03-25,".replace("b,", "a,", 1),
+        f"{again},,gap analysis,",
+        f"{again},2026-02-03,2026-03-25,".replace("b,", "c,", 1).replace(",8,8,8,1,1", ",8,4,4,1,1"),
+        "d,DeepSeek-R1,B200-SXM-180GB,trtllm,1.2,agg,nvfp4,1024,1024,64,8,1,8,8,2026-02-06,2026-03-25,",
+        f'{again},2026-02-03,2026-03-25,"mtp:1,accept=0.8"'.replace("b,", "e,", 1).replace(",8,8,8,1,1", ",8,2,2,1,1"),
+    ]
+    rows = read_serving(table(tmp_path, "\n".join([header, *lines]) + "\n"))
+    assert [entry.speculate.partition(",")[0] for entry in rows] == ["mtp:3", "mtp:3", "", "mtp:1", "mtp:1"]
+    drafts, plain = predict_serving([rows[0], replace(rows[0], speculate="")])
+    assert 0.5 * plain.tpot_ms < drafts.tpot_ms < 0.9 * plain.tpot_ms
