@@ -1,0 +1,462 @@
+"""Plans over regions that may train by themselves between sums: which of them, the layout in each, and what crosses them.
+
+Sets
+    i            islands: the device pools of a cluster whose groups stand in regions, each with a link to every other one
+    k            islands together: every choice of some of them
+Data
+    R[i]         sequences a second that no layout of island i exceeds: the batch over the bound of its own search
+    STEP[i, l]   seconds of an inner step of layout l on island i with its share of the batch
+    MORE[k]      what the exchange around the ring of k adds to a step (solvers/islands.py)
+Objective
+    (O)  min over k and l of max_i STEP[i, l] + MORE[k]
+Constraints
+    (C1) memory: a layout fits every island; anchor and momentum, 8 bytes a parameter, fit its hosts
+    (C3) batch:  shares of islands of unlike size end together (`deal`)
+Bound
+    (B)  batch / sum over k of R[i], and what the ring adds to such a step: a larger batch takes no longer for a sequence
+
+All islands run the same replica, as often as their devices hold it, so that ranks at the same place hold the same part of the
+parameters: the layout is searched for the largest number of nodes that divides all islands (of unlike devices for the weakest), by
+`plan` as for any cluster. One search (solvers/branch_and_bound.py): a node is a choice under (B) without its ring, then with it,
+then it is planned. A choice of one island is an ordinary plan of it.
+
+What sums up gradients each step, replicas over all regions or a pipeline through them, is an ordinary plan of the mixed cluster
+(device_groups.py). It is looked at where islands leave more than WORTH_LOOKING to gain over (B), or sum up nearly each step anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ..schema import (
+    Certificate,
+    ClusterSpec,
+    ConfigError,
+    InfeasibleError,
+    LeftOut,
+    SolverLimitError,
+    TrainingPlan,
+)
+from ..schema.cluster import ClusterPart
+from ..schema.device_groups import part_label, with_parts_only
+from ..schema.local_updates import Island, LocalUpdates, SyncLimits, devices_of_islands, joined_rank_map, with_exchange
+from ..schema.shares import even_shares
+from ..schema.units import format_bytes, format_seconds
+from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
+from ..solvers.islands import Exchange, IslandsInstance, deal, ring_s, solve, wire_bytes
+from .device_groups import notes_on_left_out
+from .explain.infeasible import explain_infeasible
+from .planned_stages import reestimate
+from .request import PlanRequest
+from .search import REL_GAP, search
+from .space import build_space
+
+STATE_BYTES = 8
+"""Of a parameter: the anchor and its momentum in fp32."""
+
+WORTH_LOOKING = 0.02
+"""Share of the step that islands leave to gain, from which plans that sum up each step are looked at as well."""
+
+FEW_STEPS = 4
+"""Inner steps between sums, up to which a sum each step may be as fast."""
+
+MAX_ISLANDS_IN_EVERY_CHOICE = 10
+"""Of more islands these choices are tried: the fastest ones, and all but one."""
+
+
+ALONE = Exchange((0,))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Islands that are planned together: the plan of one replica's nodes, what each island makes of it, and their exchange.
+
+    Attributes:
+        used: indices into the parts of the cluster.
+        cell: the plan of the nodes that each island has once or several times.
+        plans: of each island, with its share of the batch.
+        least_more_s: that the best exchange adds to a step, where a plainer one was taken.
+        node_pairs: that carry an exchange between two islands.
+    """
+
+    used: tuple[int, ...]
+    cell: TrainingPlan
+    plans: tuple[TrainingPlan, ...]
+    instance: IslandsInstance | None = None
+    exchange: Exchange = ALONE
+    least_more_s: float = 0.0
+    node_pairs: int = 1
+
+    @property
+    def slowest(self) -> TrainingPlan:
+        """The island that the others wait for."""
+        return max(self.plans, key=lambda plan: plan.estimate.step_time_s)
+
+    @cached_property
+    def exchange_s(self) -> float:
+        """Seconds of one fragment around the ring."""
+        return 0.0 if self.instance is None else ring_s(self.instance, self.exchange)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in all ``steps`` inner steps in which nothing is trained."""
+        longest_s = self.slowest.estimate.step_time_s
+        return self.exchange.fragments * max(0.0, self.exchange_s - self.exchange.delay * longest_s)
+
+    @property
+    def step_s(self) -> float:
+        """(O)."""
+        return self.slowest.estimate.step_time_s + self.waited_s / self.exchange.steps
+
+    @property
+    def fastest_s(self) -> float:
+        """Seconds of a step with the fastest layout that was found and the best exchange, where plainer ones were taken."""
+        assert self.cell.search is not None
+        simple = self.cell.estimate.step_time_s / self.cell.search.objective_s
+        return min(self.step_s, self.slowest.estimate.step_time_s / max(simple, 1.0) + self.least_more_s)
+
+
+class IslandProblem:
+    """The choices of islands as one problem: a node is a choice, ``is_close`` once its bound has the ring in it."""
+
+    def __init__(self, request: PlanRequest, limits: SyncLimits) -> None:
+        self.request, self.limits, self.parts = request, limits, request.cluster.parts
+        self.rates = _rates(request, self.parts)
+        self.cells: dict[object, TrainingPlan | None] = {}
+        self.errors: list[ConfigError | InfeasibleError] = []
+
+    @property
+    def choices(self) -> list[tuple[int, ...]]:
+        """Choices of islands that hold the model."""
+        usable = [i for i, rate in enumerate(self.rates) if rate > 0]
+        if len(usable) <= MAX_ISLANDS_IN_EVERY_CHOICE:
+            return [used for n in range(len(usable)) for used in itertools.combinations(usable, n + 1)]
+        by_rate = sorted(usable, key=lambda i: -self.rates[i])
+        fastest = [tuple(sorted(by_rate[: n + 1])) for n in range(len(usable))]
+        return list(dict.fromkeys([*fastest, *itertools.combinations(usable, len(usable) - 1)]))
+
+    def bound_s(self, used: Sequence[int]) -> float:
+        """Return (B) without the ring."""
+        return self.request.workload.global_batch_size / sum(self.rates[i] for i in used)
+
+    def close_bound_s(self, used: tuple[int, ...]) -> float:
+        """Return (B)."""
+        least_s = self.bound_s(used)
+        nodes = min(self.parts[i].cluster.num_nodes for i in used)
+        return max(
+            least_s, solve(exchange_instance(self.request, self.limits, used, [least_s] * len(used), nodes)).bound
+        )
+
+    def roots(self) -> Step[tuple[tuple[int, ...], bool], Joined]:
+        """Return the choices, each with the bound of its islands."""
+        return Step([Node(self.bound_s(used), (used, len(used) == 1), used) for used in self.choices])
+
+    def expand(
+        self, node: Node[tuple[tuple[int, ...], bool]], incumbent: float
+    ) -> Step[tuple[tuple[int, ...], bool], Joined]:
+        """Raise the bound of a choice by what its ring adds, or plan it."""
+        used, is_close = node.state
+        if not is_close:
+            return Step([replace(node.raised(self.close_bound_s(used)), state=(used, True))])
+        try:
+            joined = self.joined(used)
+        except (ConfigError, InfeasibleError) as error:
+            self.errors.append(error)
+            return Step(evaluated=1)
+        if joined is None:
+            return Step(evaluated=1)
+        return Step((), [Leaf(joined.step_s, joined, max(node.bound, self._bound_of_alike(joined)), used)], evaluated=1)
+
+    def _bound_of_alike(self, joined: Joined) -> float:
+        """Return what islands that are alike are not below: one of them has the cell's batch, or more, by the cell's search."""
+        clusters = {self.parts[i].cluster.num_nodes for i in joined.used} | {joined.cell.cluster.num_nodes}
+        batch = sum(plan.workload.global_batch_size for plan in joined.plans)
+        is_alike = len(clusters) == 1 and len({self.rates[i] for i in joined.used}) == 1
+        if joined.instance is None or joined.cell.search is None or not is_alike:
+            return 0.0
+        part = min(1.0, -(-batch // len(joined.used)) / joined.cell.workload.global_batch_size)
+        least_s = joined.cell.search.bound_s * part
+        return solve(replace(joined.instance, step_s=np.full(len(joined.used), least_s))).bound
+
+    def joined(self, used: tuple[int, ...]) -> Joined | None:
+        """Plan a choice; None where an island does not fit.
+
+        Raises:
+            ConfigError, InfeasibleError: there is no layout for its replicas, or the hosts have no room (C1).
+        """
+        request, parts = self.request, [self.parts[i] for i in used]
+        cell = self._cell(used)
+        if cell is None:
+            return None
+        plans = _on_islands(request, cell, [part.cluster for part in parts])
+        if not all(plan.estimate.fits for plan in plans):
+            return None
+        if len(used) == 1:
+            return Joined(used, cell, plans)
+        for plan in plans:
+            _require_host_memory(plan)
+        lanes = min(plan.layout.dp_replicate for plan in plans)
+        each = cell.layout.world_size // cell.layout.dp_replicate
+        nodes = max(1, lanes * each // max(part.cluster.largest_node for part in parts))
+        steps_s = [plan.estimate.step_time_s for plan in plans]
+        instance = exchange_instance(request, self.limits, used, steps_s, nodes)
+        solution = solve(instance)
+        if solution.choice is None:
+            return None
+        return Joined(used, cell, plans, instance, solution.choice, max(0.0, solution.bound - max(steps_s)), nodes)
+
+    def _cell(self, used: tuple[int, ...]) -> TrainingPlan | None:
+        """Return the plan of the nodes that every island has once or several times, with their part of the batch."""
+        from .plan import plan_as_requested
+
+        clusters = [self.parts[i].cluster for i in used]
+        nodes = math.gcd(*(cluster.num_nodes for cluster in clusters))
+        weakest = min(used, key=lambda i: self.rates[i] / self.parts[i].cluster.num_nodes)
+        cluster = self.parts[weakest].cluster
+        cluster = cluster if len(used) == 1 else _with_nodes(cluster, nodes)
+        part = self.rates[weakest] / self.parts[weakest].cluster.num_nodes * cluster.num_nodes
+        batch = math.ceil(self.request.workload.global_batch_size * part / sum(self.rates[i] for i in used) - 1e-6)
+        key = (cluster.replace(name="-"), batch)
+        if key not in self.cells:
+            task = self.request.workload.replace(global_batch_size=batch)
+            one = replace(self.request, cluster=cluster, task=task, local_updates=None, on_progress=None)
+            self.cells[key] = plan_as_requested(one, top=0 if len(used) > 1 else 4)
+        return self.cells[key]
+
+
+def _with_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
+    from ..schema.offers import with_nodes
+
+    return cluster if nodes == cluster.num_nodes else with_nodes(cluster, nodes)
+
+
+def _rates(request: PlanRequest, parts: Sequence[ClusterPart]) -> list[float]:
+    """Return R [I]; 0 where no layout of an island may fit. Islands that differ in their name only are searched once."""
+    known: dict[object, float] = {}
+    rates = []
+    for part in parts:
+        group = part.cluster.groups[0].replace(zone="")
+        key = part.cluster.replace(name="-", groups=(group,))
+        if key not in known:
+            devices = part.cluster.num_devices
+            batch = -(-request.workload.global_batch_size // devices) * devices
+            task = request.workload.replace(global_batch_size=batch)
+            alone = replace(request, cluster=part.cluster, task=task, local_updates=None, on_progress=None)
+            try:
+                found = search(alone, build_space(alone))
+                known[key] = batch / found.bound_s if found.feasible or found.stopped_early else 0.0
+            except ConfigError:
+                known[key] = 0.0
+        rates.append(known[key])
+    return rates
+
+
+def exchange_instance(
+    request: PlanRequest, limits: SyncLimits, used: Sequence[int], steps_s: Sequence[float], nodes: int
+) -> IslandsInstance:
+    """Return the exchange of some islands, with so many pairs of nodes between each two of them."""
+    cluster = request.cluster
+    zones = [cluster.parts[i].cluster.groups[0].zone for i in used]
+    links = {(link.src, link.dst): link for link in cluster.region_links}
+    rate, latency_s = np.zeros((len(used), len(used))), np.zeros((len(used), len(used)))
+    for (a, src), (b, dst) in itertools.permutations(enumerate(zones), 2):
+        link = links[src, dst]
+        rate[a, b], latency_s[a, b] = nodes * link.bytes_per_s, link.round_trip_s / 2
+    return IslandsInstance(
+        step_s=np.array(steps_s, dtype=float), rate=rate, latency_s=latency_s, num_params=request.model.num_params,
+        max_steps=limits.max_local_steps, max_delay=limits.max_delay_steps,
+    )  # fmt: skip
+
+
+def _on_islands(request: PlanRequest, cell: TrainingPlan, clusters: Sequence[ClusterSpec]) -> tuple[TrainingPlan, ...]:
+    """Return the plan of each island: as many of the cell's replicas as it has room for, with its share of the batch (C3)."""
+    batch, layout = request.workload.global_batch_size, cell.layout
+    grain = layout.micro_batch_size if layout.pp > 1 else 1
+    times = [cluster.num_devices // cell.cluster.num_devices for cluster in clusters]
+    if len({(cluster.groups[0].device, count) for cluster, count in zip(clusters, times, strict=True)}) == 1:
+        each, more = divmod(batch // grain, len(clusters))
+        shares = [grain * (each + (i < more)) for i in range(len(clusters))]
+    else:
+        ranks = [count * layout.dp for count in times]
+        unit = [count * layout.micro_batch_size // grain for count in ranks]
+        fixed_s, pass_s = [], []
+        for cluster, count, size in zip(clusters, times, unit, strict=True):
+            one, two = (_on_island(cell, cluster, count, k * size * grain).estimate.step_time_s for k in (4, 8))
+            pass_s.append(max((two - one) / 4, 1e-9))
+            fixed_s.append(max(one - 4 * pass_s[-1], 0.0))
+        shares = [grain * share for share in deal(batch // grain, fixed_s, pass_s, unit, ranks)]
+    return tuple(_on_island(cell, *island) for island in zip(clusters, times, shares, strict=True))
+
+
+def _on_island(cell: TrainingPlan, cluster: ClusterSpec, times: int, batch: int) -> TrainingPlan:
+    """Return the cell's plan on an island that holds it so many times."""
+    layout = cell.layout.replace(dp_replicate=cell.layout.dp_replicate * times)
+    if batch < layout.dp * (layout.micro_batch_size if layout.pp > 1 else 1):
+        raise ConfigError(f"{batch} sequences on {layout.dp} data-parallel ranks of a region   [batch (C3)]")
+    plan = cell.replace(
+        cluster=cluster, workload=cell.workload.replace(global_batch_size=batch), layout=layout, shares=(), fastest=None,
+        rank_map=tuple(range(cluster.num_devices)) if times > 1 else cell.rank_map,
+    )  # fmt: skip
+    return plan.replace(estimate=reestimate(plan, cluster))
+
+
+def _require_host_memory(plan: TrainingPlan) -> None:
+    """Refuse hosts that have no room for anchor and momentum.
+
+    Raises:
+        InfeasibleError: they have not (C1).
+    """
+    layout, group = plan.layout, plan.cluster.groups[0]
+    shards = layout.tp * layout.pp * (layout.dp_shard * layout.cp if layout.zero_stage else 1)
+    needed = STATE_BYTES * plan.model.num_params / shards * group.devices_per_node
+    if group.host_memory_bytes is not None and needed > group.host_memory_bytes:
+        raise InfeasibleError(
+            f"anchor and momentum of {plan.model.name} do not fit the hosts of {group.zone}",
+            details=(f"{format_bytes(needed)} of {format_bytes(group.host_memory_bytes)}   [memory (C1)]",),
+            help="--sync step needs none of it",
+        )
+
+
+def plan_regions(request: PlanRequest, *, top: int) -> TrainingPlan:
+    """Return the plan of the islands with the least (O), or of what sums up each step where that is faster.
+
+    Raises:
+        ConfigError, InfeasibleError: no plan fits.
+        SolverLimitError: the deadline came before any plan.
+    """
+    from .plan import plan_on_pools
+
+    assert request.local_updates is not None
+    start, limits = time.perf_counter(), request.local_updates
+    problem = IslandProblem(request, limits)
+    tree = Search(problem)
+    answer = tree.run(Stop(rel_gap=REL_GAP, deadline=request.deadline), on_progress=request.on_progress)
+    best = None if answer.best is None else answer.best.candidate
+    if best is None and request.deadline.is_over:
+        raise request.deadline.error("while islands were planned")
+    if best is None or _may_sum_each_step(best, answer.bound):
+        below_s = math.inf if best is None else best.step_s
+        at_once = replace(request, local_updates=None)
+        try:
+            each_step, result = plan_on_pools(at_once, top=top, below_s=below_s, fewest_pools=2)
+        except (ConfigError, SolverLimitError) as error:
+            if best is None:
+                raise (problem.errors or [error])[0] from None
+        else:
+            if each_step is not None and each_step.estimate.step_time_s < below_s:
+                return each_step
+            if best is None:
+                raise explain_infeasible(request, result)
+    assert best is not None
+    certificate = Certificate.proved(
+        objective=best.fastest_s,
+        bound=min(answer.bound, best.fastest_s),
+        finished=answer.ended != "deadline",
+        evaluated=answer.evaluated,
+        pruned=max(0, len(problem.choices) - answer.evaluated),
+        search_s=time.perf_counter() - start,
+    )
+    plan = best.cell if len(best.used) == 1 else _join(request, best)
+    left_out = _left_out(problem, best)
+    notes = (*plan.notes, *notes_on_left_out(left_out, plan.estimate))
+    return plan.replace(search=certificate, left_out=left_out, notes=notes, provenance=request.provenance())
+
+
+def _may_sum_each_step(best: Joined, bound_s: float) -> bool:
+    """Return whether a plan that sums up gradients each step may be as fast as islands."""
+    is_nearly = len(best.used) > 1 and best.exchange.steps <= FEW_STEPS
+    return is_nearly or best.fastest_s > bound_s * (1 + WORTH_LOOKING)
+
+
+def _left_out(problem: IslandProblem, best: Joined) -> tuple[LeftOut, ...]:
+    parts, answers = problem.parts, []
+    for i in (i for i in range(len(parts)) if i not in best.used):
+        wider = tuple(sorted((*best.used, i)))
+        reason = "no layout fits there"
+        if problem.rates[i] > 0:
+            least_s = problem.close_bound_s(wider)
+            reason = (
+                f"with it a step takes {format_seconds(least_s)} at least, without it {format_seconds(best.step_s)}"
+            )
+        answers.append(
+            LeftOut(
+                devices=part_label(parts, i),
+                zone=parts[i].cluster.groups[0].zone,
+                reason=reason,
+                num_devices=parts[i].cluster.num_devices,
+                nodes=parts[i].nodes,
+            )
+        )
+    return tuple(answers)
+
+
+def _join(request: PlanRequest, joined: Joined) -> TrainingPlan:
+    """Write the plan of several islands: one layout whose replicas they share out."""
+    cell, plans, exchange = joined.cell, joined.plans, joined.exchange
+    cluster = with_parts_only(request.cluster, joined.used)
+    updates = describe(joined, cluster, request.local_updates or SyncLimits())
+    layout = cell.layout.replace(dp_replicate=sum(plan.layout.dp_replicate for plan in plans))
+    batch = request.workload.global_batch_size
+    shares = tuple(share for plan in plans for share in plan.batch_shares)
+    draft = cell.replace(estimate=joined.slowest.estimate)
+    tokens = request.workload.tokens_per_step
+    busy = sum(plan.workload.tokens_per_step / (plan.estimate.step_time_s * plan.estimate.mfu) for plan in plans)
+    waited_s = joined.waited_s / exchange.steps
+    return draft.replace(
+        cluster=cluster,
+        workload=request.workload,
+        layout=layout,
+        rank_map=joined_rank_map(
+            tuple(plan.rank_map for plan in plans), devices_of_islands(cluster), layout.pp
+        ),
+        shares=() if shares == even_shares(layout, batch) else shares,
+        estimate=with_exchange(
+            joined.slowest.estimate, waited_s=waited_s, tokens_per_step=tokens, num_devices=cluster.num_devices,
+            mfu=tokens / (joined.step_s * busy),
+        ),
+        local_updates=updates,
+        alternatives=(),
+        fastest=None,
+        notes=(*cell.notes, note_on_updates(updates, joined)),
+    )  # fmt: skip
+
+
+def describe(joined: Joined, cluster: ClusterSpec, limits: SyncLimits) -> LocalUpdates:
+    """Return the local updates of joined islands as a plan says them."""
+    exchange, n = joined.exchange, len(joined.used)
+    zones = [part.cluster.groups[0].zone for part in cluster.parts]
+    sent = 2 * (n - 1) / n * wire_bytes(joined.cell.model.num_params, exchange.bits)
+    price = {(link.src, link.dst): link.usd_per_gb for link in cluster.region_links}
+    ring = [zones[i] for i in exchange.order]
+    usd = sum(sent / 1e9 * price[edge] for edge in zip(ring, (*ring[1:], ring[0]), strict=True))
+    return LocalUpdates(
+        islands=tuple(
+            Island(
+                region=zone, replicas=plan.layout.dp_replicate, sequences=plan.workload.global_batch_size,
+                step_s=plan.estimate.step_time_s,
+            )
+            for zone, plan in zip(zones, joined.plans, strict=True)
+        ),
+        ring=exchange.order, steps=exchange.steps, fragments=exchange.fragments, bits=exchange.bits,
+        delay_steps=exchange.delay, exchange_s=joined.exchange_s, waited_s=joined.waited_s, sent_bytes=sent, usd=usd,
+        node_pairs=joined.node_pairs, limits=limits,
+    )  # fmt: skip
+
+
+def note_on_updates(updates: LocalUpdates, joined: Joined) -> str:
+    """Say what islands do, and what is not known of it."""
+    islands = f"{len(updates.islands)} regions train by themselves and sum up what changed every {updates.steps} steps"
+    if updates.steps == 1:
+        islands = f"{len(updates.islands)} regions sum up what changed after each step"
+    part = joined.waited_s / updates.steps / joined.step_s
+    return (
+        f"{islands}, {updates.bits} bits a number, {format_bytes(updates.sent_bytes)} from each region: {100 * part:.1f} % of the "
+        "time; losses may differ from those of a sum each step (--sync step)"
+    )
