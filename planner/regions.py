@@ -46,11 +46,19 @@ from ..schema import (
 )
 from ..schema.cluster import ClusterPart
 from ..schema.device_groups import part_label, with_parts_only
-from ..schema.local_updates import Island, LocalUpdates, SyncLimits, devices_of_islands, joined_rank_map, with_exchange
+from ..schema.local_updates import (
+    Island,
+    LocalUpdates,
+    SyncLimits,
+    devices_of_islands,
+    joined_rank_map,
+    wire_bytes,
+    with_exchange,
+)
 from ..schema.shares import even_shares
 from ..schema.units import format_bytes, format_seconds
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
-from ..solvers.islands import Exchange, IslandsInstance, deal, ring_s, solve, wire_bytes
+from ..solvers.islands import Exchange, IslandsInstance, deal, ring_s, solve
 from .device_groups import notes_on_left_out
 from .explain.infeasible import explain_infeasible
 from .planned_stages import reestimate

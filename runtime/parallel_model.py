@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,14 @@ class _Pass(NamedTuple):
     pack: Pack | None = None
 
 
+class KeptState(Protocol):
+    """What a checkpoint keeps besides model and optimizer."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return it by name; reading fills the same tensors."""
+        ...
+
+
 class ParallelModel:
     """One rank's part of a model: what `parallelize` returns.
 
@@ -105,6 +113,7 @@ class ParallelModel:
         loss_scale: factor on the loss for the backward pass; whoever updates the parameters updates it as well.
         offload: its traffic with the host; None where the plan has no offload schedule.
         share: which sequences of each global batch are this rank's, and in which passes.
+        local_updates: what is kept besides of a job whose islands train by themselves (training/islands.py).
         documents: the groups of ranks for batches of documents; None where `parallelize` was not asked for them.
 
     Args:
@@ -131,6 +140,7 @@ class ParallelModel:
         documents: DocumentAttention | None = None,
     ) -> None:
         self.documents = documents
+        self.local_updates: KeptState | None = None
         self._batch_parts = batch_parts
         self.plan, self.mesh, self.module, self.device = plan, mesh, module, device
         self.offload, self._reduction, self._ends, self._loss_fn = offload, reduction, ends, loss_fn

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from .training_plan import TrainingEstimate, TrainingPlan
 
 WireBits = Literal[32, 16, 8]
+"""Of a number on the wire: fp32, fp16, or int8."""
+
+ROW = 1024
+"""Numbers in a row of int8, which has a scale of its own in fp32."""
+
 MAX_STEPS = 1000
+
+
+def wire_bytes(num_params: float, bits: WireBits) -> float:
+    """Return the bytes of some parameters on the wire."""
+    return num_params * (bits / 8 + (4 / ROW if bits == 8 else 0.0))
 
 
 class SyncLimits(Frozen):

@@ -40,14 +40,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from ..schema.local_updates import WireBits, wire_bytes
 from ..schema.units import FloatArray
 from .backend import Solution, Status
-
-Bits = Literal[32, 16, 8]
 
 EXACT_ISLANDS = 12
 """Beyond them the sets of the dynamic program take more than a second."""
@@ -56,14 +54,6 @@ NEARLY = 0.01
 """Share of the step by which a plainer choice may be slower than the best: less than what predictions are off."""
 
 FRAGMENTS = (1, 2, 4, 8, 16)
-
-ROW = 1024
-"""Numbers in a row of int8, which has a scale of its own in fp32."""
-
-
-def wire_bytes(num_params: float, bits: Bits) -> float:
-    """Return the bytes of some parameters on the wire: fp32, fp16, or int8 with a scale for each row."""
-    return num_params * (bits / 8 + (4 / ROW if bits == 8 else 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +72,7 @@ class IslandsInstance:
     num_params: float
     max_steps: int
     max_delay: int = 0
-    bits: tuple[Bits, ...] = (32, 16, 8)
+    bits: tuple[WireBits, ...] = (32, 16, 8)
 
     def __post_init__(self) -> None:
         n = len(self.step_s)
@@ -91,7 +81,7 @@ class IslandsInstance:
         if self.max_steps < 1 or self.max_delay < 0 or not self.bits or not np.all(self.step_s > 0):
             raise ValueError("steps of positive seconds, at least one step, one kind of number and no negative delay")
 
-    def edge_s(self, fragments: int, bits: Bits) -> FloatArray:
+    def edge_s(self, fragments: int, bits: WireBits) -> FloatArray:
         """Return the seconds of one step of the ring on every link [n, n]; infinite where there is none."""
         part = wire_bytes(self.num_params, bits) / (len(self.step_s) * fragments)
         with np.errstate(divide="ignore"):
@@ -107,7 +97,7 @@ class Exchange:
     order: tuple[int, ...]
     steps: int = 1
     fragments: int = 1
-    bits: Bits = 32
+    bits: WireBits = 32
     delay: int = 0
 
 

@@ -128,10 +128,13 @@ def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
 def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return what is stored of `_current`: the tensors, under the names of the model without a pipeline."""
     spec = model.plan.model
-    return {
+    state = {
         part: {stored_name(name, spec): value for name, value in values.items() if isinstance(value, torch.Tensor)}
         for part, values in _current(model, optimizer).items()
     }
+    if model.local_updates is not None:
+        state["islands"] = model.local_updates.state()
+    return state
 
 
 def _loaded_value(name: str, current: Any, state: dict[str, Any], model: ParallelModel) -> Any:

@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...schema import ConfigError, MeshwrightError, RuntimeMismatchError, TrainingPlan
+from ...schema.local_updates import with_sync_every
 from ..adapters import merge_adapters, save_adapters
 from ..documents.packs import RankBatch
 from ..job.machine import check_device, explain_out_of_memory
@@ -31,6 +32,7 @@ from ..weights.save import save_weights
 from .checkpoint import CheckpointWriter, TrainingProgress, load_checkpoint
 from .documents import DocumentBatches, open_documents
 from .expert_load import ExpertLoad
+from .islands import IslandPlace, LocalUpdater
 from .memory import MemoryMeter
 from .metrics import (
     RETAINED_STEPS,
@@ -44,7 +46,7 @@ from .metrics import (
     summarise,
 )
 from .optimizer import RouterBalance, build_optimizer, build_scheduler, local_sums, update
-from .options import TrainOptions, list_checkpoints, prepare_options
+from .options import TrainOptions, list_checkpoints, prepare_options, require_local
 from .samples import TokenBatches, open_batches
 from .save_schedule import SaveSchedule
 from .step_clock import StepPart, StepTrace, clock_waiting
@@ -70,12 +72,20 @@ class Guard(Protocol):
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank makes of a plan: its part of the model and of the data, and ``data``, the fingerprint of all of them."""
+    """What one rank makes of a plan: its part of the model and of the data.
+
+    Attributes:
+        data: fingerprint of all data.
+        sequences: that a step of the job takes of them; of all islands where these train by themselves.
+        updates: of such a job what this rank does between the steps of its island.
+    """
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
     batches: Batches
     data: str
+    sequences: int
+    updates: LocalUpdater | None = None
 
 
 @dataclass(eq=False)
@@ -113,6 +123,7 @@ class TrainingRun:
         # A step that overflows moves the schedule on and not the parameters.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
         self._progress, self._saves = ProgressFile(), None
+        self._owes_save = False
         self.writer = MetricsWriter(None)
         self._reported = 0
         self._batch: RankBatch | None = None
@@ -180,6 +191,8 @@ class TrainingRun:
         """Return the steps already done: those of the newest checkpoint, or none."""
         options = self.options
         checkpoints = list_checkpoints(options.checkpoint_dir) if options.resume and options.checkpoint_dir else ()
+        if self.part.updates is not None:
+            checkpoints = self.part.updates.place.common(checkpoints)
         newest = gather(str(checkpoints[-1]) if checkpoints else None)[0]
         if newest is None:
             return 0
@@ -199,8 +212,7 @@ class TrainingRun:
         if scale.is_dynamic and info.loss_scale is not None:
             scale.value, scale.steps = info.loss_scale, info.scale_steps
         if not options.restart_data:
-            batch = self.model.plan.workload.global_batch_size
-            self.samples = info.samples if info.samples is not None else info.step * batch
+            self.samples = info.samples if info.samples is not None else info.step * self.part.sequences
         return info.step
 
     def step(self, tokens: torch.Tensor | RankBatch) -> None:
@@ -233,10 +245,12 @@ class TrainingRun:
             self._expert_load.follow()
         self._balance.update()
         loss, square, votes = self.sums
-        step_time_s = 0.0 if start_s is None else self._now_s() - start_s
         self.steps += 1
-        self.samples += model.plan.workload.global_batch_size
-        self.is_stopped = votes > 0
+        self.samples += self.part.sequences
+        self.is_stopped = votes > 0 and self.part.updates is None
+        if self.part.updates is not None:
+            self._sum_islands(self.part.updates, stop_requested=votes > 0)
+        step_time_s = 0.0 if start_s is None else self._now_s() - start_s
         used_scale = model.loss_scale.value
         model.loss_scale.update(overflowed=overflowed)
         self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
@@ -276,6 +290,15 @@ class TrainingRun:
         if self.guard is not None:
             self.guard.after_step()
 
+    def _sum_islands(self, updates: LocalUpdater, *, stop_requested: bool) -> None:
+        if updates.is_due(self.steps):
+            self._progress.rest()
+        with self.model.clock.part("communication"):
+            updates.after_step(self.steps, stop_requested=stop_requested)
+            if self.steps >= self.options.steps or updates.is_stopped:
+                updates.settle()
+        self.is_stopped = updates.is_stopped
+
     def _require_finite(self, loss: float, norm: float) -> None:
         scale = self.model.loss_scale
         overflows = scale.is_dynamic and scale.value >= MIN_SCALE  # a smaller scale may help
@@ -303,9 +326,12 @@ class TrainingRun:
         options = self.options
         if self._saves is None:
             return
-        if not self._due.is_due(self.steps) and not self.is_finished:
+        waits = self.part.updates is not None and not self.part.updates.is_idle
+        self._owes_save |= self._due.is_due(self.steps)
+        if (not self._owes_save or waits) and not self.is_finished:
             self._saves.poll()
             return
+        self._owes_save = False
         self._progress.rest()
         self.meter.pause()
         self._due.begin()
@@ -330,11 +356,14 @@ class TrainingRun:
             parts_s=list(self.parts_s),
         )
         ranks = sorted(gather(local), key=lambda entry: entry["rank"])
-        self.writer.write(
-            summarise(
-                self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source, num_tokens=self.num_tokens
-            )
-        )
+        updates = self.part.updates
+        summary = summarise(
+            self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source, num_tokens=self.num_tokens,
+            takes_turns=updates is not None,
+        )  # fmt: skip
+        if updates is not None:
+            summary["measured"]["sent_bytes"] = sum(gather(updates.sent_bytes))
+        self.writer.write(summary)
         self.writer.close()
 
     def _now_s(self) -> float:
@@ -363,18 +392,31 @@ def train(
         ConfigError, RuntimeMismatchError: the options, the data or this machine do not suit the plan.
         MeshwrightError: the loss is no longer a number, a checkpoint cannot be written, or there is no memory left.
     """
+    require_local(plan, options)
     backend, device = backend_and_device(plan)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    place: IslandPlace | None = None
+    if plan.local_updates is not None:
+        plan = plan if options.sync_every is None else with_sync_every(plan, options.sync_every)
+        place = IslandPlace.join(plan, backend=backend, device=device, timeout_s=timeout_s)
+        plan, options, report = place.plan, place.options(options), report if place.idx == 0 else None
+    else:
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     meter = MemoryMeter(device, count=options.count_memory)
     options = prepare_options(plan, options)
     with explain_out_of_memory(plan, device):
-        train_to_the_end(TrainingRun(build_part(plan, options, device), options, meter, report))
+        part = build_part(plan, options, device, place)
+        if place is not None:
+            part = replace(part, updates=LocalUpdater(place, part.model, options, timeout_s=timeout_s))
+            part.model.local_updates = part.updates
+        train_to_the_end(TrainingRun(part, options, meter, report))
     dist.destroy_process_group()
 
 
-def build_part(plan: TrainingPlan, options: TrainOptions, device: torch.device) -> RankPart:
-    """Build this rank's part of a plan in the running process group.
+def build_part(
+    plan: TrainingPlan, options: TrainOptions, device: torch.device, place: IslandPlace | None = None
+) -> RankPart:
+    """Build this rank's part of a plan in the running process group; of an island with its part of each batch.
 
     Raises:
         RuntimeMismatchError: the ranks found different data.
@@ -388,14 +430,17 @@ def build_part(plan: TrainingPlan, options: TrainOptions, device: torch.device) 
         documents, data = open_documents(plan, options.data, seed=options.seed, end_id=options.end_id)
         batches = DocumentBatches(documents, model)
     else:
-        batches, data = open_batches(plan, options.data, seed=options.seed, rows=model.share.rows)
+        first = 0 if place is None else place.first_row
+        rows = range(first + model.share.rows.start, first + model.share.rows.stop)
+        batches, data = open_batches(plan, options.data, seed=options.seed, rows=rows)
     if len(set(gather(data))) > 1:
         raise RuntimeMismatchError("the ranks found different data", help="give --data a folder that all nodes share")
     optimizer = build_optimizer(
         model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas,
         zeroth_order=options.zeroth_order,
     )  # fmt: skip
-    return RankPart(model, optimizer, batches, data)
+    sequences = plan.workload.global_batch_size if place is None else place.sequences
+    return RankPart(model, optimizer, batches, data, sequences)
 
 
 def train_to_the_end(run: TrainingRun) -> None:
@@ -409,6 +454,8 @@ def train_to_the_end(run: TrainingRun) -> None:
             run.step(tokens.to(model.device))
             run.checkpoint()
     run.finish()
+    if run.part.updates is not None and not run.is_stopped:
+        run.part.updates.finish()
     if options.save_adapters and not run.is_stopped:
         save_adapters(model, options.save_adapters)
     if options.save_weights and not run.is_stopped:
@@ -419,13 +466,12 @@ def train_to_the_end(run: TrainingRun) -> None:
 
 def _in_advance(run: TrainingRun, batches: Batches) -> Iterator[torch.Tensor | RankBatch]:
     """Yield batches until the run is finished, each read while the one before is trained on."""
-    batch = run.model.plan.workload.global_batch_size
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as reader:
         coming = reader.submit(batches.batch, run.samples)
         while not run.is_finished:
             with run.model.clock.part("data"):
                 tokens = coming.result()
-            coming = reader.submit(batches.batch, run.samples + batch)
+            coming = reader.submit(batches.batch, run.samples + run.part.sequences)
             yield tokens
 
 

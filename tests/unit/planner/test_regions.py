@@ -65,7 +65,9 @@ def test_no_other_choice_of_islands_is_faster(three: TrainingPlan) -> None:
     steps_s = {used: joined.step_s for used in problem.choices if (joined := problem.joined(used)) is not None}
     assert len(steps_s) == 7
     assert three.estimate.step_time_s == pytest.approx(min(steps_s.values()))
-    assert all(problem.close_bound_s(used) <= seconds * (1 + 1e-9) for used, seconds in steps_s.items() if len(used) > 1)
+    assert all(
+        problem.close_bound_s(used) <= seconds * (1 + 1e-9) for used, seconds in steps_s.items() if len(used) > 1
+    )
     assert three.search is not None and three.search.bound_s <= three.search.objective_s
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.schema.local_updates import wire_bytes
 from meshwright.solvers.islands import (
     FRAGMENTS,
     NEARLY,
@@ -21,7 +22,6 @@ from meshwright.solvers.islands import (
     slowest_edge_s,
     solve,
     step_s,
-    wire_bytes,
 )
 
 
