@@ -322,6 +322,8 @@ class TrainingPlan(Plan):
         cluster, workload = self.cluster, self.workload
         if not workload.engine_facts.is_own_runtime:
             return (f"it is for {workload.engine}",)
+        if is_user_model and self.local_updates is not None:
+            return ("its regions train by themselves, which only the built-in training does",)
         lacking = why_not_trainable(workload) if is_user_model else why_not_runnable(self.model, workload)
         problem = problem_facts(
             self.model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain,

@@ -12,7 +12,8 @@ from ...schema import ConfigError, InfeasibleError, SolverLimitError, TrainingPl
 from ...schema.base import Frozen
 from ...schema.units import counted
 from ...solvers.islands import Exchange, step_s
-from ..regions import IslandProblem, exchange_instance
+from ..islands import exchange_instance
+from ..regions import IslandProblem
 from ..request import Deadline, PlanRequest
 
 _GBIT = 1e9 / 8

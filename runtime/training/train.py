@@ -15,22 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ...schema import ConfigError, MeshwrightError, RuntimeMismatchError, TrainingPlan
+from ...schema import ConfigError, MeshwrightError, TrainingPlan
 from ...schema.local_updates import with_sync_every
 from ..adapters import merge_adapters, save_adapters
 from ..documents.packs import RankBatch
-from ..job.machine import check_device, explain_out_of_memory
+from ..job.machine import explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
-from ..parallel_model import MIN_SCALE, ParallelModel
-from ..parallelize_model import parallelize
+from ..parallel_model import MIN_SCALE
 from ..weights.save import save_weights
 from .checkpoint import CheckpointWriter, TrainingProgress, load_checkpoint
-from .documents import DocumentBatches, open_documents
 from .expert_load import ExpertLoad
 from .islands import IslandPlace, LocalUpdater
 from .memory import MemoryMeter
@@ -45,16 +43,11 @@ from .metrics import (
     mfu,
     summarise,
 )
-from .optimizer import RouterBalance, build_optimizer, build_scheduler, local_sums, update
+from .optimizer import RouterBalance, build_scheduler, local_sums, update
 from .options import TrainOptions, list_checkpoints, prepare_options, require_local
-from .samples import TokenBatches, open_batches
+from .rank_part import Batches, RankPart, backend_and_device, build_part, gather
 from .save_schedule import SaveSchedule
 from .step_clock import StepPart, StepTrace, clock_waiting
-
-T = TypeVar("T")
-
-
-Batches = TokenBatches | DocumentBatches
 
 
 class Guard(Protocol):
@@ -68,24 +61,6 @@ class Guard(Protocol):
 
     def after_step(self) -> None:
         """Note that this rank has ended the step."""
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What one rank makes of a plan: its part of the model and of the data.
-
-    Attributes:
-        data: fingerprint of all data.
-        sequences: that a step of the job takes of them; of all islands where these train by themselves.
-        updates: of such a job what this rank does between the steps of its island.
-    """
-
-    model: ParallelModel
-    optimizer: torch.optim.Optimizer
-    batches: Batches
-    data: str
-    sequences: int
-    updates: LocalUpdater | None = None
 
 
 @dataclass(eq=False)
@@ -372,13 +347,6 @@ class TrainingRun:
         return time.perf_counter()
 
 
-def gather(value: T) -> list[T]:
-    """Return one value of every rank, in the order of the processes."""
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def train(
     plan: TrainingPlan, options: TrainOptions, *, report: str | Path | None = None, timeout_s: float = 600.0
 ) -> None:
@@ -413,36 +381,6 @@ def train(
     dist.destroy_process_group()
 
 
-def build_part(
-    plan: TrainingPlan, options: TrainOptions, device: torch.device, place: IslandPlace | None = None
-) -> RankPart:
-    """Build this rank's part of a plan in the running process group; of an island with its part of each batch.
-
-    Raises:
-        RuntimeMismatchError: the ranks found different data.
-    """
-    model = parallelize(
-        None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks,
-        documents=options.documents,
-    )  # fmt: skip
-    batches: Batches
-    if options.documents:
-        documents, data = open_documents(plan, options.data, seed=options.seed, end_id=options.end_id)
-        batches = DocumentBatches(documents, model)
-    else:
-        first = 0 if place is None else place.first_row
-        rows = range(first + model.share.rows.start, first + model.share.rows.stop)
-        batches, data = open_batches(plan, options.data, seed=options.seed, rows=rows)
-    if len(set(gather(data))) > 1:
-        raise RuntimeMismatchError("the ranks found different data", help="give --data a folder that all nodes share")
-    optimizer = build_optimizer(
-        model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas,
-        zeroth_order=options.zeroth_order,
-    )  # fmt: skip
-    sequences = plan.workload.global_batch_size if place is None else place.sequences
-    return RankPart(model, optimizer, batches, data, sequences)
-
-
 def train_to_the_end(run: TrainingRun) -> None:
     """Do what is left of a run: steps, checkpoints, the report, and what is saved at the end."""
     options, model = run.options, run.model
@@ -473,22 +411,3 @@ def _in_advance(run: TrainingRun, batches: Batches) -> Iterator[torch.Tensor | R
                 tokens = coming.result()
             coming = reader.submit(batches.batch, run.samples + run.part.sequences)
             yield tokens
-
-
-def backend_and_device(plan: TrainingPlan) -> tuple[str, torch.device]:
-    """Return what the job's process group runs on, and this rank's device.
-
-    Raises:
-        RuntimeMismatchError: the device is not that of the plan.
-    """
-    cluster = plan.cluster
-    backend: str = cluster.weakest_device.backend.collectives
-    if backend == "gloo":
-        return backend, torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    group = [group for group in cluster.groups for _ in range(group.num_devices)][int(os.environ["RANK"])]
-    check_device(plan, group, device)
-    torch.cuda.set_device(device)
-    if plan.offload is not None and plan.offload.streamed_parameter_layers:
-        backend = f"cpu:gloo,cuda:{backend}"  # those are reduced and counted on the host
-    return backend, device

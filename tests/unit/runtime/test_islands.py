@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from meshwright.profilers.run.processes import NodeJob, run_ranks
+from meshwright.runtime import parallelize
 from meshwright.runtime.job import worker
 from meshwright.runtime.job.rendezvous import Rendezvous, meet
 from meshwright.runtime.job.worker import Job
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints, require_local
 from meshwright.runtime.training.ring import Ring, decode, encode
 from meshwright.schema import ClusterSpec, Layout, RuntimeMismatchError, TrainingPlan, Workload
-from meshwright.schema.local_updates import ROW, Island, LocalUpdates, WireBits, wire_bytes
+from meshwright.schema.local_updates import ROW, Island, LocalUpdates, WireBits, plan_of_island, wire_bytes
 from plans import make_plan, tiny_model
 from safetensors.torch import load_file
 from small_jobs import losses, read_lines, train_here
@@ -176,3 +177,12 @@ def test_what_does_not_go_with_local_updates_is_refused() -> None:
     assert len(error.value.details) == 2
     with pytest.raises(RuntimeMismatchError, match="each step"):
         require_local(make_plan(tiny_model(), Layout(), workload=WORKLOAD), TrainOptions(sync_every=4))
+
+
+def test_scripts_of_users_do_not_ignore_local_updates() -> None:
+    plan = islands_plan(Layout(dp_replicate=2), (1, 1), (3, 3), steps=2)
+    assert plan.why_not_applied() == ()
+    assert "built-in training" in plan.why_not_applied(is_user_model=True)[0]
+    with pytest.raises(RuntimeMismatchError, match="train by themselves"):
+        parallelize(None, plan)
+    assert plan.model == plan_of_island(plan, 1).model and plan_of_island(plan, 1).layout.world_size == 1
