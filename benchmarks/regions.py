@@ -36,9 +36,11 @@ from typing import Any
 
 import numpy as np
 from meshwright.planner import plan
-from meshwright.planner.islands import exchange_instance
+from meshwright.planner.islands import exchange_instance, join
+from meshwright.planner.plan import plan_as_requested
+from meshwright.planner.regions import IslandProblem
 from meshwright.planner.request import PlanRequest
-from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, NodeGroup
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, NodeGroup, Workload
 from meshwright.schema.local_updates import SyncLimits, with_sync_every
 from meshwright.schema.regions import RegionLink, joining_link
 from meshwright.solvers.islands import Exchange, IslandsInstance, step_s
@@ -142,11 +144,15 @@ def small_regions(rate_bytes_per_s: float, round_trip_s: float) -> ClusterSpec:
 
 def link(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
     """Train over a slow link with a sum each step and with local updates, and compare with what the plan says."""
-    model = ModelSpec.from_hf(SMALL)
+    model = ModelSpec.from_hf({**SMALL, "num_hidden_layers": 9})
     cluster = small_regions(rate_mbit * 1e6 / 8, round_trip_ms / 1e3)
-    task = {"global_batch_size": 4, "seq_len": 32, "precision": "fp32"}
-    each_step = plan(model, cluster, **task, fixed={"dp_replicate": 2, "zero_stage": 0})
-    local = plan(model, cluster, **task, local_updates=SyncLimits(max_local_steps=64))
+    task = Workload(global_batch_size=2, seq_len=8, precision="fp32")
+    each_step = plan(model, cluster, task, fixed={"dp_replicate": 2, "zero_stage": 0})
+    limits = SyncLimits(max_local_steps=32)
+    request = PlanRequest.create(model, cluster, task, local_updates=limits)
+    joined = IslandProblem(request, limits, plan_as_requested).joined((0, 1))
+    assert joined is not None
+    local = join(request, joined)
     assert local.local_updates is not None
     updates, result = local.local_updates, dict[str, Any](rate_mbit=rate_mbit, round_trip_ms=round_trip_ms)
     result["plan"] = updates.model_dump(
@@ -154,7 +160,7 @@ def link(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
     )
     rounds = 2
     with tempfile.TemporaryDirectory() as name, slow_link(rate_mbit, round_trip_ms) as (namespaces, device_of):
-        runs = {"step": (each_step, 6), "local": (local, rounds * updates.steps)}
+        runs = {"step": (each_step, 4), "local": (local, rounds * updates.steps)}
         for kind, (chosen, steps) in runs.items():
             path = Path(name) / f"{kind}.json"
             chosen.save(path)

@@ -113,7 +113,7 @@ def plan_training(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
     if request.local_updates is not None:
         from .regions import plan_regions
 
-        return plan_regions(request, top=top)
+        return plan_regions(request, top=top, plan_one=plan_as_requested, plan_on_pools=plan_on_pools)
     if request.workload.lengths is not None:
         from .lengths import plan_lengths
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -55,8 +55,11 @@ from .device_groups import notes_on_left_out
 from .explain.infeasible import explain_infeasible
 from .islands import Joined, exchange_instance, join, on_islands, require_host_memory
 from .request import PlanRequest
-from .search import REL_GAP, search
+from .search import REL_GAP, SearchResult, search
 from .space import build_space
+
+PlanOne = Callable[..., TrainingPlan]
+PlanOnPools = Callable[..., tuple[TrainingPlan | None, SearchResult]]
 
 WORTH_LOOKING = 0.02
 """Share of the step that islands leave to gain, from which plans that sum up each step are looked at as well."""
@@ -71,8 +74,8 @@ MAX_ISLANDS_IN_EVERY_CHOICE = 10
 class IslandProblem:
     """The choices of islands as one problem: a node is a choice, ``is_close`` once its bound has the ring in it."""
 
-    def __init__(self, request: PlanRequest, limits: SyncLimits) -> None:
-        self.request, self.limits, self.parts = request, limits, request.cluster.parts
+    def __init__(self, request: PlanRequest, limits: SyncLimits, plan_one: PlanOne) -> None:
+        self.request, self.limits, self.parts, self.plan_one = request, limits, request.cluster.parts, plan_one
         self.rates = _rates(request, self.parts)
         self.cells: dict[object, TrainingPlan | None] = {}
         self.errors: list[ConfigError | InfeasibleError] = []
@@ -159,8 +162,6 @@ class IslandProblem:
 
     def _cell(self, used: tuple[int, ...]) -> TrainingPlan | None:
         """Return the plan of the nodes that every island has once or several times, with their part of the batch."""
-        from .plan import plan_as_requested
-
         clusters = [self.parts[i].cluster for i in used]
         nodes = math.gcd(*(cluster.num_nodes for cluster in clusters))
         weakest = min(used, key=lambda i: self.rates[i] / self.parts[i].cluster.num_nodes)
@@ -172,7 +173,7 @@ class IslandProblem:
         if key not in self.cells:
             task = self.request.workload.replace(global_batch_size=batch)
             one = replace(self.request, cluster=cluster, task=task, local_updates=None, on_progress=None)
-            self.cells[key] = plan_as_requested(one, top=0 if len(used) > 1 else 4)
+            self.cells[key] = self.plan_one(one, top=0 if len(used) > 1 else 4)
         return self.cells[key]
 
 
@@ -203,18 +204,19 @@ def _rates(request: PlanRequest, parts: Sequence[ClusterPart]) -> list[float]:
     return rates
 
 
-def plan_regions(request: PlanRequest, *, top: int) -> TrainingPlan:
+def plan_regions(request: PlanRequest, *, top: int, plan_one: PlanOne, plan_on_pools: PlanOnPools) -> TrainingPlan:
     """Return the plan of the islands with the least (O), or of what sums up each step where that is faster.
+
+    Args:
+        plan_one: plans for one cluster; plan_on_pools: for all or some of the pools of a mixed one (plan.py).
 
     Raises:
         ConfigError, InfeasibleError: no plan fits.
         SolverLimitError: the deadline came before any plan.
     """
-    from .plan import plan_on_pools
-
     assert request.local_updates is not None
     start, limits = time.perf_counter(), request.local_updates
-    problem = IslandProblem(request, limits)
+    problem = IslandProblem(request, limits, plan_one)
     tree = Search(problem)
     answer = tree.run(Stop(rel_gap=REL_GAP, deadline=request.deadline), on_progress=request.on_progress)
     best = None if answer.best is None else answer.best.candidate

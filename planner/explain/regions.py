@@ -13,6 +13,7 @@ from ...schema.base import Frozen
 from ...schema.units import counted
 from ...solvers.islands import Exchange, step_s
 from ..islands import exchange_instance
+from ..plan import plan_as_requested
 from ..regions import IslandProblem
 from ..request import Deadline, PlanRequest
 
@@ -65,7 +66,7 @@ def _without(request: PlanRequest, zones: list[str], idx: int) -> RegionValue:
     change = f"without {zones[idx]}"
     assert request.local_updates is not None
     try:
-        problem = IslandProblem(request, request.local_updates)
+        problem = IslandProblem(request, request.local_updates, plan_as_requested)
         joined = problem.joined(tuple(i for i in range(len(zones)) if i != idx))
     except (ConfigError, InfeasibleError, SolverLimitError) as error:
         return RegionValue(change=change, note=error.message)

@@ -8,6 +8,7 @@ import pytest
 from meshwright.engines import exportable
 from meshwright.planner import plan
 from meshwright.planner.explain.regions import region_values
+from meshwright.planner.plan import plan_as_requested
 from meshwright.planner.regions import IslandProblem
 from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.schema import ClusterSpec, ConfigError, NodeGroup, TrainingPlan
@@ -61,7 +62,7 @@ def three() -> TrainingPlan:
 def test_no_other_choice_of_islands_is_faster(three: TrainingPlan) -> None:
     cluster = regions((1, 1, 2))
     request = PlanRequest.create(three.model, cluster, three.workload, local_updates=SyncLimits())
-    problem = IslandProblem(request, SyncLimits())
+    problem = IslandProblem(request, SyncLimits(), plan_as_requested)
     steps_s = {used: joined.step_s for used in problem.choices if (joined := problem.joined(used)) is not None}
     assert len(steps_s) == 7
     assert three.estimate.step_time_s == pytest.approx(min(steps_s.values()))
