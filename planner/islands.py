@@ -36,7 +36,7 @@ STATE_BYTES = 8
 """Of a parameter: the anchor and its momentum in fp32."""
 
 
-ALONE = Exchange((0,))
+ONE_ISLAND = Exchange((0,))
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Joined:
         used: indices into the parts of the cluster.
         cell: the plan of the nodes that each island has once or several times.
         plans: of each island, with its share of the batch.
-        least_more_s: that the best exchange adds to a step, where a plainer one was taken.
+        min_exchange_s: that the best exchange adds to a step, where a plainer one was taken.
         node_pairs: that carry an exchange between two islands.
     """
 
@@ -55,8 +55,8 @@ class Joined:
     cell: TrainingPlan
     plans: tuple[TrainingPlan, ...]
     instance: IslandsInstance | None = None
-    exchange: Exchange = ALONE
-    least_more_s: float = 0.0
+    exchange: Exchange = ONE_ISLAND
+    min_exchange_s: float = 0.0
     node_pairs: int = 1
 
     @property
@@ -85,7 +85,7 @@ class Joined:
         """Seconds of a step with the fastest layout that was found and the best exchange, where plainer ones were taken."""
         assert self.cell.search is not None
         simple = self.cell.estimate.step_time_s / self.cell.search.objective_s
-        return min(self.step_s, self.slowest.estimate.step_time_s / max(simple, 1.0) + self.least_more_s)
+        return min(self.step_s, self.slowest.estimate.step_time_s / max(simple, 1.0) + self.min_exchange_s)
 
 
 def exchange_instance(

@@ -21,7 +21,7 @@ parameters: the layout is searched for the largest number of nodes that divides 
 then it is planned. A choice of one island is an ordinary plan of it.
 
 What sums up gradients each step, replicas over all regions or a pipeline through them, is an ordinary plan of the mixed cluster
-(device_groups.py). It is looked at where islands leave more than WORTH_LOOKING to gain over (B), or sum up nearly each step anyway.
+(device_groups.py). It is looked at where islands leave more than MIN_GAIN to gain over (B), or sum up nearly each step anyway.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from .space import build_space
 PlanOne = Callable[..., TrainingPlan]
 PlanOnPools = Callable[..., tuple[TrainingPlan | None, SearchResult]]
 
-WORTH_LOOKING = 0.02
+MIN_GAIN = 0.02
 """Share of the step that islands leave to gain, from which plans that sum up each step are looked at as well."""
 
 FEW_STEPS = 4
@@ -96,10 +96,10 @@ class IslandProblem:
 
     def close_bound_s(self, used: tuple[int, ...]) -> float:
         """Return (B)."""
-        least_s = self.bound_s(used)
+        shortest_s = self.bound_s(used)
         nodes = min(self.parts[i].cluster.num_nodes for i in used)
         return max(
-            least_s, solve(exchange_instance(self.request, self.limits, used, [least_s] * len(used), nodes)).bound
+            shortest_s, solve(exchange_instance(self.request, self.limits, used, [shortest_s] * len(used), nodes)).bound
         )
 
     def roots(self) -> Step[tuple[tuple[int, ...], bool], Joined]:
@@ -130,8 +130,8 @@ class IslandProblem:
         if joined.instance is None or joined.cell.search is None or not is_alike:
             return 0.0
         part = min(1.0, -(-batch // len(joined.used)) / joined.cell.workload.global_batch_size)
-        least_s = joined.cell.search.bound_s * part
-        return solve(replace(joined.instance, step_s=np.full(len(joined.used), least_s))).bound
+        shortest_s = joined.cell.search.bound_s * part
+        return solve(replace(joined.instance, step_s=np.full(len(joined.used), shortest_s))).bound
 
     def joined(self, used: tuple[int, ...]) -> Joined | None:
         """Plan a choice; None where an island does not fit.
@@ -194,10 +194,10 @@ def _rates(request: PlanRequest, parts: Sequence[ClusterPart]) -> list[float]:
             devices = part.cluster.num_devices
             batch = -(-request.workload.global_batch_size // devices) * devices
             task = request.workload.replace(global_batch_size=batch)
-            alone = replace(request, cluster=part.cluster, task=task, local_updates=None, on_progress=None)
+            one_island = replace(request, cluster=part.cluster, task=task, local_updates=None, on_progress=None)
             try:
-                found = search(alone, build_space(alone))
-                known[key] = batch / found.bound_s if found.feasible or found.stopped_early else 0.0
+                result = search(one_island, build_space(one_island))
+                known[key] = batch / result.bound_s if result.feasible or result.stopped_early else 0.0
             except ConfigError:
                 known[key] = 0.0
         rates.append(known[key])
@@ -224,12 +224,12 @@ def plan_regions(request: PlanRequest, *, top: int, plan_one: PlanOne, plan_on_p
         raise request.deadline.error("while islands were planned")
     if best is None or _may_sum_each_step(best, answer.bound):
         below_s = math.inf if best is None else best.step_s
-        at_once = replace(request, local_updates=None)
+        each_step_request = replace(request, local_updates=None)
         try:
-            each_step, result = plan_on_pools(at_once, top=top, below_s=below_s, fewest_pools=2)
+            each_step, result = plan_on_pools(each_step_request, top=top, below_s=below_s, min_pools=2)
         except (ConfigError, SolverLimitError) as error:
             if best is None:
-                raise (problem.errors or [error])[0] from None
+                raise (problem.errors[0] if problem.errors else error) from None
         else:
             if each_step is not None and each_step.estimate.step_time_s < below_s:
                 return each_step
@@ -245,7 +245,7 @@ def plan_regions(request: PlanRequest, *, top: int, plan_one: PlanOne, plan_on_p
         search_s=time.perf_counter() - start,
     )
     plan = best.cell if len(best.used) == 1 else join(request, best)
-    left_out = _left_out(problem, best)
+    left_out = _unused_pools(problem, best)
     notes = (*plan.notes, *notes_on_left_out(left_out, plan.estimate))
     return plan.replace(search=certificate, left_out=left_out, notes=notes, provenance=request.provenance())
 
@@ -253,18 +253,18 @@ def plan_regions(request: PlanRequest, *, top: int, plan_one: PlanOne, plan_on_p
 def _may_sum_each_step(best: Joined, bound_s: float) -> bool:
     """Return whether a plan that sums up gradients each step may be as fast as islands."""
     is_nearly = len(best.used) > 1 and best.exchange.steps <= FEW_STEPS
-    return is_nearly or best.fastest_s > bound_s * (1 + WORTH_LOOKING)
+    return is_nearly or best.fastest_s > bound_s * (1 + MIN_GAIN)
 
 
-def _left_out(problem: IslandProblem, best: Joined) -> tuple[LeftOut, ...]:
+def _unused_pools(problem: IslandProblem, best: Joined) -> tuple[LeftOut, ...]:
     parts, answers = problem.parts, []
     for i in (i for i in range(len(parts)) if i not in best.used):
         wider = tuple(sorted((*best.used, i)))
         reason = "no layout fits there"
         if problem.rates[i] > 0:
-            least_s = problem.close_bound_s(wider)
+            shortest_s = problem.close_bound_s(wider)
             reason = (
-                f"with it a step takes {format_seconds(least_s)} at least, without it {format_seconds(best.step_s)}"
+                f"with it a step takes {format_seconds(shortest_s)} at least, without it {format_seconds(best.step_s)}"
             )
         answers.append(
             LeftOut(

@@ -203,7 +203,7 @@ def joined_rank_map(
     """Return the rank map of all islands, given the one of each and its devices: of each stage the ranks island by island."""
     rows = []
     for stage in range(pp):
-        for rank_map, own in zip(maps, devices, strict=True):
+        for rank_map, island in zip(maps, devices, strict=True):
             size = len(rank_map) // pp
-            rows += [own[device] for device in rank_map[stage * size : (stage + 1) * size]]
+            rows += [island[device] for device in rank_map[stage * size : (stage + 1) * size]]
     return tuple(rows)

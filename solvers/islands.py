@@ -146,17 +146,17 @@ def solve(instance: IslandsInstance) -> Solution[Exchange]:
     for fragments in (p for p in FRAGMENTS if p <= instance.max_steps):
         for bits in instance.bits:
             edges = instance.edge_s(fragments, bits)
-            order, least_s = least_slowest_ring(edges)
+            order, edge_bound_s = best_ring(edges)
             if not order:
                 continue
-            fewest = ring_s(instance, Exchange(order, fragments, fragments, bits))
-            bound_s = 2 * (n - 1) * least_s
+            exchange_s = ring_s(instance, Exchange(order, fragments, fragments, bits))
+            bound_s = 2 * (n - 1) * edge_bound_s
             for steps in range(fragments, instance.max_steps + 1, fragments):
-                most = min(instance.max_delay, steps // fragments - 1)
-                enough = max(0, math.ceil(fewest / longest_s))
-                bound = min(bound, longest_s + fragments * max(0.0, bound_s - most * longest_s) / steps)
-                for delay in {0, *range(1, min(most, enough) + 1)}:
-                    seconds = longest_s + fragments * max(0.0, fewest - delay * longest_s) / steps
+                max_delay = min(instance.max_delay, steps // fragments - 1)
+                enough = max(0, math.ceil(exchange_s / longest_s))
+                bound = min(bound, longest_s + fragments * max(0.0, bound_s - max_delay * longest_s) / steps)
+                for delay in {0, *range(1, min(max_delay, enough) + 1)}:
+                    seconds = longest_s + fragments * max(0.0, exchange_s - delay * longest_s) / steps
                     choice = Exchange(order, steps, fragments, bits, delay)
                     options.append((seconds, (delay, steps, -bits, fragments), choice))
     solve_s = time.perf_counter() - start
@@ -173,14 +173,14 @@ def solve(instance: IslandsInstance) -> Solution[Exchange]:
     )  # fmt: skip
 
 
-def least_slowest_ring(edges: FloatArray) -> tuple[tuple[int, ...], float]:
+def best_ring(edges: FloatArray) -> tuple[tuple[int, ...], float]:
     """Return the ring whose slowest edge is least, of seconds [n, n], and what no ring's is below; no order where there is none."""
     exact = len(edges) <= EXACT_ISLANDS
     order = _exact_ring(edges) if exact else _improved(edges, _nearest_neighbours(edges))
     slowest_s = slowest_edge_s(edges, order) if order else math.inf
     if math.isinf(slowest_s):
         return (), math.inf
-    return order, slowest_s if exact else _least_connecting(edges)
+    return order, slowest_s if exact else _connecting_s(edges)
 
 
 def slowest_edge_s(edges: FloatArray, ring: Sequence[int]) -> float:
@@ -242,7 +242,7 @@ def _improved(edges: FloatArray, order: tuple[int, ...]) -> tuple[int, ...]:
         order, best = other, key(other)
 
 
-def _least_connecting(edges: FloatArray) -> float:
+def _connecting_s(edges: FloatArray) -> float:
     """Return the least seconds such that the edges which take no longer reach from every island to every other."""
     levels = np.unique(edges[np.isfinite(edges)])
     low, high = 0, len(levels) - 1
@@ -256,18 +256,18 @@ def _least_connecting(edges: FloatArray) -> float:
 
 
 def deal(
-    batch: int, fixed_s: Sequence[float], pass_s: Sequence[float], unit: Sequence[int], least: Sequence[int]
+    batch: int, fixed_s: Sequence[float], pass_s: Sequence[float], unit: Sequence[int], minimum: Sequence[int]
 ) -> tuple[int, ...]:
     """Return the share of each island (C3) such that the longest of FIXED[i] + PASS[i] ceil(share / UNIT[i]) ends first.
 
-    Every island takes ``least`` at least, one for each of its ranks; what is more than the batch the largest shares give back.
+    Every island takes ``minimum``: one for each of its ranks; what is more than the batch the largest shares give back.
 
     Raises:
         ValueError: (C3) the batch has not so many.
     """
-    if batch < sum(least):
-        raise ValueError(f"(C3) a batch of {batch} has no {sum(least)} parts, one for each rank of every island")
-    islands = list(zip(fixed_s, pass_s, unit, least, strict=True))
+    if batch < sum(minimum):
+        raise ValueError(f"(C3) a batch of {batch} has no {sum(minimum)} parts, one for each rank of every island")
+    islands = list(zip(fixed_s, pass_s, unit, minimum, strict=True))
     ends = sorted({f + k * p for f, p, u, _ in islands for k in range(1, -(-batch // u) + 1)})
 
     def within(end_s: float) -> list[int]:
@@ -280,6 +280,6 @@ def deal(
         low, high = (low, middle) if sum(within(ends[middle])) >= batch else (middle + 1, high)
     shares = within(ends[low])
     while over := sum(shares) - batch:
-        most = max((i for i in range(len(shares)) if shares[i] > least[i]), key=lambda i: shares[i] / unit[i])
-        shares[most] -= min(over, shares[most] - least[most], (shares[most] - 1) % unit[most] + 1)
+        largest = max((i for i in range(len(shares)) if shares[i] > minimum[i]), key=lambda i: shares[i] / unit[i])
+        shares[largest] -= min(over, shares[largest] - minimum[largest], (shares[largest] - 1) % unit[largest] + 1)
     return tuple(shares)

@@ -13,6 +13,7 @@ ones sum up a part of the fragment each and give it to the others.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ class IslandPlace:
     def options(self, options: TrainOptions) -> TrainOptions:
         """Return the options of the island's job: checkpoints have a folder of their own, the first one saves weights."""
         folder, weights = options.checkpoint_dir, options.save_weights if self.idx == 0 else None
-        mine = None if folder is None else str(Path(folder) / f"island-{self.idx}")
-        return options.replace(checkpoint_dir=mine, save_weights=weights, sync_every=None)
+        island_folder = None if folder is None else str(Path(folder) / f"island-{self.idx}")
+        return options.replace(checkpoint_dir=island_folder, save_weights=weights, sync_every=None)
 
     def common(self, checkpoints: Sequence[Path]) -> tuple[Path, ...]:
         """Return those of an island's checkpoints that every island has; all ranks of all islands call it."""
@@ -130,6 +131,9 @@ class Fragment:
 class LocalUpdater:
     """What a rank does after each inner step.
 
+    Attributes:
+        exchanges_s: of every fragment so far, from when all islands were there.
+
     Args:
         place: its island.
         model: its part, as initialised or loaded: the anchor.
@@ -154,6 +158,7 @@ class LocalUpdater:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ring") if self._updates.delay_steps else None
         self._on_its_way: tuple[Fragment, int, Future[list[Tensor]] | list[Tensor]] | None = None
         self._wants_stop, self.is_stopped = False, False
+        self.exchanges_s: list[float] = []
 
     def _pieces(self) -> list[list[Piece]]:
         """Return the pieces of each fragment: as many numbers in each, in the order of the model."""
@@ -188,11 +193,11 @@ class LocalUpdater:
         Replicas that another island has not are in no ring.
         """
         plan, rank, ring = self.place.plan, dist.get_rank(), self._updates.ring
-        places = torch.tensor(plan.rank_map).reshape(plan.layout.pp, plan.layout.dp_replicate, -1)
-        stage, lane, place = (int(index) for index in (places == rank).nonzero()[0])
-        members, group = places[stage, :, place].tolist(), None
+        by_replica = torch.tensor(plan.rank_map).reshape(plan.layout.pp, plan.layout.dp_replicate, -1)
+        stage, lane, place = (int(index) for index in (by_replica == rank).nonzero()[0])
+        members, group = by_replica[stage, :, place].tolist(), None
         if len(members) > 1:
-            for others in places.transpose(1, 2).flatten(0, 1).tolist():
+            for others in by_replica.transpose(1, 2).flatten(0, 1).tolist():
                 made = dist.new_group(others, backend="gloo")
                 group = made if rank in others else group
         if lane >= self._lanes:
@@ -242,12 +247,14 @@ class LocalUpdater:
         """Return the sums around the ring of this replica's part; the rest is what other replicas of the island sum up."""
         if self._ring is None:
             return deltas
-        self.is_stopped = self._ring.most(float(self._wants_stop)) > 0
+        self.is_stopped = self._ring.maximum(float(self._wants_stop)) > 0
+        begin_s = time.perf_counter()  # every island is here
         for bits, chosen in self._by_bits(fragment, deltas):
             flat = _flat(chosen)
             part = self._part(len(flat), self._members.index(dist.get_rank()))
             flat[part] = self._ring.sum(flat[part], bits)
             _spread(flat, chosen)
+        self.exchanges_s.append(time.perf_counter() - begin_s)
         return deltas
 
     def _by_bits(self, fragment: Fragment, deltas: list[Tensor]) -> Iterator[tuple[WireBits, list[Tensor]]]:
@@ -279,10 +286,12 @@ class LocalUpdater:
 
     def state(self) -> dict[str, Tensor]:
         """Return anchors and momenta by name, as they are stored: parts of the model's tensors, sharing their memory."""
-        anchors = {f"anchor.{name}": self._like(name, anchor) for name, anchor in self._anchors.items()}
-        return anchors | {f"momentum.{name}": self._like(name, momentum) for name, momentum in self._momenta.items()}
+        anchors = {f"anchor.{name}": self._sharded_like_model(name, anchor) for name, anchor in self._anchors.items()}
+        return anchors | {
+            f"momentum.{name}": self._sharded_like_model(name, momentum) for name, momentum in self._momenta.items()
+        }
 
-    def _like(self, name: str, local: Tensor) -> Tensor:
+    def _sharded_like_model(self, name: str, local: Tensor) -> Tensor:
         """Return a part in the host's memory of what is sharded like a parameter."""
         kind = self._kinds[name]
         if not isinstance(kind, DTensor):

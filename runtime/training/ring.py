@@ -66,8 +66,8 @@ class Ring:
         padded[: len(values)] = values
         chunks = list(padded.split(chunk))
         for hop in range(self.size - 1):
-            mine, theirs = (self.position - hop) % self.size, (self.position - hop - 1) % self.size
-            chunks[theirs] = chunks[theirs] + decode(self._pass_on(encode(chunks[mine], bits)), bits)
+            to_send, to_add = (self.position - hop) % self.size, (self.position - hop - 1) % self.size
+            chunks[to_add] = chunks[to_add] + decode(self._pass_on(encode(chunks[to_send], bits)), bits)
         message = encode(chunks[(self.position + 1) % self.size], bits)
         chunks[(self.position + 1) % self.size] = decode(message, bits)
         for hop in range(self.size - 1):
@@ -75,7 +75,7 @@ class Ring:
             chunks[(self.position - hop) % self.size] = decode(message, bits)
         return torch.cat(chunks)[: len(values)]
 
-    def most(self, value: float) -> float:
+    def maximum(self, value: float) -> float:
         """Return the largest of one number of each member."""
         numbers = torch.tensor([value])
         for _ in range(self.size - 1):

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -338,6 +339,7 @@ class TrainingRun:
         )  # fmt: skip
         if updates is not None:
             summary["measured"]["sent_bytes"] = sum(gather(updates.sent_bytes))
+            summary["measured"]["exchange_s"] = fmean(updates.exchanges_s) if updates.exchanges_s else None
         self.writer.write(summary)
         self.writer.close()
 

@@ -139,7 +139,7 @@ def in_threads(size: int, bits: WireBits, values: list[torch.Tensor]) -> list[tu
     def member(position: int) -> None:
         ring = Ring(store, position, size, 30.0)
         summed = ring.sum(values[position], bits)
-        results[position] = summed, ring.most(float(position == 1)), ring.sent_bytes
+        results[position] = summed, ring.maximum(float(position == 1)), ring.sent_bytes
 
     threads = [threading.Thread(target=member, args=(position,)) for position in range(size)]
     for thread in threads:
