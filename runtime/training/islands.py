@@ -128,6 +128,45 @@ class Fragment:
         self._before = []
 
 
+class Pace:
+    """After which steps a fragment is due, the same on every island.
+
+    One that adapts sums up as many times as seldom as sums take longer than planned, within the plan's limits: a link that drops to
+    a tenth costs no more of the time than it did. When it is back, so are the plan's steps.
+
+    Attributes:
+        every: steps from one fragment to the next.
+    """
+
+    def __init__(self, updates: LocalUpdates, *, adapts: bool) -> None:
+        self.adapts, self._planned_s = adapts, updates.exchange_s
+        self._planned = self.every = updates.steps // updates.fragments
+        self._limit = max(self._planned, updates.limits.max_local_steps // updates.fragments)
+        self._due: int | None = None
+        self._count = 0
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether a fragment is due after this step; a run may begin anywhere."""
+        if self._due is None:
+            self._count = -(-step // self.every) - 1
+            self._due = (self._count + 1) * self.every
+        return step >= self._due
+
+    def begin(self, step: int) -> int:
+        """Return which fragment it is, counted since the start of the run, and wait for the next one."""
+        count, self._count = self._count, self._count + 1
+        self._due = step + self.every
+        return count
+
+    def follow(self, exchange_s: float) -> None:
+        """Take note of the longest of all islands' seconds for the last fragment."""
+        if self.adapts and self._planned_s > 0:
+            slower = exchange_s / self._planned_s
+            before, self.every = self.every, min(max(round(self._planned * slower), self._planned), self._limit)
+            if self._due is not None:
+                self._due += self.every - before
+
+
 class LocalUpdater:
     """What a rank does after each inner step.
 
@@ -157,7 +196,8 @@ class LocalUpdater:
         self._replicas, self._members, self._ring = self._groups(timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ring") if self._updates.delay_steps else None
         self._on_its_way: tuple[Fragment, int, Future[list[Tensor]] | list[Tensor]] | None = None
-        self._wants_stop, self.is_stopped = False, False
+        self._wants_stop, self._stop_arrived, self.is_stopped = False, False, False
+        self.pace, self._longest_s = Pace(self._updates, adapts=options.sync_every == "auto"), 0.0
         self.exchanges_s: list[float] = []
 
     def _pieces(self) -> list[list[Piece]]:
@@ -210,10 +250,9 @@ class LocalUpdater:
         self._wants_stop |= stop_requested
         if self._on_its_way is not None and step >= self._on_its_way[1]:
             self._take_over()
-        every = self._updates.steps // self._updates.fragments
-        if step % every:
+        if not self.pace.is_due(step):
             return
-        fragment = self.fragments[(step // every - 1) % len(self.fragments)]
+        fragment = self.fragments[self.pace.begin(step) % len(self.fragments)]
         deltas = fragment.begin(self._weight)
         thread = self._thread
         summed = self._sum(fragment, deltas) if thread is None else thread.submit(self._sum, fragment, deltas)
@@ -224,7 +263,7 @@ class LocalUpdater:
     def is_due(self, step: int) -> bool:
         """Tell whether `after_step` may wait for other islands."""
         is_over = self._on_its_way is not None and step >= self._on_its_way[1]
-        return is_over or step % (self._updates.steps // self._updates.fragments) == 0
+        return is_over or self.pace.is_due(step)
 
     def settle(self) -> None:
         """Take over what is on its way."""
@@ -242,12 +281,15 @@ class LocalUpdater:
         assert self._on_its_way is not None
         (fragment, _, summed), self._on_its_way = self._on_its_way, None
         fragment.take_over(self._shared(fragment, summed.result() if isinstance(summed, Future) else summed))
+        # Here, at the same step on every island, and not in the thread.
+        self.is_stopped = self._stop_arrived
+        self.pace.follow(self._longest_s)
 
     def _sum(self, fragment: Fragment, deltas: list[Tensor]) -> list[Tensor]:
         """Return the sums around the ring of this replica's part; the rest is what other replicas of the island sum up."""
         if self._ring is None:
             return deltas
-        self.is_stopped = self._ring.maximum(float(self._wants_stop)) > 0
+        self._stop_arrived = self._ring.maximum(float(self._wants_stop)) > 0
         begin_s = time.perf_counter()  # every island is here
         for bits, chosen in self._by_bits(fragment, deltas):
             flat = _flat(chosen)
@@ -255,6 +297,8 @@ class LocalUpdater:
             flat[part] = self._ring.sum(flat[part], bits)
             _spread(flat, chosen)
         self.exchanges_s.append(time.perf_counter() - begin_s)
+        if self.pace.adapts:
+            self._longest_s = self._ring.maximum(self.exchanges_s[-1])
         return deltas
 
     def _by_bits(self, fragment: Fragment, deltas: list[Tensor]) -> Iterator[tuple[WireBits, list[Tensor]]]:
@@ -273,9 +317,9 @@ class LocalUpdater:
         """Return the sums of all parts: each replica gives its part to the others of the island."""
         if self._replicas is None:
             return deltas
-        stop = torch.tensor([float(self.is_stopped)])
-        dist.broadcast(stop, self._members[0], group=self._replicas)
-        self.is_stopped = bool(stop)
+        news = torch.tensor([float(self._stop_arrived), self._longest_s])
+        dist.broadcast(news, self._members[0], group=self._replicas)
+        self._stop_arrived, self._longest_s = bool(news[0]), float(news[1])
         for _, chosen in self._by_bits(fragment, deltas):
             flat = _flat(chosen)
             for lane in range(self._lanes):

@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ...schema import ConfigError, RuntimeMismatchError, TrainingPlan
 from ...schema.base import Count, Frozen, OptionSpec
+from ...schema.local_updates import MAX_STEPS
 from ...schema.schedules import SCHEDULES
 from ...schema.units import parse_count
 
@@ -67,7 +68,8 @@ class TrainOptions(Frozen):
         count_memory: on CPUs: count the bytes of all tensors until the second step is over.
         router_bias_rate: how far a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3); 0: not
             at all.
-        sync_every: of a plan whose regions train by themselves: inner steps between two sums. Default: the plan's.
+        sync_every: of a plan whose regions train by themselves: inner steps between two sums, or auto: the plan's, and more
+            while sums take longer than planned, up to its limit. Default: the plan's.
         outer_learning_rate, outer_momentum: of the SGD with Nesterov momentum by which such sums move the parameters of all regions
             (DiLoCo, arXiv:2311.08105: 0.7 and 0.9); 1 and 0: their mean.
         hot_experts: after each step have the experts with most tokens stand on every rank of ep in the next one, as many as move
@@ -104,7 +106,10 @@ class TrainOptions(Frozen):
     trace: Annotated[str | None, OptionSpec(metavar="FILE.json")] = None
     count_memory: bool = False
     router_bias_rate: NonNegativeFloat = 1e-3
-    sync_every: Annotated[Count | None, OptionSpec(metavar="H")] = None
+    sync_every: Annotated[
+        Annotated[int, Field(gt=0, le=MAX_STEPS)] | Literal["auto"] | None,
+        OptionSpec(metavar="H|auto", parse=_parse_every),
+    ] = None
     outer_learning_rate: PositiveFloat = 0.7
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     hot_experts: bool = False

@@ -339,6 +339,7 @@ class TrainingRun:
         )  # fmt: skip
         if updates is not None:
             summary["measured"]["sent_bytes"] = sum(gather(updates.sent_bytes))
+            summary["measured"]["sync_every"] = updates.pace.every * len(updates.fragments)
             summary["measured"]["exchange_s"] = fmean(updates.exchanges_s) if updates.exchanges_s else None
         self.writer.write(summary)
         self.writer.close()
@@ -365,8 +366,9 @@ def train(
     require_local(plan, options)
     backend, device = backend_and_device(plan)
     place: IslandPlace | None = None
+    given = options
     if plan.local_updates is not None:
-        plan = plan if options.sync_every is None else with_sync_every(plan, options.sync_every)
+        plan = with_sync_every(plan, options.sync_every) if isinstance(options.sync_every, int) else plan
         place = IslandPlace.join(plan, backend=backend, device=device, timeout_s=timeout_s)
         plan, options, report = place.plan, place.options(options), report if place.idx == 0 else None
     else:
@@ -377,7 +379,7 @@ def train(
     with explain_out_of_memory(plan, device):
         part = build_part(plan, options, device, place)
         if place is not None:
-            part = replace(part, updates=LocalUpdater(place, part.model, options, timeout_s=timeout_s))
+            part = replace(part, updates=LocalUpdater(place, part.model, given, timeout_s=timeout_s))
             part.model.local_updates = part.updates
         train_to_the_end(TrainingRun(part, options, meter, report))
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ from meshwright.runtime import parallelize
 from meshwright.runtime.job import worker
 from meshwright.runtime.job.rendezvous import Rendezvous, meet
 from meshwright.runtime.job.worker import Job
+from meshwright.runtime.training.islands import Pace
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints, require_local
 from meshwright.runtime.training.ring import Ring, decode, encode
 from meshwright.schema import ClusterSpec, Layout, RuntimeMismatchError, TrainingPlan, Workload
@@ -130,6 +131,35 @@ def test_sums_as_often_as_the_option_says_send_what_the_plan_says(tmp_path: Path
     summary = train_islands(tmp_path / "job", plan, PLAIN.replace(sync_every=3))[-1]
     num_sums = 6 // 3
     assert summary["measured"]["sent_bytes"] == pytest.approx(num_sums * wire_bytes(plan.model.num_params, 8), rel=0.1)
+
+
+def test_a_slower_link_makes_sums_seldom_and_a_faster_one_as_planned(tmp_path: Path) -> None:
+    updates = islands_plan(Layout(dp_replicate=2), (1, 1), (3, 3), steps=6, fragments=2).local_updates
+    assert updates is not None and updates.exchange_s == 0.1
+    pace = Pace(updates, adapts=True)
+    begun = []
+    for step in range(1, 80):
+        if pace.is_due(step):
+            begun.append((step, pace.begin(step) % 2))
+            pace.follow(1.0 if 6 <= step < 30 else 0.1)  # a tenth of the rate for a while
+    assert [step for step, _ in begun] == [3, 6, 36, 39, 42, 45, 48, 51, 54, 57, 60, 63, 66, 69, 72, 75, 78]
+    assert [fragment for _, fragment in begun] == [k % 2 for k in range(len(begun))]
+    pace.follow(1e9)
+    assert pace.every == updates.limits.max_local_steps // 2
+    fixed = Pace(updates, adapts=False)
+    fixed.follow(1e9)
+    assert fixed.every == 3
+    late = Pace(updates, adapts=True)
+    assert not late.is_due(8) and late.is_due(9) and late.begin(9) == 2
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_sums_that_take_longer_than_planned_become_seldom(tmp_path: Path) -> None:
+    plan = islands_plan(Layout(dp_replicate=2), (1, 1), (3, 3), steps=2, bits=8)
+    assert plan.local_updates is not None
+    plan = plan.replace(local_updates=plan.local_updates.replace(exchange_s=1e-9))
+    summary = train_islands(tmp_path / "job", plan, PLAIN.replace(sync_every="auto"))[-1]
+    assert summary["measured"]["sync_every"] == plan.local_updates.limits.max_local_steps
 
 
 def in_threads(size: int, bits: WireBits, values: list[torch.Tensor]) -> list[tuple[torch.Tensor, float, int]]:
