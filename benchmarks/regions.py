@@ -3,7 +3,7 @@
     python benchmarks/regions.py published RUNS.csv
     python benchmarks/regions.py jobs CASES.json PAIRS.csv
     python benchmarks/regions.py link [--rate-mbit 20] [--round-trip-ms 40]     as root, on Linux: two network namespaces
-    python benchmarks/regions.py loss [--steps 300]
+    python benchmarks/regions.py loss [--steps 300] [--every 4 16 50]
 
 Each part replaces its results in regions.json next to this file. RUNS.csv has columns run, where, inner_steps, inner_s,
 outer_sync_s and compute_utilisation_percent; CASES.json a list of {name, model, global_batch_size, seq_len, groups: [{region,
@@ -260,9 +260,9 @@ def _relay(ends: list[int], one_way_s: float, over: threading.Event) -> None:
             os.write(other, packet)
 
 
-def loss(steps: int) -> dict[str, Any]:
+def loss(steps: int, every: list[int]) -> dict[str, Any]:
     """Train on Python's own sources, all together and as two islands; the mean loss of the last tenth of the steps."""
-    model = ModelSpec.from_hf({**SMALL, "hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2})
+    model = ModelSpec.from_hf({**SMALL, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2})
     limits = SyncLimits()
     task = Workload(global_batch_size=8, seq_len=32, precision="fp32")
     request = PlanRequest.create(model, small_regions(2.5e6, 0.04), task, local_updates=limits)
@@ -279,10 +279,10 @@ def loss(steps: int) -> dict[str, Any]:
         together = Path(name) / "together.json"
         plan(model, ClusterSpec.parse("local:1"), task).save(together)
         results["a sum each step"] = _last_loss([[]], together, steps, Path(name) / "together.jsonl")
-        for every in (4, 16, 50):
-            path = Path(name) / f"{every}.json"
-            with_sync_every(apart, every).save(path)
-            results[f"every {every} steps"] = _last_loss([[], []], path, steps, path.with_suffix(".jsonl"))
+        for steps_between in every:
+            path = Path(name) / f"{steps_between}.json"
+            with_sync_every(apart, steps_between).save(path)
+            results[f"every {steps_between} steps"] = _last_loss([[], []], path, steps, path.with_suffix(".jsonl"))
             print(results, flush=True)
     return results
 
@@ -303,7 +303,9 @@ def main() -> None:
     of_link = parts.add_parser("link")
     of_link.add_argument("--rate-mbit", type=float, default=20.0)
     of_link.add_argument("--round-trip-ms", type=float, default=40.0)
-    parts.add_parser("loss").add_argument("--steps", type=int, default=300)
+    of_loss = parts.add_parser("loss")
+    of_loss.add_argument("--steps", type=int, default=300)
+    of_loss.add_argument("--every", type=int, nargs="+", default=[4, 16, 50])
     given = vars(parser.parse_args())
     part = given.pop("part")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
