@@ -56,6 +56,8 @@ class PlanOptions(PrecisionOptions):
 _SAVE_S, _RESTART_S = 30.0, 300.0
 """Of a checkpoint and of a restart, where a plan is made for faults; `meshwright goodput` takes measured ones."""
 
+_REGIONS = ("sync", "max_local_steps", "max_delay_steps")
+
 _ALWAYS = (ClusterOptions, OffloadOptions, PlanOptions)
 _TRAINING = (*_ALWAYS, PlannedStepOptions, SearchOptions)
 
@@ -81,7 +83,7 @@ COST = Mode(
     name="--objective cost",
     when=lambda values: values["objective"] == "cost",
     takes=(*_TRAINING, CostOptions),
-    without=frozenset({"expert_load", "batch_tolerance", "rehearse", "lengths", "max_len"}),
+    without=frozenset({"expert_load", "batch_tolerance", "rehearse", "lengths", "max_len", *_REGIONS}),
     why="is not for one cluster",
 )
 ENERGY = replace(COST, name="--objective energy", when=lambda values: values["objective"] == "energy")
@@ -91,7 +93,7 @@ LENGTHS = Mode(
     takes=_TRAINING,
     without=frozenset({
         "seq_len", "batch_tolerance", "pareto", "expert_load", "rehearse", "offload", "host_memory_gib", "nvme", "nvme_gib",
-        "tolerate", "mtbf_hours_per_device", "spares",
+        "tolerate", "mtbf_hours_per_device", "spares", *_REGIONS,
     }),
     why="has batches of many shapes",
 )  # fmt: skip
@@ -193,6 +195,7 @@ def _plan_training(
         "offload": offload.request(),
         "deadline": deadline,
         "prefer": search.prefer,
+        "local_updates": step.sync_limits(),
     }
     with search_progress(quiet=output.as_json) as on_progress, stopping_on_interrupt(deadline):
         request["on_progress"] = on_progress

@@ -17,6 +17,7 @@ from ..schema.base import Count
 from ..schema.batch import Lengths, read_lengths
 from ..schema.engine_facts import ENGINES, OWN_ENGINE, Engine
 from ..schema.errors import ConfigError
+from ..schema.local_updates import MAX_STEPS, SyncLimits
 from ..schema.serving import ServingEngine
 from ..schema.task import Workload
 from ..schema.units import GIB, parse_count, parse_decimal
@@ -221,6 +222,21 @@ class PlannedStepOptions(StepOptions):
         0, "lost nodes (devices of a single node) after which the training is to go on; the plan has a fallback for each.",
         ge=0, le=64,
     )  # fmt: skip
+    sync: Literal["step", "auto"] = option(
+        "step",
+        "between regions: a sum of gradients each step, or local updates where these are faster (docs/regions.md); losses may then "
+        "differ.",
+    )
+    max_local_steps: int = option(
+        64, "steps of a region by itself between two sums.", ge=1, le=MAX_STEPS, needs=("sync",)
+    )
+    max_delay_steps: int = option(
+        0,
+        "steps after which a sum is taken over at the latest, while training goes on.",
+        ge=0,
+        le=MAX_STEPS,
+        needs=("sync",),
+    )
     spares: int = option(0, "nodes that stand by besides those of the plan.", ge=0, le=10_000, needs=("tolerate",))
 
     @model_validator(mode="before")
@@ -243,6 +259,12 @@ class PlannedStepOptions(StepOptions):
         if self.lengths is None:
             return workload
         return workload.replace(lengths=Lengths.of(read_lengths(self.lengths), max_len=self.seq_len))
+
+    def sync_limits(self) -> SyncLimits | None:
+        """Return how far regions may go by themselves; None: not at all."""
+        if self.sync == "step":
+            return None
+        return SyncLimits(max_local_steps=self.max_local_steps, max_delay_steps=self.max_delay_steps)
 
 
 class TrainingOptions(StepOptions):

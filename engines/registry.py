@@ -25,6 +25,8 @@ TARGETS = (*ENGINES, "kubernetes")
 SERVING_TARGETS = ("vllm", "sglang", "trtllm", "dynamo", "llm-d")
 """What a serving plan can be written for."""
 
+_LOCAL_UPDATES = "its regions train by themselves between sums, which `meshwright apply` makes"
+
 _OF_TASK = {"workload": TARGETS, "serving": SERVING_TARGETS}
 """By the field of a plan that holds its task."""
 
@@ -44,6 +46,8 @@ def export(plan: Plan, engine: str, **options: str) -> Exported:
         ConfigError: there is no such engine or option, or it cannot run the plan as it is: each reason with its numbers.
     """
     chosen, original = _known(engine, plan), plan
+    if isinstance(plan, TrainingPlan) and plan.local_updates is not None:
+        raise ConfigError(f"{engine} cannot run this plan", details=(_LOCAL_UPDATES,), help="plan with --sync step")
     if unknown := options.keys() - set(chosen.options):
         raise ConfigError(f"{engine} takes no {', '.join(sorted(unknown))}", help="it is for kubernetes")
     plan = chosen.adapt(original)
@@ -80,6 +84,8 @@ def as_run_by(plan: TrainingPlan, target: str) -> TrainingPlan | None:
 
 def exportable(plan: Plan) -> dict[str, str | None]:
     """Return for each of `targets_of` the plan why it cannot run it as it is; None: `export` writes it."""
+    if isinstance(plan, TrainingPlan) and plan.local_updates is not None:
+        return dict.fromkeys(targets_of(plan), _LOCAL_UPDATES)
     adapters = {target: _adapter(target) for target in targets_of(plan)}
     broken = {target: _broken(chosen, chosen.adapt(plan)) for target, chosen in adapters.items()}
     return {target: limits[0].reason(plan) if limits else None for target, limits in broken.items()}

@@ -159,9 +159,13 @@ def _chosen_pools(cluster: ClusterSpec, rates: Sequence[float]) -> Iterator[tupl
 
 
 def search_device_pools(
-    request: PlanRequest, *, runner_ups: int
+    request: PlanRequest, *, runner_ups: int, below_s: float = math.inf, min_pools: int = 1
 ) -> tuple[PlanRequest, SearchResult, tuple[LeftOut, ...]]:
     """Search the layouts on every choice of a mixed cluster's device pools for the least of (O).
+
+    Args:
+        below_s: a step that takes no less is of no use.
+        min_pools: choices of fewer pools are known already.
 
     Returns:
         The request on the pools that are used, what the search found on them, and the pools that are not used.
@@ -171,12 +175,15 @@ def search_device_pools(
         SolverLimitError: the deadline came before every layout of a choice had a bound.
     """
     start, deadline, choices = time.perf_counter(), request.deadline, pool_choices(request)
+    choices = [choice for choice in choices if len(choice.pools) >= min_pools]
     answer = Search(_PoolProblem(choices)).run(
-        Stop(rel_gap=REL_GAP, deadline=deadline), on_progress=request.on_progress
+        Stop(rel_gap=REL_GAP, below=below_s, deadline=deadline), on_progress=request.on_progress
     )
     if all(choice.open() is None for choice in choices[:1]) and answer.best is None:
         raise choices[0].error or AssertionError("no layout and no reason")
     best = choices[0 if answer.best is None else answer.best.candidate[0]]
+    if best.open() is None and best.error is not None:
+        raise best.error
     assert best.problem is not None
     result = SearchResult(
         best.problem,

@@ -38,6 +38,7 @@ from .expand import expand_layout
 from .experts import with_experts_placed, with_imbalance
 from .explain.infeasible import explain_infeasible, explain_no_batch
 from .request import ClusterInput, ModelInput, OffloadRequest, PlanRequest, RequestOptions, read_inputs
+from .search import SearchResult
 from .tasks.generation import build_generation_plan, search_generation
 from .tasks.offload import Effort, OffloadResult, plan_schedule, schedule_layout, search_offload
 from .tasks.training import WORTH_MOVING, plan_layout, search_layouts
@@ -109,6 +110,10 @@ def plan_request(request: PlanRequest, *, top: int = 4) -> Plan:
 
 def plan_training(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
     """Return the plan of what was asked, or of fewer devices or another batch where that is faster (planner/variants.py)."""
+    if request.local_updates is not None:
+        from .regions import plan_regions
+
+        return plan_regions(request, top=top, plan_one=plan_as_requested, plan_on_pools=plan_on_pools)
     if request.workload.lengths is not None:
         from .lengths import plan_lengths
 
@@ -162,14 +167,10 @@ def _plan_faster(request: PlanRequest, worse_than_s: float, *, top: int) -> Trai
 def plan_as_requested(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
     """Return the layout that is taken of those that fit: without offload, or with it where that is faster or nothing else fits."""
     if request.cluster.is_mixed and request.offload is None:
-        from .device_groups import notes_on_left_out, search_device_pools
-
-        request, result, left_out = search_device_pools(request, runner_ups=top)
-        if result.feasible:
-            answer = plan_layout(request, result, top=top)
-            notes = (*answer.notes, *notes_on_left_out(left_out, answer.estimate))
-            return answer.replace(left_out=left_out, notes=notes)
-        raise explain_infeasible(request, result)
+        answer, result = plan_on_pools(request, top=top)
+        if answer is None:
+            raise explain_infeasible(request, result)
+        return answer
     result = search_layouts(request, runner_ups=top)
     plain = plan_layout(request, result, top=top) if result.feasible else None
     if request.offload is None:
@@ -187,6 +188,20 @@ def plan_as_requested(request: PlanRequest, *, top: int = 4) -> TrainingPlan:
         return plan_schedule(request, offloaded, result if plain is not None else None, top=top)
     assert plain is not None
     return plain.replace(notes=(*plain.notes, "no offload schedule that was found is faster"))
+
+
+def plan_on_pools(request: PlanRequest, *, top: int, **limits: Any) -> tuple[TrainingPlan | None, SearchResult]:
+    """Return the plan of the device pools that are used of a mixed cluster, and what was found; ``limits`` are those of
+    `search_device_pools`, within which there may be none.
+    """
+    from .device_groups import notes_on_left_out, search_device_pools
+
+    request, result, left_out = search_device_pools(request, runner_ups=top, **limits)
+    if not result.feasible:
+        return None, result
+    answer = plan_layout(request, result, top=top)
+    notes = (*answer.notes, *notes_on_left_out(left_out, answer.estimate))
+    return answer.replace(left_out=left_out, notes=notes), result
 
 
 def plan_generation(request: PlanRequest, *, top: int) -> GenerationPlan:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..schema.errors import InfeasibleError
+from ..schema.local_updates import slowest_island
 from ..schema.units import format_bytes
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def rehearse(
     from ..runtime.rehearsal.rank import Setting
     from ..runtime.rehearsal.run import rehearse as run
 
+    if plan.local_updates is not None:  # a region is a job of its own
+        plan = slowest_island(plan)
     return run(plan, ranks=ranks, setting=Setting(script=tuple(script), plan_path=plan_path), progress=progress)
 
 

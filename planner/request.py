@@ -32,6 +32,7 @@ from ..schema.engine_facts import PLANNED_ENGINES, require_our_engine
 from ..schema.errors import UnknownModelError
 from ..schema.layout import check_fields, format_assignments, parse_assignments
 from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts, why_not_runnable, why_not_trainable
+from ..schema.local_updates import SyncLimits
 from ..schema.plan import Preference
 from ..schema.task import Precision, Task
 from ..solvers.branch_and_bound import OnProgress
@@ -148,6 +149,7 @@ class RequestOptions(TypedDict, total=False):
     latency_limit_s: float | None
     batch_tolerance: float
     prefer: Preference
+    local_updates: SyncLimits | None
 
 
 _USER_MODEL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -230,6 +232,7 @@ class PlanRequest:
         batch_tolerance: of training: part of the global batch by which it may be rounded up or down, where a sequence then takes
             less time (planner/variants.py).
         prefer: plain: of layouts that may be as fast the simplest (planner/choice.py); fastest: by prediction.
+        local_updates: of training over regions: how far these may go by themselves (planner/regions.py); None: a sum each step.
     """
 
     model: ModelSpec
@@ -243,6 +246,7 @@ class PlanRequest:
     latency_limit_s: float | None = None
     batch_tolerance: float = 0.0
     prefer: Preference = "plain"
+    local_updates: SyncLimits | None = None
 
     def __post_init__(self) -> None:
         if self.model.code is not None and self.model.code.works and isinstance(self.task, Workload):
@@ -272,6 +276,7 @@ class PlanRequest:
         latency_limit_s: float | None = None,
         batch_tolerance: float = 0.0,
         prefer: Preference = "plain",
+        local_updates: SyncLimits | None = None,
     ) -> PlanRequest:
         """Check what a user asks for and fill in what was left open.
 
@@ -279,6 +284,7 @@ class PlanRequest:
             fixed: as above; ``offload=scheduled`` asks for offload schedules, as ``offload`` does.
             runnable: None: where `meshwright apply` trains the model, and all of the engine where it does not.
             latency_limit_s: of generation only.
+            local_updates: of training with our runtime only, on a cluster whose groups stand in regions.
             deadline: stands in for ``time_limit_s`` where somebody may end the search earlier (`Deadline.stop`).
 
         Raises:
@@ -291,6 +297,8 @@ class PlanRequest:
                 f"batch_tolerance {batch_tolerance:g}: a part of the global batch of training, from 0 to below 1",
                 help="e.g. --batch-tolerance 5%",
             )
+        if local_updates is not None:
+            _require_islands(cluster, task, offload)
         if not isinstance(task, Workload):
             if runnable:
                 raise ConfigError("`meshwright apply` runs training only", help="leave out runnable (--space runnable)")
@@ -322,7 +330,7 @@ class PlanRequest:
             require_our_engine(task.engine)
         return cls(
             model, cluster, task, fields, runnable, offload, deadline, on_progress,
-            batch_tolerance=batch_tolerance, prefer=prefer,
+            batch_tolerance=batch_tolerance, prefer=prefer, local_updates=local_updates,
         )  # fmt: skip
 
     def require_one_batch(self, what: str) -> None:
@@ -365,9 +373,27 @@ class PlanRequest:
         if fixed.get("offload") == "scheduled":
             del fixed["offload"]
         offload = OffloadRequest.from_plan(plan)
-        prefer = plan.provenance.prefer
+        updates = plan.local_updates
         return cls(
-            plan.model, plan.cluster, plan.workload, fixed, runnable, offload, deadline or Deadline(), prefer=prefer
+            plan.model, plan.cluster, plan.workload, fixed, runnable, offload, deadline or Deadline(),
+            prefer=plan.provenance.prefer, local_updates=None if updates is None else updates.limits,
+        )  # fmt: skip
+
+
+def _require_islands(cluster: ClusterSpec, task: Task, offload: OffloadRequest | None) -> None:
+    lacks = [
+        (not cluster.region_links, f"the groups of {cluster.name} stand in no regions"),
+        (not isinstance(task, Workload) or not task.has_backward, "local updates are of training with a backward pass"),
+        (isinstance(task, Workload) and not task.engine_facts.is_own_runtime, "only our own runtime makes them"),
+        (isinstance(task, Workload) and task.adapters is not None, "adapters are small: sum them up each step"),
+        (isinstance(task, Workload) and task.lengths is not None, "plans for unequal lengths are of one cluster"),
+        (offload is not None and offload.kinds != "none", "offload schedules are of one cluster"),
+    ]
+    if why := tuple(text for is_lacking, text in lacks if is_lacking):
+        raise ConfigError(
+            "local updates of regions do not suit what is asked",
+            details=why,
+            help="--sync step, or regions as in docs/regions.md",
         )
 
 

@@ -129,6 +129,14 @@ class _Pass(NamedTuple):
     pack: Pack | None = None
 
 
+class KeptState(Protocol):
+    """What a checkpoint keeps besides model and optimizer."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return it by name; reading fills the same tensors."""
+        ...
+
+
 class ParallelModel:
     """One rank's part of a model: what `parallelize` returns.
 
@@ -138,6 +146,7 @@ class ParallelModel:
         loss_scale: factor on the loss for the backward pass; whoever updates the parameters updates it as well.
         offload: its traffic with the host; None where the plan has no offload schedule.
         share: which sequences of each global batch are this rank's, and in which passes.
+        local_updates: what is kept besides of a job whose islands train by themselves (training/islands.py).
         documents: the groups of ranks for batches of documents; None where `parallelize` was not asked for them.
 
     Args:
@@ -166,6 +175,7 @@ class ParallelModel:
         documents: DocumentAttention | None = None,
     ) -> None:
         self.documents = documents
+        self.local_updates: KeptState | None = None
         self._batch_parts = batch_parts
         self.plan, self.mesh, self.module, self.device = plan, mesh, module, device
         self.offload, self.reduction, self._loss_fn = offload, reduction, loss_fn

@@ -157,6 +157,11 @@ def _check(model: nn.Module | None, plan: TrainingPlan) -> None:
     is_decoder = model is None or isinstance(model, Decoder)
     if isinstance(model, Decoder) and model.spec.replace(name=plan.model.name, source=plan.model.source) != plan.model:
         raise RuntimeMismatchError(f"the model ({model.spec.name}) is not the one the plan is for ({plan.model.name})")
+    if plan.local_updates is not None:
+        raise RuntimeMismatchError(
+            "regions of this plan train by themselves, each a job of its own",
+            help="meshwright apply without a script, or give parallelize the plan of one region: plan_of_island(plan, 0)",
+        )
     require_our_engine(plan.workload.engine)
     lacking = why_not_runnable(plan.model, plan.workload) if is_decoder else why_not_trainable(plan.workload)
     lacking += why_not_offloadable(plan)

@@ -16,6 +16,7 @@ from .cluster_files import device_fields, link_fields, read_cluster
 from .errors import ConfigError
 from .limits import MAX_DEVICES
 from .profile import Calibration, CollectivePoint, Profile
+from .regions import RegionLink
 from .units import GIB, MIB
 
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
@@ -157,7 +158,7 @@ class Link(Frozen):
     """
 
     name: str
-    kind: Literal["scale-up", "scale-out"]
+    kind: Literal["scale-up", "scale-out", "wan"]
     title: str = ""
     bandwidth_bytes_per_s: float = Field(ge=MIN_BANDWIDTH, le=1e15)
     latency_s: NonNegativeFloat
@@ -268,6 +269,7 @@ class ClusterSpec(Frozen):
     Attributes:
         levels: link levels, innermost first; the last one joins every device.
         zone_links: what joins some of the zones, where that is more than what joins all.
+        region_links: between zones that are regions, each pair in both directions (schema/regions.py).
         reserved_bytes: memory of each device that a plan may not use; unset: context and buffers of collectives.
         bandwidth_matrix: measured node x node bandwidth, bytes/s: what one device of a node (row) gets to its counterpart on
             another while the other devices of the node send as well. The diagonal is not read.
@@ -283,6 +285,7 @@ class ClusterSpec(Frozen):
     bandwidth_matrix: tuple[tuple[NonNegativeFloat, ...], ...] | None = None
     any_node_order: bool = Field(default=False, exclude=True, repr=False)
     zone_links: tuple[ZoneLink, ...] = ()
+    region_links: tuple[RegionLink, ...] = Field(default=(), exclude_if=lambda value: not value)
     profile: Profile | None = None
     calibration: Calibration = Calibration()
 
@@ -355,6 +358,7 @@ class ClusterSpec(Frozen):
                 levels=joined_levels(group.levels or self.levels, joined.num_devices),
                 bandwidth_matrix=self.bandwidths_of(nodes),
                 zone_links=(),
+                region_links=(),
                 profile=profile,
                 calibration=self.calibration if group.profile is None else group.profile.calibration,
             )

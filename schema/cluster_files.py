@@ -25,6 +25,7 @@ from .base import did_you_mean, located, read_toml, shown
 from .catalogue import device_entries, find_device, find_link
 from .errors import ConfigError
 from .limits import MAX_DEVICES
+from .regions import RegionLink, joining_link, read_region_links
 from .units import GIB
 
 ENTRY_POINTS = "meshwright.clusters"
@@ -141,15 +142,28 @@ def _from_file(path: str) -> Table:
         raise ConfigError(f"{path} is a {kind}, not a cluster file (TOML)")
     data = read_toml(path)
     with located(path):
-        known = ("name", "reserved_gib", "reserved_bytes", "groups", "levels", "zone_links", "bandwidth_matrix")
+        known = (
+            "name",
+            "reserved_gib",
+            "reserved_bytes",
+            "groups",
+            "levels",
+            "zone_links",
+            "regions",
+            "bandwidth_matrix",
+        )
         check_keys(data, known, "the cluster")
+        in_regions = "regions" in data or any("region" in table for table in _tables(data, "groups"))
         read = [_group(table, f"groups[{i}]") for i, table in enumerate(_tables(data, "groups"))]
         if not read:
             raise ConfigError("a cluster needs at least one [[groups]] table")
         groups = [group for group, _ in read]
         node = min(group["devices_per_node"] for group in groups)
         levels = [_level(table, f"levels[{i}]", node) for i, table in enumerate(_tables(data, "levels"))]
-        if not levels:
+        region_links: list[Table] = []
+        if in_regions:
+            groups, levels, region_links = _of_regions(read, data, Path(path).parent)
+        elif not levels:
             if len({group["zone"] for group in groups}) > 1:
                 raise ConfigError(
                     "the groups stand in several zones, and the file does not say what joins these",
@@ -168,8 +182,42 @@ def _from_file(path: str) -> Table:
                     for group, entry in of_catalogue
                 ]
         joins = [_zone_link(table, f"zone_links[{i}]") for i, table in enumerate(_tables(data, "zone_links"))]
-        fields = {**data, "groups": groups, "levels": levels, "zone_links": joins}
+        fields = {name: value for name, value in data.items() if name != "regions"}
+        fields |= {"groups": groups, "levels": levels, "zone_links": joins, "region_links": region_links}
         return {"name": Path(path).stem, **_with_bytes(fields, "reserved", "the cluster")}
+
+
+def _of_regions(
+    read: Sequence[tuple[Table, Table | None]], data: Table, folder: Path
+) -> tuple[list[Table], list[Table], list[Table]]:
+    """Return the groups of a cluster over regions, with links of their own, the levels of the cluster, and the region links."""
+    regions = {group["zone"] for group, _ in read}
+    if "" in regions or data.get("levels") or data.get("zone_links"):
+        raise ConfigError(
+            "the groups stand in regions: each of them needs one, and what joins them is in [regions]",
+            help="give every group a region; levels inside a region belong to its group: levels = [...]",
+        )
+    table = data.get("regions", {})
+    check_keys(table, ("table", "streams"), "regions")
+    if "streams" in table:
+        count_from_table(table, "streams", "regions")
+    groups = []
+    for i, (group, entry) in enumerate(read):
+        if not group["levels"] and entry is None:
+            raise ConfigError(
+                f"groups[{i}]: the links of a device that the file itself describes are not known", help="levels"
+            )
+        groups.append({**group, "levels": group["levels"] or usual_levels([(group, entry or {})])})
+    total, inner = sum(map(_num_devices, groups)), math.gcd(*(group["devices_per_node"] for group in groups))
+    if len(groups) == 1:
+        return [{**groups[0], "levels": []}], groups[0]["levels"], []
+    if len(regions) == 1:
+        raise ConfigError("several groups in one region", help="give them zones, and [[levels]] for what joins these")
+    links = read_region_links(table, folder, regions, min(group["devices_per_node"] for group in groups))
+    slowest = min((group["levels"][0]["link"] for group in groups), key=lambda link: link["bandwidth_bytes_per_s"])
+    levels = [{"link": slowest, "domain_size": inner}] if inner > 1 else []
+    joined = joining_link([RegionLink(**link) for link in links], regions)
+    return groups, [*levels, {"link": joined, "domain_size": total}], links
 
 
 def _num_devices(group: Mapping[str, Any]) -> int:
@@ -181,7 +229,9 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
     link = "host_link_bytes_per_s"
     limit = "power_limit_w"
     sizes = ("num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes")
-    check_keys(table, ("device", *sizes, link, limit, "levels", "zone"), where)
+    check_keys(table, ("device", *sizes, link, limit, "levels", "zone", "region"), where)
+    if "region" in table and "zone" in table:
+        raise ConfigError(f"{where}: a region is a zone", help="keep one of them")
     device, entry = table.get("device"), None
     if isinstance(device, str):
         with located(where):
@@ -194,12 +244,13 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
         raise ConfigError(f"{where}: `device` must be a catalogue name or an inline table with the fields of a device")
     if limit in table:
         device[limit] = table.pop(limit)
+    zone = table.pop("region", table.get("zone", ""))
     known = entry or {}
     per_node = count_from_table(table, "devices_per_node", where, known.get("devices_per_node"))
     group = {
         **_with_bytes(table, "host_memory", where),
         "device": device,
-        "zone": table.get("zone", ""),
+        "zone": zone,
         "num_nodes": count_from_table(table, "num_nodes", where),
         "devices_per_node": per_node,
         "levels": [_level(level, f"{where}.levels[{i}]", per_node) for i, level in enumerate(_tables(table, "levels"))],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cluster import ClusterPart, ClusterSpec, LinkLevel, product_rate
+from .cluster import ClusterPart, ClusterSpec, Link, LinkLevel, product_rate
+from .regions import joining_link
 
 
 def part_label(parts: Sequence[ClusterPart], g: int) -> str:
@@ -54,6 +55,8 @@ def with_parts_only(cluster: ClusterSpec, used: Sequence[int]) -> ClusterSpec:
 
 def _joining_level(cluster: ClusterSpec, zones: set[str], num_devices: int) -> LinkLevel:
     """Return the level that joins devices of these zones: the fastest of what joins them all for certain."""
+    if cluster.region_links and len(zones) > 1:
+        return LinkLevel(link=Link(**joining_link(cluster.region_links, zones)), domain_size=num_devices)
     links = [join.link for join in cluster.zone_links if zones <= {*join.zones}]
     if len(zones) == 1:  # of one zone, or where there are none: a level as large as all of them joins them
         links += [level.link for level in cluster.levels if level.domain_size >= num_devices]

@@ -14,6 +14,7 @@ from .batch import LengthCosts
 from .errors import ConfigError
 from .layout import SWITCHES, Layout, Recompute
 from .layout_rules import broken_rules, problem_facts, why_not_runnable, why_not_trainable
+from .local_updates import LocalUpdates, why_islands_do_not_suit
 from .model import ModelSpec
 from .offers import CostSummary, ParetoPoint
 from .offload import LayerOffload, OffloadSchedule, why_not_offloadable
@@ -269,6 +270,8 @@ class TrainingPlan(Plan):
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
         offload: what lies on the host or on storage, where the layout's offload is ``scheduled``; None otherwise.
+        local_updates: how regions train, where they do not sum up gradients each step (schema/local_updates.py); each is then one
+            or several of the layout's replicas.
         left_out: devices of the cluster that was asked for; ``cluster`` is what remains of it.
         requested: what was asked for, where the plan leaves devices idle or has another batch; None: exactly this.
         cost: money, where the plan is the cheapest of several sizes (planner/cheapest.py).
@@ -291,6 +294,7 @@ class TrainingPlan(Plan):
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
     offload: OffloadSchedule | None = None
+    local_updates: LocalUpdates | None = Field(default=None, exclude_if=lambda value: value is None)
     left_out: tuple[LeftOut, ...] = ()
     requested: Requested | None = None
     cost: CostSummary | None = None
@@ -318,6 +322,8 @@ class TrainingPlan(Plan):
         cluster, workload = self.cluster, self.workload
         if not workload.engine_facts.is_own_runtime:
             return (f"it is for {workload.engine}",)
+        if is_user_model and self.local_updates is not None:
+            return ("its regions train by themselves, which only the built-in training does",)
         lacking = why_not_trainable(workload) if is_user_model else why_not_runnable(self.model, workload)
         problem = problem_facts(
             self.model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain,
@@ -372,6 +378,8 @@ class TrainingPlan(Plan):
         self._check_slots()
         self._check_degrees()
         self._check_offload()
+        if self.local_updates is not None and (why := why_islands_do_not_suit(self, self.local_updates)):
+            raise ValueError(why)
         return self
 
     def _check_shares(self) -> None:

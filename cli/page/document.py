@@ -22,6 +22,7 @@ from ...planner.request import Deadline
 from ...planner.timeline import timeline
 from ...schema import ConfigError, MeshwrightError, Plan, ServingPlan, TrainingPlan
 from ...schema.base import write_atomically
+from ...schema.local_updates import slowest_island
 from ...schema.trace import chrome_trace
 from ...schema.units import counted, format_bytes, format_count, format_joules, format_seconds
 from ..terminal import cluster_title, spinner, stopping_on_interrupt
@@ -54,6 +55,8 @@ def write_report(plan: Plan, html: Path | None, trace: Path | None, *, explain_l
         return
     if not isinstance(plan, TrainingPlan):
         raise ConfigError(f"a plan of {plan.task_name} is not drawn", help="meshwright explain says what is in it")
+    if plan.local_updates is not None:  # a step of which is that of each region by itself
+        plan = slowest_island(plan)
     if html is not None:
         explanation = None
         if explain_limit_s > 0:

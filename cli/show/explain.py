@@ -39,6 +39,8 @@ def part_tables(plan: TrainingPlan, part: Part) -> Iterator[RenderableType]:
             assert explanation.why_not is not None
             yield from _why_not(explanation, explanation.why_not)
         case "binds":
+            if explanation.regions:
+                yield _regions(plan, explanation)
             yield _binds(plan, explanation)
         case "runner_ups":
             yield from _others(explanation)
@@ -77,6 +79,19 @@ def _binds(plan: TrainingPlan, explanation: Explanation) -> Table:
     _add_headroom(table, explanation.stages, explanation.budget_bytes)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
+    return table
+
+
+def _regions(plan: TrainingPlan, explanation: Explanation) -> Table:
+    planned_s = plan.estimate.step_time_s
+    table = figures_table("between regions")
+    table.add_row("[bold]a step takes", format_seconds(planned_s), "", "as planned, sums between regions included")
+    for value in explanation.regions:
+        if value.step_time_s is None:
+            table.add_row(f"  {value.change}", "", "", escape(value.note))
+            continue
+        change = value.step_time_s / planned_s - 1
+        table.add_row(f"  {value.change}", format_seconds(value.step_time_s), f"{100 * change:+.1f} %", "")
     return table
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         TrainingEstimate,
         Workload,
     )
+    from ...schema.local_updates import LocalUpdates
 
 MAX_STAGE_ROWS = 16
 
@@ -88,6 +89,8 @@ def plan_table(plan: TrainingPlan) -> Table:
     _add_stages(table, plan)
     if plan.offload is not None:
         add_offload(table, plan.stages[0], plan.offload)
+    if plan.local_updates is not None:
+        _add_islands(table, plan.local_updates)
     if plan.search is not None:
         add_search(table, plan.search, _effort(plan.search))
     if plan.fastest is not None:
@@ -216,6 +219,30 @@ def add_offload(table: Table, stage: Stage, schedule: OffloadSchedule) -> None:
     table.add_row("  1 GB/s more both ways", _saving(link_s), "", "a step, at the margin")
     proof = f"within {format_percent(schedule.gap)} of {format_seconds(schedule.bound_s)}, the least that this layout allows"
     table.add_row("  step when simulated", format_seconds(schedule.simulated_s), "", proof)
+
+
+def _add_islands(table: Table, updates: LocalUpdates) -> None:
+    """Add the regions in the order of the ring, and what crosses from each to the next."""
+    table.add_section()
+    often = "after each step" if updates.steps == 1 else f"every {updates.steps} steps"
+    fragments = f" in {updates.fragments} fragments" if updates.fragments > 1 else ""
+    late = f", taken over {counted(updates.delay_steps, 'step')} later" if updates.delay_steps else ""
+    waited = f"waited for them, {format_seconds(updates.exchange_s)} each"
+    table.add_row("[bold]regions", "step time", "", f"sums {often}{fragments}, {updates.bits} bits a number{late}")
+    for idx in updates.ring:
+        island = updates.islands[idx]
+        share = f"{counted(island.sequences, 'sequence')} of each batch on {counted(island.replicas, 'replica')}"
+        table.add_row(f"  {escape(island.region)}", format_seconds(island.step_s), "", share)
+    table.add_row(
+        "  sums",
+        format_seconds(updates.waited_s),
+        "",
+        f"of {updates.steps} steps {waited}" if updates.waited_s else "hidden",
+    )
+    price = f", {updates.usd:.2g} USD for all regions" if updates.usd else ""
+    table.add_row(
+        "  sent by each region", format_bytes(updates.sent_bytes), "", f"in {counted(updates.steps, 'step')}{price}"
+    )
 
 
 def _saving(seconds: float) -> str:

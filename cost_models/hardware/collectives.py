@@ -18,7 +18,8 @@ the slowest pair that a group crosses, over the link's efficiency of a send, sta
 
 with latency = base + per_hop log2(f): trees, exchanges, and everything inside a node. The square root is the pipeline fill: a
 message in k chunks over a path of latency a takes k a + (1 + 1/k) x / e, least at x / e + 2 sqrt(a x / e). Between nodes all-gather
-and reduce-scatter have rings only, of every member and without ramp. NCCL takes the better of two protocols: a ring_step for
+and reduce-scatter have rings only, of every member and without ramp; between regions a step of the ring for each of the others.
+NCCL takes the better of two protocols: a ring_step for
 every crossing between nodes (and IN_NODE_RING_STEP_S inside) at full bandwidth (Simple), or LL_STEP_RATIO of that at
 LL_BANDWIDTH_RATIO of the bandwidth (LL).
 """
@@ -153,6 +154,8 @@ def _level_s(
         hops_s = latency.per_hop * np.log2(np.maximum(members / inner, 1))
         return latency.base + hops_s, transfer + np.sqrt(link.ramp_s * x)
     domains = members // inner
+    if link.kind == "wan":
+        return link.latency_s * (domains - 1), transfer
     # A chunk that starts inside a domain crosses into each domain once, its own included at the end.
     crossings = domains - (inner == 1)
     crossing = link.latency_s if link.ring_step_s is None else link.ring_step_s
@@ -225,8 +228,10 @@ def _per_device(level: LinkLevel, cluster: ClusterSpec) -> float:
 
 
 def _calibrated(level: LinkLevel, cluster: ClusterSpec) -> float:
-    """Return what measured runs say about rates of this kind of link."""
-    return cluster.calibration.scale_up if level.link.kind == "scale-up" else cluster.calibration.scale_out
+    """Return what measured runs say about rates of this kind of link; the rates between regions are measured ones themselves."""
+    calibration = cluster.calibration
+    rates = {"scale-up": calibration.scale_up, "scale-out": calibration.scale_out, "wan": 1.0}
+    return rates[level.link.kind]
 
 
 # Measured curves

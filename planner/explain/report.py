@@ -14,6 +14,7 @@ from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingPlan
 from ...schema.base import Frozen
 from ...schema.layout import SWITCHES, check_fields, format_assignments
 from ...schema.layout_rules import ENGINE_RULES, require_valid
+from ...schema.local_updates import slowest_island
 from ...schema.units import GB, format_bytes
 from ...solvers.branch_and_bound import OnProgress
 from ..device_groups import notes_on_left_out
@@ -34,6 +35,7 @@ from .marginal_values import (
     resource_changes,
 )
 from .offload import ScheduleMarginalValues, under_policies
+from .regions import RegionValue, region_values
 from .why_not import Comparison, WhyNot, compare
 from .why_not import why_not as answer_why_not
 
@@ -79,6 +81,7 @@ class Explanation(Frozen):
         step_time_s: as the plan says; fastest_s: of the fastest layout of the same space, searched again; None where not searched,
             and of plans with an offload schedule.
         time_s: parts of the step, largest first.
+        regions: of a plan whose regions train by themselves, what changes between them are worth; the rest is of the slowest one.
         policies: of a plan with an offload schedule, its layout without one and under uniform policies; offload: the schedule.
         budget_bytes: what each device may be asked for; of a mixed cluster, of the stage with the fullest memory.
         notes: what the reader should know.
@@ -94,6 +97,7 @@ class Explanation(Frozen):
     links: tuple[LinkUse, ...]
     worth: tuple[MarginalValue, ...]
     runner_ups: tuple[Comparison, ...]
+    regions: tuple[RegionValue, ...] = ()
     policies: tuple[Comparison, ...] = ()
     offload: OffloadSchedule | None = None
     why_not: WhyNot | None = None
@@ -136,6 +140,10 @@ def explain_in_parts(
         on_progress: called while the completion for a ``why_not`` is searched.
     """
     asked = check_fields(why_not or {})
+    regions: tuple[RegionValue, ...] = ()
+    if plan.local_updates is not None:
+        regions = () if asked else region_values(plan, deadline)
+        plan = slowest_island(plan)
     require_valid(
         plan.model,
         plan.workload,
@@ -159,6 +167,7 @@ def explain_in_parts(
         links=links,
         worth=(),
         runner_ups=(),
+        regions=regions,
         offload=plan.offload,
     )
     if asked:

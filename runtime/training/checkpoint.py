@@ -17,6 +17,7 @@ import hashlib
 import io
 import pickle
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future
 from enum import Enum
 from pathlib import Path, PurePath
@@ -46,7 +47,7 @@ from ...schema.base import Document, Frozen
 from ...schema.units import format_bytes
 from ..models.decoder import is_adapter
 from ..parallel_model import ParallelModel
-from .checkpoint_files import INDEX_FILE, CheckedWriter, checkpoints_to_resume, damage_of, first_of_all, set_aside
+from .checkpoint_files import INDEX_FILE, CheckedWriter, damage_of, first_of_all, set_aside
 from .options import INFO_FILE, list_checkpoints
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -128,9 +129,12 @@ def load_checkpoint(folder: str | Path, model: ParallelModel, optimizer: torch.o
 
 
 def load_newest(
-    root: str | None, model: ParallelModel, optimizer: torch.optim.Optimizer
+    folders: Sequence[Path], model: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> tuple[Path | None, CheckpointInfo | None, list[str]]:
     """Read the newest checkpoint that is what was written; every rank calls it.
+
+    Args:
+        folders: checkpoints, newest first, the same on every rank.
 
     Returns:
         Its folder and what is known of it, None where there is no checkpoint; and what is to be said of those that were set aside.
@@ -139,7 +143,7 @@ def load_newest(
         DamagedCheckpointError: there are checkpoints, and all are damaged.
     """
     notes: list[str] = []
-    for folder in checkpoints_to_resume(root):
+    for folder in folders:
         try:
             return folder, load_checkpoint(folder, model, optimizer), notes
         except DamagedCheckpointError as error:
@@ -147,7 +151,7 @@ def load_newest(
         notes.append(f"{damage.message}; {folder.name} is set aside as {set_aside(folder)}")
     if notes:
         raise DamagedCheckpointError(
-            f"no checkpoint under {root} can be read",
+            f"no checkpoint under {folders[0].parent} can be read",
             details=tuple(notes),
             help="start anew, in another --checkpoint-dir",
         )
@@ -199,10 +203,13 @@ def _current(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str
 def checkpoint_state(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return what is stored of `_current`: the tensors, under the names of the model without a pipeline."""
     spec = model.plan.model
-    return {
+    state = {
         part: {stored_name(name, spec): value for name, value in values.items() if isinstance(value, torch.Tensor)}
         for part, values in _current(model, optimizer).items()
     }
+    if model.local_updates is not None:
+        state["islands"] = model.local_updates.state()
+    return state
 
 
 def _loaded_value(name: str, current: Any, state: dict[str, Any], model: ParallelModel) -> Any:

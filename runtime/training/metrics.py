@@ -143,14 +143,17 @@ def summarise(
     *,
     memory_source: MemorySource,
     num_tokens: Sequence[int] = (),
+    takes_turns: bool = False,
 ) -> dict[str, Any]:
     """Return the last object: ``{"predicted": {...}, "measured": {...}, "ratio": {...}}``; a ratio is measured over predicted.
 
     ``step_times_s`` are of every step of this run, in order; where more follow, the first `WARMUP_STEPS` do not count.
-    ``num_tokens`` are those of each step, where steps differ in them.
+    ``num_tokens`` are those of each step, where steps differ in them. ``takes_turns``: some steps do more than others, so that
+    their mean counts and not their median.
     """
     warmup = WARMUP_STEPS if len(step_times_s) > WARMUP_STEPS else 0
-    step_time_s, parts = statistics.median(step_times_s[warmup:]), plan.estimate.breakdown_s
+    average = statistics.fmean if takes_turns else statistics.median
+    step_time_s, parts = average(step_times_s[warmup:]), plan.estimate.breakdown_s
     tokens_per_s = plan.workload.tokens_per_step / step_time_s
     if num_tokens:
         tokens_per_s = sum(num_tokens[warmup:]) / sum(step_times_s[warmup:])

@@ -12,10 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ...schema import ConfigError, RuntimeMismatchError, TrainingPlan
 from ...schema.base import Count, Frozen, OptionSpec
+from ...schema.local_updates import MAX_STEPS
 from ...schema.schedules import SCHEDULES
 from ...schema.units import parse_count
 
@@ -74,6 +75,10 @@ class TrainOptions(Frozen):
         count_memory: on CPUs: count the bytes of all tensors until the second step is over.
         router_bias_rate: how far a step moves the correction of a sigmoid router's scores towards even loads (DeepSeek-V3); 0: not
             at all.
+        sync_every: of a plan whose regions train by themselves: inner steps between two sums, or auto: the plan's, and more
+            while sums take longer than planned, up to its limit. Default: the plan's.
+        outer_learning_rate, outer_momentum: of the SGD with Nesterov momentum by which such sums move the parameters of all regions
+            (DiLoCo, arXiv:2311.08105: 0.7 and 0.9); 1 and 0: their mean.
         hot_experts: after each step have the experts with most tokens stand on every rank of ep in the next one, as many as move
             fewer bytes than their tokens do.
     """
@@ -109,6 +114,12 @@ class TrainOptions(Frozen):
     trace: Annotated[str | None, OptionSpec(metavar="FILE.json")] = None
     count_memory: bool = False
     router_bias_rate: NonNegativeFloat = 1e-3
+    sync_every: Annotated[
+        Annotated[int, Field(gt=0, le=MAX_STEPS)] | Literal["auto"] | None,
+        OptionSpec(metavar="H|auto", parse=_parse_every),
+    ] = None
+    outer_learning_rate: PositiveFloat = 0.7
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     hot_experts: bool = False
 
     def learning_rate_factor(self, step: int) -> float:
@@ -143,6 +154,7 @@ def prepare_options(plan: TrainingPlan, options: TrainOptions) -> TrainOptions:
             f"{options.checkpoint_dir} already holds {present[-1].name}",
             help="add --resume to go on from it, or give another --checkpoint-dir",
         )
+    require_local(plan, options)
     if options.compile_blocks:
         require_compilable(plan)
     if options.checkpoint_dir:
@@ -249,6 +261,7 @@ def why_not_continued(plan: TrainingPlan, options: TrainOptions) -> tuple[str, .
     """Return why a training cannot go on without a rank that dies, but only start again (supervision/)."""
     layers = plan.model.iter_layers()
     lacks = [
+        (plan.local_updates is not None, "its regions train by themselves, each a job of its own"),
         (plan.offload is not None, "what is offloaded to the host is on no other rank"),
         (options.zeroth_order or not plan.workload.has_backward, "zeroth-order steps move parameters before all agree"),
         (options.robust_sum is not None, "fewer ranks may not be enough for --robust-sum"),
@@ -260,6 +273,39 @@ def why_not_continued(plan: TrainingPlan, options: TrainOptions) -> tuple[str, .
         ),
     ]  # fmt: skip
     return tuple(text for is_lacking, text in lacks if is_lacking)
+
+
+def why_not_local(plan: TrainingPlan, options: TrainOptions) -> tuple[str, ...]:
+    """Return why a training cannot have local updates."""
+    layers = plan.model.iter_layers()
+    sigmoid = any(getattr(layer.experts, "router", "") == "sigmoid" for layer in layers)
+    lacks = [
+        (options.documents, "--documents schedules the batches of one job"),
+        (options.zeroth_order, "zeroth-order steps draw one direction for all"),
+        (options.checkpoint_every == "auto", "regions must save after the same steps: give --checkpoint-every N"),
+        (options.hot_experts, "--hot-experts moves experts after the load of one job"),
+        (
+            sigmoid and options.router_bias_rate > 0,
+            "corrections of sigmoid routers are not summed up (--router-bias-rate 0 leaves them)",
+        ),
+    ]  # fmt: skip
+    return tuple(text for is_lacking, text in lacks if is_lacking)
+
+
+def require_local(plan: TrainingPlan, options: TrainOptions) -> None:
+    """Refuse options that do not go with local updates, and `--sync-every` where there are none.
+
+    Raises:
+        RuntimeMismatchError: one does not; each is named.
+    """
+    if plan.local_updates is None:
+        if options.sync_every is not None:
+            raise RuntimeMismatchError(
+                "--sync-every, but gradients are summed up each step in this plan", help="plan with --sync auto"
+            )
+        return
+    if why := why_not_local(plan, options):
+        raise RuntimeMismatchError("local updates do not suit this training", details=why, help="plan with --sync step")
 
 
 def list_checkpoints(root: str | Path) -> tuple[Path, ...]:

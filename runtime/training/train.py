@@ -12,25 +12,27 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypeVar
+from statistics import fmean
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from ...schema import ConfigError, MeshwrightError, RuntimeMismatchError, TrainingPlan
+from ...schema import ConfigError, MeshwrightError, TrainingPlan
+from ...schema.local_updates import with_sync_every
 from ..adapters import merge_adapters, save_adapters
 from ..documents.packs import RankBatch
-from ..job.machine import check_device, explain_out_of_memory
+from ..job.machine import explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
-from ..parallel_model import MIN_SCALE, ParallelModel
-from ..parallelize_model import parallelize
+from ..parallel_model import MIN_SCALE
 from ..weights.save import save_weights
 from .checkpoint import CheckpointWriter, TrainingProgress, load_newest
-from .documents import DocumentBatches, open_documents
+from .checkpoint_files import checkpoints_to_resume
 from .expert_load import ExpertLoad
+from .islands import IslandPlace, LocalUpdater
 from .memory import MemoryMeter
 from .metrics import (
     RETAINED_STEPS,
@@ -43,16 +45,11 @@ from .metrics import (
     mfu,
     summarise,
 )
-from .optimizer import RouterBalance, build_optimizer, build_scheduler, local_sums, update
-from .options import TrainOptions, prepare_options
-from .samples import TokenBatches, open_batches
+from .optimizer import RouterBalance, build_scheduler, local_sums, update
+from .options import TrainOptions, prepare_options, require_local
+from .rank_part import Batches, RankPart, backend_and_device, build_part, gather
 from .save_schedule import SaveSchedule
 from .step_clock import StepPart, StepTrace, clock_waiting
-
-T = TypeVar("T")
-
-
-Batches = TokenBatches | DocumentBatches
 
 
 class Guard(Protocol):
@@ -69,16 +66,6 @@ class Guard(Protocol):
 
     def after_step(self) -> None:
         """Note that this rank has ended the step; may raise where the run was to be interrupted."""
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What one rank makes of a plan: its part of the model and of the data, and ``data``, the fingerprint of all of them."""
-
-    model: ParallelModel
-    optimizer: torch.optim.Optimizer
-    batches: Batches
-    data: str
 
 
 @dataclass(eq=False)
@@ -118,6 +105,7 @@ class TrainingRun:
         # A step that overflows moves the schedule on and not the parameters.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
         self._progress, self._saves, self._notes = ProgressFile(), None, list[str]()
+        self._owes_save = False
         self.writer = MetricsWriter(None)
         self._reported = 0
         self._batch: RankBatch | None = None
@@ -186,9 +174,11 @@ class TrainingRun:
     def _resume(self) -> int:
         """Return the steps already done: those of the newest checkpoint, or none."""
         options = self.options
+        folders = checkpoints_to_resume(options.checkpoint_dir if options.resume else None)
+        if self.part.updates is not None:  # no island goes back further than the others
+            folders = self.part.updates.place.common(folders)[:1]
         self.meter.pause()
-        root = options.checkpoint_dir if options.resume else None
-        newest, info, self._notes = load_newest(root, self.model, self.optimizer)
+        newest, info, self._notes = load_newest(folders, self.model, self.optimizer)
         self.meter.resume()
         if info is None:
             return 0
@@ -205,8 +195,7 @@ class TrainingRun:
         if scale.is_dynamic and info.loss_scale is not None:
             scale.value, scale.steps = info.loss_scale, info.scale_steps
         if not options.restart_data:
-            batch = self.model.plan.workload.global_batch_size
-            self.samples = info.samples if info.samples is not None else info.step * batch
+            self.samples = info.samples if info.samples is not None else info.step * self.part.sequences
         return info.step
 
     def step(self, tokens: torch.Tensor | RankBatch) -> None:
@@ -240,10 +229,13 @@ class TrainingRun:
             self._expert_load.follow()
         self._balance.update()
         loss, square, *votes = self.sums
-        step_time_s = 0.0 if start_s is None else self._now_s() - start_s
         self.steps += 1
-        self.samples += model.plan.workload.global_batch_size
-        self.is_stopped, self.is_halted = (number > 0 for number in votes)
+        self.samples += self.part.sequences
+        stop_requested, self.is_halted = (number > 0 for number in votes)
+        self.is_stopped = stop_requested and self.part.updates is None
+        if self.part.updates is not None:
+            self._sum_islands(self.part.updates, stop_requested=stop_requested)
+        step_time_s = 0.0 if start_s is None else self._now_s() - start_s
         used_scale = model.loss_scale.value
         model.loss_scale.update(overflowed=overflowed)
         self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
@@ -283,6 +275,15 @@ class TrainingRun:
         if self.guard is not None:
             self.guard.after_step()
 
+    def _sum_islands(self, updates: LocalUpdater, *, stop_requested: bool) -> None:
+        if updates.is_due(self.steps):
+            self._progress.rest()
+        with self.model.clock.part("communication"):
+            updates.after_step(self.steps, stop_requested=stop_requested)
+            if self.steps >= self.options.steps or updates.is_stopped:
+                updates.settle()
+        self.is_stopped = updates.is_stopped
+
     def _require_finite(self, loss: float, norm: float) -> None:
         scale = self.model.loss_scale
         overflows = scale.is_dynamic and scale.value >= MIN_SCALE  # a smaller scale may help
@@ -310,10 +311,13 @@ class TrainingRun:
         options = self.options
         if self._saves is None:
             return
-        if not self._due.is_due(self.steps) and not self.is_finished:
+        waits = self.part.updates is not None and not self.part.updates.is_idle
+        self._owes_save |= self._due.is_due(self.steps)
+        if (not self._owes_save or waits) and not self.is_finished:
             if note := self._saves.poll():
                 self.writer.write({"note": note})
             return
+        self._owes_save = False
         self._progress.rest()
         self.meter.pause()
         self._due.begin()
@@ -338,24 +342,22 @@ class TrainingRun:
             parts_s=list(self.parts_s),
         )
         ranks = sorted(gather(local), key=lambda entry: entry["rank"])
-        self.writer.write(
-            summarise(
-                self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source, num_tokens=self.num_tokens
-            )
-        )
+        updates = self.part.updates
+        summary = summarise(
+            self.model.plan, self.step_times_s, ranks, memory_source=self.meter.source, num_tokens=self.num_tokens,
+            takes_turns=updates is not None,
+        )  # fmt: skip
+        if updates is not None:
+            summary["measured"]["sent_bytes"] = sum(gather(updates.sent_bytes))
+            summary["measured"]["sync_every"] = updates.pace.every * len(updates.fragments)
+            summary["measured"]["exchange_s"] = fmean(updates.exchanges_s) if updates.exchanges_s else None
+        self.writer.write(summary)
         self.writer.close()
 
     def _now_s(self) -> float:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
-
-
-def gather(value: T) -> list[T]:
-    """Return one value of every rank, in the order of the processes."""
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def train(
@@ -371,43 +373,26 @@ def train(
         ConfigError, RuntimeMismatchError: the options, the data or this machine do not suit the plan.
         MeshwrightError: the loss is no longer a number, a checkpoint cannot be written, or there is no memory left.
     """
+    require_local(plan, options)
     backend, device = backend_and_device(plan)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    place: IslandPlace | None = None
+    given = options
+    if plan.local_updates is not None:
+        plan = with_sync_every(plan, options.sync_every) if isinstance(options.sync_every, int) else plan
+        place = IslandPlace.join(plan, backend=backend, device=device, timeout_s=timeout_s)
+        plan, options, report = place.plan, place.options(options), report if place.idx == 0 else None
+    else:
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     meter = MemoryMeter(device, count=options.count_memory)
     options = prepare_options(plan, options)
     with explain_out_of_memory(plan, device):
-        train_to_the_end(TrainingRun(build_part(plan, options, device), options, meter, report))
+        part = build_part(plan, options, device, place)
+        if place is not None:
+            part = replace(part, updates=LocalUpdater(place, part.model, given, timeout_s=timeout_s))
+            part.model.local_updates = part.updates
+        train_to_the_end(TrainingRun(part, options, meter, report))
     dist.destroy_process_group()
-
-
-def build_part(plan: TrainingPlan, options: TrainOptions, device: torch.device) -> RankPart:
-    """Build this rank's part of a plan in the running process group.
-
-    Raises:
-        RuntimeMismatchError: the ranks found different data.
-    """
-    model = parallelize(
-        None, plan, device=device, seed=options.seed, weights=options.weights, compile_blocks=options.compile_blocks,
-        documents=options.documents,
-    )  # fmt: skip
-    if options.robust_sum is not None:
-        from ..robust_sum import apply_robust_sum
-
-        apply_robust_sum(model, options.robust_sum)
-    batches: Batches
-    if options.documents:
-        documents, data = open_documents(plan, options.data, seed=options.seed, end_id=options.end_id)
-        batches = DocumentBatches(documents, model)
-    else:
-        batches, data = open_batches(plan, options.data, seed=options.seed, rows=model.share.rows)
-    if len(set(gather(data))) > 1:
-        raise RuntimeMismatchError("the ranks found different data", help="give --data a folder that all nodes share")
-    optimizer = build_optimizer(
-        model, learning_rate=options.learning_rate, weight_decay=options.weight_decay, betas=options.betas,
-        zeroth_order=options.zeroth_order,
-    )  # fmt: skip
-    return RankPart(model, optimizer, batches, data)
 
 
 def train_to_the_end(run: TrainingRun) -> None:
@@ -421,6 +406,8 @@ def train_to_the_end(run: TrainingRun) -> None:
             run.step(tokens.to(model.device))
             run.checkpoint()
     run.finish()
+    if run.part.updates is not None and not run.is_stopped:
+        run.part.updates.finish()
     if options.save_adapters and not run.is_stopped:
         save_adapters(model, options.save_adapters)
     if options.save_weights and not run.is_stopped:
@@ -431,30 +418,10 @@ def train_to_the_end(run: TrainingRun) -> None:
 
 def _in_advance(run: TrainingRun, batches: Batches) -> Iterator[torch.Tensor | RankBatch]:
     """Yield batches until the run is finished, each read while the one before is trained on."""
-    batch = run.model.plan.workload.global_batch_size
     with ThreadPoolExecutor(1, thread_name_prefix="batches") as reader:
         coming = reader.submit(batches.batch, run.samples)
         while not run.is_finished:
             with run.model.clock.part("data"):
                 tokens = coming.result()
-            coming = reader.submit(batches.batch, run.samples + batch)
+            coming = reader.submit(batches.batch, run.samples + run.part.sequences)
             yield tokens
-
-
-def backend_and_device(plan: TrainingPlan) -> tuple[str, torch.device]:
-    """Return what the job's process group runs on, and this rank's device.
-
-    Raises:
-        RuntimeMismatchError: the device is not that of the plan.
-    """
-    cluster = plan.cluster
-    backend: str = cluster.weakest_device.backend.collectives
-    if backend == "gloo":
-        return backend, torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    group = [group for group in cluster.groups for _ in range(group.num_devices)][int(os.environ["RANK"])]
-    check_device(plan, group, device)
-    torch.cuda.set_device(device)
-    if plan.offload is not None and plan.offload.streamed_parameter_layers:
-        backend = f"cpu:gloo,cuda:{backend}"  # those are reduced and counted on the host
-    return backend, device
