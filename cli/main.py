@@ -18,6 +18,7 @@ from .explain import explain, export, import_configuration, report
 from .goodput import goodput
 from .options import CommandGroup, JsonOption, command
 from .plan import plan
+from .plan_rl import plan_rl
 from .profile import profile_app
 from .recipes import recipes
 from .rehearse import rehearse
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.callback()(begin)
 app.command(short_help="The fastest layout that fits, and why it won; writes plan.json.")(plan)
+app.command(short_help="Pools and layouts of GRPO or PPO: who shares devices, and why.")(plan_rl)
 app.command(short_help="What one given layout costs, whether it fits or not.")(estimate)
 app.command(short_help="What binds a plan, what more of each resource is worth, why not.")(explain)
 app.command(short_help="Draw a plan: a page for a browser, a trace for Perfetto.")(report)

@@ -29,6 +29,7 @@ TITLES = {
     "solvers/experts/bounds.py": "Where experts stand, exactly",
     "solvers/experts/shares.py": "Shares of the replicas of an expert",
     "solvers/experts/traffic.py": "Home nodes of experts, and replicas on other nodes",
+    "solvers/pools.py": "Pools of models in post-training",
     "planner/cheapest.py": "The cheapest size of a cluster",
 }
 """Titles, in the order of the page; files without one come last, under the first line of their docstring."""
