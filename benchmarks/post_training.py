@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from meshwright.planner import plan_rl
 from meshwright.planner.request import PlanRequest
-from meshwright.planner.tasks.post_training import search_post_training
+from meshwright.planner.tasks.post_training import TURNS, search_post_training
 from meshwright.schema import ClusterSpec, ModelSpec
 from meshwright.schema.rl import RlModel, RlWorkload, lengths_of_mean
 from meshwright.solvers.pools import PlacedPools, PoolsInstance, check, partitions, period
@@ -57,6 +57,16 @@ def runs_report(folder: Path) -> dict[str, Any]:
         else:
             without[answer[0].name] = answer[1]
     factor = factors(made)
+    ratios = {
+        placement: [
+            each.run.step_s / each.step_s * (TURNS if placement == "colocated" else 1.0)
+            for each in made
+            if each.run.version == "NeMo RL v0.4" and each.run.fields["placement"] == placement
+        ]
+        for placement in ("colocated", "split")
+    }
+    turns = median(ratios["colocated"]) / median(ratios["split"])
+    print(f"by turns: calls take {turns:.2f} times as long (NeMo RL v0.4; weights left out), TURNS is {TURNS}")
     print(f"{'run':14} {'model':13} {'gpu':8} {'n':>4} {'placement':10} {'measured':>8} {'predicted':>9} {'ratio':>6}")
     for each in made:
         run = each.run
@@ -72,21 +82,37 @@ def runs_report(folder: Path) -> dict[str, Any]:
         residuals[name] = {key: [round(median(values), 3), len(values)] for key, values in groups.items()}
     errors = [abs(each.step_s * factor[each.run.version] / each.run.step_s - 1) for each in scored(made)]
     print("measured / predicted by feature, before any factor:", json.dumps(residuals, indent=1))
-    print(f"factors {factor}; held-out half: median error {median(errors):.1%} of {len(errors)} rows; without prediction: {without}")
+    print(
+        f"factors {factor}; held-out half: median error {median(errors):.1%} of {len(errors)} rows; without prediction: {without}"
+    )
     every = [*pairs(made), *inferred_pairs([run for run in runs if run.number("avg_len") is None])]
     rows = []
     for shared, split in every:
         measured, predicted = split.run.step_s / shared.run.step_s, split.step_s / shared.step_s
-        rows.append({"colocated": shared.run.name, "split": split.run.name, "measured": measured, "predicted": predicted})
-        print(f"{shared.run.name:14} {split.run.name:14} split / colocated: measured {measured:.2f}, predicted {predicted:.2f}")
-    right = sum((row["measured"] < 1) == (row["predicted"] < 1) for row in rows)
-    within = sum(abs(row["predicted"] / row["measured"] - 1) <= 0.25 for row in rows)
-    print(f"right side {right} of {len(rows)}; ratio within 25 % {within} of {len(rows)}")
+        rows.append(
+            {"colocated": shared.run.name, "split": split.run.name, "measured": measured, "predicted": predicted}
+        )
+        print(
+            f"{shared.run.name:14} {split.run.name:14} split / colocated: measured {measured:.2f}, predicted {predicted:.2f}"
+        )
+    later = [row for row in rows if not row["colocated"].startswith("nemo-v0.4")]
+    for title, chosen in (
+        ("all", rows),
+        ("NeMo RL", [row for row in rows if row["colocated"].startswith("nemo")]),
+        ("not fitted on", later),
+    ):
+        print(title, sides(chosen))
     return {
-        "factors": factor, "median_error": median(errors), "rows_scored": len(errors), "residuals": residuals, "pairs": rows,
-        "right_side": right, "within_25_percent": within,
+        "factors": factor, "turns": turns, "median_error": median(errors), "rows_scored": len(errors), "residuals": residuals, "pairs": rows,
         "runs": [{"run": e.run.name, "measured_s": e.run.step_s, "predicted_s": e.step_s, "parts_s": e.parts_s} for e in made],
     }  # fmt: skip
+
+
+def sides(rows: list[dict[str, Any]]) -> str:
+    """Count pairs whose right side and whose ratio is predicted."""
+    right = sum((row["measured"] < 1) == (row["predicted"] < 1) for row in rows)
+    within = sum(abs(row["predicted"] / row["measured"] - 1) <= 0.25 for row in rows)
+    return f"right side {right} of {len(rows)}, ratio within 25 % {within} of {len(rows)}"
 
 
 def inferred_pairs(runs: list[Run]) -> list[tuple[Prediction, Prediction]]:
@@ -100,7 +126,9 @@ def inferred_pairs(runs: list[Run]) -> list[tuple[Prediction, Prediction]]:
             seconds = predict(shared, middle).parts_s["update_actor"]
             low, high = (middle, high) if seconds < (shared.number("update_actor_s") or 0) else (low, middle)
         mean = math.sqrt(low * high)
-        split = [run for run in usable if run.is_split and run.gpus == shared.gpus and "staleness 0.5" in run.fields["note"]]
+        split = [
+            run for run in usable if run.is_split and run.gpus == shared.gpus and "staleness 0.5" in run.fields["note"]
+        ]
         print(f"{shared.name}: mean length {mean:.0f} by its update")
         found += [(predict(shared, mean), predict(run, mean)) for run in split]
     return found
@@ -121,13 +149,22 @@ def steps_report(folder: Path) -> dict[str, Any]:
     columns: list[list[float]] = [[], [], []]
     for name, rows in by_run.items():
         kept = [row for row in rows[2:] if row["gen_s"] and row["response_mean"] and row["response_max"]]
-        seconds, mean, longest = ([number(row[key]) for row in kept] for key in ("gen_s", "response_mean", "response_max"))
+        seconds, mean, longest = (
+            [number(row[key]) for row in kept] for key in ("gen_s", "response_mean", "response_max")
+        )
         explained[name] = {"steps": len(kept), "r2": r_squared([mean, longest], seconds)}
         columns = [old + new for old, new in zip(columns, (seconds, mean, longest), strict=True)]
         limit = RESPONSE_LIMIT.get(name)
-        sigmas += [sigma_of(number(row["response_mean"]), number(row["clip_ratio"]), limit) for row in kept if limit and number(row["clip_ratio"]) > 0.003]
+        sigmas += [
+            sigma_of(number(row["response_mean"]), number(row["clip_ratio"]), limit)
+            for row in kept
+            if limit and number(row["clip_ratio"]) > 0.003
+        ]
     explained["all"] = {"steps": len(columns[0]), "r2": r_squared(columns[1:], columns[0])}
-    print("generation seconds explained by mean and longest response:", {k: round(v["r2"], 3) for k, v in explained.items()})
+    print(
+        "generation seconds explained by mean and longest response:",
+        {k: round(v["r2"], 3) for k, v in explained.items()},
+    )
     print(f"spread of lengths: sigma {median(sigmas):.2f} (median of {len(sigmas)} steps with cut responses)")
     return {"explained": explained, "sigma": median(sigmas)}
 
@@ -157,8 +194,12 @@ def weights_report(folder: Path) -> list[dict[str, Any]]:
     with (folder / "weight_sync.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             predicted, measured = sizes[row["model"]] / rate, float(row["seconds"])
-            rows.append({"model": row["model"], "method": row["method"], "measured_s": measured, "predicted_s": predicted})
-            print(f"weights {row['model']:24} {row['method'][:28]:28} measured {measured:6.2f} predicted {predicted:6.2f}")
+            rows.append(
+                {"model": row["model"], "method": row["method"], "measured_s": measured, "predicted_s": predicted}
+            )
+            print(
+                f"weights {row['model']:24} {row['method'][:28]:28} measured {measured:6.2f} predicted {predicted:6.2f}"
+            )
     return rows
 
 

@@ -10,6 +10,7 @@ import json as json_module
 import typer
 
 from .apply import ApplyCommand, apply, tokens
+from .apply_rl import apply_rl
 from .batch import batch
 from .compare import compare
 from .estimate import estimate
@@ -45,6 +46,7 @@ app.command(short_help="Plan in a browser, as controls move.")(studio)
 app.command(cls=ApplyCommand, short_help="A plan's step on every kind of rank, without a device.")(rehearse)
 app.command(short_help="A serving plan under recorded requests, simulated one by one.")(replay)
 app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
+app.command(short_help="Run a post-training plan: generate, reward, score, update.")(apply_rl)
 app.command(short_help="Serve a plan's model here, and measure.")(serve)
 app.command()(tokens)
 app.command(short_help="How often to save, and what faults leave of a plan's speed.")(goodput)

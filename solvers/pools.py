@@ -11,11 +11,12 @@ Data
     SEND[n,n']                 of new weights, from the copy that is updated to the one that generates
     BUDGET, HOST, N            bytes of a device, of the host for a device, devices
     AHEAD                      steps by which weights that generate may be behind
+    TURNS                      times as long take calls on devices that both generate and do something else
 Variables
     partition, n[b], offloaded[a]
 Objective
     (O)  min  T = max(max_b busy[b], path / (1 + AHEAD))
-    busy[b] = sum over calls of b and moves;  path = sum over levels of the longest pool of that level
+    busy[b] = sum over calls of b (TURNS where b generates besides) and moves;  path = sum over levels of the longest pool of that level
 Constraints
     (C1) devices: sum_b n[b] <= N
     (C2) memory: LIVE[q,n] + sum of STATE[a] over the others of b that stay <= BUDGET;  sum of STATE[a] over offloaded <= HOST
@@ -52,6 +53,7 @@ class PoolsInstance:
         sizes: of pools, ascending [S].
         seconds, live_bytes: of calls [Q, S]; state_bytes, move_s: of copies [A, S].
         send_s: [S, S] by the sizes of the sender's and the generator's pools; sender, generator: which copies they are.
+        turns: TURNS.
         shares: True: the generator is with the sender; False: it is not; None: either.
     """
 
@@ -67,6 +69,7 @@ class PoolsInstance:
     host_bytes: float
     num_devices: int
     ahead: float = 0.0
+    turns: float = 1.0
     sender: int = 1
     generator: int = 0
     shares: bool | None = None
@@ -75,6 +78,10 @@ class PoolsInstance:
     def num_copies(self) -> int:
         """Return the copies of models."""
         return len(self.state_bytes)
+
+    def ratio_of(self, block: Sequence[int]) -> float:
+        """Return times as long calls take on the devices of a pool."""
+        return self.turns if self.generator in block and len(block) > 1 else 1.0
 
     @property
     def num_levels(self) -> int:
@@ -232,7 +239,7 @@ def pool_costs(instance: PoolsInstance, block: Sequence[int], size: int) -> Pool
                 continue
             level_s = [0.0] * instance.num_levels
             for q in calls:
-                level_s[instance.level_of[q]] += float(instance.seconds[q, size])
+                level_s[instance.level_of[q]] += instance.ratio_of(block) * float(instance.seconds[q, size])
             for copy in offloaded:
                 for level in {instance.level_of[q] for q in calls if instance.copy_of[q] == copy}:
                     level_s[level] += 2 * float(instance.move_s[copy, size])
@@ -262,7 +269,7 @@ def period(instance: PoolsInstance, answer: PlacedPools) -> float:
         of |= dict.fromkeys(block, pool)
         for q, copy in enumerate(instance.copy_of):
             if copy in block:
-                rows[pool, instance.level_of[q]] += instance.seconds[q, size]
+                rows[pool, instance.level_of[q]] += instance.ratio_of(block) * instance.seconds[q, size]
         for copy in set(block) & answer.offloaded:
             for level in {instance.level_of[q] for q, owner in enumerate(instance.copy_of) if owner == copy}:
                 rows[pool, level] += 2 * instance.move_s[copy, size]

@@ -87,7 +87,9 @@ def read_runs(path: str | Path) -> list[Run]:
     """Return the rows of rl_runs.csv with a measured step, of models and devices that are known here."""
     with Path(path).open(newline="") as file:
         rows = [Run(row) for row in csv.DictReader(file)]
-    return [run for run in rows if run.number("step_s") and run.fields["model"] in MODELS and run.fields["gpu"] in DEVICES]
+    return [
+        run for run in rows if run.number("step_s") and run.fields["model"] in MODELS and run.fields["gpu"] in DEVICES
+    ]
 
 
 def workload_of(run: Run, mean_len: float) -> RlWorkload:
@@ -191,7 +193,9 @@ def pairs(made: Iterable[Prediction]) -> Iterator[tuple[Prediction, Prediction]]
     """Yield the colocated and the split run of the same model, devices, version and limits."""
     groups: dict[tuple[str, ...], list[Prediction]] = {}
     for each in made:
-        key = tuple(each.run.fields[name] for name in ("framework", "version", "gpu", "gpus", "model", "algorithm", "max_len"))
+        key = tuple(
+            each.run.fields[name] for name in ("framework", "version", "gpu", "gpus", "model", "algorithm", "max_len")
+        )
         groups.setdefault((*key, each.run.fields["precision"]), []).append(each)
     for group in groups.values():
         shared = [each for each in group if not each.run.is_split]

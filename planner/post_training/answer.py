@@ -112,11 +112,12 @@ def timeline_of(search: PostTrainingSearch, placed: PlacedPools) -> tuple[tuple[
                 if of[copy] != pool:
                     continue
                 costs = search.costs(copy, placed.size_idxs[pool])
+                seconds = instance.ratio_of(placed.partition[pool]) * costs.seconds[name]
                 moved = (
                     ((f"{role} to the devices", -1), (f"{role} to the hosts", 1)) if copy in placed.offloaded else ()
                 )
                 for what, when in moved:
-                    start = now if when < 0 else now + costs.move_s + costs.seconds[name]
+                    start = now if when < 0 else now + costs.move_s + seconds
                     moves.append(
                         RlMove(
                             what=what,
@@ -127,8 +128,8 @@ def timeline_of(search: PostTrainingSearch, placed: PlacedPools) -> tuple[tuple[
                         )
                     )
                 shift = costs.move_s if moved else 0.0
-                calls.append(RlCall(name=name, role=role, pool=pool, start_s=now + shift, seconds=costs.seconds[name]))
-                now += costs.seconds[name] + 2 * shift
+                calls.append(RlCall(name=name, role=role, pool=pool, start_s=now + shift, seconds=seconds))
+                now += seconds + 2 * shift
             ends.append(now)
         begin = max(ends)
     return tuple(calls), tuple(moves)
@@ -223,6 +224,8 @@ def _notes(search: PostTrainingSearch, placed: PlacedPools) -> Iterator[str]:
     used = sum(instance.sizes[idx] for idx in placed.size_idxs)
     if used < instance.num_devices:
         yield f"{instance.num_devices - used} of {instance.num_devices} devices stay idle"
+    if instance.turns > 1 and any(instance.ratio_of(block) > 1 for block in placed.partition):
+        yield f"calls take {instance.turns:g} times as long where devices generate and train by turns, as in published runs"
     if workload.staleness:
         yield (
             f"samples are generated with weights up to {workload.staleness:g} steps old: the loss is weighed by importance "

@@ -7,7 +7,7 @@ to stage as they are; the last stage computes logits of the rows that get a toke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -50,6 +50,7 @@ class Executor:
         sites: Sequence[Place] = (),
         instance: int = 0,
         adapters: Sequence[Path] = (),
+        fill: Callable[[Decoder], None] | None = None,
     ) -> None:
         """Build this rank's part of a pool's instance; see `build_part`."""
         limits, weight_dtype, cache_dtype = pool.limits, require_dtype(pool.weights), require_dtype(pool.cache)
@@ -58,7 +59,7 @@ class Executor:
         self._adapters = AdapterSet() if adapters else None
         self.part: Decoder = build_part(
             spec, ranks, self._state, dtype=weight_dtype, device=device, seed=seed, weights=weights,
-            adapters=self._adapters, adapter_folders=adapters,
+            adapters=self._adapters, adapter_folders=adapters, fill=fill,
         )  # fmt: skip
         self.outbox = Outbox(limit=2 * ranks.layout.pp)
         self.caches: dict[int, Tensor] = {}
