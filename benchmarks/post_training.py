@@ -2,10 +2,10 @@
 
     python benchmarks/post_training.py DATA [--out benchmarks/post_training.json] [--monte-carlo-s 10]
 
-DATA is a folder with rl_runs.csv, rl_steps.csv and weight_sync.csv. One factor for each engine and version is the median over every
-second row in the order of the file; errors are of the other rows. Ratios of measured to predicted seconds by feature stand before any
-factor. Runs whose mean length is not published are predicted with the mean at which the update of the colocated run takes as long as
-measured; only their ratio of split to colocated counts.
+DATA is a folder with rl_runs.csv, rl_steps.csv and weight_sync.csv. One factor for each engine and version is the median over
+every second row in the order of the file, from the first one on; errors are of the other rows. Ratios of measured to predicted
+seconds by feature stand before any factor. Runs whose mean length is not published are predicted with the mean at which the update of
+the colocated run takes as long as measured; only their ratio of split to colocated counts.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def runs_report(folder: Path) -> dict[str, Any]:
     ):
         print(title, sides(chosen))
     return {
-        "factors": factor, "turns": turns, "median_error": median(errors), "rows_scored": len(errors), "residuals": residuals, "pairs": rows,
+        "factors": factor, "turns": turns, "median_error": median(errors), "rows_scored": len(errors),
+        "residuals": residuals, "pairs": rows,
         "runs": [{"run": e.run.name, "measured_s": e.run.step_s, "predicted_s": e.step_s, "parts_s": e.parts_s} for e in made],
     }  # fmt: skip
 
@@ -184,7 +185,8 @@ def sigma_of(mean: float, cut: float, limit: float) -> float:
 def weights_report(folder: Path) -> list[dict[str, Any]]:
     """Compare the sending of weights with measured seconds."""
     sizes = {
-        "GLM-4.5-Air (BF16)": 2 * 106e9, "Qwen3-235B-A22B (BF16)": 2 * 235e9, "DeepSeek-V3.1 (FP8)": 671e9, "Kimi-K2 (FP8)": 1.03e12,
+        "GLM-4.5-Air (BF16)": 2 * 106e9, "Qwen3-235B-A22B (BF16)": 2 * 235e9, "DeepSeek-V3.1 (FP8)": 671e9,
+        "Kimi-K2 (FP8)": 1.03e12,
         "Qwen2.5-Math-7B": 2 * 7.6e9, "Qwen3-30B-A3B": 2 * 30.5e9, "Qwen3-235B-A22B": 2 * 235e9,
     }  # fmt: skip
     cluster = ClusterSpec.parse("16xH800-SXM-80GB")

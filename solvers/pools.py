@@ -16,7 +16,8 @@ Variables
     partition, n[b], offloaded[a]
 Objective
     (O)  min  T = max(max_b busy[b], path / (1 + AHEAD))
-    busy[b] = sum over calls of b (TURNS where b generates besides) and moves;  path = sum over levels of the longest pool of that level
+    busy[b] = sum over calls of b (TURNS where b generates besides) and moves
+    path    = sum over levels of the longest pool of that level
 Constraints
     (C1) devices: sum_b n[b] <= N
     (C2) memory: LIVE[q,n] + sum of STATE[a] over the others of b that stay <= BUDGET;  sum of STATE[a] over offloaded <= HOST

@@ -1,8 +1,8 @@
 """Published post-training runs against predictions: the step of a run under its layouts, and who should share devices.
 
-A run is predicted with the layouts that were published (degrees of training, tp of generation); lengths of responses are spread around
-the published mean (`lengths_of_mean`). Nothing is known of overheads between calls, so that one factor for each engine and version is
-fitted on every second row and scored on the others.
+A run is predicted with the layouts that were published (degrees of training, tp of generation); lengths of responses are spread
+around the published mean (`lengths_of_mean`). Nothing is known of overheads between calls, so that one factor for each engine and
+version is fitted on every second row and scored on the others.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         Args:
             inputs: tokens [B, S] on the first stage, else hidden states [B, S, D].
             targets: tokens [B, S] that should come next; only the last stage reads them.
-            read: what to make of the last stage's logits [B, S, V] (this rank's columns) in place of the mean loss; no view of them.
+            read: what the last stage makes of its logits [B, S, V] (this rank's columns) in place of the mean loss; no view.
 
         Returns:
             Hidden states [B, S, D] before the last stage; there the mean loss [1], or logits [B, S, V] without targets. The loss

@@ -1,8 +1,8 @@
-"""A copy of a model on the ranks of its pool: log-probabilities and values of samples, and updates, whatever its layout shares out.
+"""A copy of a model on the ranks of its pool: log-probabilities and values of samples, and updates, whatever its layout.
 
-Samples are dealt over data-parallel ranks in turn, in the order of their numbers. A pass has as many rows as the layout's micro-batch,
-filled up at the right to its longest, which changes nothing before. Ranks run equally many passes, the last ones empty where one has
-fewer samples, because ranks that share parameters gather them together.
+Samples are dealt over data-parallel ranks in turn, in the order of their numbers. A pass has as many rows as the layout's
+micro-batch, filled up at the right to its longest, which changes nothing before. Ranks run equally many passes, the last ones empty
+where one has fewer samples, because ranks that share parameters gather them together.
 
 A critic's value of a position is the first column of its head.
 """
@@ -169,8 +169,8 @@ class ModelCopy:
         ordered = sorted(samples, key=lambda sample: sample.number)
         shares = [ordered[rank :: layout.dp] for rank in range(layout.dp)]
         passes = max(-(-len(share) // rows) for share in shares)
-        mine = shares[self.model.mesh.dp_rank]
-        return [_batch(mine[idx * rows : (idx + 1) * rows], layout.tp) for idx in range(passes)]
+        share = shares[self.model.mesh.dp_rank]
+        return [_batch(share[idx * rows : (idx + 1) * rows], layout.tp) for idx in range(passes)]
 
 
 def _policy(log_probs: Tensor, batch: _Batch, loss: RlLoss, reference: Tensor | None) -> Tensor:
@@ -193,10 +193,9 @@ def _batch(samples: Sequence[Sample], multiple: int) -> _Batch:
 
 def why_not_run(role: str, plan: TrainingPlan) -> tuple[str, ...]:
     """Return why this version does not run a copy's layout; empty where it does."""
-    layout, wrong = plan.layout, []
-    for axis in ("pp", "cp"):
-        if getattr(layout, axis) > 1:
-            wrong.append(f"the {role} has {axis}={getattr(layout, axis)}: only tp, dp and experts are run here")
+    layout = plan.layout
+    degrees = ((axis, getattr(layout, axis)) for axis in ("pp", "cp"))
+    wrong = [f"the {role} has {axis}={n}: only tp, dp and experts are run here" for axis, n in degrees if n > 1]
     if role == "critic" and layout.tp > 1:
         wrong.append(f"the critic has tp={layout.tp}: its values are one column of a split head")
     return tuple(wrong)

@@ -1,8 +1,8 @@
 """Generation of a step's responses on the engine instances of a pool, with the weights of that step.
 
-Each rollout has a new engine: caches of older weights are of no use. The responses to a prompt are answered by one instance, which
-keeps the prompt's cache for them. A token is drawn by the seed of its response and its position alone, so that neither placement nor
-layout changes it.
+Each rollout has a new engine: caches of older weights are of no use. The responses to a prompt are answered by one instance,
+which keeps the prompt's cache for them. A token is drawn by the seed of its response and its position alone, so that neither
+placement nor layout changes it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Response:
 
 
 class Generator:
-    """This rank's part of the engine instances of its pool."""
+    """A rank's part of the engine instances of its pool."""
 
     def __init__(self, plan: RlPlan, *, seed: int, end_id: int | None) -> None:
         """Make the groups of all instances of the pool; every rank of it does."""

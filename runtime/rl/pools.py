@@ -1,7 +1,7 @@
 """The processes of a post-training job: a default group for each pool, and a group of all of them for samples and weights.
 
-Each pool is a job of torch.distributed of its own, so that a plan for its devices runs there as it runs anywhere. All processes of all
-pools are members of one more gloo group, whose messages are numbers: what a pool knows, every process is told.
+Each pool is a job of torch.distributed of its own, so that a plan for its devices runs there as it runs anywhere. All processes
+of all pools are members of one more gloo group, whose messages are numbers: what a pool knows, every process is told.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...schema.rl_plan import RlPlan
 
 
 class Everyone:
-    """This process among all of the job's; what `Exchange` asks of the members of a job.
+    """A process among all of the job's; what `Exchange` asks of the members of a job.
 
     Attributes:
         position, size: this process's number and how many there are.

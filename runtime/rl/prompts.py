@@ -1,4 +1,4 @@
-"""Prompts of a post-training run: a JSON object in each line, with ``prompt`` as tokens; its other fields go to the reward function."""
+"""Prompts of a run: a JSON object in each line, with ``prompt`` as tokens; its other fields go to the reward function."""
 
 from __future__ import annotations
 

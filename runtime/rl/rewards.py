@@ -35,8 +35,6 @@ _TRACE_LINES = 6
 class RewardError(MeshwrightError):
     """A reward function raised, did not answer, or gave no number."""
 
-    exit_code = 2
-
 
 def split_name(text: str) -> tuple[str, str]:
     """Return file or module, and the name in it.
@@ -142,7 +140,7 @@ def load_function(home: str, name: str) -> Callable[[dict[str, Any]], Any]:
         sys.path.insert(0, str(Path(home).resolve().parent))
         spec.loader.exec_module(module)
     else:
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, str(Path.cwd()))
         module = importlib.import_module(home)
     function = getattr(module, name)
     if not callable(function):

@@ -1,8 +1,8 @@
 """The steps of a post-training run on one rank: weights, generation, rewards, scores, updates, in the order of the plan's levels.
 
-Every process runs the same steps. A call is done by the ranks of its copy's pool; what it gave is then told to all processes
-(`Everyone.share_rows`), which waits for it: so calls of different pools run side by side within a level, and a level waits for the one
-before it.
+Every process runs the same steps. A call is done by the ranks of its copy's pool; what it gave is then shared with all processes
+(`Everyone.share_rows`), which waits for it: so calls of different pools run side by side within a level, and a level waits for the
+one before it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import random
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,7 +91,7 @@ class RlRun:
             self._generator = Generator(plan, seed=options.seed, end_id=options.end_id)
         actor = self._copies.get("actor")
         self._mover = WeightMover(self._everyone, self._work.model_of("actor"), None if actor is None else actor.model)
-        self._report = Path(report).open("a") if report is not None and self._everyone.position == 0 else None
+        self._report = None if report is None or self._everyone.position else Path(report)
         self._seconds: dict[str, float] = {}
 
     def run(self) -> None:
@@ -100,8 +101,6 @@ class RlRun:
                 self._step(step, rewards)
         if self._options.save_weights is not None and "actor" in self._copies:
             save_weights(self._copies["actor"].model, self._options.save_weights, origin=self._options.weights)
-        if self._report is not None:
-            self._report.close()
 
     @contextmanager
     def _rewards(self) -> Iterator[RewardProcess | None]:
@@ -120,19 +119,20 @@ class RlRun:
             values = self._reward(rows, responses, rewards)
         samples = self._scored(rows, responses, values)
         with self._timed("update"):
-            told = self._update(samples)
+            losses = self._update(samples)
         if self._report is not None:
             record = {
                 "step": step + 1,
                 "mean_reward": sum(values) / len(values),
                 "mean_len": sum(len(tokens) for tokens in responses.values()) / len(responses),
+                "responses_crc32": zlib.crc32(json.dumps(list(responses.values())).encode()),
                 "step_time_s": time.perf_counter() - start_s,
                 "samples_per_s": len(values) / (time.perf_counter() - start_s),
                 "parts_s": self._seconds,
-                **told,
+                **losses,
             }
-            self._report.write(json.dumps(record) + "\n")
-            self._report.flush()
+            with self._report.open("a") as file:
+                file.write(json.dumps(record) + "\n")
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -210,9 +210,9 @@ class RlRun:
     def _update(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Do the updates of a step, each with an equal part of the samples; return losses and norms."""
         count = len(samples) // self._work.updates
-        told: dict[str, Any] = {"loss": [], "grad_norm": []}
+        report: dict[str, Any] = {"loss": [], "grad_norm": []}
         if "critic" in self._work.roles:
-            told |= {"critic_loss": [], "critic_grad_norm": []}
+            report |= {"critic_loss": [], "critic_grad_norm": []}
         for idx in range(self._work.updates):
             part = [
                 replace(one, weight=1 / (len(one.response) * count)) for one in samples[idx * count : (idx + 1) * count]
@@ -225,13 +225,14 @@ class RlRun:
             shared = self._everyone.share_rows(results)
             for number, prefix in enumerate(("", "critic_")[: 2 if "critic" in self._work.roles else 1]):
                 if not all(map(math.isfinite, shared[number])):
+                    role, (loss, norm) = prefix.strip("_") or "actor", shared[number]
                     raise MeshwrightError(
-                        f"the {prefix.strip('_') or 'actor'}'s loss is {shared[number][0]} and its gradient norm {shared[number][1]}",
+                        f"the {role}'s loss is {loss} and its gradient norm {norm}",
                         help="use a lower --learning-rate",
                     )
-                told[f"{prefix}loss"].append(shared[number][0])
-                told[f"{prefix}grad_norm"].append(shared[number][1])
-        return told
+                report[f"{prefix}loss"].append(shared[number][0])
+                report[f"{prefix}grad_norm"].append(shared[number][1])
+        return report
 
 
 def train(job: RlJob) -> None:

@@ -33,12 +33,12 @@ class WeightMover:
         """Tell all processes what the actor's ranks hold; the tensors themselves are followed, not copied."""
         self._spec = spec
         self._exchange = Exchange(everyone, "weights", everyone.size)
-        held: Mapping[Piece, torch.Tensor] = {}
+        local: Mapping[Piece, torch.Tensor] = {}
         if actor is not None:
-            held = pieces_of({stored_name(name, spec): value.detach() for name, value in actor.named_parameters()})
-        self._local = held
-        told = self._exchange.tell([list(_words(piece)) for piece in held])
-        self._pieces = [[Piece.read(words) for words in of_member] for of_member in told]
+            local = pieces_of({stored_name(name, spec): value.detach() for name, value in actor.named_parameters()})
+        self._local = local
+        every = self._exchange.tell([list(_words(piece)) for piece in local])
+        self._pieces = [[Piece.read(words) for words in of_member] for of_member in every]
         self._buckets = _buckets(self._pieces)
 
     def move(self, part: Decoder | None) -> None:
