@@ -4,8 +4,8 @@
 
 DATA is a folder with rl_runs.csv, rl_steps.csv and weight_sync.csv. One factor for each engine and version is the median over
 every second row in the order of the file, from the first one on; errors are of the other rows. Ratios of measured to predicted
-seconds by feature stand before any factor. Runs whose mean length is not published are predicted with the mean at which the update of
-the colocated run takes as long as measured; only their ratio of split to colocated counts.
+seconds by feature stand before any factor. Runs whose mean length is not published are predicted with the mean at which the update
+of the colocated run takes as long as measured; only their ratio of split to colocated counts.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ class RlLoss(Frozen):
         value_weight, value_clip: of the critic's loss, and how far its values may move in a step.
         discount, trace: gamma and lambda of the advantages of PPO (arXiv:1506.02438).
         temperature: of generation; 0: the likeliest token.
+        ratio_cap: tokens of older weights weigh as likelier as they are now, at most so much (arXiv:2505.24298).
     """
 
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -75,6 +76,7 @@ class RlLoss(Frozen):
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     trace: Annotated[float, Field(ge=0, le=1)] = 0.95
     temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    ratio_cap: Annotated[float, Field(ge=1, le=100)] = 2.0
 
 
 class RlWorkload(Task):

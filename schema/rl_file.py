@@ -20,7 +20,9 @@ _FIELDS: dict[str, frozenset[str]] = {
     "reward": frozenset({"model", "function"}),
     "batch": frozenset({"prompts", "responses", "prompt_len", "mean_len", "lengths", "max_len", "updates"}),
     "policy": frozenset({"staleness", "oversample", "placement"}),
-    "loss": frozenset({"clip", "reference_weight", "value_weight", "value_clip", "discount", "trace", "temperature"}),
+    "loss": frozenset(
+        {"clip", "reference_weight", "value_weight", "value_clip", "discount", "trace", "temperature", "ratio_cap"}
+    ),
     "engines": frozenset({"training", "generation", "precision"}),
 }
 """Tables of the file and their fields."""

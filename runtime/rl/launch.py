@@ -62,10 +62,15 @@ def require_runnable(plan: RlPlan) -> None:
         )
     if plan.cluster.num_nodes > 1:
         lacking.append(f"it is for {plan.cluster.num_nodes} nodes: this version runs on one")
-    if work.staleness or work.oversample > 1:
-        lacking.append(
-            f"staleness {work.staleness:g}, oversample {work.oversample:g}: each step waits for its own samples here"
-        )
+    generator = plan.copy_of("generator")
+    assert generator.serving is not None
+    if work.staleness not in (0, 1):
+        lacking.append(f"staleness {work.staleness:g}: this version runs 0 and 1")
+    if work.staleness and plan.pools[generator.pool].roles != ("generator",):
+        lacking.append("weights may be a step old, and the generator's pool has other copies, which would wait for it")
+    layout = generator.serving.layout
+    if (work.staleness or work.oversample > 1) and layout.pp * layout.attention_dp > 1:
+        lacking.append("log-probabilities of drawn tokens are noted by instances of one stage and one attention rank")
     if "reward" in work.roles:
         lacking.append("rewards come from a model: here they come from a function")
     if not work.precision.startswith("fp32"):
@@ -76,9 +81,7 @@ def require_runnable(plan: RlPlan) -> None:
         if copy.is_offloaded:
             lacking.append(f"the {copy.role} lies on the host between its calls: states stay where they are here")
     require_run(lacking)
-    pool = plan.copy_of("generator").serving
-    assert pool is not None
     try:
-        require_servable(work.model_of("generator"), pool, is_single=False)
+        require_servable(work.model_of("generator"), generator.serving, is_single=False)
     except RuntimeMismatchError as error:
         require_run([error.message, *error.details])

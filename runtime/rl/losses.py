@@ -13,6 +13,7 @@ Sources: PPO arXiv:1707.06347, GAE arXiv:1506.02438, GRPO arXiv:2402.03300.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -48,6 +49,11 @@ def token_advantages(
     every = torch.tensor([a for row in advantages for a in row], dtype=torch.float64)
     mean, deviation = float(every.mean()), float(every.std(unbiased=False)) + EPS
     return [[(a - mean) / deviation for a in row] for row in advantages], returns
+
+
+def importance_ratios(now: Sequence[float], drawn: Sequence[float], cap: float) -> list[float]:
+    """Return min(p_now / p_drawn, cap) of each token, given log-probabilities."""
+    return [math.exp(min(a - b, math.log(cap))) for a, b in zip(now, drawn, strict=True)]
 
 
 def policy_losses(

@@ -18,32 +18,16 @@ from torch import Tensor
 from ...schema.rl_plan import RlPlan
 
 
-class Everyone:
-    """A process among all of the job's; what `Exchange` asks of the members of a job.
+class Circle:
+    """Processes that share numbers.
 
     Attributes:
-        position, size: this process's number and how many there are.
-        pool: index of its pool.
+        position, size: this process's number among them, and how many there are.
     """
 
-    def __init__(self, plan: RlPlan, timeout_s: float) -> None:
-        """Join the job that the environment describes, and the default group of this process's pool."""
-        self.position, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._timeout = timedelta(seconds=timeout_s)
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store: Any = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
-        starts = pool_starts(plan)
-        self.pool = max(idx for idx, start in enumerate(starts) if start <= self.position)
-        size = plan.pools[self.pool].num_devices
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore(f"pool-{self.pool}", self.store), rank=self.position - starts[self.pool],
-            world_size=size, timeout=self._timeout,
-        )  # fmt: skip
-        self._group = self.group("everyone", self.position, self.size)
-
-    def group(self, name: str, position: int, size: int) -> Any:
-        """Return a further group of gloo's."""
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), position, size, self._timeout)
+    def __init__(self, position: int, size: int, group: Any) -> None:
+        """Share over a group of gloo's, which may be None where there is one process."""
+        self.position, self.size, self._group = position, size, group
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Return one row of numbers of every process, of any lengths; all give the same type."""
@@ -71,7 +55,42 @@ class Everyone:
                 number, count = int(words[place]), int(words[place + 1])
                 shared[number] = words[place + 2 : place + 2 + count]
                 place += 2 + count
-        return shared
+        return dict(sorted(shared.items()))
+
+
+class Everyone(Circle):
+    """A process among all of the job's; what `Exchange` asks of the members of a job.
+
+    Attributes:
+        pool: index of its pool.
+    """
+
+    def __init__(self, plan: RlPlan, timeout_s: float) -> None:
+        """Join the job that the environment describes, and the default group of this process's pool."""
+        position, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._timeout = timedelta(seconds=timeout_s)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.store: Any = dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
+        starts = pool_starts(plan)
+        self.pool = max(idx for idx, start in enumerate(starts) if start <= position)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"pool-{self.pool}", self.store), rank=position - starts[self.pool],
+            world_size=plan.pools[self.pool].num_devices, timeout=self._timeout,
+        )  # fmt: skip
+        super().__init__(position, size, self.group("everyone", position, size))
+
+    def group(self, name: str, position: int, size: int) -> Any:
+        """Return a further group of gloo's."""
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self.store), position, size, self._timeout)
+
+    def without(self, pool: int, starts: Sequence[int]) -> Circle | None:
+        """Return the circle of all processes but those of a pool; None for these."""
+        end = starts[pool + 1] if pool + 1 < len(starts) else self.size
+        others = [idx for idx in range(self.size) if not starts[pool] <= idx < end]
+        if self.position not in others:
+            return None
+        position = others.index(self.position)
+        return Circle(position, len(others), self.group("others", position, len(others)))
 
 
 def pool_starts(plan: RlPlan) -> list[int]:

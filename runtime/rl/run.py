@@ -3,6 +3,10 @@
 Every process runs the same steps. A call is done by the ranks of its copy's pool; what it gave is then shared with all processes
 (`Everyone.share_rows`), which waits for it: so calls of different pools run side by side within a level, and a level waits for the
 one before it.
+
+With weights that may be a step old the generator's pool answers the prompts of the next step while the others score and update this
+one. Tokens that older weights drew have importance ratios: the advantage of a token counts min(p_old / p_drawn, ratio_cap) times,
+with p_old of the actor when the step begins.
 """
 
 from __future__ import annotations
@@ -29,11 +33,15 @@ from ...schema.rl_plan import RlPlan
 from ..weights.save import save_weights
 from .copies import ModelCopy, Sample
 from .generation import Generator, Response
-from .losses import group_advantages, token_advantages
-from .pools import Everyone
+from .losses import group_advantages, importance_ratios, token_advantages
+from .pools import Circle, Everyone, pool_starts
 from .prompts import read_prompts
 from .rewards import RewardProcess
 from .weights import WeightMover
+
+Responses = dict[int, list[int]]
+Rows = dict[int, list[float]]
+"""Of samples, by their numbers in the run, in order."""
 
 
 class RlOptions(Frozen):
@@ -91,108 +99,145 @@ class RlRun:
             self._generator = Generator(plan, seed=options.seed, end_id=options.end_id)
         actor = self._copies.get("actor")
         self._mover = WeightMover(self._everyone, self._work.model_of("actor"), None if actor is None else actor.model)
-        self._report = None if report is None or self._everyone.position else Path(report)
+        self._is_stale = self._work.staleness > 0
+        self._logs = self._is_stale or self._work.oversample > 1
+        self._circle: Circle | None = self._everyone
+        if self._is_stale:
+            self._circle = self._everyone.without(plan.copy_of("generator").pool, pool_starts(plan))
+        self._tells = self._circle is not None and self._circle.position == 0
+        self._report = Path(report) if report is not None and self._tells else None
         self._seconds: dict[str, float] = {}
+        self._orders: dict[int, list[int]] = {}
+        self._ratios: list[list[float]] = []
 
     def run(self) -> None:
         """Do all steps."""
         with self._rewards() as rewards:
+            made = self._generate(0)
             for step in range(self._options.steps):
-                self._step(step, rewards)
+                start_s = time.perf_counter()
+                responses, drawn = self._shared(made)
+                is_last = step + 1 == self._options.steps
+                if self._is_stale and not is_last:
+                    made = self._generate(step + 1)
+                if self._circle is not None:
+                    self._train(step, responses, drawn, rewards, start_s)
+                if not self._is_stale and not is_last:
+                    made = self._generate(step + 1)
         if self._options.save_weights is not None and "actor" in self._copies:
             save_weights(self._copies["actor"].model, self._options.save_weights, origin=self._options.weights)
 
     @contextmanager
     def _rewards(self) -> Iterator[RewardProcess | None]:
-        if self._everyone.position:
+        if not self._tells:
             yield None
             return
         with RewardProcess(self._options.reward, timeout_s=self._options.reward_timeout_s) as process:
             yield process
 
-    def _step(self, step: int, rewards: RewardProcess | None) -> None:
-        self._seconds, start_s = {}, time.perf_counter()
-        rows = self._chosen(step)
-        with self._timed("generate"):
-            responses = self._generate([row["prompt"] for row in rows], step)
+    def _train(
+        self, step: int, responses: Responses, drawn: Rows, rewards: RewardProcess | None, start_s: float
+    ) -> None:
+        """Score the responses of a step, update on them, and report; the next step's generation counts in the next step."""
         with self._timed("reward"):
-            values = self._reward(rows, responses, rewards)
-        samples = self._scored(rows, responses, values)
+            values = self._reward(responses, rewards)
+        samples = self._scored(responses, values, drawn)
         with self._timed("update"):
             losses = self._update(samples)
-        if self._report is not None:
-            record = {
-                "step": step + 1,
-                "mean_reward": sum(values) / len(values),
-                "mean_len": sum(len(tokens) for tokens in responses.values()) / len(responses),
-                "responses_crc32": zlib.crc32(json.dumps(list(responses.values())).encode()),
-                "step_time_s": time.perf_counter() - start_s,
-                "samples_per_s": len(values) / (time.perf_counter() - start_s),
-                "parts_s": self._seconds,
-                **losses,
-            }
-            with self._report.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        seconds, self._seconds = self._seconds, {}
+        if self._report is None:
+            return
+        step_s = time.perf_counter() - start_s + (0.0 if self._is_stale else seconds.get("generate", 0.0))
+        record = {
+            "step": step + 1,
+            "mean_reward": sum(values) / len(values),
+            "mean_len": sum(len(tokens) for tokens in responses.values()) / len(responses),
+            "responses_crc32": zlib.crc32(json.dumps(list(responses.values())).encode()),
+            "step_time_s": step_s,
+            "samples_per_s": len(values) / step_s,
+            "parts_s": seconds,
+            **losses,
+        }
+        if drawn:
+            record["mean_ratio"] = sum(map(sum, self._ratios)) / max(sum(map(len, self._ratios)), 1)
+        with self._report.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str, *, adds: bool = False) -> Iterator[None]:
         start_s = time.perf_counter()
         yield
-        self._seconds[name] = time.perf_counter() - start_s
+        before = self._seconds.get(name, 0.0) if adds else 0.0
+        self._seconds[name] = before + time.perf_counter() - start_s
 
-    def _chosen(self, step: int) -> list[dict[str, Any]]:
-        """Return the prompts of a step: each epoch has an order of its own."""
-        count, chosen = len(self._prompts), []
-        for idx in range(step * self._work.prompts, (step + 1) * self._work.prompts):
-            order = random.Random(f"{self._options.seed}/{idx // count}").sample(range(count), count)
-            chosen.append(self._prompts[order[idx % count]])
-        return chosen
+    def _row(self, number: int) -> dict[str, Any]:
+        """Return the line of a prompt by its number in the run: each epoch has an order of its own."""
+        count = len(self._prompts)
+        if number // count not in self._orders:
+            shuffled = random.Random(f"{self._options.seed}/{number // count}").sample(range(count), count)
+            self._orders[number // count] = shuffled
+        return self._prompts[self._orders[number // count][number % count]]
 
-    def _generate(self, prompts: Sequence[Sequence[int]], step: int) -> dict[int, list[int]]:
-        made: list[Response] = []
-        if self._generator is not None:
-            made = self._generator.generate(prompts, step, self._mover)
-        else:
-            self._mover.move(None)
-        shared = self._everyone.share_rows([(one.number, one.tokens) for one in made])
-        return {number: [int(token) for token in shared[number]] for number in sorted(shared)}
+    def _line(self, sample: int) -> dict[str, Any]:
+        return self._row(sample // self._work.responses)
 
-    def _reward(
-        self, rows: Sequence[dict[str, Any]], responses: dict[int, list[int]], rewards: RewardProcess | None
-    ) -> list[float]:
+    def _generate(self, step: int) -> list[Response]:
+        """Move the weights, and answer the prompts of a step where this is a generator's rank."""
+        with self._timed("generate"):
+            if self._generator is None:
+                self._mover.move(None)
+                return []
+            return self._generator.generate(
+                lambda number: self._row(number)["prompt"], step, self._mover, logs=self._logs
+            )
+
+    def _shared(self, made: Sequence[Response]) -> tuple[Responses, Rows]:
+        """Return all responses of a step, and the log-probabilities of their tokens where they are noted."""
+        with self._timed("generate", adds=True):
+            shared = self._everyone.share_rows([(one.number, one.tokens) for one in made])
+            drawn = self._everyone.share_rows([(one.number, one.log_probs) for one in made]) if self._logs else {}
+        return {number: [int(token) for token in tokens] for number, tokens in shared.items()}, drawn
+
+    def _reward(self, responses: Responses, rewards: RewardProcess | None) -> list[float]:
+        assert self._circle is not None
         given: list[float] = []
         if rewards is not None:
-            per_prompt = self._work.responses
             given = rewards.rewards(
-                [{**rows[number // per_prompt], "response": tokens} for number, tokens in responses.items()]
+                [{**self._line(number), "response": tokens} for number, tokens in responses.items()]
             )
-        return self._everyone.share_rows([(0, given)] if rewards is not None else [])[0]
+        return self._circle.share_rows([(0, given)] if rewards is not None else [])[0]
 
-    def _scored(
-        self, rows: Sequence[dict[str, Any]], responses: dict[int, list[int]], rewards: Sequence[float]
-    ) -> list[Sample]:
+    def _scored(self, responses: Responses, rewards: Sequence[float], drawn: Rows) -> list[Sample]:
         """Return the samples with log-probabilities, values and advantages of every token."""
+        assert self._circle is not None
         samples = [
-            Sample(number, tuple(rows[number // self._work.responses]["prompt"]), tuple(tokens), [], [], [], [], [])
+            Sample(number, tuple(self._line(number)["prompt"]), tuple(tokens), [], [], [], [], [])
             for number, tokens in responses.items()
         ]
-        known: dict[Role, dict[int, list[float]]] = {}
+        known: dict[Role, Rows] = {}
         with self._timed("score"):
             for role in self._scoring():
                 copy = self._copies.get(role)
                 score = None if copy is None else copy.values if role == "critic" else copy.log_probs
-                known[role] = self._everyone.share_rows([] if score is None else score(samples))
-        values = known.get("critic", {})
+                known[role] = self._circle.share_rows([] if score is None else score(samples))
+        values, old = known.get("critic", {}), known["actor"]
         if values:
             advantages, returns = token_advantages(rewards, [values[one.number] for one in samples], self._work.loss)
         else:
             each = group_advantages(rewards, self._work.responses)
             advantages = [[a] * len(one.response) for a, one in zip(each, samples, strict=True)]
             returns = [[] for _ in samples]
+        if drawn:
+            cap = self._work.loss.ratio_cap
+            self._ratios = [importance_ratios(old[one.number], drawn[one.number], cap) for one in samples]
+            advantages = [
+                [a * ratio for a, ratio in zip(row, ratios, strict=True)]
+                for row, ratios in zip(advantages, self._ratios, strict=True)
+            ]
         reference = known.get("reference") or known.get("teacher") or {}
         return [
             replace(
-                one, old=known["actor"][one.number], advantages=advantage, returns=of_values,
+                one, old=old[one.number], advantages=advantage, returns=of_values,
                 old_values=values.get(one.number, []), reference=reference.get(one.number, []),
             )
             for one, advantage, of_values in zip(samples, advantages, returns, strict=True)
@@ -209,6 +254,7 @@ class RlRun:
 
     def _update(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Do the updates of a step, each with an equal part of the samples; return losses and norms."""
+        assert self._circle is not None
         count = len(samples) // self._work.updates
         report: dict[str, Any] = {"loss": [], "grad_norm": []}
         if "critic" in self._work.roles:
@@ -222,7 +268,7 @@ class RlRun:
                 if (copy := self._copies.get(role)) is not None:  # type: ignore[call-overload]
                     values = copy.update(part)
                     results += [(number, values)] if dist.get_rank() == 0 else []
-            shared = self._everyone.share_rows(results)
+            shared = self._circle.share_rows(results)
             for number, prefix in enumerate(("", "critic_")[: 2 if "critic" in self._work.roles else 1]):
                 if not all(map(math.isfinite, shared[number])):
                     role, (loss, norm) = prefix.strip("_") or "actor", shared[number]

@@ -8,7 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.runtime.rl.losses import group_advantages, policy_losses, token_advantages, value_losses
+from meshwright.runtime.rl.losses import (
+    group_advantages,
+    importance_ratios,
+    policy_losses,
+    token_advantages,
+    value_losses,
+)
 from meshwright.schema.rl import RlLoss
 
 numbers = st.floats(-3, 3, allow_nan=False, width=32)
@@ -61,6 +67,23 @@ def test_policy_loss_is_the_clipped_one_of_each_token(rows: list[tuple[float, fl
         surrogate = min(ratio * advantage, max(min(ratio, 1.2), 0.8) * advantage)
         apart = reference - one
         assert float(result[idx]) == pytest.approx(-surrogate + 0.1 * (math.exp(apart) - apart - 1), rel=1e-4, abs=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=5), st.floats(1, 5))
+def test_importance_ratios_are_quotients_up_to_the_cap(rows: list[tuple[float, float]], cap: float) -> None:
+    now, drawn = zip(*rows, strict=True)
+    expected = torch.minimum((torch.tensor(now) - torch.tensor(drawn)).exp(), torch.tensor(cap))
+    assert importance_ratios(now, drawn, cap) == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_importance_ratios_make_expectations_those_of_the_newer_weights() -> None:
+    torch.manual_seed(0)
+    old, new = torch.randn(5).log_softmax(0), torch.randn(5).log_softmax(0)
+    tokens = torch.multinomial(old.exp(), 200_000, replacement=True)
+    ratios = torch.tensor(importance_ratios(new[tokens].tolist(), old[tokens].tolist(), 1e9))
+    values = torch.arange(5.0)
+    assert float((ratios * values[tokens]).mean()) == pytest.approx(float((new.exp() * values).sum()), rel=0.02)
 
 
 def test_the_gradient_is_the_policy_gradient_and_ends_where_the_ratio_is_clipped() -> None:

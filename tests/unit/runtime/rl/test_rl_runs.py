@@ -123,6 +123,7 @@ def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
             assert a[name] == pytest.approx(b[name], rel=2e-4, abs=1e-6), name
 
 
+SHORT_SPLIT: list[tuple[int, tuple[Role, ...]]] = [(1, ("generator",)), (1, ("actor",))]
 COLOCATED: list[tuple[int, tuple[Role, ...]]] = [(2, ("generator", "actor", "critic", "reference"))]
 SPLIT: list[tuple[int, tuple[Role, ...]]] = [(1, ("generator",)), (1, ("actor", "critic", "reference"))]
 
@@ -159,6 +160,31 @@ def test_ppo_is_the_same_in_three_pools_of_four_ranks(tmp_path: Path) -> None:
     assert together[0]["critic_loss"][0] > 0
 
 
+@pytest.mark.usefixtures("warm_ranks")
+def test_one_step_off_draws_with_older_weights_and_weighs_them(tmp_path: Path) -> None:
+    fields = {"loss": RlLoss(temperature=1.0, ratio_cap=100.0), "prompts": 8}
+    waits = run(tmp_path / "a", rl_plan(SHORT_SPLIT, {}, **fields), steps=3, learning_rate=2e-2)
+    off = run(tmp_path / "b", rl_plan(SHORT_SPLIT, {}, staleness=1.0, **fields), steps=3, learning_rate=2e-2)
+    # Both begin with the weights that there are: the engine's log-probabilities are then those of training.
+    assert off[0]["responses_crc32"] == waits[0]["responses_crc32"] and off[0]["mean_ratio"] == pytest.approx(
+        1, abs=1e-4
+    )
+    assert off[0]["loss"] == pytest.approx(waits[0]["loss"], abs=1e-5)
+    # The second step was drawn by the first weights, so that ratios are not one; their mean under the older weights is.
+    assert abs(off[1]["mean_ratio"] - 1) > 1e-4 and "mean_ratio" not in waits[1]
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_over_sampled_responses_are_carried_over_and_none_is_lost(tmp_path: Path) -> None:
+    fields = {"loss": RlLoss(temperature=1.0), "prompts": 4, "responses": 2, "oversample": 2.0, "max_len": 24}
+    plan = rl_plan([(2, ("generator", "actor"))], {}, lengths=Lengths(lengths=(16,), counts=(1,)), **fields)
+    records = run(tmp_path, plan, steps=6, end_id=3, learning_rate=1e-9)
+    assert len({record["responses_crc32"] for record in records}) == 6
+    assert all(1 <= record["mean_len"] <= 24 for record in records)
+    # With weights that hardly move, whoever drew a token: the ratio of each is one.
+    assert all(record["mean_ratio"] == pytest.approx(1, abs=1e-3) for record in records)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("roles", [("generator", "actor"), ("generator", "actor", "critic")])
 @pytest.mark.usefixtures("warm_ranks")
@@ -184,7 +210,7 @@ def test_what_this_version_does_not_run_is_said_in_one_message() -> None:
     with pytest.raises(RuntimeMismatchError) as error:
         require_runnable(plan)
     text = "\n".join(error.value.details)
-    assert "pp=2" in text and "staleness" in text
+    assert "pp=2" in text and "a step old" in text
 
 
 @pytest.mark.parametrize(
