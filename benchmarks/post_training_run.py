@@ -2,9 +2,9 @@
 
     python benchmarks/post_training_run.py [--ranks 4] [--steps 20] [--only oversample] [--out benchmarks/post_training_run.json]
 
-A model of 78,000 parameters with 16 tokens answers prompts; responses end at one of the tokens: their lengths have a long tail.
-Prints responses a second without and with 1.5 times as many under way, and the period of split pools that wait and that may be a step
-off, each beside the plan's. The median over steps after the second one counts.
+A model of 78,000 parameters with 16 tokens answers prompts; responses end at one of the tokens: lengths have a long tail.
+Prints responses a second without and with 1.5 times as many under way, and the period of split pools that wait and that may be a
+step off, each beside the plan's. The median over steps after the second one counts.
 """
 
 from __future__ import annotations
