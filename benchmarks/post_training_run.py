@@ -70,6 +70,7 @@ def run(folder: Path, name: str, fields: dict[str, Any], cluster: ClusterSpec, s
         "samples_per_s": median(record["samples_per_s"] for record in records),
         "step_s": median(record["step_time_s"] for record in records),
         "planned_s": plan.estimate.step_time_s,
+        "engine_steps": sum(record["engine_steps"] for record in records) / len(records),
         "parts_s": {
             part: median(record["parts_s"].get(part, 0) for record in records) for part in records[0]["parts_s"]
         },
@@ -77,7 +78,7 @@ def run(folder: Path, name: str, fields: dict[str, Any], cluster: ClusterSpec, s
     parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in result["parts_s"].items())
     print(
         f"{name:24} {result['samples_per_s']:7.1f} responses/s, step {result['step_s']:.3f} s, "
-        f"planned {result['planned_s']:.3f} s; {parts}"
+        f"planned {result['planned_s']:.3f} s, {result['engine_steps']:.1f} engine steps; {parts}"
     )
     return result
 

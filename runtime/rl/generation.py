@@ -42,7 +42,11 @@ class Response:
 
 
 class Generator:
-    """A rank's part of the engine instances of its pool."""
+    """A rank's part of the engine instances of its pool.
+
+    Attributes:
+        num_steps: of this rank's engine in the last rollout; 0 where another rank drives it.
+    """
 
     def __init__(self, plan: RlPlan, *, seed: int, end_id: int | None) -> None:
         """Make the groups of all instances of the pool; every rank of it does."""
@@ -60,6 +64,7 @@ class Generator:
         self._ranks = join(pool.layout, [size * idx for idx in range(pool.replicas)], "cpu")[0]
         self._replica, self._replicas = dist.get_rank() // size, pool.replicas
         self._spec, self._workload, self._seed, self._end_id = spec, workload, seed, end_id
+        self.num_steps = 0
         self._next = self._replica
         self._open: dict[int, list[Response]] = {}
 
@@ -96,6 +101,7 @@ class Generator:
                 one.tokens.append(event.token)
                 one.log_probs += drawn[idx : idx + 1]
                 one.is_complete = event.finish is not None
+        self.num_steps = engine.counters().steps
         engine.close()
         answered = [prompt for prompt in sorted(self._open) if _is_answered(self._open[prompt])][:count]
         return [one for prompt in answered for one in self._open.pop(prompt)]

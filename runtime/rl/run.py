@@ -109,6 +109,7 @@ class RlRun:
         self._seconds: dict[str, float] = {}
         self._orders: dict[int, list[int]] = {}
         self._ratios: list[list[float]] = []
+        self._engine_steps = 0
 
     def run(self) -> None:
         """Do all steps."""
@@ -152,6 +153,7 @@ class RlRun:
             "step": step + 1,
             "mean_reward": sum(values) / len(values),
             "mean_len": sum(len(tokens) for tokens in responses.values()) / len(responses),
+            "engine_steps": self._engine_steps,
             "responses_crc32": zlib.crc32(json.dumps(list(responses.values())).encode()),
             "step_time_s": step_s,
             "samples_per_s": len(values) / step_s,
@@ -196,6 +198,8 @@ class RlRun:
         with self._timed("generate", adds=True):
             shared = self._everyone.share_rows([(one.number, one.tokens) for one in made])
             drawn = self._everyone.share_rows([(one.number, one.log_probs) for one in made]) if self._logs else {}
+            num_steps = 0 if self._generator is None else self._generator.num_steps
+            self._engine_steps = max(int(row) for row in self._everyone.gather(torch.tensor([num_steps])))
         return {number: [int(token) for token in tokens] for number, tokens in shared.items()}, drawn
 
     def _reward(self, responses: Responses, rewards: RewardProcess | None) -> list[float]:
