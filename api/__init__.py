@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engines import export, exportable, read_configuration
-    from .planner import cheapest, compare, estimate, explain, pareto, plan, rehearse
+    from .planner import cheapest, compare, estimate, explain, pareto, plan, plan_rl, rehearse
     from .profilers import profile_module
     from .runtime import Decoder, ParallelModel, build_optimizer, clip_gradients, parallelize, save_weights
     from .schema import (
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         Plan,
         Profile,
         ProfileError,
+        RlPlan,
+        RlWorkload,
         RuntimeMismatchError,
         SolverLimitError,
         TrainingPlan,
@@ -51,6 +53,8 @@ __all__ = [
     "Plan",
     "Profile",
     "ProfileError",
+    "RlPlan",
+    "RlWorkload",
     "RuntimeMismatchError",
     "SolverLimitError",
     "TrainingPlan",
@@ -68,6 +72,7 @@ __all__ = [
     "parallelize",
     "pareto",
     "plan",
+    "plan_rl",
     "profile_module",
     "read_configuration",
     "rehearse",
@@ -75,7 +80,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "planner": ("cheapest", "compare", "estimate", "explain", "pareto", "plan", "rehearse"),
+    "planner": ("cheapest", "compare", "estimate", "explain", "pareto", "plan", "plan_rl", "rehearse"),
     "engines": ("export", "exportable", "read_configuration"),
     "profilers": ("profile_module",),
     "runtime": ("Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "parallelize", "save_weights"),
@@ -92,6 +97,8 @@ _HOMES = {
         "Plan",
         "Profile",
         "ProfileError",
+        "RlPlan",
+        "RlWorkload",
         "RuntimeMismatchError",
         "SolverLimitError",
         "TrainingPlan",

@@ -55,6 +55,6 @@ def complete_engine_names(incomplete: str) -> list[str]:
 
 def complete_targets(incomplete: str) -> list[str]:
     """Return what a plan can be written for that begins so."""
-    from ..engines import SERVING_TARGETS, TARGETS
+    from ..engines import RL_TARGETS, SERVING_TARGETS, TARGETS
 
-    return [name for name in (*TARGETS, *SERVING_TARGETS) if name.startswith(incomplete)]
+    return [name for name in (*TARGETS, *SERVING_TARGETS, *RL_TARGETS) if name.startswith(incomplete)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..engines import SERVING_TARGETS, TARGETS
+from ..engines import RL_TARGETS, SERVING_TARGETS, TARGETS
 from ..schema import Plan, ServingPlan, TrainingPlan
 from ..schema.errors import ConfigError
 from .complete import complete_engines, complete_layout, complete_targets
@@ -133,7 +133,8 @@ def export(
             "--engine",
             metavar="ENGINE",
             autocompletion=complete_targets,
-            help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; a serving plan: {', '.join(SERVING_TARGETS)}.",
+            help=f"{', '.join(TARGETS[:-1])} or {TARGETS[-1]}; a serving plan: {', '.join(SERVING_TARGETS)}; a "
+            f"post-training plan: {' or '.join(RL_TARGETS)}.",
         ),
     ],
     out: Annotated[

@@ -10,6 +10,7 @@ import json as json_module
 import typer
 
 from .apply import ApplyCommand, apply, tokens
+from .apply_rl import apply_rl
 from .batch import batch
 from .compare import compare
 from .entry import main as main
@@ -19,6 +20,7 @@ from .explain import explain, export, import_configuration, report
 from .goodput import goodput
 from .options import CommandGroup, JsonOption, command
 from .plan import plan
+from .plan_rl import plan_rl
 from .profile import profile_app
 from .recipes import recipes
 from .rehearse import rehearse
@@ -37,6 +39,7 @@ app = typer.Typer(
 )
 app.callback()(begin)
 app.command(short_help="The fastest layout that fits, and why it won; writes plan.json.")(plan)
+app.command(short_help="Pools and layouts of GRPO or PPO: who shares devices, and why.")(plan_rl)
 app.command(short_help="What one given layout costs, whether it fits or not.")(estimate)
 app.command(short_help="What binds a plan, what more of each resource is worth, why not.")(explain)
 app.command(short_help="Draw a plan: a page for a browser, a trace for Perfetto.")(report)
@@ -44,6 +47,7 @@ app.command(short_help="Plan in a browser, as controls move.")(studio)
 app.command(cls=ApplyCommand, short_help="A plan's step on every kind of rank, without a device.")(rehearse)
 app.command(short_help="A serving plan under recorded requests, simulated one by one.")(replay)
 app.command(cls=ApplyCommand, short_help="Run a plan: train its model, or your own script under it.")(apply)
+app.command(short_help="Run a post-training plan: generate, reward, score, update.")(apply_rl)
 app.command(short_help="Serve a plan's model here, and measure.")(serve)
 app.command()(tokens)
 app.command(short_help="How often to save, and what faults leave of a plan's speed.")(goodput)

@@ -25,9 +25,12 @@ TARGETS = (*ENGINES, "kubernetes")
 SERVING_TARGETS = ("vllm", "sglang", "trtllm", "dynamo", "llm-d")
 """What a serving plan can be written for."""
 
+RL_TARGETS = ("verl", "nemo-rl")
+"""What a post-training plan can be written for."""
+
 _LOCAL_UPDATES = "its regions train by themselves between sums, which `meshwright apply` makes"
 
-_OF_TASK = {"workload": TARGETS, "serving": SERVING_TARGETS}
+_OF_TASK = {"workload": TARGETS, "serving": SERVING_TARGETS, "post_training": RL_TARGETS}
 """By the field of a plan that holds its task."""
 
 
@@ -124,7 +127,7 @@ def read_configuration(
 
 
 def _known(target: str, plan: Plan) -> Adapter:
-    known, others = targets_of(plan), {*TARGETS, *SERVING_TARGETS}
+    known, others = targets_of(plan), {*TARGETS, *SERVING_TARGETS, *RL_TARGETS}
     if target not in known:
         why = f"{target} takes no plan for {plan.task_name}" if target in others else f"unknown engine {target!r}"
         raise ConfigError(why, help=f"one of {', '.join(known)}" if known else None)
@@ -136,6 +139,6 @@ def _broken(adapter: Adapter, plan: Plan) -> list[Limit]:
 
 
 def _adapter(engine: str) -> Adapter:
-    folder = ".serving" if engine in SERVING_TARGETS else ""
+    folder = ".serving" if engine in SERVING_TARGETS else ".rl" if engine in RL_TARGETS else ""
     adapter: Adapter = import_module(f"{folder}.{engine.replace('-', '_')}", __package__).ADAPTER
     return adapter

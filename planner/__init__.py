@@ -4,7 +4,7 @@ from .cheapest import cheapest
 from .explain.report import explain
 from .explain.why_not import compare
 from .pareto import pareto
-from .plan import estimate, not_executed, plan
+from .plan import estimate, not_executed, plan, plan_rl
 from .rehearse import rehearse
 from .request import default_precision
 
@@ -17,5 +17,6 @@ __all__ = [
     "not_executed",
     "pareto",
     "plan",
+    "plan_rl",
     "rehearse",
 ]

@@ -9,6 +9,8 @@ search_offload (tasks/offload.py), where offload is allowed: layouts with a sche
 For generation: search_generation and build_generation_plan (tasks/generation.py).
 For serving: search_serving (tasks/serving.py) over instances (serving/space.py) and families (serving/families.py), each finalist
 simulated (serving/checks.py), and build_serving_plan (serving/answer.py).
+For post-training: search_post_training (tasks/post_training.py) over pools, the layouts of each by the searches above, and
+build_rl_plan (post_training/answer.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from ..schema import (
     Layout,
     ModelSpec,
     Plan,
+    RlPlan,
+    RlWorkload,
     Serving,
     ServingPlan,
     TrainingEstimate,
@@ -59,6 +63,10 @@ def plan(
 ) -> ServingPlan: ...
 @overload
 def plan(
+    model: ModelInput, cluster: ClusterInput, task: RlWorkload, *, top: int = 4, **options: Unpack[RequestOptions]
+) -> RlPlan: ...
+@overload
+def plan(
     model: ModelInput, cluster: ClusterInput, *, global_batch_size: int, seq_len: int, **options: Any
 ) -> TrainingPlan: ...
 @overload
@@ -79,8 +87,8 @@ def plan(
     Args:
         model, cluster: as objects or as one types them for the command line: ``"llama-3.1-8b"``, ``"64xH100-SXM-80GB"``.
         task: a Workload is trained as fast as possible, a Generation generates as many tokens a second as possible, a Serving
-            serves a load within limits on latency; without one its fields stand among the options: ``global_batch_size=1024,
-            seq_len=8192`` or ``prompt_len=512, generate_len=128``.
+            serves a load within limits on latency, an RlWorkload is post-trained as fast as possible; without one its fields
+            stand among the options: ``global_batch_size=1024, seq_len=8192`` or ``prompt_len=512, generate_len=128``.
         top: runner-ups to report.
         expert_load: of training: tokens of each expert [layers with experts, experts], several workloads in front; what their
             imbalance costs enters the choice of ep, and the plan says where experts stand.
@@ -224,10 +232,24 @@ def plan_serving(request: PlanRequest, *, top: int) -> ServingPlan:
     return build_serving_plan(request, search, top=top)
 
 
+def plan_post_training(request: PlanRequest, *, top: int) -> RlPlan:
+    """Return the pools and layouts with the shortest step of post-training."""
+    from .post_training.answer import build_rl_plan
+    from .tasks.post_training import search_post_training
+
+    return build_rl_plan(request, search_post_training(request), top=top)
+
+
+def plan_rl(workload: RlWorkload, cluster: ClusterInput, *, top: int = 4, **options: Unpack[RequestOptions]) -> RlPlan:
+    """Return the post-training plan of a workload, which has its models: `plan` of the actor."""
+    return plan(workload.model_of("actor"), cluster, workload, top=top, **options)
+
+
 PLANNERS: dict[type[Task], Callable[..., Plan]] = {
     Workload: plan_training,
     Generation: plan_generation,
     Serving: plan_serving,
+    RlWorkload: plan_post_training,
 }
 """What answers a request, by its task."""
 

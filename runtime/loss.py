@@ -47,12 +47,19 @@ def cross_entropy(logits: Tensor, targets: Tensor, shard: VocabShard | None = No
     Returns:
         fp32 [1], the same on all ranks of the group.
     """
+    return token_losses(logits, targets, shard).mean(
+        dim=0, keepdim=True
+    )  # no view: FSDP puts hooks on what a stage returns
+
+
+def token_losses(logits: Tensor, targets: Tensor, shard: VocabShard | None = None) -> Tensor:
+    """Return ``logsumexp(logits) - logits[target]`` of each token, fp32 [N]; see `cross_entropy`."""
     flat = logits.reshape(-1, logits.shape[-1])
-    loss: Tensor = _CrossEntropy.apply(flat, targets.reshape(-1), shard)  # type: ignore[no-untyped-call]
-    return loss
+    losses: Tensor = _TokenLosses.apply(flat, targets.reshape(-1), shard)  # type: ignore[no-untyped-call]
+    return losses
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, shard: VocabShard | None) -> Tensor:
         counts = targets >= 0
@@ -71,21 +78,19 @@ class _CrossEntropy(torch.autograd.Function):
         # No probability, and so no gradient, where nothing counts.
         ctx.save_for_backward(logits, idx, is_local, lse.where(counts, torch.inf))
         ctx.used = False
-        loss: Tensor = losses.mean(dim=0, keepdim=True)  # no view: FSDP puts hooks on what a stage returns
-        return loss
+        return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None]:
         assert not ctx.used, "the logits were overwritten by an earlier backward pass"
         ctx.used = True
         logits, idx, is_local, lse = ctx.saved_tensors
-        scale = grad_output / len(logits)
         for rows in _chunks(logits):
             chunk = logits[rows].float()  # the logits themselves when they are fp32
             chunk.sub_(lse[rows, None]).exp_()
             chunk.scatter_add_(1, idx[rows, None], -is_local[rows, None].float())
-            chunk.mul_(scale)
+            chunk.mul_(grad_losses[rows, None])
             if logits.dtype != chunk.dtype:
                 logits[rows] = chunk
         return logits, None, None

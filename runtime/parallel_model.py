@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -118,6 +119,10 @@ def _not_counted(module: nn.Module) -> Iterator[None]:
     yield
     for router, load in zip(routers, loads, strict=True):
         router.load = load
+
+
+ComputePass = Callable[[nn.Module], Tensor]
+"""A pass: what it adds to a loss [], as a function of the module."""
 
 
 class _Pass(NamedTuple):
@@ -277,10 +282,37 @@ class ParallelModel:
         """Return what this rank adds to the mean loss over the global batch, [] on the device, without gradients or a pipeline."""
         assert self._schedule is None
         total = self._accumulate(self._passes(tokens), has_backward=False)
+        self._reshard()
+        return self._share_of_mean(total)
+
+    def backward_sum(self, passes: Sequence[ComputePass]) -> Tensor:
+        """Add the gradient of a sum over all ranks to the parameters' gradients; once a step, without a pipeline.
+
+        Args:
+            passes: functions of the module, run in a row, whose results [] count; as many on every rank, since ranks that share
+                parameters gather them together.
+
+        Returns:
+            What this rank adds to the sum, [] on the device.
+        """
+        assert self._schedule is None
+        degree = self.mesh.data_degree  # axes average over data ranks
+        total = self._run([lambda module, each=each: degree * each(module) for each in passes], has_backward=True)
+        self._finish_gradients()
+        return self._share_of_mean(total)
+
+    @torch.no_grad()
+    def compute(self, passes: Sequence[ComputePass]) -> list[Tensor]:
+        """Return what functions of the module give, without gradients or a pipeline; as many on every rank."""
+        assert self._schedule is None
+        results = [each(self.module) for each in passes]
+        self._reshard()
+        return results
+
+    def _reshard(self) -> None:
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()  # parameters that stay gathered would hide that their shards have moved
-        return self._share_of_mean(total)
 
     def add_over_ranks(self, values: Tensor) -> None:
         """Sum over all ranks, in place."""
@@ -362,17 +394,24 @@ class ParallelModel:
 
     def _accumulate(self, passes: Sequence[_Pass], *, has_backward: bool = True) -> Tensor:
         """Run all micro-batches in a row; return the mean loss [] of this rank's share."""
+        return self._run([partial(self._loss_of, each) for each in passes], has_backward=has_backward)
+
+    def _loss_of(self, each: _Pass, module: nn.Module) -> Tensor:
+        """Return what a pass adds to the mean loss."""
+        if each.pack is not None:
+            assert self.documents is not None
+            self.documents.enter(each.pack)
+        with contextlib.nullcontext() if each.inverse_weight else _not_counted(module):
+            loss = self._loss_fn(module, each.inputs, each.targets).sum()
+        return loss / each.inverse_weight if each.inverse_weight else loss * 0.0
+
+    def _run(self, passes: Sequence[ComputePass], *, has_backward: bool) -> Tensor:
         scale = self.loss_scale.value
         total = torch.zeros((), device=self.device)
-        for i, (x, y, inverse, pack) in enumerate(passes):
+        for i, compute in enumerate(passes):
             before_micro_batch(self.module, self.plan, is_last=i == len(passes) - 1)
-            if pack is not None:
-                assert self.documents is not None
-                self.documents.enter(pack)
             with self.clock.part("forward", Action(0, "F", i)):
-                with contextlib.nullcontext() if inverse else _not_counted(self.module):
-                    loss = self._loss_fn(self.module, x, y).sum()
-                loss = loss / inverse if inverse else loss * 0.0
+                loss = compute(self.module)
             if has_backward:
                 with self.clock.part("backward", Action(0, "BW", i)):
                     (loss * scale).backward()

@@ -17,6 +17,8 @@ from .offers import CostSummary, Offer, ParetoPoint, SizeTried
 from .offload import OffloadLimits, OffloadMarginalValues, OffloadSchedule
 from .plan import Certificate, Estimate, Plan, PlanProvenance
 from .profile import Calibration, Profile
+from .rl import RlWorkload
+from .rl_plan import RlPlan
 from .serving import LatencyLimit, RequestClass, Requests, Serving
 from .serving_plan import ServingPlan
 from .task import Generation, Workload
@@ -52,6 +54,8 @@ __all__ = [
     "Profile",
     "ProfileError",
     "RequestClass",
+    "RlPlan",
+    "RlWorkload",
     "Requests",
     "RuntimeMismatchError",
     "Certificate",

@@ -20,7 +20,7 @@ from ...cost_models.stage.step import has_power_limits, step_energy_j
 from ...planner import explain
 from ...planner.request import Deadline
 from ...planner.timeline import timeline
-from ...schema import ConfigError, MeshwrightError, Plan, ServingPlan, TrainingPlan
+from ...schema import ConfigError, MeshwrightError, Plan, RlPlan, ServingPlan, TrainingPlan
 from ...schema.base import write_atomically
 from ...schema.local_updates import slowest_island
 from ...schema.trace import chrome_trace
@@ -52,6 +52,15 @@ def write_report(plan: Plan, html: Path | None, trace: Path | None, *, explain_l
     """
     if isinstance(plan, ServingPlan):
         _write_serving_report(plan, html, trace, explain_limit_s=explain_limit_s)
+        return
+    if isinstance(plan, RlPlan):
+        if trace is not None:
+            raise ConfigError(
+                "--trace: a post-training step is drawn in the page", help="meshwright report --report FILE"
+            )
+        if html is not None:
+            write_atomically(html, rl_page(plan))
+            typer.echo(f"wrote {html}", err=True)
         return
     if not isinstance(plan, TrainingPlan):
         raise ConfigError(f"a plan of {plan.task_name} is not drawn", help="meshwright explain says what is in it")
@@ -93,6 +102,13 @@ def serving_page(plan: ServingPlan, explanation: ServingExplanation | None = Non
     from .serving import serving_page_data
 
     return str(template("serving.html.j2").render(serving_page_data(plan, explanation)))
+
+
+def rl_page(plan: RlPlan) -> str:
+    """Return the page of a post-training plan as HTML."""
+    from .rl import rl_page_data
+
+    return str(template("serving.html.j2").render(rl_page_data(plan)))
 
 
 def page(plan: TrainingPlan, explanation: Explanation | None = None) -> str:

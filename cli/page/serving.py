@@ -26,15 +26,15 @@ def serving_page_data(plan: ServingPlan, explanation: ServingExplanation | None 
     return {
         "title": f"{plan.model.name} served on {cluster_title(plan.cluster)}",
         "model": plan.model.name,
-        "cluster": cluster_title(plan.cluster),
+        "cluster": f"served on {cluster_title(plan.cluster)}",
         "headline": counted(plan.num_devices, "device"),
         "summary": plan.summary,
         "front": front_figure(plan),
-        "tables": [_rows(table) for table in tables],
+        "tables": [table_rows(table) for table in tables],
     }
 
 
-def _rows(table: Table) -> dict[str, Any]:
+def table_rows(table: Table) -> dict[str, Any]:
     """Return a table of the show layer as a template draws it: text of cells without their markup."""
     sections = [[[cell.plain for cell in cells] for cells, _ in rows] for rows in table.sections if rows]
     return {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ...cost_models.stage.step import has_power_limits, step_energy_j
-from ...schema import GenerationPlan, Plan, ServingPlan, TrainingPlan
+from ...schema import GenerationPlan, Plan, RlPlan, ServingPlan, TrainingPlan
 from ...schema.units import counted, format_bytes, format_count, format_joules, format_percent, format_seconds
 from ..markup import plain
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
@@ -53,6 +53,10 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
         from .serving import serving_tables
 
         yield from serving_tables(plan)
+    elif isinstance(plan, RlPlan):
+        from .rl import rl_tables
+
+        yield from rl_tables(plan)
     elif isinstance(plan, TrainingPlan):
         yield plan_table(plan)
         if plan.cost is not None:

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen, MinLen
 from markdown import code, plain, table
-from meshwright.schema import ClusterSpec, Layout, ModelSpec, Offer, Profile, TrainingPlan, Workload
+from meshwright.schema import ClusterSpec, Layout, ModelSpec, Offer, Profile, RlPlan, TrainingPlan, Workload
 from meshwright.schema.base import field_texts
 from meshwright.schema.generation import GenerationPlan
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-ROOTS = (Layout, Workload, TrainingPlan, ModelSpec, ClusterSpec, Offer, Profile, GenerationPlan)
+ROOTS = (Layout, Workload, TrainingPlan, ModelSpec, ClusterSpec, Offer, Profile, GenerationPlan, RlPlan)
 
 MOST = (10**9, 2**62, 1e60)
 """Upper limits of every count that a user states, and of every number (schema/base.py); not worth a mention."""

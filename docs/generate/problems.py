@@ -31,6 +31,7 @@ TITLES = {
     "solvers/experts/traffic.py": "Home nodes of experts, and replicas on other nodes",
     "solvers/islands.py": "How regions train together",
     "planner/regions.py": "Which regions train together",
+    "solvers/pools.py": "Pools of models in post-training",
     "planner/cheapest.py": "The cheapest size of a cluster",
 }
 """Titles, in the order of the page; files without one come last, under the first line of their docstring."""

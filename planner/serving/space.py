@@ -1,6 +1,6 @@
 """Engine instances that a serving plan may consist of: every layout of every kind of device, with its steps, memory and limits.
 
-tp     divides the heads, within what the fastest links join or whole multiples of it
+tp     divides the heads, within what the fastest links join (beyond them where it is fixed)
 pp     up to MAX_PP, without attention_dp
 attention_dp, ep   of models with experts: the ranks of a stage share the experts, whole (ep) or cut (moe_tp)
 An instance has a divisor of a node's devices or whole nodes, so that instances fill nodes without rest (E3).
@@ -128,8 +128,8 @@ class ServingSpace:
             check_drafts(request.model, serving.speculate)
         seen = 0
         for index, part in enumerate(parts):
-            for layout in layouts(request.model, part, serving):
-                degrees = {key: value for key, value in request.fixed.items() if key in ServingLayout.model_fields}
+            degrees = {key: value for key, value in request.fixed.items() if key in ServingLayout.model_fields}
+            for layout in layouts(request.model, part, serving, fixed_tp=degrees.get("tp", 1)):
                 if any(getattr(layout, key) != value for key, value in degrees.items()):
                     continue
                 seen += 1
@@ -302,14 +302,14 @@ def _of_each_draft(models: Sequence[InstanceModel]) -> tuple[InstanceModel, ...]
     return tuple(by_steps.values()) if len(by_steps) > 1 else ()
 
 
-def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving) -> Iterator[ServingLayout]:
-    """Yield the layouts of an engine instance on equal devices."""
+def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving, *, fixed_tp: int = 1) -> Iterator[ServingLayout]:
+    """Yield the layouts of an engine instance on equal devices; ``fixed_tp``: a degree that may go beyond the fastest links."""
     node, total = math.gcd(*cluster.node_sizes), cluster.num_devices
     domain = max(node, cluster.scaleup_domain)
     heads = [block.attention.num_heads for block, _ in model.block_runs]
     experts = [block.experts.num_experts for block, _ in model.block_runs if block.experts is not None]
     degrees = [n for n in range(1, min(total, MAX_STAGE_DEVICES) + 1) if node % n == 0 or n % node == 0]
-    tps = [n for n in degrees if n <= domain and all(count % n == 0 for count in heads)]
+    tps = [n for n in degrees if n <= max(domain, fixed_tp) and all(count % n == 0 for count in heads)]
     for tp, pp in itertools.product(
         tps, (n for n in range(1, MAX_PP + 1) if n & (n - 1) == 0 and n <= model.num_blocks)
     ):

@@ -161,12 +161,15 @@ class Decoder(nn.Module):
             self.model.norm = None
             self.lm_head = None
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, *, read: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         """Run this stage's layers.
 
         Args:
             inputs: tokens [B, S] on the first stage, else hidden states [B, S, D].
             targets: tokens [B, S] that should come next; only the last stage reads them.
+            read: what the last stage makes of its logits [B, S, V] (this rank's columns) in place of the mean loss; no view.
 
         Returns:
             Hidden states [B, S, D] before the last stage; there the mean loss [1], or logits [B, S, V] without targets. The loss
@@ -176,6 +179,8 @@ class Decoder(nn.Module):
         if self.lm_head is None:
             return hidden
         logits: Tensor = self.lm_head(hidden)
+        if read is not None:
+            return read(logits)
         return logits if targets is None else cross_entropy(logits, targets, self.vocab_shard)
 
 

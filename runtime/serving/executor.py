@@ -7,7 +7,7 @@ to stage as they are; the last stage computes logits of the rows that get a toke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ class Executor:
 
     Attributes:
         outbox: for what other ranks wait for.
+        on_sampled: called with the logits [B, V] and the tokens that were sampled from them, on the rank that samples.
         transfer: to and from other instances of the job; None without any.
         caches: of its layers, by block of the model: [slots, P, K, C] (see paged_attention.py).
     """
@@ -50,6 +51,7 @@ class Executor:
         sites: Sequence[Place] = (),
         instance: int = 0,
         adapters: Sequence[Path] = (),
+        fill: Callable[[Decoder], None] | None = None,
     ) -> None:
         """Build this rank's part of a pool's instance; see `build_part`."""
         limits, weight_dtype, cache_dtype = pool.limits, require_dtype(pool.weights), require_dtype(pool.cache)
@@ -58,9 +60,10 @@ class Executor:
         self._adapters = AdapterSet() if adapters else None
         self.part: Decoder = build_part(
             spec, ranks, self._state, dtype=weight_dtype, device=device, seed=seed, weights=weights,
-            adapters=self._adapters, adapter_folders=adapters,
+            adapters=self._adapters, adapter_folders=adapters, fill=fill,
         )  # fmt: skip
         self.outbox = Outbox(limit=2 * ranks.layout.pp)
+        self.on_sampled: Callable[[Tensor, list[int]], None] | None = None
         self.caches: dict[int, Tensor] = {}
         self._rotaries: list[Rotary] = []
         slots = limits.cache_blocks * limits.block_size
@@ -145,7 +148,10 @@ class Executor:
         if not samples:
             return None
         sampled = [row for row in batch.rows if row.sampling is not None]
-        return sample(logits.float(), [row.sampling for row in sampled if row.sampling], [row.end for row in sampled])
+        tokens = sample(logits.float(), [row.sampling for row in sampled if row.sampling], [row.end for row in sampled])
+        if self.on_sampled is not None:
+            self.on_sampled(logits, tokens)
+        return tokens
 
     def _all_columns(self, logits: Tensor) -> Tensor:
         """Return the logits of the entire vocabulary, of which each tensor rank has a part."""

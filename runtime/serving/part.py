@@ -7,7 +7,7 @@ is a part of a sum, it is reduced at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -47,12 +47,14 @@ def build_part(
     weights: Path | None,
     adapters: AdapterSet | None = None,
     adapter_folders: Sequence[Path] = (),
+    fill: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Return this rank's part of a model, with plain local parameters and no gradients.
 
     Args:
         seed: of made weights; used where there are none to load.
         weights: folder of safetensors.
+        fill: writes the weights of this rank's part, in place of both.
         adapters: of the steps; adapter_folders: of each, in order.
 
     Raises:
@@ -69,7 +71,9 @@ def build_part(
         lambda tensor: torch.empty_like(tensor, device=device, dtype=dtype if tensor.is_floating_point() else None)
     )
     part.tie()
-    if weights is None:
+    if fill is not None:
+        fill(part)
+    elif weights is None:
         init_weights(part, seed, device)
     else:
         load_weights(part, spec, weights)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .membership import Membership
+
+class Members(Protocol):
+    """Processes that exchange something: `Membership` of a generation, or any others with a store."""
+
+    position: int
+    store: Any
+
+    def group(self, name: str, position: int, size: int) -> Any:
+        """Return a group of gloo's of the first ``size`` of them."""
+        ...
 
 
 class Exchange:
@@ -19,7 +28,7 @@ class Exchange:
         GenerationOverError: by any method, where a member dies meanwhile.
     """
 
-    def __init__(self, membership: Membership, name: str, size: int) -> None:
+    def __init__(self, membership: Members, name: str, size: int) -> None:
         self.position, self.size = membership.position, size
         self._name, self._store, self._num_topics = name, membership.store, 0
         self._group = membership.group(name, self.position, size)

@@ -30,6 +30,7 @@ PRELOADED = [
     "meshwright.profilers.run.rank",
     "meshwright.runtime.job.worker",
     "meshwright.runtime.parallelize_model",
+    "meshwright.runtime.rl.worker",
     "meshwright.runtime.training.checkpoint",
     "meshwright.runtime.training.train",
     "meshwright.runtime.weights.save",

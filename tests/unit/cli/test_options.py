@@ -39,6 +39,7 @@ POSITIONALS = {
     "estimate": ["gpt2", "--global-batch-size=8", "--seq-len=64", "--layout=tp=1"],
     "experts synth": ["--out=x.npz"], "calibrate": ["plan.json", "metrics.jsonl"], "validate": ["runs.csv"],
     "batch": ["plan.json"], "experts place": ["loads.npy"], "experts evaluate": ["placement.npz"], "report": ["plan.json"],
+    "plan-rl": ["grpo.toml"],
 }  # fmt: skip
 
 

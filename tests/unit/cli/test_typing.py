@@ -15,7 +15,7 @@ from meshwright.cli.complete import (
     complete_targets,
 )
 from meshwright.cli.main import app
-from meshwright.engines import ENGINES, SERVING_TARGETS, TARGETS
+from meshwright.engines import ENGINES, RL_TARGETS, SERVING_TARGETS, TARGETS
 from meshwright.schema import TrainingPlan
 from meshwright.schema.catalogue import device_entries
 from meshwright.schema.layout import Layout
@@ -91,7 +91,7 @@ def test_tab_lists_what_there_is() -> None:
     assert set(complete_clusters("")) >= {"local", "8xH100-SXM-80GB"}
     assert len(complete_clusters("")) == 1 + len(device_entries())
     assert tuple(complete_engines("")) == ENGINES
-    assert tuple(complete_targets("")) == (*TARGETS, *SERVING_TARGETS)
+    assert tuple(complete_targets("")) == (*TARGETS, *SERVING_TARGETS, *RL_TARGETS)
     assert {text.rstrip("=") for text in complete_layout("")} == set(Layout.model_fields)
     assert complete_layout("tp=8,recompute=f") == ["tp=8,recompute=full"]
     assert "tp=8,tp=" not in complete_layout("tp=8,t")

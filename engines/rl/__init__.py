@@ -1,0 +1,1 @@
+"""Post-training plans as the configuration of post-training engines."""
