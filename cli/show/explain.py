@@ -88,7 +88,7 @@ def _regions(plan: TrainingPlan, explanation: Explanation) -> Table:
     table.add_row("[bold]a step takes", format_seconds(planned_s), "", "as planned, sums between regions included")
     for value in explanation.regions:
         if value.step_time_s is None:
-            table.add_row(f"  {value.change}", "", "", escape(value.note))
+            table.add_row(f"  {value.change}", "", "", plain(value.note))
             continue
         change = value.step_time_s / planned_s - 1
         table.add_row(f"  {value.change}", format_seconds(value.step_time_s), f"{100 * change:+.1f} %", "")

@@ -236,7 +236,7 @@ def _add_islands(table: Table, updates: LocalUpdates) -> None:
     for idx in updates.ring:
         island = updates.islands[idx]
         share = f"{counted(island.sequences, 'sequence')} of each batch on {counted(island.replicas, 'replica')}"
-        table.add_row(f"  {escape(island.region)}", format_seconds(island.step_s), "", share)
+        table.add_row(f"  {plain(island.region)}", format_seconds(island.step_s), "", share)
     table.add_row(
         "  sums",
         format_seconds(updates.waited_s),

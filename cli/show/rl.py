@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ..markup import plain
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
 
 if TYPE_CHECKING:
@@ -45,10 +44,10 @@ def _step(plan: RlPlan) -> Table:
         for copy in (copy for copy in plan.copies if copy.pool == idx):
             where = "on the hosts between its calls, " if copy.is_offloaded else ""
             of_states = f"{where}{format_bytes(copy.state_bytes)} of states a device" if copy.state_bytes else "weights"
-            words = f"[bold]{escape(copy.layout)}[/]; {of_states}, {format_bytes(copy.live_bytes)} in a call"
+            words = f"[bold]{plain(copy.layout)}[/]; {of_states}, {format_bytes(copy.live_bytes)} in a call"
             table.add_row(f"  {copy.role}", "", "", words)
     table.add_section()
-    table.add_row("[bold]why", "", "", escape(plan.reason))
+    table.add_row("[bold]why", "", "", plain(plan.reason))
     if plan.search is not None:
         effort = f"{plan.search.evaluated} pairs of a model and a size costed, {plan.search.pruned} excluded"
         add_search(table, plan.search, effort)
@@ -71,5 +70,5 @@ def _timeline(plan: RlPlan) -> Table:
 def _alternatives(plan: RlPlan) -> Table:
     table = headed_table("runner-ups", "pools", "step", "why not", text=("pools", "why not"))
     for other in plan.alternatives:
-        table.add_row(escape(other.title), format_seconds(other.step_time_s), escape(other.reason))
+        table.add_row(plain(other.title), format_seconds(other.step_time_s), plain(other.reason))
     return table

@@ -273,7 +273,7 @@ def process_bytes(scenario: Scenario) -> float:
     The budget does not count it: it is part of the cluster's ``reserved_bytes``.
     """
     profile = scenario.cluster.profile
-    measured = profile.allocator if profile is not None and _is_host(scenario) else None
+    measured = profile.allocator if profile is not None and is_host(scenario) else None
     return 0.0 if measured is None else float(measured.process_bytes)
 
 
