@@ -15,7 +15,7 @@ from types import FrameType
 INTERRUPTED = 128 + signal.SIGINT
 
 
-def leave_at_once(_received: int, _frame: FrameType | None) -> None:
+def leave_now(_received: int, _frame: FrameType | None) -> None:
     """End the process."""
     os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
@@ -24,20 +24,20 @@ def leave_at_once(_received: int, _frame: FrameType | None) -> None:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C be a KeyboardInterrupt inside, where the process is this program's own."""
-    is_ours = signal.getsignal(signal.SIGINT) is leave_at_once
+    is_ours = signal.getsignal(signal.SIGINT) is leave_now
     if is_ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
         if is_ours:
-            signal.signal(signal.SIGINT, leave_at_once)
+            signal.signal(signal.SIGINT, leave_now)
 
 
 def main() -> None:
     """Run the command line of this process, from its start to its end."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background ignores it
-        signal.signal(signal.SIGINT, leave_at_once)
+        signal.signal(signal.SIGINT, leave_now)
     from .main import FROM_START, app
 
     app(obj=FROM_START)

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -151,7 +151,7 @@ def read_text(path: str | Path) -> str:
     """Read the text of a file the user named; every way this fails is a ConfigError."""
     try:
         with Path(path).open("rb") as file:
-            content = read_limited(file, path)
+            content = read_limited(file.read, path)
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
@@ -161,14 +161,14 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
 
 
-def read_limited(file: BinaryIO, path: str | Path) -> bytes:
-    """Return what is left of a file of text; in parts, as a read of the limit would take the memory of the limit.
+def read_limited(read: Callable[[int], bytes], path: str | Path) -> bytes:
+    """Return what a file of text still has; in parts, as a read of the limit would take the memory of the limit.
 
     Raises:
         ConfigError: it is more than a text may have.
     """
     parts, size = [], 0
-    while part := file.read(2**20):
+    while part := read(2**20):
         parts.append(part)
         size += len(part)
         if size > MAX_TEXT_BYTES:

@@ -194,7 +194,7 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
     path = Path(path)
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            content = read_limited(file, path)
+            content = read_limited(file.read, path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     lengths = []

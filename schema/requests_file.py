@@ -186,7 +186,7 @@ def read_trace(path: str | Path) -> Trace:
 def _content(path: Path) -> bytes:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            return read_limited(file, path)
+            return read_limited(file.read, path)
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--requests: cannot read {path}: {reason}", help=_EXAMPLE) from None

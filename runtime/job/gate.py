@@ -152,12 +152,12 @@ def open_gate(listener: socket.socket, store_port: int, secret: bytes) -> Relay:
     """Let those who know the secret through to the store on this machine's loopback."""
 
     async def onward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Streams:
-        asked = secrets.token_bytes(_RANDOM)
-        writer.write(asked)
+        challenge = secrets.token_bytes(_RANDOM)
+        writer.write(challenge)
         answer = await reader.readexactly(_RANDOM + _PROOF)
-        if not hmac.compare_digest(answer[_RANDOM:], _proof(secret, b"door", asked, answer[:_RANDOM])):
+        if not hmac.compare_digest(answer[_RANDOM:], _proof(secret, b"door", challenge, answer[:_RANDOM])):
             raise WrongSecretError
-        writer.write(_proof(secret, b"gate", asked, answer[:_RANDOM]))
+        writer.write(_proof(secret, b"gate", challenge, answer[:_RANDOM]))
         return await asyncio.open_connection(_LOOPBACK, store_port)
 
     return Relay(listener, onward)
@@ -169,10 +169,10 @@ def open_door(host: str, port: int, secret: bytes) -> Relay:
     async def onward(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> Streams:
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            asked, answer = await reader.readexactly(_RANDOM), secrets.token_bytes(_RANDOM)
-            writer.write(answer + _proof(secret, b"door", asked, answer))
+            challenge, answer = await reader.readexactly(_RANDOM), secrets.token_bytes(_RANDOM)
+            writer.write(answer + _proof(secret, b"door", challenge, answer))
             await writer.drain()
-            require_proof(await reader.readexactly(_PROOF), secret, asked, answer)
+            require_proof(await reader.readexactly(_PROOF), secret, challenge, answer)
         except BaseException:
             writer.close()
             raise
@@ -189,18 +189,18 @@ def knock(host: str, port: int, secret: bytes, timeout_s: float) -> None:
         WrongSecretError: it does not let us through, or does not know the secret itself.
     """
     with socket.create_connection((host, port), timeout=timeout_s) as connection:
-        asked, answer = _read(connection, _RANDOM), secrets.token_bytes(_RANDOM)
-        connection.sendall(answer + _proof(secret, b"door", asked, answer))
-        require_proof(_read(connection, _PROOF), secret, asked, answer)
+        challenge, answer = _read(connection, _RANDOM), secrets.token_bytes(_RANDOM)
+        connection.sendall(answer + _proof(secret, b"door", challenge, answer))
+        require_proof(_read(connection, _PROOF), secret, challenge, answer)
 
 
-def require_proof(shown: bytes, secret: bytes, asked: bytes, answer: bytes) -> None:
+def require_proof(shown: bytes, secret: bytes, challenge: bytes, answer: bytes) -> None:
     """Refuse a gate that does not know the secret.
 
     Raises:
         WrongSecretError: it does not.
     """
-    if not hmac.compare_digest(shown, _proof(secret, b"gate", asked, answer)):
+    if not hmac.compare_digest(shown, _proof(secret, b"gate", challenge, answer)):
         raise WrongSecretError
 
 
@@ -215,8 +215,8 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def _proof(secret: bytes, side: bytes, asked: bytes, answer: bytes) -> bytes:
-    return hmac.digest(secret, side + asked + answer, hashlib.sha256)
+def _proof(secret: bytes, side: bytes, challenge: bytes, answer: bytes) -> bytes:
+    return hmac.digest(secret, side + challenge + answer, hashlib.sha256)
 
 
 def raise_descriptor_limit() -> None:
@@ -224,5 +224,5 @@ def raise_descriptor_limit() -> None:
     if os.name == "posix":
         import resource
 
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

@@ -61,8 +61,8 @@ def damage_of(folder: Path, checksums: Mapping[str, str]) -> str | None:
 
     Every rank calls it with the same arguments; each reads its part of the files.
     """
-    mine = sorted(checksums)[dist.get_rank() :: dist.get_world_size()]
-    return first_of_all(_damaged(folder, mine, checksums))
+    names = sorted(checksums)[dist.get_rank() :: dist.get_world_size()]
+    return first_of_all(_damaged(folder, names, checksums))
 
 
 def _damaged(folder: Path, names: Iterable[str], checksums: Mapping[str, str]) -> str | None:
@@ -88,21 +88,21 @@ def set_aside(folder: Path) -> str:
     Raises:
         ConfigError: it cannot be renamed.
     """
-    failure = None
-    names = (f"{folder.name}{DAMAGED}{f'-{number}' if number else ''}" for number in count())
-    target = next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
+    failure = name = None
     if dist.get_rank() == 0:
+        names = (f"{folder.name}{DAMAGED}{f'-{number}' if number else ''}" for number in count())
+        target = next(folder.with_name(name) for name in names if not folder.with_name(name).exists())
         try:
-            folder.rename(target)
+            name = folder.rename(target).name
         except OSError as error:
             failure = f"cannot rename {folder}: {error.strerror}"
     if failure := first_of_all(failure):
         raise ConfigError(failure)
-    return target.name
+    return first_of_all(name) or ""
 
 
 def checkpoints_to_resume(root: str | None) -> Sequence[Path]:
     """Return the checkpoints that the first rank sees, newest first: ranks of other nodes may not see the last one yet."""
-    found: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(found, [str(path) for path in list_checkpoints(root)] if root else [])
-    return [Path(path) for path in reversed(found[0])]
+    listed: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(listed, [str(path) for path in list_checkpoints(root)] if root else [])
+    return [Path(path) for path in reversed(listed[0])]

@@ -93,7 +93,7 @@ entry.main()
 WORKING = """
 import signal, sys, typer
 from meshwright.cli import entry, terminal
-signal.signal(signal.SIGINT, entry.leave_at_once)
+signal.signal(signal.SIGINT, entry.leave_now)
 def work():
     with terminal.exit_on_error():
         try:

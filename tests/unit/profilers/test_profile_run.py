@@ -167,6 +167,12 @@ def test_what_a_rank_refuses_reaches_the_launcher(tmp_path, task):
     assert str(explain_failure([death], world_size=2)) == str(refused)
 
 
+def test_record_that_found_no_room_says_so(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text("")
+    death = read_death(0, 1, ended_by_launcher=False, record=tmp_path / "error.json", log=tmp_path / "rank.log")
+    assert f"found no room in {tmp_path.parent}" in str(explain_failure([death], world_size=2))
+
+
 def test_rank_that_takes_longer_is_named(task):
     busy = replace(task, storage_path="busy", parts=("compute",), out="")
     profile = launch_ranks(tiny_steps, busy, 2)
