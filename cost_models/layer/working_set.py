@@ -272,6 +272,9 @@ class _Pass:
         matrix = self.weight * mlp.num_experts * mlp.ffn_dim * self.width / (self.layouts.ep * self.layouts.expert_tp)
         of_cut = every * self.share
         is_cut, travels = self.layouts.expert_tp > 1, self.layouts.ep > 1
+        # Of the forward pass, which may run again: rows as they are sent, arrive, are sorted, put out, sorted back and return; or as
+        # they are put out and weighted. Two of them are saved.
+        self.use(np.where(travels, 4.0, 2.0) * rows + np.where(is_cut, of_cut, 0.0))
         self.make(np.where(is_cut, of_cut, 0.0))
         self.make(rows)  # weighted outputs
         self.use(rows)  # times outputs, for the gradient of the weights

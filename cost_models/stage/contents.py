@@ -28,6 +28,7 @@ def step_shape(
     num_neighbours: IntArray,
     logits_in_flight: Any = None,
     summed_in_flight: Any = None,
+    kept_inputs: Any = 0,
     idx: int | slice = slice(None),
 ) -> StepShape:
     """Return what memory depends on of the layouts ``idx``, given micro-batches in flight and neighbours of a stage.
@@ -56,6 +57,7 @@ def step_shape(
         summed_in_flight=in_flight if summed_in_flight is None else summed_in_flight,
         reduces_apart=(layouts.num_model_chunks[idx] > 1) & (layouts.pp[idx] > 1),
         num_neighbours=num_neighbours,
+        kept_inputs=kept_inputs,
         offload=layouts.offload[idx],
         offload_fraction=layouts.offload_fraction[idx],
     )
@@ -100,7 +102,10 @@ def shape_of_stages(costs: CostTable, idx: int, stage_idx: IntArray) -> StepShap
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
     flight = more_in_flight(costs, flight, idx)
     summed = summed_in_flight(b.num_microbatches[idx], flight) if shape.pp > 1 else flight
-    return step_shape(b, flight, num_neighbours=num_neighbours, summed_in_flight=summed, idx=idx)
+    kept = (stage_idx > 0) & shape.record.splits_backward
+    return step_shape(
+        b, flight, num_neighbours=num_neighbours, summed_in_flight=summed, kept_inputs=kept.astype(np.int64), idx=idx
+    )
 
 
 def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray) -> StageContents:
@@ -178,7 +183,10 @@ def shape_of_ranks(costs: CostTable, idx: int, in_flight: FloatArray) -> StepSha
     neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
     if costs.workload.engine_facts.receives_by_stage:
         neighbours = np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
-    return step_shape(costs.layouts, in_flight, num_neighbours=neighbours[: shape.pp], logits_in_flight=1, idx=idx)
+    kept = np.bincount(np.array(shape.rank_of_stage), (stages > 0) & shape.record.splits_backward, shape.pp)
+    return step_shape(
+        costs.layouts, in_flight, num_neighbours=neighbours[: shape.pp], logits_in_flight=1, kept_inputs=kept, idx=idx
+    )
 
 
 def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray) -> MemoryTerms:

@@ -78,7 +78,7 @@ def stage_memory(
     if not workload.has_backward:
         return _zeroth_order(stage, step, scenario)
     moments = _moments(stage, step, scenario) if fullest is None else [fullest]
-    receive = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
+    receive = (step.num_neighbours + step.kept_inputs) * step.num_microbatches * stage.boundary_bytes
     return {
         "parameters": _parameters(stage, step, workload),
         "optimizer": _states(stage.owned(step), step, workload),
@@ -127,7 +127,9 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
     all_copies = gathered_bytes(stage.trained, stage, step, workload)
     late = {
-        "gradients": np.maximum(update["gradients"] * (1 - to_come), before * (step.num_microbatches > 1)),
+        "gradients": np.maximum(
+            update["gradients"] * (1 - to_come), np.where((step.num_microbatches > 1) & ~step.reduces_apart, before, 0.0)
+        ),
         "unsharded": np.where(copies, np.where(step.is_piped, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0),
         "activations": np.minimum(stage.block_activation_bytes, step.in_flight * stage.activation_bytes),
         "logits": 0.0 * passing["logits"],
