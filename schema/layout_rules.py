@@ -354,8 +354,8 @@ VERSION_RULES: tuple[Rule, ...] = (
         )),
     Rule("shards_of_matrices", "dp_shard cp",
         lambda t, p: (p.hidden_dim == 0) | (t.dp_shard * t.cp <= p.hidden_dim),
-        "dp_shard {t.dp_shard} x cp {t.cp} for matrices {p.hidden_dim} wide: fully_shard cuts along one dimension and fills up what does "
-        "not divide, a few experts to as many as there are ranks; use dp_replicate"),
+        "dp_shard {t.dp_shard} x cp {t.cp} for matrices {p.hidden_dim} wide: fully_shard cuts along one dimension and fills up "
+        "what does not divide, a few experts to as many as there are ranks; use dp_replicate"),
     Rule("offload", "offload offload_activations", lambda t, p: ~t.offloads,
         "offloading is executed as a plan's schedule says (offload=scheduled); other forms are predicted only"),
     Rule("recompute_of_all_blocks", "recompute_fraction", lambda t, p: t.recompute_fraction == 1,

@@ -26,7 +26,6 @@ from . import recurrences as _registered  # noqa: F401  operators and saved tens
 from .adapters import with_adapters
 from .data import data_parallel_s, has_copies
 from .memory import MODULES, activation_bytes, tp_params, trained_and_frozen
-from .working_set import pending_bytes, working_bytes
 from .operators import (
     CORE_ATTENTION,
     CostInputs,
@@ -45,6 +44,7 @@ from .parallel import (
     state_passing_s,
     token_share,
 )
+from .working_set import pending_bytes, working_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,8 @@ def step_shape(
 ) -> StepShape:
     """Return what memory depends on of the layouts ``idx``, given micro-batches in flight and neighbours of a stage.
 
-    All in flight are so beside gradients unless given. Logits wait with the activations of the head: of all micro-batches where forward passes come first, else of one unless given.
+    All in flight are so beside gradients unless given.
+    Logits wait with the activations of the head: of all micro-batches where forward passes come first, else of one unless given.
     """
     if logits_in_flight is None:
         all_first = by_schedule("all_forward_first")[layouts.schedule[idx]] & (layouts.pp[idx] > 1)

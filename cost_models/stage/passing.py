@@ -90,7 +90,8 @@ class StepShape:
 class StageContents:
     """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``.
 
-    ``working_bytes`` and ``block_activation_bytes`` are those of the block with most. ``ends_are_one``: embedding and head are one parameter, whose gradient is reduced after the last block's.
+    ``working_bytes`` and ``block_activation_bytes`` are those of the block with most.
+    ``ends_are_one``: embedding and head are one parameter, whose gradient is reduced after the last block's.
     """
 
     params: Array

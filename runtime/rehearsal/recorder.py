@@ -54,7 +54,7 @@ _FAKES: dict[Any, Callable[..., Any]] = {
     GROUPED_PRODUCT: grouped_product,
     torch.ops._c10d_functional.wait_tensor.default: lambda tensor: tensor,
 }
-"""In place of torch's own fake kernels, of which the last returns a tensor of its own where the real one returns what it is given."""
+"""In place of torch's own fake kernels; its last one returns another tensor where the real one returns what it is given."""
 
 _MAY_COPY = {_aten.to, _aten.contiguous, _aten.reshape, _aten.flatten}
 """Views where the input is of that kind already, else copies; seen where autograd is off, as in the ring's operator."""
