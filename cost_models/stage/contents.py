@@ -241,6 +241,10 @@ def stage_headroom_bytes(
 def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, cap_bytes: float) -> FloatArray:
     """Return the bytes of activations that each rank [..., pp] may hold at once, given the contents of its stages [..., S]."""
     step, of_ranks = shape_of_ranks(costs, idx, np.ones(costs.layouts.pp[idx])), contents_of_ranks(costs, idx, contents)
+    if costs.workload.engine_facts.memory is None and pipeline_shape(costs, idx).record.splits_backward:
+        # An input pass, or the gradients that a weight pass over one chunk has made.
+        made = costs.workload.compute_bytes * np.max(contents.trained, axis=-1)
+        of_ranks = replace(of_ranks, working_bytes=np.maximum(of_ranks.split_working_bytes, made))
     return np.asarray(activation_headroom_bytes(of_ranks, step, costs.scenario, cap_bytes=cap_bytes))
 
 
