@@ -33,6 +33,7 @@ class ProblemFacts:
 
     Attributes:
         head_counts, kv_head_counts, ffn_dims, expert_counts, expert_ffn_dims: those that occur in some block.
+        hidden_dim: of a model of known layers, else 0.
         traced_len: tokens of the sequences that a traced model was counted for; 0 for a model of known layers.
         takes_uneven_shares: of the engine (`EngineFacts`).
         not_split, not_along_sequence, split_widths, not_staged, not_sharded, placed_degrees: of a traced model (`CodeFacts`).
@@ -47,6 +48,7 @@ class ProblemFacts:
     kv_head_counts: tuple[int, ...]
     ffn_dims: tuple[int, ...]
     vocab_size: int
+    hidden_dim: int = 0
     expert_counts: tuple[int, ...] = ()
     expert_ffn_dims: tuple[int, ...] = ()
     fused_attention: bool = True
@@ -89,6 +91,7 @@ def problem_facts(
         kv_head_counts=tuple(sorted({block.attention.num_kv_heads for block in known})),
         ffn_dims=tuple(sorted(ffn_dims | {moe.shared_ffn_dim for moe in routed if moe.shared_ffn_dim})),
         vocab_size=model.vocab_size,
+        hidden_dim=model.hidden_dim if known else 0,
         expert_counts=tuple(sorted({moe.num_experts for moe in routed})),
         expert_ffn_dims=tuple(sorted({moe.ffn_dim for moe in routed})),
         fused_attention=workload.attention == "flash" and all(merges_parts),
@@ -349,6 +352,10 @@ VERSION_RULES: tuple[Rule, ...] = (
             f"expert width {not_dividing(p.expert_ffn_dims, 8 * t.expert_tp)} over {t.expert_tp} ranks: torch's grouped "
             "product takes rows of whole 16 bytes, 8 elements of bf16"
         )),
+    Rule("shards_of_matrices", "dp_shard cp",
+        lambda t, p: (p.hidden_dim == 0) | (t.dp_shard * t.cp <= p.hidden_dim),
+        "dp_shard {t.dp_shard} x cp {t.cp} for matrices {p.hidden_dim} wide: fully_shard cuts along one dimension and fills up "
+        "what does not divide, a few experts to as many as there are ranks; use dp_replicate"),
     Rule("offload", "offload offload_activations", lambda t, p: ~t.offloads,
         "offloading is executed as a plan's schedule says (offload=scheduled); other forms are predicted only"),
     Rule("recompute_of_all_blocks", "recompute_fraction", lambda t, p: t.recompute_fraction == 1,

@@ -274,7 +274,7 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
     )
     if isinstance(mlp, MoE):  # what the experts read and put out; selective recompute sorts the rows again
         rows = mlp.top_k * (1 if is_selective else 2) * hidden_dim
-        saved += SavedElements(unsharded=2 * mlp.num_experts, routed=rows)
+        saved += SavedElements(routed=rows + 2 * mlp.num_experts)
     if is_selective:
         # The block's input; the norms run again. Where attention is all, nothing reads what its last product put out.
         last = SavedElements(unsharded=hidden_dim * (layer.num_parts == 1 and isinstance(attention, SoftmaxAttention)))
@@ -285,8 +285,11 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
         saved += _norm(hidden_dim, rules)
     if workload.code == "eager":
         saved += _eager_code(layer, hidden_dim, workload)
-    # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp.
-    return saved + SavedElements(unsharded=min(layer.num_norms, 2) * hidden_dim)
+    # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp;
+    # where experts are alone only over the ranks that cut them.
+    alone = isinstance(mlp, MoE) and mlp.shared is None and layer.num_norms > 0
+    gathered = SavedElements(unsharded=(min(layer.num_norms, 2) - alone) * hidden_dim, routed=alone * hidden_dim)
+    return saved + gathered
 
 
 def _norm(width: int, rules: SavedTensorRules) -> SavedElements:

@@ -23,8 +23,8 @@ def pending_bytes(layer: Layer, inputs: CostInputs) -> FloatArray:
 def pending_elements(layer: Layer, hidden_dim: int) -> SavedElements:
     """Return the elements per token at which a weight pass starts: gradients of what products and norms put out.
 
-    Those of logits take their place. Source: torch.distributed.pipelining, stage_backward_input, which keeps the gradients that come
-    into the first nodes that the paths from the parameters and from the input have in common.
+    Those of logits take their place. Source: torch.distributed.pipelining, stage_backward_input, which keeps the gradients of
+    the first nodes that the paths from the parameters and from the input have in common.
     """
     pending = SavedElements()
     for op in layer_operators(layer, OperatorRules(hidden_dim=hidden_dim)):
@@ -49,8 +49,10 @@ def pending_elements(layer: Layer, hidden_dim: int) -> SavedElements:
 
 
 def working_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatArray] | None:
-    """Return what a block of our decoder holds at most in its backward pass beside all that it saves without recompute, gradients of
-    its weights so far included, and in an input pass beside that and what is pending then [N]; None for other layers.
+    """Return what a block of our decoder holds at most in its backward pass, gradients of its weights so far included [N].
+
+    It comes on top of all that the block saves without recompute; the second is of an input pass, on top of that and of what is
+    pending. None for other layers.
     """
     if not isinstance(layer, Block) or layer.counted is not None or inputs.workload.engine_facts.memory is not None:
         return None
@@ -66,8 +68,8 @@ class _Pass:
     Sizes: D hidden states of a rank's tokens, and of all tokens of its tp ranks; R rows of its experts.
 
     Args:
-        frees: what was saved goes when it has been used, as do gradients of what products put out, which an input pass keeps for the
-            weight pass that makes gradients of weights from them.
+        frees: what was saved goes when it has been used, as do gradients of what products put out; an input pass keeps these for
+            the weight pass, which makes gradients of weights from them.
     """
 
     def __init__(self, inputs: CostInputs, *, frees: bool) -> None:
@@ -238,8 +240,13 @@ class _Pass:
         self.make(expanded)
         self.drop(value + query)
         self.use(expanded)
-        self.make(self.weight * attention.kv_lora_rank * heads * (attention.qk_nope_head_dim + attention.v_head_dim)
-                  / self.layouts.tp)
+        self.make(
+            self.weight
+            * attention.kv_lora_rank
+            * heads
+            * (attention.qk_nope_head_dim + attention.v_head_dim)
+            / self.layouts.tp
+        )
         self.make(2 * compressed)
         self.drop_saved(expanded + 2 * compressed)
         self.drop(0.0 if self.frees else compressed)
@@ -272,6 +279,9 @@ class _Pass:
         matrix = self.weight * mlp.num_experts * mlp.ffn_dim * self.width / (self.layouts.ep * self.layouts.expert_tp)
         of_cut = every * self.share
         is_cut, travels = self.layouts.expert_tp > 1, self.layouts.ep > 1
+        # Of the forward pass, which may run again: rows as they are sent, arrive, are sorted, put out, sorted back and return; or
+        # as they are put out and weighted. Two of them are saved.
+        self.use(np.where(travels, 4.0, 2.0) * rows + np.where(is_cut, of_cut, 0.0))
         self.make(np.where(is_cut, of_cut, 0.0))
         self.make(rows)  # weighted outputs
         self.use(rows)  # times outputs, for the gradient of the weights

@@ -1,9 +1,9 @@
 """Micro-batches that a rank of a pipeline holds, and the moments of its order at which it may be fullest.
 
-A forward pass of a chunk saves its activations until the backward pass. Where that is split, input passes free nothing: torch keeps
-the graph (stage_backward_input retains it), and next to it what the weight pass starts from, the gradients of products' outputs,
-is pending. The first stage has no input pass: its weight pass is an entire backward pass. Gradients of a chunk add up from its first
-backward or weight pass on; after its last one they are reduced, and its copies of parameters are dropped.
+A forward pass of a chunk saves its activations until the backward pass. Where that is split, input passes free nothing: torch
+keeps the graph (stage_backward_input retains it), and next to it what the weight pass starts from is pending, the gradients of
+products' outputs. The first stage has no input pass: its weight pass is an entire backward pass. Gradients of a chunk add up from
+its first backward or weight pass on; after its last one they are reduced, and its copies of parameters are dropped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from .orders import BW, B, F, Row, W
 from .replay import PipelineShape, rows_of
 
 Moment = Literal["forward", "backward", "input", "weight", "end"]
-"""Where in a pass: at the end of a forward pass (over the last stage, or before a weight pass: any other is followed by more); at the
-start of a backward pass; at the end of an input or a weight pass; at the end of a chunk's last pass, before its gradients are reduced."""
+"""Where in a pass: at the end of a forward pass (over the last stage, or before a weight pass: any other is followed by more); at
+the start of a backward pass; at the end of an input pass; in a weight pass that has made its gradients, from all that was pending,
+before its graph goes; at the end of a chunk's last pass, before its gradients are reduced."""
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 FORWARD, BACKWARD, INPUT, WEIGHT, END = range(len(MOMENTS))
@@ -74,12 +75,13 @@ def _of_row(row: Row, shape: PipelineShape) -> IntArray:
     reduced = positions[:, None] > last
     after = np.concatenate([held, pending, summed, reduced], axis=1).astype(np.int64)
     before = np.concatenate([np.zeros((1, 4 * v), dtype=np.int64), after[:-1]])
+    with_gradients = np.concatenate([before[:, :v], after[:, v:]], axis=1)
     is_end = makes.any(axis=1) & (positions == last[chunk])
     frees = (kind == W) | ((kind == B) & (stage == 0))  # or makes nothing that is pending
     matters = (kind == F) & ((stage == shape.num_stages - 1) | np.append(frees[1:], True))
     moments = (
         (after, matters, FORWARD), (before, is_whole, BACKWARD), (after, (kind == B) & (stage > 0), INPUT),
-        (after, kind == W, WEIGHT), (after, is_end, END),
+        (with_gradients, (kind == W) & (stage > 0), WEIGHT), (after, is_end, END),
     )  # fmt: skip
     return np.concatenate([
         _widest(np.column_stack([states[at], np.full(int(at.sum()), moment), chunk[at]])) for states, at, moment in moments

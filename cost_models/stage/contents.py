@@ -28,11 +28,13 @@ def step_shape(
     num_neighbours: IntArray,
     logits_in_flight: Any = None,
     summed_in_flight: Any = None,
+    kept_inputs: Any = 0,
     idx: int | slice = slice(None),
 ) -> StepShape:
     """Return what memory depends on of the layouts ``idx``, given micro-batches in flight and neighbours of a stage.
 
-    All in flight are so beside gradients unless given. Logits wait with the activations of the head: of all micro-batches where forward passes come first, else of one unless given.
+    All in flight are so beside gradients unless given.
+    Logits wait with the activations of the head: of all micro-batches where forward passes come first, else of one unless given.
     """
     if logits_in_flight is None:
         all_first = by_schedule("all_forward_first")[layouts.schedule[idx]] & (layouts.pp[idx] > 1)
@@ -56,6 +58,7 @@ def step_shape(
         summed_in_flight=in_flight if summed_in_flight is None else summed_in_flight,
         reduces_apart=(layouts.num_model_chunks[idx] > 1) & (layouts.pp[idx] > 1),
         num_neighbours=num_neighbours,
+        kept_inputs=kept_inputs,
         offload=layouts.offload[idx],
         offload_fraction=layouts.offload_fraction[idx],
     )
@@ -100,7 +103,10 @@ def shape_of_stages(costs: CostTable, idx: int, stage_idx: IntArray) -> StepShap
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
     flight = more_in_flight(costs, flight, idx)
     summed = summed_in_flight(b.num_microbatches[idx], flight) if shape.pp > 1 else flight
-    return step_shape(b, flight, num_neighbours=num_neighbours, summed_in_flight=summed, idx=idx)
+    kept = (stage_idx > 0) & shape.record.splits_backward
+    return step_shape(
+        b, flight, num_neighbours=num_neighbours, summed_in_flight=summed, kept_inputs=kept.astype(np.int64), idx=idx
+    )
 
 
 def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray) -> StageContents:
@@ -178,7 +184,10 @@ def shape_of_ranks(costs: CostTable, idx: int, in_flight: FloatArray) -> StepSha
     neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
     if costs.workload.engine_facts.receives_by_stage:
         neighbours = np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
-    return step_shape(costs.layouts, in_flight, num_neighbours=neighbours[: shape.pp], logits_in_flight=1, idx=idx)
+    kept = np.bincount(np.array(shape.rank_of_stage), (stages > 0) & shape.record.splits_backward, shape.pp)
+    return step_shape(
+        costs.layouts, in_flight, num_neighbours=neighbours[: shape.pp], logits_in_flight=1, kept_inputs=kept, idx=idx
+    )
 
 
 def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stage_idx: IntArray) -> MemoryTerms:
@@ -232,6 +241,10 @@ def stage_headroom_bytes(
 def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, cap_bytes: float) -> FloatArray:
     """Return the bytes of activations that each rank [..., pp] may hold at once, given the contents of its stages [..., S]."""
     step, of_ranks = shape_of_ranks(costs, idx, np.ones(costs.layouts.pp[idx])), contents_of_ranks(costs, idx, contents)
+    if costs.workload.engine_facts.memory is None and pipeline_shape(costs, idx).record.splits_backward:
+        # An input pass, or the gradients that a weight pass over one chunk has made.
+        made = costs.workload.compute_bytes * np.max(contents.trained, axis=-1)
+        of_ranks = replace(of_ranks, working_bytes=np.maximum(of_ranks.split_working_bytes, made))
     return np.asarray(activation_headroom_bytes(of_ranks, step, costs.scenario, cap_bytes=cap_bytes))
 
 

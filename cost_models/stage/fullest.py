@@ -6,8 +6,8 @@ At each moment of `pipeline.in_flight.holdings` a rank of chunks c holds
     logits       held[c] b T V / tp of the chunk with the head
     gradients    sum_c summed[c] 4 P[c] + reduced[c] 4 P[c] / N
     unsharded    sum_c (1 - reduced[c]) b P[c]
-    temporary    of the pass that runs: what the loss makes of the logits in a forward pass; the working set of a layer, or gradients
-                 of the head, in a backward pass; gradients of all parameters, before they add up in fp32, at the end of a weight
+    temporary    of the pass that runs: what the loss makes of the logits in a forward pass; the working set of a layer, or
+                 gradients of the head, in a backward pass; gradients of all parameters, before they add up in fp32, in a weight
                  pass; input and output of the largest unit's reduction at the end of all
 """
 
@@ -27,9 +27,7 @@ def held_activations(chunks: StageContents, holding: Holding) -> FloatArray:
     return _sum(holding.held, chunks.activation_bytes) + _sum(holding.pending, chunks.pending_bytes)
 
 
-def fullest_moment(
-    chunks: StageContents, step: StepShape, scenario: Scenario, holding: Holding
-) -> MemoryTerms:
+def fullest_moment(chunks: StageContents, step: StepShape, scenario: Scenario, holding: Holding) -> MemoryTerms:
     """Return the terms of the fullest moment of our runtime [...], without states and receive buffers.
 
     Args:
@@ -41,7 +39,8 @@ def fullest_moment(
     logits = b * np.asarray(chunks.logits) if workload.loss == "engine" else 0.0 * np.asarray(chunks.logits)
     copied = np.where(copies, b * chunks.trained + chunks.frozen_bytes, 0.0)
     terms = {
-        "gradients": _sum(holding.summed, master * chunks.trained) + _sum(holding.reduced, master * chunks.reduced(step)),
+        "gradients": _sum(holding.summed, master * chunks.trained)
+        + _sum(holding.reduced, master * chunks.reduced(step)),
         "unsharded": _sum(1 - holding.reduced, copied),
         "activations": scenario.cluster.calibration.activations * held_activations(chunks, holding),
         "logits": _sum(holding.held, logits),

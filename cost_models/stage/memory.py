@@ -78,7 +78,7 @@ def stage_memory(
     if not workload.has_backward:
         return _zeroth_order(stage, step, scenario)
     moments = _moments(stage, step, scenario) if fullest is None else [fullest]
-    receive = step.num_neighbours * step.num_microbatches * stage.boundary_bytes
+    receive = (step.num_neighbours + step.kept_inputs) * step.num_microbatches * stage.boundary_bytes
     return {
         "parameters": _parameters(stage, step, workload),
         "optimizer": _states(stage.owned(step), step, workload),
@@ -98,7 +98,9 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     unit = np.maximum(stage.root_params, stage.block_params)
     # Under a pipeline one unit's sum in fp32 is reduced, which is counted, after its copy in the compute dtype is dropped.
     added = np.where(step.is_piped & copies, b * np.minimum(unit, stage.trained), 0.0)
-    gathered = np.where(step.is_piped, gathered_bytes(stage.trained, stage, step, workload) - added, b * stage.root_params)
+    gathered = np.where(
+        step.is_piped, gathered_bytes(stage.trained, stage, step, workload) - added, b * stage.root_params
+    )
     # Of several chunks the others have been reduced by then; how much the last one has is not known here.
     gathered = np.where(step.reduces_apart, 0.0, gathered)
     sharded = float(workload.master_bytes) * stage.reduced(step)
@@ -122,13 +124,20 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
 
     # As the first block runs backward nearly all gradients are there; of a single pass its neighbours' are still to come.
     block = np.minimum(stage.block_params, stage.trained)
-    to_come = np.where(step.is_piped, 0.0, np.minimum(block + stage.root_params, stage.trained) / np.maximum(stage.trained, 1.0))
+    to_come = np.where(
+        step.is_piped, 0.0, np.minimum(block + stage.root_params, stage.trained) / np.maximum(stage.trained, 1.0)
+    )
     pieces = gathered_bytes(block, stage, step, workload)
     copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
     all_copies = gathered_bytes(stage.trained, stage, step, workload)
     late = {
-        "gradients": np.maximum(update["gradients"] * (1 - to_come), before * (step.num_microbatches > 1)),
-        "unsharded": np.where(copies, np.where(step.is_piped, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0),
+        "gradients": np.maximum(
+            update["gradients"] * (1 - to_come),
+            np.where((step.num_microbatches > 1) & ~step.reduces_apart, before, 0.0),
+        ),
+        "unsharded": np.where(
+            copies, np.where(step.is_piped, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0
+        ),
         "activations": np.minimum(stage.block_activation_bytes, step.in_flight * stage.activation_bytes),
         "logits": 0.0 * passing["logits"],
         "temporary": stage.working_bytes + np.where(copies & ~step.is_piped, 4.0 * stage.block_trained, 0.0),

@@ -38,6 +38,8 @@ class StepShape:
             the former at a moment at which all gradients add up, -1 where there is none before the last backward pass.
         reduces_apart: ranks have several chunks, whose gradients are reduced one after the other.
         num_neighbours: stages that activations or gradients are received from.
+        kept_inputs: stages whose input keeps its gradient until the step ends, of every micro-batch: torch's stage_backward_input
+            leaves it there, stage_backward does not.
     """
 
     dp_replicate: Array
@@ -58,6 +60,7 @@ class StepShape:
     summed_in_flight: Array
     reduces_apart: Array
     num_neighbours: Array
+    kept_inputs: Array
     offload: Array
     offload_fraction: Array
 
@@ -87,7 +90,8 @@ class StepShape:
 class StageContents:
     """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``.
 
-    ``working_bytes`` and ``block_activation_bytes`` are those of the block with most. ``ends_are_one``: embedding and head are one parameter, whose gradient is reduced after the last block's.
+    ``working_bytes`` and ``block_activation_bytes`` are those of the block with most.
+    ``ends_are_one``: embedding and head are one parameter, whose gradient is reduced after the last block's.
     """
 
     params: Array

@@ -49,7 +49,18 @@ _FLASH_ON_CPU: dict[Any, Callable[..., int]] = {
 }
 """torch counts no operations of these."""
 
-_FAKES = {FLASH_ON_CPU: flash_on_cpu, GROUPED_PRODUCT: grouped_product}
+_FAKES: dict[Any, Callable[..., Any]] = {
+    FLASH_ON_CPU: flash_on_cpu,
+    GROUPED_PRODUCT: grouped_product,
+    torch.ops._c10d_functional.wait_tensor.default: lambda tensor: tensor,
+}
+"""In place of torch's own fake kernels; its last one returns another tensor where the real one returns what it is given."""
+
+_MAY_COPY = {_aten.to, _aten.contiguous, _aten.reshape, _aten.flatten}
+"""Views where the input is of that kind already, else copies; seen where autograd is off, as in the ring's operator."""
+
+_IN_PLACE = {_aten.index_put.default, _aten.scatter_add.default}
+"""Backward passes of indexing write into zeros that they have just made, but for tensors of subclasses such as fake ones."""
 
 _STREAMS = {torch.ops.c10d._allgather_base_.default: 1, torch.ops.c10d._reduce_scatter_base_.default: 2}
 """fully_shard allocates what these write to on streams of their own (torch's foreach_all_gather, foreach_reduce)."""
@@ -262,21 +273,25 @@ class Recorder(TorchDispatchMode):
         if kind == "bincount":
             return self._bincount(*args, **(kwargs or {}))
         out = run(*args, **(kwargs or {}))
+        if kind == "in place" and torch._C._current_autograd_node() is not None:
+            return args[0]
         if kind == "message":
             self._count_message(func, args, out)
         elif kind == "flops":
             packet = func._overloadpacket
             count = flop_registry[packet] if packet in flop_registry else _FLASH_ON_CPU[packet]
             self.log.flops[packet.__name__] += int(count(*args, **(kwargs or {}), out_val=out))
-        if self._workspace is not None and (bytes_taken := self._workspace(func, args)):
-            self.log.events.append(~self._begin(bytes_taken, str(func)))
         for tensor in tensors_of((out,)):
             self._see(tensor, str(func))
+        if self._workspace is not None and (bytes_taken := self._workspace(func, args)):
+            self.log.events.append(~self._begin(bytes_taken, str(func)))
         return out
 
     def _learn(self, func: Any) -> str:
         returns = func._schema.returns
-        if func.is_view or func.namespace == "profiler" or func._overloadpacket in (_aten.detach, _aten.t):
+        if func._overloadpacket in _MAY_COPY:
+            kind = "new"
+        elif func.is_view or func.namespace == "profiler" or func._overloadpacket in (_aten.detach, _aten.t):
             kind = "view"
         elif func is RING_ATTENTION:
             kind = "ring"
@@ -284,6 +299,8 @@ class Recorder(TorchDispatchMode):
             kind = "scalar"
         elif func is _aten.bincount.default:
             kind = "bincount"
+        elif func in _IN_PLACE:
+            kind = "in place"
         elif func.namespace in ("c10d", "_c10d_functional", "_dtensor") and "wait_tensor" not in str(func):
             kind = "message"
         elif func._overloadpacket in flop_registry or func._overloadpacket in _FLASH_ON_CPU:

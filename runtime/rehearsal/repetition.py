@@ -145,7 +145,12 @@ class Repetition:
         assert action is not None
         key = action.stage, action.kind
         if key not in self._templates:
-            second, third = (self._template(action._replace(micro_batch=idx)) for idx in (1, 2))
+            alike = [action._replace(micro_batch=idx) for idx in (1, 2)]
+            if not all(
+                one in self._passes for one in alike
+            ):  # backward passes over chunks under gpipe begin with the last one
+                raise NotPeriodicError
+            second, third = (self._template(one) for one in alike)
             if second != third:
                 raise NotPeriodicError
             self._templates[key] = third

@@ -124,7 +124,9 @@ def test_update_in_the_backward_pass_leaves_no_gradients_but_of_one_micro_batch_
 def test_fully_shard_holds_unsharded_gradients_under_a_pipeline() -> None:
     """torchtitan on 512 H100: 405B with tp 8, pp 8 holds 24 GiB of them, whatever it shards (its pipeline reduces once)."""
     layout = Layout(dp_shard=4, pp=2, zero_stage=2)
-    piped, plain = peak_terms(layout), peak_terms(Layout(dp_shard=8, zero_stage=2), global_batch_size=16)
+    piped, plain = (
+        peak_terms(one, global_batch_size=16) for one in (layout, Layout(dp_shard=8, zero_stage=2))
+    )  # more micro-batches than are in flight before the first backward pass
     assert piped.gradients == 2 * piped.unsharded > 0  # fp32 of what lies in 16 bits next to it
     assert plain.gradients < plain.unsharded
 

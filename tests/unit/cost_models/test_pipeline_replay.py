@@ -172,9 +172,7 @@ def test_every_rank_holds_the_fewest_at_least(shape: PipelineShape) -> None:
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_closed_form_of_micro_batches_in_flight_is_that_of_the_order(chunks: int) -> None:
     shape = PipelineShape(schedule="1f1b", pp=4, num_model_chunks=chunks, num_microbatches=16)
-    assert in_flight_of_stage(1, 16, 4, np.arange(4), chunks).tolist() == pytest.approx(
-        in_flight(shape).tolist()
-    )
+    assert in_flight_of_stage(1, 16, 4, np.arange(4), chunks).tolist() == pytest.approx(in_flight(shape).tolist())
 
 
 def test_schedules_hold_what_they_are_named_for() -> None:

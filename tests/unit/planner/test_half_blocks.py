@@ -61,9 +61,11 @@ def test_halves_cost_together_what_a_block_does(degrees: dict[str, int], recompu
         "regather_s": 0.15,
         "reduce_s": 0.15,
     }
-    apart = {"activation_bytes", "working_bytes", "recompute_s", "tp_backward_s", "cp_backward_s"}
+    apart = {"activation_bytes", "recompute_s", "tp_backward_s", "cp_backward_s"}
     for field in fields(LayerCost):
-        if field.name not in apart or recompute == "none":
+        if field.name in ("working_bytes", "split_working_bytes"):  # one half runs after the other
+            assert total(field.name) > getattr(block, field.name)[0] or recompute == "full"
+        elif field.name not in apart or recompute == "none":
             expected = float(getattr(block, field.name)[0])
             assert total(field.name) == pytest.approx(expected, rel=loose.get(field.name, 1e-12)), field.name
     boundary = float(entire.boundary_bytes[0])
