@@ -50,7 +50,8 @@ class _Distinct:
 
     def __init__(self, instance: BatchInstance) -> None:
         lengths, rows, counts = np.unique(instance.lengths, return_index=True, return_counts=True)
-        self.instance, self.counts, self.tokens = instance, counts, lengths * counts
+        self.instance, self.counts = instance, counts
+        self.tokens: FloatArray = (lengths * counts).astype(np.float64)
         self._seconds, self._rank_seconds = instance.seconds[rows], instance.rank_seconds[rows]
         self._capacity = float(instance.num_ranks * instance.tokens_per_rank)
 
