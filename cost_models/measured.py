@@ -83,11 +83,11 @@ def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> t
         return None
     high, low = min(longer), max(shorter, default=min(longer))
     share = math.log(length / low) / math.log(high / low) if high > low else 0.0
-    below, above = (_ratios_at(by_length[entry], inputs, modelled_s) for entry in (low, high))
+    below, above = (_ratios_of_length(by_length[entry], inputs, modelled_s) for entry in (low, high))
     return below[0] ** (1 - share) * above[0] ** share, below[1] ** (1 - share) * above[1] ** share
 
 
-def _ratios_at(
+def _ratios_of_length(
     points: Sequence[LayerPoint], inputs: CostInputs, modelled_s: PassSeconds
 ) -> tuple[FloatArray, FloatArray]:
     """Return measured over modelled seconds, forward and backward [N], by points of one length."""

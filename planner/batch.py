@@ -38,7 +38,7 @@ _LOOP_DISPATCHES, _RING_DISPATCHES = 3, 11
 the kernels and its part in joining the rows; at each place of a ring two kernels, six slices and three copies (counted in
 runtime/documents/attention.py and runtime/context_parallel.py)."""
 
-_LEAST_S = 1e-12
+_MIN_S = 1e-12
 """Seconds of sequences that are hidden behind the gathers of their micro-batch: what takes none has no order."""
 
 _NUM_LENGTHS = 6
@@ -118,7 +118,7 @@ class _MicroBatch(NamedTuple):
     tokens: int
 
     def per_token(self, fixed_s: float) -> float:
-        return max(self.total - fixed_s, _LEAST_S) / self.tokens
+        return max(self.total - fixed_s, _MIN_S) / self.tokens
 
 
 class _Costs:

@@ -50,7 +50,8 @@ class _Distinct:
 
     def __init__(self, instance: BatchInstance) -> None:
         lengths, rows, counts = np.unique(instance.lengths, return_index=True, return_counts=True)
-        self.instance, self.counts, self.tokens = instance, counts, lengths * counts
+        self.instance, self.counts = instance, counts
+        self.tokens: FloatArray = (lengths * counts).astype(np.float64)
         self._seconds, self._rank_seconds = instance.seconds[rows], instance.rank_seconds[rows]
         self._capacity = float(instance.num_ranks * instance.tokens_per_rank)
 
@@ -60,15 +61,17 @@ class _Distinct:
         each = np.where(self._seconds <= within_s, self._rank_seconds, math.inf).min(axis=1)
         work, longest = each * self.counts, float(each[-1])
         lightest = np.argsort(work / self.tokens)
-        most_work = float(_most(self.tokens[lightest[::-1]], work[lightest[::-1]], self._capacity))
-        rest_s = max(0.0, float(work.sum()) - min(i.num_ranks * longest_s, most_work)) / i.num_ranks
-        room = float(i.lengths.max()) + _most(work[lightest], self.tokens[lightest], i.num_ranks * below_s - longest)
-        left = (float(self.tokens.sum()) - min(room, self._capacity)) / self._capacity
-        micro_batches = 1 + max(0, math.ceil(left * (1 - SUMMED)))
+        max_work = float(_max_value(self.tokens[lightest[::-1]], work[lightest[::-1]], self._capacity))
+        rest_s = max(0.0, float(work.sum()) - min(i.num_ranks * longest_s, max_work)) / i.num_ranks
+        room = float(i.lengths.max()) + _max_value(
+            work[lightest], self.tokens[lightest], i.num_ranks * below_s - longest
+        )
+        remaining = (float(self.tokens.sum()) - min(room, self._capacity)) / self._capacity
+        micro_batches = 1 + max(0, math.ceil(remaining * (1 - SUMMED)))
         return longest_s + rest_s + micro_batches * i.fixed_s
 
 
-def _most(weights: FloatArray, values: FloatArray, capacity: float) -> float:
+def _max_value(weights: FloatArray, values: FloatArray, capacity: float) -> float:
     """Return the most value that a capacity holds, of parts as well, given the most value per weight first."""
     total_weight, total_value = (np.concatenate(([0.0], np.cumsum(entries))) for entries in (weights, values))
     return float(np.interp(capacity, total_weight, total_value))
