@@ -82,19 +82,19 @@ def with_placements(model: ModelSpec, cluster: ClusterSpec, workload: Workload) 
 
 @dataclass(frozen=True)
 class _Costs:
-    """The program of one kind of unit; ``held``: forms of its parameters, by path, where they are given."""
+    """The program of one kind of unit; ``given_forms``: forms of its parameters, by path, where they are given."""
 
     work: UnitWork
     scenario: Scenario
-    held: Mapping[str, str]
+    given_forms: Mapping[str, str]
 
     def place(self) -> UnitPlacement:
         """Return the best placement."""
         work, n = self.work, self.work.num_ranks
         idx_of = {op.name: idx for idx, op in enumerate(work.operators)}
         path_of = dict(work.parameters)
-        held = {op.name: self.held.get(path_of.get(op.name, "")) for op in work.operators}
-        options = [[f">{form}"] if (form := held[op.name]) else list(op.signatures) for op in work.operators]
+        pinned = {op.name: self.given_forms.get(path_of.get(op.name, "")) for op in work.operators}
+        options = [[f">{form}"] if (form := pinned[op.name]) else list(op.signatures) for op in work.operators]
         signatures = [list(map(_Signature.parse, texts)) for texts in options]
         rates = device_rates(self.scenario)
         choices = [

@@ -98,9 +98,9 @@ def inputs_of(batch: Any, names: Sequence[str] | int) -> Any:
             return list(batch[:names])
     elif isinstance(batch, Mapping) and set(names) <= set(batch):
         return {name: batch[name] for name in names}
-    wanted = f"{names} tensors by position" if isinstance(names, int) else ", ".join(names)
+    expected_inputs = f"{names} tensors by position" if isinstance(names, int) else ", ".join(names)
     raise RuntimeMismatchError(
-        f"the batch is a {type(batch).__name__} without {wanted}, which the model was traced with"
+        f"the batch is a {type(batch).__name__} without {expected_inputs}, which the model was traced with"
     )
 
 

@@ -125,14 +125,14 @@ def run_schedule(
 class Copies(NamedTuple):
     """A parameter of which several stages have a copy: this rank's, each by its module and name, and the group of the ranks."""
 
-    places: list[tuple[nn.Module, str]]
+    attributes: list[tuple[nn.Module, str]]
     group: dist.ProcessGroup | None
 
 
 def reduce_shared_gradients(shared: Sequence[Copies]) -> None:
     """Add the gradients of the copies of each parameter, of one rank (the ends of a V) and over its group."""
-    for places, group in shared:
-        copies = [getattr(owner, name) for owner, name in places]
+    for attributes, group in shared:
+        copies = [getattr(owner, name) for owner, name in attributes]
         if not copies or not copies[0].requires_grad:
             continue
         for copy in copies:

@@ -89,17 +89,17 @@ def parallelize_user_module(
         else:  # rehearsed: nothing has values
             part.to_empty(device=device)
         _tie(part, structure)
-    whole = joined(parts)
+    module_of_rank = joined(parts)
     # A tied head alone on its stage starts as the embedding does.
     aliases = {f"{structure.head}.weight": f"{structure.embedding}.weight"} if structure.is_tied else {}
     if weights is not None:
-        _load(whole, aliases, weights)
+        _load(module_of_rank, aliases, weights)
     elif is_meta:
-        init_weights(whole, seed, aliases=aliases)
-    shared, not_counted = _copies(stages, parts, whole, plan, mesh) if stages is not None else ([], set())
+        init_weights(module_of_rank, seed, aliases=aliases)
+    shared, not_counted = _copies(stages, parts, module_of_rank, plan, mesh) if stages is not None else ([], set())
     of_batch = None if batch_loss is None else _of_module(batch_loss, plan.model)
     return ParallelModel(
-        plan, mesh, whole, device, parts=parts, shared=shared, not_counted=not_counted,
+        plan, mesh, module_of_rank, device, parts=parts, shared=shared, not_counted=not_counted,
         loss_fn=of_batch or loss_fn or next_token_loss, batch_loss=batch_loss,
         stages=stages,
     )  # fmt: skip
@@ -118,21 +118,21 @@ def _stages(module: nn.Module, structure: Structure, plan: TrainingPlan, mesh: P
 
 
 def _copies(
-    stages: UserStages, parts: Sequence[nn.Module], whole: nn.Module, plan: TrainingPlan, mesh: ParallelMesh
+    stages: UserStages, parts: Sequence[nn.Module], module_of_rank: nn.Module, plan: TrainingPlan, mesh: ParallelMesh
 ) -> tuple[list[Copies], set[str]]:
     """Return the parameters that this rank has copies of, and the names of those that an earlier stage counts."""
     shared, later = list[Copies](), set[int]()
     for holders, paths in stages.shared:
         group = group_of_stages(plan, holders)  # every rank makes every group
-        places = []
+        attributes = []
         for part, stage_idx in zip(parts, mesh.stage_idxs, strict=True):
-            held = {path: parameter for path, parameter in part.named_parameters() if path in paths}
-            for path in held:
+            of_part = {path: parameter for path, parameter in part.named_parameters() if path in paths}
+            for path in of_part:
                 owner, _, name = path.rpartition(".")
-                places.append((part.get_submodule(owner), name))
-            later |= set(map(id, held.values())) if stage_idx != holders[0] else set()
-        shared.append(Copies(places, group))
-    return shared, {name for name, parameter in whole.named_parameters() if id(parameter) in later}
+                attributes.append((part.get_submodule(owner), name))
+            later |= set(map(id, of_part.values())) if stage_idx != holders[0] else set()
+        shared.append(Copies(attributes, group))
+    return shared, {name for name, parameter in module_of_rank.named_parameters() if id(parameter) in later}
 
 
 def _token_loss(output: Any, targets: Tensor) -> Tensor:

@@ -67,8 +67,10 @@ class UserStages:
         by_id = defaultdict[int, list[str]](list)
         for path, parameter in module.named_parameters(remove_duplicate=False):
             by_id[id(parameter)].append(path)
-        held = [[stage for stage, paths in enumerate(self._paths) if paths & set(of)] for of in by_id.values()]
-        self.shared = [(stages, set(of)) for stages, of in zip(held, by_id.values(), strict=True) if len(stages) > 1]
+        stages_of = [[stage for stage, paths in enumerate(self._paths) if paths & set(of)] for of in by_id.values()]
+        self.shared = [
+            (stages, set(of)) for stages, of in zip(stages_of, by_id.values(), strict=True) if len(stages) > 1
+        ]
 
     def part(self, stage_idx: int) -> nn.Module:
         """Return the module with the parameters of one stage; of those that several have, later ones have copies."""

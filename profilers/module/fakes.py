@@ -60,9 +60,9 @@ class _Shapes(TorchDispatchMode):
         if result is not None:
             return result
         leaves, spec = tree_flatten((args, kwargs))
-        if func in _BY_VALUE:  # places that a mask names, in its stead
-            indices = [list(_places(index)) for index in args[1]]
-            args = (args[0], [place for places in indices for place in places], *args[2:])
+        if func in _BY_VALUE:  # indices where a mask is true, in its stead
+            per_dim = [list(_indices(index)) for index in args[1]]
+            args = (args[0], [index for indices in per_dim for index in indices], *args[2:])
         known = [_known(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         is_known = not any(value is None and leaf is not None for value, leaf in zip(known, leaves, strict=True))
         if is_known and func in _READS:
@@ -84,14 +84,14 @@ def _for_real(func: Any, call: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _places(index: Any) -> Iterator[Any]:
+def _indices(index: Any) -> Iterator[Any]:
     value = _known(index) if isinstance(index, Tensor) else None
     if value is None or value.dtype != torch.bool:
         yield index
     else:
         with _disable_current_modes():
-            places = value.nonzero().unbind(1)
-        yield from places
+            indices = value.nonzero().unbind(1)
+        yield from indices
 
 
 class _Limit(TorchFunctionMode):

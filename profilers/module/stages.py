@@ -74,23 +74,23 @@ def cut(tape: Tape, layers: Sequence[int | None], stage_of_layer: Mapping[int, i
     needed: list[set[int]] = []
     steps: list[list[int]] = []
     for stage in range(num_stages):
-        mine = {idx for idx, of in enumerate(stage_of) if of == stage}
-        wanted = [value for idx in mine for value in tape.steps[idx].reads]
+        on_stage = {idx for idx, of in enumerate(stage_of) if of == stage}
+        waiting = [value for idx in on_stage for value in tape.steps[idx].reads]
         if stage == num_stages - 1:
-            wanted += [leaf.value for leaf in tape.outputs if isinstance(leaf, Ref)]
+            waiting += [leaf.value for leaf in tape.outputs if isinstance(leaf, Ref)]
         from_before = set[int]()
-        while wanted:
-            value = wanted.pop()
+        while waiting:
+            value = waiting.pop()
             idx = maker.get(value)
-            if idx is None or idx in mine:
+            if idx is None or idx in on_stage:
                 continue
             if stage_of[idx] is None:
-                mine.add(idx)
-                wanted += tape.steps[idx].reads
+                on_stage.add(idx)
+                waiting += tape.steps[idx].reads
             else:
                 from_before.add(value)
         needed.append(from_before)
-        steps.append(sorted(mine))
+        steps.append(sorted(on_stage))
     made_on = {value: stage_of[idx] for value, idx in maker.items()}
     bounds = [
         tuple(sorted({

@@ -151,7 +151,7 @@ class _PlacedUnit:
             self._programs[key] = self._program(args, kwargs)
         program = self._programs[key]
         if program is None:
-            return self._compute_whole(args, kwargs)
+            return self._run_unsplit(args, kwargs)
         graph = program.graph
         values: dict[tuple[Value, Form], Any] = {
             (Value(name), program.forms[Value(name)]): local_tensor(getattr(owner, attribute))
@@ -192,7 +192,7 @@ class _PlacedUnit:
             torch.manual_seed(seed)
             return tensors_of(step.call.run(read, step.signature.variant, self._num_ranks, step.out_shape))
 
-    def _compute_whole(self, args: Any, kwargs: Any) -> Any:
+    def _run_unsplit(self, args: Any, kwargs: Any) -> Any:
         """Run the unit's code on gathered parameters: every rank computes all of it."""
         slots = [(*_owner(self._unit, path), Form.parse(form)) for path, form in self._placements[0].parameters]
         local = [owner._parameters[attribute] for owner, attribute, _ in slots]

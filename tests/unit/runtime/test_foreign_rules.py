@@ -122,10 +122,6 @@ def test_model_of_another_plan_is_refused() -> None:
     refused("llama", Layout(micro_batch_size=4), "layers differ", num_blocks=2)
 
 
-def test_pipeline_of_a_plain_module_is_refused() -> None:
-    refused("plain", Layout(pp=2, micro_batch_size=2), "PlainModel is a plain module")
-
-
 def test_plain_module_of_another_plan_is_refused() -> None:
     refused("plain", Layout(micro_batch_size=4), "with 5 blocks, PlainModel has 3", num_blocks=5)
 
