@@ -1,7 +1,8 @@
 """Score the seconds of a serving step against measured tables: ``python benchmarks/serving_operators.py [DATA] [--rows OUT.csv]``.
 
 Static batches, prefills and decode steps alone, first tokens, and closed loops of few requests, where hardly anything waits.
-Nothing of an engine but its kernels is counted: no scheduler, no sampling, no host. Errors are |predicted / measured - 1|;
+Nothing of an engine but its kernels is counted: no scheduler, no sampling, no host; of static batches of vLLM and TensorRT-LLM the
+seconds that its profile's host adds to a step too. Errors are |predicted / measured - 1|;
 ``ratio`` is the median of predicted over measured.
 """
 
@@ -103,11 +104,21 @@ def static_batches(data: Path) -> pd.DataFrame:
     return _scored(
         table,
         lambda r: (r.gpu, (r.tp, r.pp, 1, 1), (r.precision, r.precision, kv[r.Index])),
-        lambda s, r: prefill_s(s, r.batch, r.isl) + decode_s(s, r.batch, r.isl, r.osl),
+        lambda s, r: prefill_s(s, r.batch, r.isl) + decode_s(s, r.batch, r.isl, r.osl) + r.osl * host_s(r),
         "e2e_s",
         1.0,
         lambda r: f"static {r.gpu} {r.engine} {r.precision}",
     )
+
+
+def host_s(row: Any) -> float:
+    """Return the seconds that an engine's host adds to a step; a version that is a year is the newest of that year."""
+    engine = {"vLLM": "vllm", "TensorRT-LLM": "trtllm"}.get(row.engine)
+    if engine is None:
+        return 0.0
+    of_year = {"vllm": "0.6", "trtllm": "0.14"}[engine]
+    overhead = EngineProfile.named(engine, of_year if row.version == "2024" else row.version).overhead
+    return 0.0 if overhead.overlapped else overhead.step_s + overhead.row_s * row.batch
 
 
 def splitwise(data: Path) -> pd.DataFrame:
@@ -307,7 +318,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", nargs="?", type=Path, default=DATA)
     parser.add_argument("--rows", type=Path, help="every row as CSV")
-    parser.add_argument("--only", default="static_batches,splitwise,tensorrt_llm,end_to_end,latent_modules,wide_experts")
+    parser.add_argument(
+        "--only", default="static_batches,splitwise,tensorrt_llm,end_to_end,latent_modules,wide_experts"
+    )
     options = parser.parse_args()
     parts = [globals()[name](options.data) for name in options.only.split(",")]
     rows = pd.concat(parts, ignore_index=True)

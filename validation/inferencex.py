@@ -36,8 +36,8 @@ DRAFTED, DRAFTED_BY_ATTENTION_RANKS = 3, 1
 """Tokens of a draft; of TensorRT-LLM's servers whose ranks attend to requests of their own."""
 
 LENGTHS = "1.79/2.27/2.49"
-"""Tokens a step with drafts of 1, 2 and 3: the lowest of the series measured for SPEED-Bench (golden_al_distribution; DeepSeek-V4-Pro
-thinking), since prompts are random tokens. Qwen3.5's own, 1.93/2.73/3.39 of programs, leave its time per token a third too short."""
+"""Tokens a step with drafts of 1, 2 and 3: the lowest series measured for SPEED-Bench (golden_al_distribution; DeepSeek-V4-Pro,
+thinking), since prompts are random tokens. Qwen3.5's own, 1.93/2.73/3.39 of programs, leaves its tokens a third too short."""
 
 
 def speculation(measured: str, engine: str, model: str, gpu: str, attention_dp: int) -> str:

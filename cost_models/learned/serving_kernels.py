@@ -64,7 +64,8 @@ class ExpertShape(NamedTuple):
     """Calls of a layer's experts on one rank; every entry broadcasts to [N].
 
     Attributes:
-        rows: that reach its experts, each as often as it does; tokens: that are brought to it, of which rows are made; reached: experts that have any; experts: on the rank.
+        rows: that reach its experts, each as often as it does; tokens: that are brought to it, of which rows are made.
+        reached: experts that have any; experts: on the rank.
         hidden_dim, ffn_dim: D, and F of what the rank has of each; gated: three matrices an expert, else two.
         weight_bytes: of an element with its scales.
         faster: peak of the operands' type over that of 16 bits.

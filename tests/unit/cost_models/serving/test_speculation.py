@@ -108,7 +108,11 @@ def test_the_table_of_a_simulation_and_the_steady_state_agree_on_a_token() -> No
 
 def test_what_the_host_does_for_each_draft_comes_on_top_of_a_step() -> None:
     plain = StepCosts.build(
-        ModelSpec.named("deepseek-v3"), ClusterSpec.parse("8xH200-SXM-141GB"), ServingLayout(tp=8), weights="fp8", cache="fp8"
+        ModelSpec.named("deepseek-v3"),
+        ClusterSpec.parse("8xH200-SXM-141GB"),
+        ServingLayout(tp=8),
+        weights="fp8",
+        cache="fp8",
     )
     profile = EngineProfile.named("sglang")
     limits = profile.limits(device_bytes=141e9, cache_tokens=1e6)
@@ -116,7 +120,9 @@ def test_what_the_host_does_for_each_draft_comes_on_top_of_a_step() -> None:
     without = profile.replace(overhead=profile.overhead.replace(draft_row_s=0.0))
     with_host, alone = (StepTable(drafts, entry, limits).decode_s(64, 64_000) for entry in (profile, without))
     assert with_host - alone == pytest.approx(64 * profile.overhead.draft_row_s / 2.5)
-    assert StepTable(plain, profile, limits).decode_s(64, 64_000) == StepTable(plain, without, limits).decode_s(64, 64_000)
+    assert StepTable(plain, profile, limits).decode_s(64, 64_000) == StepTable(plain, without, limits).decode_s(
+        64, 64_000
+    )
 
 
 def test_stages_of_a_pipeline_check_drafts_too() -> None:
