@@ -79,6 +79,7 @@ class IslandProblem:
         self.rates = _rates(request, self.parts)
         self.cells: dict[object, TrainingPlan | None] = {}
         self.errors: list[ConfigError | InfeasibleError] = []
+        self.has_plan = False
 
     @property
     def choices(self) -> list[tuple[int, ...]]:
@@ -118,8 +119,13 @@ class IslandProblem:
         except (ConfigError, InfeasibleError) as error:
             self.errors.append(error)
             return Step(evaluated=1)
+        except SolverLimitError:
+            if not self.has_plan:
+                raise
+            return Step([node])  # the deadline that ended it ends the search, which has an answer
         if joined is None:
             return Step(evaluated=1)
+        self.has_plan = True
         return Step((), [Leaf(joined.step_s, joined, max(node.bound, self._bound_of_alike(joined)), used)], evaluated=1)
 
     def _bound_of_alike(self, joined: Joined) -> float:
