@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .engines import export, exportable, read_configuration
     from .planner import cheapest, compare, estimate, explain, pareto, plan, plan_rl, rehearse
     from .profilers import profile_module
-    from .runtime import Decoder, ParallelModel, build_optimizer, clip_gradients, parallelize, save_weights
+    from .runtime import Decoder, ParallelModel, build_optimizer, clip_gradients, parallelize, run_rl, save_weights
     from .schema import (
         ClusterSpec,
         ConfigError,
@@ -76,6 +76,7 @@ __all__ = [
     "profile_module",
     "read_configuration",
     "rehearse",
+    "run_rl",
     "save_weights",
 ]
 
@@ -83,7 +84,15 @@ _HOMES = {
     "planner": ("cheapest", "compare", "estimate", "explain", "pareto", "plan", "plan_rl", "rehearse"),
     "engines": ("export", "exportable", "read_configuration"),
     "profilers": ("profile_module",),
-    "runtime": ("Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "parallelize", "save_weights"),
+    "runtime": (
+        "Decoder",
+        "ParallelModel",
+        "build_optimizer",
+        "clip_gradients",
+        "parallelize",
+        "run_rl",
+        "save_weights",
+    ),
     "schema": (
         "ClusterSpec",
         "ConfigError",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,31 +44,23 @@ def apply_rl(plan: PlanArgument, options: RlRunOptions, json: JsonOption = False
     The reward function is code of yours that you name here; it runs in a process of its own. The plan is one for CPUs
     (`meshwright plan-rl --cluster local:2`).
     """
-    from ..runtime.rl.launch import launch_rl
-    from ..runtime.rl.run import RlJob, RlOptions
+    from ..runtime.rl.launch import run_rl
+    from ..runtime.rl.run import RlOptions
     from ..schema.rl_plan import RlPlan
 
     loaded = RlPlan.load(plan)
     fields = options.model_dump(exclude={"report", "timeout_s", "end_token"}, mode="json")
-    with tempfile.TemporaryDirectory(prefix="meshwright-rl-report-") as folder:
-        report = Path(folder) / "steps.jsonl" if options.report is None else options.report
-        done = len(report.read_text().splitlines()) if report.exists() else 0
-        job = RlJob(
-            plan=str(plan.resolve()), options=RlOptions(**fields, end_id=options.end_token), report=str(report.resolve()),
-            timeout_s=options.timeout_s,
-        )  # fmt: skip
-        launch_rl(loaded, job)
-        lines = report.read_text().splitlines()[done:]
-    _show(loaded, lines, as_json=json)
+    given = RlOptions(**fields, end_id=options.end_token)
+    records = run_rl(loaded, given, report=options.report, timeout_s=options.timeout_s)
+    _show(loaded, records, as_json=json)
 
 
-def _show(plan: RlPlan, lines: list[str], *, as_json: bool) -> None:
+def _show(plan: RlPlan, records: list[dict[str, Any]], *, as_json: bool) -> None:
     import json
 
     from ..schema.units import format_seconds
     from .terminal import headed_table, show
 
-    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
     if as_json:
         typer.echo(json.dumps(records))
         return

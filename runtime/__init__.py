@@ -9,10 +9,11 @@ if TYPE_CHECKING:
     from .models.decoder import Decoder
     from .parallel_model import ParallelModel
     from .parallelize_model import parallelize
+    from .rl.launch import run_rl
     from .training.optimizer import build_optimizer, clip_gradients
     from .weights.save import save_weights
 
-__all__ = ["Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "parallelize", "save_weights"]
+__all__ = ["Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "parallelize", "run_rl", "save_weights"]
 
 _HOMES = {
     "Decoder": ".models.decoder",
@@ -20,6 +21,7 @@ _HOMES = {
     "build_optimizer": ".training.optimizer",
     "clip_gradients": ".training.optimizer",
     "parallelize": ".parallelize_model",
+    "run_rl": ".rl.launch",
     "save_weights": ".weights.save",
 }
 """Imported when they are first used: all of torch's distributed tensors take seconds that other parts of this folder do not need.

@@ -51,23 +51,30 @@ class RlCopy(Frozen):
         return str(self.training.layout)
 
 
-class RlCall(Frozen):
-    """A call of a step: when it begins in a step that waits for itself, how long it takes, and on which pool."""
+class RlSpan(Frozen):
+    """Abstract base of what keeps the devices of a pool busy: when it begins in a step that waits for itself, how long it takes."""
 
-    name: CallName
-    role: Role
-    pool: NonNegativeInt
-    start_s: NonNegativeFloat
-    seconds: PositiveFloat
-
-
-class RlMove(Frozen):
-    """A move of weights or states; ``pool``: whose devices wait for it."""
-
-    what: str
     pool: NonNegativeInt
     start_s: NonNegativeFloat
     seconds: NonNegativeFloat
+
+    @property
+    def end_s(self) -> float:
+        """Return when it ends."""
+        return self.start_s + self.seconds
+
+
+class RlCall(RlSpan):
+    """A call of a step."""
+
+    name: CallName
+    role: Role
+
+
+class RlMove(RlSpan):
+    """A move of weights or states, for which the devices of the pool wait."""
+
+    what: str
     size_bytes: NonNegativeInt
 
 

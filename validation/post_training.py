@@ -102,8 +102,9 @@ def workload_of(run: Run, mean_len: float) -> RlWorkload:
     longest = max(longest - prompt, math.ceil(mean_len))  # the published limit is of prompt and response
     precision: Precision = "fp8" if "Training FP8" in run.fields["precision"] else "bf16-mixed"
     is_verl = run.fields["framework"] == "verl"
+    models = (RlModel(role="actor", model=actor), RlModel(role="reference", model=actor))
     return RlWorkload(
-        models=tuple(RlModel(role=role, model=actor) for role in ("actor", "reference")[: 1 if is_verl else 2]),
+        models=models[: 1 if is_verl else 2],
         reward_function="rewards.py:exact",
         prompts=samples // 16,
         responses=16,
@@ -155,7 +156,7 @@ def predict(run: Run, mean_len: float | None = None) -> Prediction:
         reasons = "; ".join(f"{role}: {reason}" for role, reason in book.reasons.items())
         raise InfeasibleError(f"{run.name}: {reasons}")
     of = {copy: devices[pool] for pool, block in enumerate(partition) for copy in block}
-    parts = {
+    parts: dict[str, float] = {
         call: float(instance.seconds[q, sizes.index(of[instance.copy_of[q]])]) for q, call in enumerate(workload.calls)
     }
     return Prediction(run, step_s, {**parts, "weights": float(instance.send_s.min())})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...schema import Certificate
 from ...schema.rl import CALLS, NUM_LEVELS
-from ...schema.rl_plan import RlAlternative, RlCall, RlCopy, RlEstimate, RlMove, RlPlan, RlPool
+from ...schema.rl_plan import RlAlternative, RlCall, RlCopy, RlEstimate, RlMove, RlPlan, RlPool, RlSpan
 from ...schema.units import format_seconds
 from ...solvers.branch_and_bound import Answer
 from ...solvers.pools import PlacedPools, partitions
@@ -21,10 +21,9 @@ def build_rl_plan(request: PlanRequest, search: PostTrainingSearch, *, top: int)
     assert search.answer.best is not None
     placed, workload = search.answer.best.candidate, search.book.workload
     calls, moves = timeline_of(search, placed)
-    busy = tuple(
-        sum(entry.seconds for entry in (*calls, *moves) if entry.pool == pool) for pool in range(len(placed.partition))
-    )
-    path_s = max(entry.start_s + entry.seconds for entry in (*calls, *moves))
+    spans: tuple[RlSpan, ...] = (*calls, *moves)
+    busy = tuple(busy_s(spans, pool) for pool in range(len(placed.partition)))
+    path_s = max(span.end_s for span in spans)
     step_s = search.answer.best.objective
     copies = copies_of(search, placed)
     others = _alternatives(search, placed, top)
@@ -135,6 +134,11 @@ def timeline_of(search: PostTrainingSearch, placed: PlacedPools) -> tuple[tuple[
     return tuple(calls), tuple(moves)
 
 
+def busy_s(spans: Iterable[RlSpan], pool: int) -> float:
+    """Return the seconds of a step that the devices of a pool are busy."""
+    return sum(span.seconds for span in spans if span.pool == pool)
+
+
 def _alternatives(search: PostTrainingSearch, placed: PlacedPools, top: int) -> tuple[RlAlternative, ...]:
     """Return the best placement of each other partition, the best first."""
     assert search.answer.best is not None
@@ -189,10 +193,8 @@ def _difference(search: PostTrainingSearch, chosen: PlacedPools, other: PlacedPo
     if ratio < 1 + 1e-9:
         return "as fast, and not simpler"
     calls, moves = timeline_of(search, other)
-    seconds, busiest = max(
-        (sum(entry.seconds for entry in (*calls, *moves) if entry.pool == idx), idx)
-        for idx in range(len(other.partition))
-    )
+    spans: tuple[RlSpan, ...] = (*calls, *moves)
+    seconds, busiest = max((busy_s(spans, idx), idx) for idx in range(len(other.partition)))
     assert search.answer.best is not None
     if seconds > search.answer.best.objective * ratio * (1 - 1e-9):
         pool = pools_of(search, other)[busiest]

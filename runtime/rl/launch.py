@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ...profilers.machine import cpu_rank_environment, num_cores
 from ...profilers.run.faults import explain_failure
@@ -18,7 +20,25 @@ from . import worker
 from .copies import require_run, why_not_run
 from .prompts import read_prompts
 from .rewards import split_name
-from .run import RlJob
+from .run import RlJob, RlOptions
+
+
+def run_rl(
+    plan: RlPlan, options: RlOptions, *, report: str | Path | None = None, timeout_s: float = 600.0
+) -> list[dict[str, Any]]:
+    """Run a plan on this machine and return what its steps report; raises like `launch_rl`.
+
+    Args:
+        report: file that each step appends a JSON object to.
+        timeout_s: how long a rank may wait for another one.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-rl-") as name:
+        folder = Path(name)
+        plan.save(folder / "rl.json")
+        path = folder / "steps.jsonl" if report is None else Path(report).resolve()
+        done = len(path.read_text().splitlines()) if path.exists() else 0
+        launch_rl(plan, RlJob(plan=str(folder / "rl.json"), options=options, report=str(path), timeout_s=timeout_s))
+        return [json.loads(line) for line in path.read_text().splitlines()[done:]]
 
 
 def launch_rl(plan: RlPlan, job: RlJob) -> None:

@@ -40,6 +40,7 @@ POSITIONALS = {
     "experts synth": ["--out=x.npz"], "calibrate": ["plan.json", "metrics.jsonl"], "validate": ["runs.csv"],
     "batch": ["plan.json"], "experts place": ["loads.npy"], "experts evaluate": ["placement.npz"], "report": ["plan.json"],
     "plan-rl": ["grpo.toml"],
+    "apply-rl": ["rl.json", "--prompts=p.jsonl", "--reward=r.py:f", "--steps=1"],
 }  # fmt: skip
 
 

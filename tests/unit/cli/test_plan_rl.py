@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cli.main import app
+from rl_plans import rl_plan
 from typer.testing import CliRunner
 
 RUN = CliRunner()
@@ -66,6 +67,26 @@ def test_a_wrong_workflow_ends_with_two_and_writes_nothing(tmp_path: Path, text:
     answer = RUN.invoke(app, ["plan-rl", str(tmp_path / "w.toml"), *files])
     assert answer.exit_code == 2 and says in answer.output and "Traceback" not in answer.output
     assert not (tmp_path / "rl.json").exists()
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_apply_rl_runs_a_plan_and_says_what_its_steps_gave(tmp_path: Path) -> None:
+    rl_plan([(1, ("generator", "actor"))], {}).save(tmp_path / "rl.json")
+    (tmp_path / "rewards.py").write_text("def even(sample):\n    return sum(t % 2 for t in sample['response']) / 6\n")
+    (tmp_path / "prompts.jsonl").write_text("\n".join(f'{{"prompt": [{idx}]}}' for idx in range(4)))
+    files = [
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--reward",
+        f"{tmp_path / 'rewards.py'}:even",
+        "--steps",
+        "2",
+    ]
+    answer = RUN.invoke(app, ["apply-rl", str(tmp_path / "rl.json"), *files, "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert [record["step"] for record in json.loads(answer.stdout)] == [1, 2]
+    answer = RUN.invoke(app, ["apply-rl", str(tmp_path / "rl.json"), *files[:-3], "none.py:f", "--steps", "2"])
+    assert answer.exit_code == 2 and "no file none.py" in answer.output
 
 
 def test_other_commands_say_what_a_plan_is_for(folder: Path) -> None:
