@@ -1,46 +1,19 @@
-"""The program `meshwright`: nothing is imported before Ctrl-C ends it without a traceback.
-
-While a command works, Ctrl-C is a KeyboardInterrupt, with which it ends what it has started (terminal.py). Before and after that,
-while modules are imported and the interpreter ends, there is nothing to undo, and the process leaves at once.
-"""
+"""The program `meshwright`: nothing is imported before Ctrl-C ends it without a traceback."""
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
-INTERRUPTED = 128 + signal.SIGINT
-
-
-def leave_now(_received: int, _frame: FrameType | None) -> None:
-    """End the process."""
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Let Ctrl-C be a KeyboardInterrupt inside, where the process is this program's own."""
-    is_ours = signal.getsignal(signal.SIGINT) is leave_now
-    if is_ours:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, leave_now)
+from .interrupt import leave_now
 
 
 def main() -> None:
     """Run the command line of this process, from its start to its end."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a job in the background ignores it
         signal.signal(signal.SIGINT, leave_now)
-    from .main import FROM_START, app
+    from .main import main as run
 
-    app(obj=FROM_START)
+    run()
 
 
 if __name__ == "__main__":

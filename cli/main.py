@@ -13,7 +13,6 @@ from .apply import ApplyCommand, apply, tokens
 from .apply_rl import apply_rl
 from .batch import batch
 from .compare import compare
-from .entry import main as main
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain, export, import_configuration, report
@@ -138,3 +137,8 @@ app.add_typer(profile_app, name="profile")
 
 FROM_START = "from the start of the process"
 """What the context carries where the command may count its time from the start of the process."""
+
+
+def main() -> None:
+    """Run the command line of a process that is this program's own."""
+    app(obj=FROM_START)

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from ..schema.errors import ConfigError, MeshwrightError, SolverLimitError
 from ..schema.units import format_count, format_percent, format_seconds
-from .entry import INTERRUPTED, interruptible
+from .interrupt import INTERRUPTED, interruptible
 from .markup import plain, styled
 
 if TYPE_CHECKING:

@@ -92,8 +92,8 @@ entry.main()
 
 WORKING = """
 import signal, sys, typer
-from meshwright.cli import entry, terminal
-signal.signal(signal.SIGINT, entry.leave_now)
+from meshwright.cli import interrupt, terminal
+signal.signal(signal.SIGINT, interrupt.leave_now)
 def work():
     with terminal.exit_on_error():
         try:
