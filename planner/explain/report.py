@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from pydantic import Field
+
 from ...schema import Layout, MeshwrightError, OffloadSchedule, TrainingPlan
 from ...schema.base import Frozen
 from ...schema.layout import SWITCHES, check_fields, format_assignments
@@ -97,7 +99,7 @@ class Explanation(Frozen):
     links: tuple[LinkUse, ...]
     worth: tuple[MarginalValue, ...]
     runner_ups: tuple[Comparison, ...]
-    regions: tuple[RegionValue, ...] = ()
+    regions: tuple[RegionValue, ...] = Field(default=(), exclude_if=lambda value: not value)
     policies: tuple[Comparison, ...] = ()
     offload: OffloadSchedule | None = None
     why_not: WhyNot | None = None
