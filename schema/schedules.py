@@ -18,7 +18,7 @@ from .units import Numbers
 
 Placement = Literal["loop", "wave"]
 InFlight = Callable[[Numbers, Numbers, Numbers], Numbers]
-SumsBeside = Callable[[Numbers, Numbers, Numbers], Any]
+SumsTogether = Callable[[Numbers, Numbers, Numbers], Any]
 
 
 def _in_rounds(m: Numbers, p: Numbers, v: Numbers) -> Numbers:
@@ -48,8 +48,8 @@ class Schedule:
         torch_class: torch's own class for one stage a rank; empty: torch's runtime for tables of orders runs it.
         torch_names: torch's names of it, with one chunk and with several; empty: none.
         min_in_flight: micro-batches that every rank holds at least when it holds most, of (m, p, v); the weakest bound is 1.
-        sums_beside: every rank holds so many (all but one, where forward passes come first) when gradients of all its chunks add up
-            as well, of (m, p, v): its first chunks run forward again after its last one has run backward.
+        sums_together: every rank holds so many (all but one, where forward passes come first) when gradients of all its chunks
+            add up as well, of (m, p, v): its first chunks run forward again after its last one has run backward.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Schedule:
     torch_class: str = ""
     torch_names: tuple[str, str] = ("", "")
     min_in_flight: InFlight = field(default=lambda m, p, v: 1.0, repr=False)
-    sums_beside: SumsBeside = field(default=lambda m, p, v: m > p, repr=False)
+    sums_together: SumsTogether = field(default=lambda m, p, v: m > p, repr=False)
 
     @property
     def idx(self) -> int:
@@ -100,7 +100,7 @@ _RECORDS = (
         torch_class="ScheduleGPipe",
         torch_names=("GPipe", ""),
         min_in_flight=lambda m, p, v: m,
-        sums_beside=lambda m, p, v: (v == 1) & (m > 1),
+        sums_together=lambda m, p, v: (v == 1) & (m > 1),
     ),
     Schedule(
         name="1f1b",
@@ -113,7 +113,7 @@ _RECORDS = (
         torch_class="Schedule1F1B",
         torch_names=("1F1B", "Interleaved1F1B"),
         min_in_flight=_in_rounds,
-        sums_beside=lambda m, p, v: np.where(v > 1, m > p, m > 1),
+        sums_together=lambda m, p, v: np.where(v > 1, m > p, m > 1),
     ),
     Schedule(
         name="zb-h1",
@@ -129,7 +129,7 @@ _RECORDS = (
         splits_backward=True,
         bound="in_turn",
         min_in_flight=lambda m, p, v: 2 * p - 1,
-        sums_beside=lambda m, p, v: m >= 2 * p,
+        sums_together=lambda m, p, v: m >= 2 * p,
     ),
     # Twice the micro-batches fill the pipeline where a rank holds its first and its last stage.
     Schedule(
@@ -146,7 +146,7 @@ _RECORDS = (
         splits_backward=True,
         is_given=True,
         any_num_microbatches=True,
-        sums_beside=lambda m, p, v: False,
+        sums_together=lambda m, p, v: False,
     ),
 )
 

@@ -287,8 +287,10 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
         saved += _eager_code(layer, hidden_dim, workload)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp;
     # where experts are alone only over the ranks that cut them.
-    alone = isinstance(mlp, MoE) and mlp.shared is None and layer.num_norms > 0
-    gathered = SavedElements(unsharded=(min(layer.num_norms, 2) - alone) * hidden_dim, routed=alone * hidden_dim)
+    has_no_shared = isinstance(mlp, MoE) and mlp.shared is None and layer.num_norms > 0
+    gathered = SavedElements(
+        unsharded=(min(layer.num_norms, 2) - has_no_shared) * hidden_dim, routed=has_no_shared * hidden_dim
+    )
     return saved + gathered
 
 

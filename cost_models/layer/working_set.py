@@ -59,7 +59,7 @@ def working_bytes(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, FloatAr
     if not isinstance(layer.attention, SoftmaxAttention | LatentAttention | NoMixer):
         return None
     entire, split = (_Pass(inputs, frees=frees).run(layer) for frees in (True, False))
-    return entire.most, np.maximum(split.most - pending_bytes(layer, inputs), 0.0)
+    return entire.peak, np.maximum(split.peak - pending_bytes(layer, inputs), 0.0)
 
 
 class _Pass:
@@ -80,15 +80,15 @@ class _Pass:
         self.is_split = layouts.tp > 1
         self.along_sequence = self.is_split & (layouts.sequence_parallel == 1)
         self.every = self.b * inputs.tokens * inputs.hidden_dim
-        self.own = self.every / np.where(self.along_sequence, layouts.tp, 1)
+        self.hidden = self.every / np.where(self.along_sequence, layouts.tp, 1)
         self.share = stored_share(layouts, workload)
         self.has_flash = inputs.workload.compute_bytes == 2 and not inputs.cluster.weakest_device.backend.is_host
         self.now = np.zeros(len(layouts))
-        self.most = np.zeros(len(layouts))
+        self.peak = np.zeros(len(layouts))
 
     def run(self, block: Block) -> _Pass:
         """Go through the block, last operator first."""
-        self.make(self.own)  # the gradient that comes in
+        self.make(self.hidden)  # the gradient that comes in
         for part in (block.mlp, block.attention):
             if isinstance(part, DenseMLP) and part.ffn_dim:
                 self._feed_forward(part)
@@ -109,7 +109,7 @@ class _Pass:
     def make(self, size: FloatArray | float) -> None:
         """Let a tensor begin."""
         self.now = self.now + size
-        self.most = np.maximum(self.most, self.now)
+        self.peak = np.maximum(self.peak, self.now)
 
     def drop(self, size: FloatArray | float) -> None:
         """Let a tensor end."""
@@ -157,16 +157,16 @@ class _Pass:
     def _scatter(self) -> None:
         """Sum the gradient of what was gathered: cut along the sequence, for which it is copied, or a sum on every rank."""
         self.make(np.where(self.is_split, self.every, 0.0))
-        self.use(np.where(self.along_sequence, self.own, 0.0))
-        self.drop(np.where(self.along_sequence, 2 * self.every - self.own, np.where(self.is_split, self.every, 0.0)))
+        self.use(np.where(self.along_sequence, self.hidden, 0.0))
+        self.drop(np.where(self.along_sequence, 2 * self.every - self.hidden, np.where(self.is_split, self.every, 0.0)))
 
     def _norm(self, *, keeps: BoolArray) -> None:
         """Go through a norm and add the gradient that went past; in an input pass ``keeps`` says where that one is pending."""
-        self.make(self.own)
-        self.drop_saved(2 * self.own)  # the norm's input, and the gradient of its output
-        self.make(self.own)
-        self.drop(self.own)
-        self.drop(np.where(keeps & (not self.frees), 0.0, self.own))
+        self.make(self.hidden)
+        self.drop_saved(2 * self.hidden)  # the norm's input, and the gradient of its output
+        self.make(self.hidden)
+        self.drop(self.hidden)
+        self.drop(np.where(keeps & (not self.frees), 0.0, self.hidden))
 
     def _gated(self, width: FloatArray, *, is_gated: bool) -> None:
         """``silu(gate) * up`` from the gradient of its output to those of its inputs, which were saved."""
@@ -307,8 +307,8 @@ class _Pass:
         self.use(of_cut)
         self.drop_saved(of_cut)
         self.drop(of_cut)
-        self.use(np.where(is_cut, self.own, 0.0))
-        self.drop(of_cut - self.own)
+        self.use(np.where(is_cut, self.hidden, 0.0))
+        self.drop(of_cut - self.hidden)
         if mlp.shared is not None:
-            self.use(self.own)
-            self.drop(self.own)
+            self.use(self.hidden)
+            self.drop(self.hidden)

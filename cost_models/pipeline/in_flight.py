@@ -31,12 +31,12 @@ class Holding(NamedTuple):
     """What the ranks hold at moments of which none is within another one: [R, K, v] by chunk, or [R, K].
 
     Attributes:
-        held, pending: micro-batches whose activations are stored, and whose gradients wait for their weight pass.
+        stored, pending: micro-batches whose activations are stored, and whose gradients wait for their weight pass.
         summed: unsharded gradients add up (0 or 1); reduced: they have been reduced, and copies of parameters are gone.
         moment, chunk: where it is, index into MOMENTS, and in a pass over which chunk.
     """
 
-    held: IntArray
+    stored: IntArray
     pending: IntArray
     summed: IntArray
     reduced: IntArray
@@ -53,38 +53,38 @@ def holdings(shape: PipelineShape) -> Holding:
     if shape.order is None and not shape.record.all_forward_first and shape.num_microbatches > 4 * shape.pp:
         return holdings(shape.with_microbatches(4 * shape.pp))
     of_ranks = [_of_row(row, shape) for row in rows_of(shape)]
-    most = max(len(states) for states in of_ranks)
-    padded = np.stack([np.concatenate([one, np.repeat(one[:1], most - len(one), axis=0)]) for one in of_ranks])
+    longest = max(len(states) for states in of_ranks)
+    padded = np.stack([np.concatenate([one, np.repeat(one[:1], longest - len(one), axis=0)]) for one in of_ranks])
     v = shape.num_model_chunks
-    held, pending, summed, reduced = (padded[..., part * v : (part + 1) * v] for part in range(4))
-    return Holding(held, pending, summed, reduced, padded[..., -2], padded[..., -1])
+    stored, pending, summed, reduced = (padded[..., part * v : (part + 1) * v] for part in range(4))
+    return Holding(stored, pending, summed, reduced, padded[..., -2], padded[..., -1])
 
 
 def _of_row(row: Row, shape: PipelineShape) -> IntArray:
     """Return the moments of one rank [K, 4 v + 2], none within another of the same kind."""
     (kind, stage, _), v = row, shape.num_model_chunks
     chunk, positions = stage // shape.pp, np.arange(len(kind))
-    is_whole = (kind == BW) | ((kind == W) & (stage == 0))
+    is_undivided = (kind == BW) | ((kind == W) & (stage == 0))
     on = chunk[:, None] == np.arange(v)
-    held = np.cumsum(on * np.select([kind == F, kind == B], [1, 0], -1)[:, None], axis=0)
+    stored = np.cumsum(on * np.select([kind == F, kind == B], [1, 0], -1)[:, None], axis=0)
     change = np.select([kind == B, kind == W], [1, -1], 0) * (stage > 0)
     pending = np.cumsum(on * change[:, None], axis=0)
-    makes = on & (is_whole | (kind == W))[:, None]
+    makes = on & (is_undivided | (kind == W))[:, None]
     first, last = makes.argmax(axis=0), len(kind) - 1 - makes[::-1].argmax(axis=0)
     summed = (positions[:, None] >= first) & (positions[:, None] <= last)
     reduced = positions[:, None] > last
-    after = np.concatenate([held, pending, summed, reduced], axis=1).astype(np.int64)
+    after = np.concatenate([stored, pending, summed, reduced], axis=1).astype(np.int64)
     before = np.concatenate([np.zeros((1, 4 * v), dtype=np.int64), after[:-1]])
     with_gradients = np.concatenate([before[:, :v], after[:, v:]], axis=1)
     is_end = makes.any(axis=1) & (positions == last[chunk])
     frees = (kind == W) | ((kind == B) & (stage == 0))  # or makes nothing that is pending
     matters = (kind == F) & ((stage == shape.num_stages - 1) | np.append(frees[1:], True))
     moments = (
-        (after, matters, FORWARD), (before, is_whole, BACKWARD), (after, (kind == B) & (stage > 0), INPUT),
+        (after, matters, FORWARD), (before, is_undivided, BACKWARD), (after, (kind == B) & (stage > 0), INPUT),
         (with_gradients, (kind == W) & (stage > 0), WEIGHT), (after, is_end, END),
     )  # fmt: skip
     return np.concatenate([
-        _widest(np.column_stack([states[at], np.full(int(at.sum()), moment), chunk[at]])) for states, at, moment in moments
+        _widest(np.column_stack([states[rows], np.full(int(rows.sum()), moment), chunk[rows]])) for states, rows, moment in moments
     ])  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def _widest(states: IntArray) -> IntArray:
 
 def in_flight(shape: PipelineShape) -> FloatArray:
     """Return the most micro-batches whose activations each rank [pp] holds at once, with chunks of equal size."""
-    return np.asarray(holdings(shape).held.mean(axis=2).max(axis=1))
+    return np.asarray(holdings(shape).stored.mean(axis=2).max(axis=1))
 
 
 def in_flight_of_stage(
@@ -131,10 +131,10 @@ def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model
 
 def min_summed_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:
     """Return those that every rank holds at least at some moment at which gradients of all its chunks add up [N]; -1: none."""
-    most = min_in_flight(schedule, num_microbatches, pp, num_model_chunks)
-    count = np.full_like(most, -1.0)
+    fullest = min_in_flight(schedule, num_microbatches, pp, num_model_chunks)
+    count = np.full_like(fullest, -1.0)
     for idx, record in enumerate(SCHEDULES.values()):
-        is_sure = record.sums_beside(num_microbatches, pp, num_model_chunks)
-        here = np.minimum(most, num_microbatches - 1) if record.all_forward_first else most
+        is_sure = record.sums_together(num_microbatches, pp, num_model_chunks)
+        here = np.minimum(fullest, num_microbatches - 1) if record.all_forward_first else fullest
         count = np.where((np.asarray(schedule) == idx) & is_sure, here, count)
     return count

@@ -15,7 +15,7 @@ from ...schema.units import BoolArray, FloatArray, IntArray
 from ..layer.vocabulary import MORE_IN_FLIGHT
 from ..pipeline.in_flight import Holding, holdings, in_flight, in_flight_of_stage, summed_in_flight
 from ..pipeline.replay import PipelineShape
-from .fullest import fullest_moment, held_activations
+from .fullest import fullest_moment, stored_activations
 from .memory import activation_headroom_bytes, required_by_terms, stage_memory
 from .passing import MemoryTerms, StageContents, StepShape
 from .table import CostTable, KnownCosts
@@ -28,7 +28,7 @@ def step_shape(
     num_neighbours: IntArray,
     logits_in_flight: Any = None,
     summed_in_flight: Any = None,
-    kept_inputs: Any = 0,
+    input_gradients: Any = 0,
     idx: int | slice = slice(None),
 ) -> StepShape:
     """Return what memory depends on of the layouts ``idx``, given micro-batches in flight and neighbours of a stage.
@@ -58,7 +58,7 @@ def step_shape(
         summed_in_flight=in_flight if summed_in_flight is None else summed_in_flight,
         reduces_apart=(layouts.num_model_chunks[idx] > 1) & (layouts.pp[idx] > 1),
         num_neighbours=num_neighbours,
-        kept_inputs=kept_inputs,
+        input_gradients=input_gradients,
         offload=layouts.offload[idx],
         offload_fraction=layouts.offload_fraction[idx],
     )
@@ -103,9 +103,14 @@ def shape_of_stages(costs: CostTable, idx: int, stage_idx: IntArray) -> StepShap
     num_neighbours = (stage_idx > 0).astype(np.int64) + (stage_idx < b.pp[idx] - 1)
     flight = more_in_flight(costs, flight, idx)
     summed = summed_in_flight(b.num_microbatches[idx], flight) if shape.pp > 1 else flight
-    kept = (stage_idx > 0) & shape.record.splits_backward
+    inputs = (stage_idx > 0) & shape.record.splits_backward
     return step_shape(
-        b, flight, num_neighbours=num_neighbours, summed_in_flight=summed, kept_inputs=kept.astype(np.int64), idx=idx
+        b,
+        flight,
+        num_neighbours=num_neighbours,
+        summed_in_flight=summed,
+        input_gradients=inputs.astype(np.int64),
+        idx=idx,
     )
 
 
@@ -184,9 +189,14 @@ def shape_of_ranks(costs: CostTable, idx: int, in_flight: FloatArray) -> StepSha
     neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
     if costs.workload.engine_facts.receives_by_stage:
         neighbours = np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
-    kept = np.bincount(np.array(shape.rank_of_stage), (stages > 0) & shape.record.splits_backward, shape.pp)
+    inputs = np.bincount(np.array(shape.rank_of_stage), (stages > 0) & shape.record.splits_backward, shape.pp)
     return step_shape(
-        costs.layouts, in_flight, num_neighbours=neighbours[: shape.pp], logits_in_flight=1, kept_inputs=kept, idx=idx
+        costs.layouts,
+        in_flight,
+        num_neighbours=neighbours[: shape.pp],
+        logits_in_flight=1,
+        input_gradients=inputs,
+        idx=idx,
     )
 
 
@@ -196,7 +206,7 @@ def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stag
     if not shape.record.splits_backward or shape.num_stages != shape.pp or shape.pp == 1:
         return stage_memory(contents, step, costs.scenario)
     chunks = _by_chunk(contents, ..., None)
-    return _at_fullest(costs, idx, contents, chunks, step, Holding(*(part[stage_idx] for part in holdings(shape))))
+    return _fullest_terms(costs, idx, contents, chunks, step, Holding(*(part[stage_idx] for part in holdings(shape))))
 
 
 def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tuple[StageContents, MemoryTerms]:
@@ -204,7 +214,7 @@ def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tu
     shape = pipeline_shape(costs, idx)
     by_rank = np.argsort(np.array(shape.rank_of_stage), kind="stable").reshape(shape.pp, -1)
     of_ranks, step = contents_of_ranks(costs, idx, contents), shape_of_ranks(costs, idx, np.ones(shape.pp))
-    return of_ranks, _at_fullest(costs, idx, of_ranks, _by_chunk(contents, ..., by_rank), step, holdings(shape))
+    return of_ranks, _fullest_terms(costs, idx, of_ranks, _by_chunk(contents, ..., by_rank), step, holdings(shape))
 
 
 def _by_chunk(contents: StageContents, *where: Any) -> StageContents:
@@ -214,14 +224,14 @@ def _by_chunk(contents: StageContents, *where: Any) -> StageContents:
     return StageContents(**values)
 
 
-def _at_fullest(
+def _fullest_terms(
     costs: CostTable, idx: int, contents: StageContents, chunks: StageContents, step: StepShape, holding: Holding
 ) -> MemoryTerms:
     """Return the memory terms of ranks [...] with chunks [..., v] that hold most at one of the moments [..., K]."""
     workload = costs.workload
     if workload.engine_facts.memory is None and workload.has_backward:
         return stage_memory(contents, step, costs.scenario, fullest_moment(chunks, step, costs.scenario, holding))
-    peak, saved = held_activations(chunks, holding).max(axis=-1), contents.activation_bytes
+    peak, saved = stored_activations(chunks, holding).max(axis=-1), contents.activation_bytes
     flight = np.divide(peak, saved, out=np.ones_like(peak), where=saved > 0)
     flight = more_in_flight(costs, flight, idx) if costs.layouts.ep_overlap[idx] else flight
     return stage_memory(contents, replace(step, in_flight=flight, summed_in_flight=flight), costs.scenario)
@@ -265,8 +275,8 @@ def chunks_may_fit(costs: CostTable) -> BoolArray:
     layouts, cases = b.select(rows[of_row]), costs.case_idx[rows[of_row]]
     rank = np.arange(len(of_row)) - (np.cumsum(b.pp[rows]) - b.pp[rows])[of_row]
     flight = in_flight_of_stage(layouts.schedule, layouts.num_microbatches, layouts.pp, rank, layouts.num_model_chunks)
-    beside = np.where(layouts.num_microbatches > layouts.pp, flight, -1)
-    shape = step_shape(layouts, flight, num_neighbours=1 + (rank > 0), summed_in_flight=beside)
+    summed = np.where(layouts.num_microbatches > layouts.pp, flight, -1)
+    shape = step_shape(layouts, flight, num_neighbours=1 + (rank > 0), summed_in_flight=summed)
     smallest = {name: costs.of_blocks(name).min(axis=0)[cases] for name in _OF_ONE_BLOCK}
     none, chunks = np.zeros(len(of_row)), layouts.num_model_chunks
     of_each = {

@@ -2,8 +2,8 @@
 
 At each moment of `pipeline.in_flight.holdings` a rank of chunks c holds
 
-    activations  sum_c held[c] a[c] + pending[c] p[c]       p: what waits between an input and a weight pass
-    logits       held[c] b T V / tp of the chunk with the head
+    activations  sum_c stored[c] a[c] + pending[c] p[c]       p: what waits between an input and a weight pass
+    logits       stored[c] b T V / tp of the chunk with the head
     gradients    sum_c summed[c] 4 P[c] + reduced[c] 4 P[c] / N
     unsharded    sum_c (1 - reduced[c]) b P[c]
     temporary    of the pass that runs: what the loss makes of the logits in a forward pass; the working set of a layer, or
@@ -22,9 +22,9 @@ from ..pipeline.in_flight import BACKWARD, END, FORWARD, INPUT, MOMENTS, WEIGHT,
 from .passing import MemoryTerms, StageContents, StepShape, is_host, loss_bytes
 
 
-def held_activations(chunks: StageContents, holding: Holding) -> FloatArray:
+def stored_activations(chunks: StageContents, holding: Holding) -> FloatArray:
     """Return the bytes of activations and of what is pending at every moment [..., K], contents [..., v]."""
-    return _sum(holding.held, chunks.activation_bytes) + _sum(holding.pending, chunks.pending_bytes)
+    return _sum(holding.stored, chunks.activation_bytes) + _sum(holding.pending, chunks.pending_bytes)
 
 
 def fullest_moment(chunks: StageContents, step: StepShape, scenario: Scenario, holding: Holding) -> MemoryTerms:
@@ -42,12 +42,12 @@ def fullest_moment(chunks: StageContents, step: StepShape, scenario: Scenario, h
         "gradients": _sum(holding.summed, master * chunks.trained)
         + _sum(holding.reduced, master * chunks.reduced(step)),
         "unsharded": _sum(1 - holding.reduced, copied),
-        "activations": scenario.cluster.calibration.activations * held_activations(chunks, holding),
-        "logits": _sum(holding.held, logits),
+        "activations": scenario.cluster.calibration.activations * stored_activations(chunks, holding),
+        "logits": _sum(holding.stored, logits),
         "temporary": _temporary(chunks, step, scenario, holding),
     }
-    most = sum(terms.values()).argmax(axis=-1)[..., None]
-    return {name: np.take_along_axis(values, most, axis=-1)[..., 0] for name, values in terms.items()}
+    largest = sum(terms.values()).argmax(axis=-1)[..., None]
+    return {name: np.take_along_axis(values, largest, axis=-1)[..., 0] for name, values in terms.items()}
 
 
 def _temporary(chunks: StageContents, step: StepShape, scenario: Scenario, holding: Holding) -> FloatArray:
@@ -70,10 +70,10 @@ def _temporary(chunks: StageContents, step: StepShape, scenario: Scenario, holdi
     }
     of_moments = np.stack(np.broadcast_arrays(*(by_moment[idx] for idx in range(len(MOMENTS)))), axis=-1)
     flat = of_moments.reshape(*of_moments.shape[:-2], -1)
-    return _at(flat, holding.chunk * len(MOMENTS) + holding.moment)
+    return _taken(flat, holding.chunk * len(MOMENTS) + holding.moment)
 
 
-def _at(values: FloatArray, idx: IntArray) -> FloatArray:
+def _taken(values: FloatArray, idx: IntArray) -> FloatArray:
     shape = np.broadcast_shapes(values.shape[:-1], idx.shape[:-1])
     values, idx = np.broadcast_to(values, (*shape, values.shape[-1])), np.broadcast_to(idx, (*shape, idx.shape[-1]))
     return np.asarray(np.take_along_axis(values, idx, axis=-1))

@@ -78,7 +78,7 @@ def stage_memory(
     if not workload.has_backward:
         return _zeroth_order(stage, step, scenario)
     moments = _moments(stage, step, scenario) if fullest is None else [fullest]
-    receive = (step.num_neighbours + step.kept_inputs) * step.num_microbatches * stage.boundary_bytes
+    receive = (step.num_neighbours + step.input_gradients) * step.num_microbatches * stage.boundary_bytes
     return {
         "parameters": _parameters(stage, step, workload),
         "optimizer": _states(stage.owned(step), step, workload),
@@ -112,7 +112,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
         "temporary": reduction_bytes(unit, stage, step, scenario) - added,
     }
 
-    def at(in_flight: Array, gradients: Array) -> MemoryTerms:
+    def moment(in_flight: Array, gradients: Array) -> MemoryTerms:
         of_logits = np.minimum(step.logits_in_flight, np.maximum(in_flight, 1))
         return {
             "gradients": gradients,
@@ -143,8 +143,8 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
         "temporary": stage.working_bytes + np.where(copies & ~step.is_piped, 4.0 * stage.block_trained, 0.0),
     }
     summed = step.summed_in_flight
-    first = at(step.in_flight, np.where(summed < step.in_flight, 0.0, before))
-    return [first, at(np.maximum(summed, 0), np.where(summed < 0, 0.0, before)), late, update]
+    first = moment(step.in_flight, np.where(summed < step.in_flight, 0.0, before))
+    return [first, moment(np.maximum(summed, 0), np.where(summed < 0, 0.0, before)), late, update]
 
 
 def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:
@@ -322,8 +322,10 @@ def activation_headroom_bytes(stage: StageContents, step: StepShape, scenario: S
     summed = np.asarray(step.summed_in_flight)
     if not np.any((summed > 0) & (summed < step.in_flight)):
         return headroom
-    beside = replace(step, in_flight=np.maximum(summed, 1))
-    return np.where(summed > 0, np.minimum(headroom, _headroom_bytes(stage, beside, scenario, cap_bytes)), headroom)
+    with_gradients = replace(step, in_flight=np.maximum(summed, 1))
+    return np.where(
+        summed > 0, np.minimum(headroom, _headroom_bytes(stage, with_gradients, scenario, cap_bytes)), headroom
+    )
 
 
 def _headroom_bytes(stage: StageContents, step: StepShape, scenario: Scenario, cap_bytes: float) -> Array:

@@ -38,8 +38,8 @@ class StepShape:
             the former at a moment at which all gradients add up, -1 where there is none before the last backward pass.
         reduces_apart: ranks have several chunks, whose gradients are reduced one after the other.
         num_neighbours: stages that activations or gradients are received from.
-        kept_inputs: stages whose input keeps its gradient until the step ends, of every micro-batch: torch's stage_backward_input
-            leaves it there, stage_backward does not.
+        input_gradients: stages whose input keeps its gradient until the step ends, of every micro-batch: torch's
+            stage_backward_input leaves it there, stage_backward does not.
     """
 
     dp_replicate: Array
@@ -60,7 +60,7 @@ class StepShape:
     summed_in_flight: Array
     reduces_apart: Array
     num_neighbours: Array
-    kept_inputs: Array
+    input_gradients: Array
     offload: Array
     offload_fraction: Array
 

@@ -141,7 +141,7 @@ def test_what_ranks_hold_is_what_the_order_holds(shape: PipelineShape, seed: int
     expected = peak_bytes(pipeline, order_of(shape))
     ranks, of_shape = np.array(shape.rank_of_stage), holdings(shape)
     for rank in range(shape.pp):
-        held = of_shape.held[rank] @ kept[ranks == rank] + of_shape.pending[rank] @ pending[ranks == rank]
+        held = of_shape.stored[rank] @ kept[ranks == rank] + of_shape.pending[rank] @ pending[ranks == rank]
         assert held.max() == pytest.approx(expected[rank])
 
 
@@ -166,7 +166,7 @@ def test_every_rank_holds_the_fewest_at_least(shape: PipelineShape) -> None:
     holding, beside = holdings(shape), float(min_summed_in_flight(*of_shape))
     if beside >= 0:
         all_sum = holding.summed.all(axis=2)
-        assert beside <= np.where(all_sum, holding.held.mean(axis=2), -1).max(axis=1).min() + 1e-9
+        assert beside <= np.where(all_sum, holding.stored.mean(axis=2), -1).max(axis=1).min() + 1e-9
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
