@@ -314,7 +314,16 @@ def exit_well() -> NoReturn:
     os._exit(0)
 
 
-def _exit_failed(error: BaseException | None, code: object, program: Callable[[], None]) -> NoReturn:
+def exit_at_once(error: BaseException | None) -> NoReturn:
+    """End this process from another thread than the main one, which may never come back; an error is recorded for the launcher."""
+    if error is not None:
+        _exit_failed(error, 1, serve_rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _exit_failed(error: BaseException | None, code: object, program: Callable[..., object]) -> NoReturn:
     """Record the error and end at once: destructors of process groups would wait for peers that wait for this rank."""
     path = os.environ.get(ERROR_FILE)
     if error is not None and path:

@@ -23,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from ...profilers.run.processes import exit_at_once
 from ...schema import MeshwrightError, TrainingPlan
 from ...schema.shares import state_copies
 from ..job.machine import explain_out_of_memory
@@ -36,7 +37,7 @@ from .copies import PeerCopies
 from .exchange import Exchange
 from .generations import Generation, GenerationOverError
 from .holdings import Holding, Piece, SurvivorReader, missing, pieces_of
-from .membership import Membership
+from .membership import STUCK_S, Membership
 
 _BEGIN_ANEW_STEPS = 2
 """Until the first copies are complete, a run that lost a part begins anew: so few steps are done by then."""
@@ -65,7 +66,8 @@ class Survivor:
 
     Its driver is the main thread, until that does not come back from a collective of a generation that is over (of gloo's, a wait
     for a send that a closed connection never ends). Another thread then drives on from what the process holds, and the one
-    before only waits for it. No thread is replaced while it changes states.
+    before only waits for it, or is still inside the collective when the job is done: the process then ends without it. No thread
+    is replaced while it changes states.
 
     Attributes:
         run: None before the process has first trained.
@@ -127,6 +129,8 @@ class Survivor:
                 error = caught
             if self._driver is threading.current_thread():  # or else who came after it tells
                 self._outcome.set_exception(error) if error else self._outcome.set_result(None)
+                time.sleep(STUCK_S)  # in which the main thread ends the process, if it can
+                exit_at_once(error)
 
         self._driver = threading.Thread(target=drive, daemon=True, name="driver")
         self._driver.start()

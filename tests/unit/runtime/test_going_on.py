@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ import torch.distributed as dist
 from meshwright.runtime.job import machine
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.worker import Job
+from meshwright.runtime.supervision import survivor as survivor_module
 from meshwright.runtime.supervision.generations import Board, Generation
 from meshwright.runtime.supervision.holdings import Piece, missing, packed_size, unpacked
 from meshwright.runtime.supervision.supervisor import Supervisor
+from meshwright.runtime.supervision.survivor import Survivor
 from meshwright.runtime.training.metrics import last_step
 from meshwright.runtime.training.options import TrainOptions, prepare_options, why_not_continued
 from meshwright.schema import Layout, MeshwrightError, TrainingPlan, Workload
@@ -158,6 +162,28 @@ def test_states_that_nobody_holds_end_the_job_with_one_message(faults: Path) -> 
     with pytest.raises(MeshwrightError, match="too many ranks are gone") as caught:
         go_on(FOUR["sharded, with copies"], faults, "die-5-1", "die-5-2")
     assert "dp_replicate" in (caught.value.help or "")
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_process_whose_main_thread_never_comes_back_ends_with_the_job(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has gone on in its place ends it, well or with its error."""
+
+    def drive(survivor: Survivor) -> None:
+        if code:
+            raise MeshwrightError("lost")
+
+    monkeypatch.setattr(survivor_module, "STUCK_S", 0.01)
+    monkeypatch.setattr(Survivor, "drive", drive)
+    monkeypatch.setattr(Survivor, "follow", lambda *_, **__: None)
+    if not (child := os.fork()):
+        survivor = Survivor.__new__(Survivor)
+        survivor.run, survivor._is_behind, survivor._outcome = None, False, Future()
+        survivor.take_over()
+        time.sleep(60)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
 
 
 def test_copies_of_states() -> None:
