@@ -27,18 +27,25 @@ FACTORS = (64, 32, 16, 8, 4, 2)
 
 def shrunk(graph: UnitGraph, given: Mapping[str, Any], num_ranks: int) -> tuple[UnitGraph, dict[str, Any]]:
     """Return a graph and its placeholders' values with smaller sizes, or as they are."""
-    total = sum(math.prod(shape) for shape in graph.shapes.values())
-    if total <= FEW:
-        return graph, dict(given)
-    numbers = {n for call in graph.calls.values() for n in call.numbers.values() if 1 < n < MAX_SIZE}
-    sizes = sorted({size for shape in graph.shapes.values() for size in shape} | numbers)
-    for smaller in _maps(sizes, num_ranks):
-        resized = replace(graph)
-        resized.calls = {name: call.resized(smaller) for name, call in graph.calls.items()}
-        values = {name: _resized(value, smaller) for name, value in given.items()}
-        if _runs(resized, values, smaller):
-            return resized, values
-    return graph, dict(given)
+    given = dict(given)
+    while _total(graph, {}) > FEW:
+        numbers = {n for call in graph.calls.values() for n in call.numbers.values() if 1 < n < MAX_SIZE}
+        sizes = sorted({size for shape in graph.shapes.values() for size in shape} | numbers)
+        for smaller in sorted(_maps(sizes, num_ranks), key=lambda smaller: _total(graph, smaller)):
+            shapes = {value: tuple(smaller.get(n, n) for n in shape) for value, shape in graph.shapes.items()}
+            resized = replace(graph, shapes=shapes)
+            resized.calls = {name: call.resized(smaller) for name, call in graph.calls.items()}
+            values = {name: _resized(value, smaller) for name, value in given.items()}
+            if _runs(resized, values):
+                graph, given = resized, values
+                break
+        else:
+            break
+    return graph, given
+
+
+def _total(graph: UnitGraph, smaller: Mapping[int, int]) -> int:
+    return sum(math.prod(smaller.get(size, size) for size in shape) for shape in graph.shapes.values())
 
 
 def _maps(sizes: list[int], num_ranks: int) -> Iterator[dict[int, int]]:
@@ -64,7 +71,7 @@ def _resized(value: Any, smaller: Mapping[int, int]) -> Any:
     return part.requires_grad_(value.requires_grad)
 
 
-def _runs(graph: UnitGraph, given: Mapping[str, Any], smaller: Mapping[int, int]) -> bool:
+def _runs(graph: UnitGraph, given: Mapping[str, Any]) -> bool:
     values: dict[Value, Any] = {Value(name): value for name, value in given.items()}
     try:
         with torch.no_grad():
@@ -75,7 +82,7 @@ def _runs(graph: UnitGraph, given: Mapping[str, Any], smaller: Mapping[int, int]
                 for idx, tensor in enumerate(tensors_of(made)):
                     value = Value(node.name, idx)
                     values[value] = tensor
-                    if tuple(tensor.shape) != tuple(smaller.get(size, size) for size in graph.shapes[value]):
+                    if tuple(tensor.shape) != graph.shapes[value]:
                         return False
     except Exception:  # whatever an operator says of sizes that do not fit
         return False
