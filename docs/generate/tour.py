@@ -140,7 +140,7 @@ STOPS = (
     ),
     Stop(
         "cost_models/stage/memory.py",
-        ("StageContents", "stage_memory", "required_bytes"),
+        ("stage_memory", "required_bytes"),
         "Bytes of a stage: {memory}; {required:.1f} GiB with what the allocator reserves, of {budget:.1f}.",
     ),
     Stop(
