@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -180,6 +181,7 @@ def test_a_process_whose_main_thread_never_comes_back_ends_with_the_job(
     if not (child := os.fork()):
         survivor = Survivor.__new__(Survivor)
         survivor.run, survivor._is_behind, survivor._outcome = None, False, Future()
+        survivor._handover, survivor._is_following = threading.Lock(), False
         survivor.take_over()
         time.sleep(60)
         os._exit(3)
