@@ -139,14 +139,14 @@ def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
     look = Supervisor.look
 
     def waiting(supervisor: Supervisor, pids: Mapping[int, int]) -> None:
-        if (faults / "waits-1").exists():
-            (faults / "stop-5").unlink(missing_ok=True)
+        if (faults / "waits-1").exists() and (faults / "stop-5").exists():
+            (faults / "takes-in").touch()
+            (faults / "stop-5").unlink()
         look(supervisor, pids)
 
     if restarts:
         monkeypatch.setattr(Supervisor, "look", waiting)
-        for name in ("stop-5", "takes-in"):
-            (faults / name).touch()
+        (faults / "stop-5").touch()
     records = go_on(
         plan_of(dp_replicate=2), faults, "die-3-1", fewer=(plan_of(),), spares=spares, restart_ranks=restarts,
         hang_timeout_s=0.0,
