@@ -314,7 +314,7 @@ def exit_well() -> NoReturn:
     os._exit(0)
 
 
-def exit_at_once(error: BaseException | None) -> NoReturn:
+def exit_now(error: BaseException | None) -> NoReturn:
     """End this process from another thread than the main one, which may never come back; an error is recorded for the launcher."""
     if error is not None:
         _exit_failed(error, 1, serve_rank)

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from ...profilers.run.processes import exit_at_once
+from ...profilers.run.processes import exit_now
 from ...schema import MeshwrightError, TrainingPlan
 from ...schema.shares import state_copies
 from ..job.machine import explain_out_of_memory
@@ -87,6 +87,7 @@ class Survivor:
         self._options = prepare_options(self._plan, options)
         self._driver, self._is_behind = threading.current_thread(), True
         self._outcome: Future[None] = Future()
+        self._handover, self._is_following = threading.Lock(), False
 
     def drive(self) -> None:
         """Train until the job is done, through all generations.
@@ -108,7 +109,10 @@ class Survivor:
             except StatesLostError:
                 raise
             except (Exception, CheckpointException) as error:
-                if self._driver is not threading.current_thread():
+                with self._handover:
+                    is_driver = self._driver is threading.current_thread()
+                    self._is_following |= is_driver
+                if not is_driver:
                     self._outcome.result()
                     return
                 self.follow(error, has_met=not self._is_behind)
@@ -116,8 +120,6 @@ class Survivor:
 
     def take_over(self) -> bool:
         """Drive on in a new thread, where the driver does not leave a generation; False where it must not be left alone."""
-        if self.run is not None and self.run.is_updating:
-            return False
 
         def drive() -> None:
             error: BaseException | None = None
@@ -130,10 +132,14 @@ class Survivor:
             if self._driver is threading.current_thread():  # or else who came after it tells
                 self._outcome.set_exception(error) if error else self._outcome.set_result(None)
                 time.sleep(STUCK_S)  # in which the main thread ends the process, if it can
-                exit_at_once(error)
+                exit_now(error)
 
-        self._driver = threading.Thread(target=drive, daemon=True, name="driver")
-        self._driver.start()
+        with self._handover:
+            if self._is_following or (self.run is not None and self.run.is_updating):
+                return False
+            self._is_following = True
+            self._driver = threading.Thread(target=drive, daemon=True, name="driver")
+            self._driver.start()
         return True
 
     def follow(self, error: BaseException, *, has_met: bool) -> None:
@@ -147,6 +153,7 @@ class Survivor:
         if not has_met and not isinstance(error, MeshwrightError):
             self.membership.request()
         self._past += self.membership.follow(error)
+        self._is_following = False
 
     # --- the guard of the run ---
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -138,14 +139,14 @@ def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
     look = Supervisor.look
 
     def waiting(supervisor: Supervisor, pids: Mapping[int, int]) -> None:
-        if (faults / "waits-1").exists():
-            (faults / "stop-5").unlink(missing_ok=True)
+        if (faults / "waits-1").exists() and (faults / "stop-5").exists():
+            (faults / "takes-in").touch()
+            (faults / "stop-5").unlink()
         look(supervisor, pids)
 
     if restarts:
         monkeypatch.setattr(Supervisor, "look", waiting)
-        for name in ("stop-5", "takes-in"):
-            (faults / name).touch()
+        (faults / "stop-5").touch()
     records = go_on(
         plan_of(dp_replicate=2), faults, "die-3-1", fewer=(plan_of(),), spares=spares, restart_ranks=restarts,
         hang_timeout_s=0.0,
@@ -180,6 +181,7 @@ def test_a_process_whose_main_thread_never_comes_back_ends_with_the_job(
     if not (child := os.fork()):
         survivor = Survivor.__new__(Survivor)
         survivor.run, survivor._is_behind, survivor._outcome = None, False, Future()
+        survivor._handover, survivor._is_following = threading.Lock(), False
         survivor.take_over()
         time.sleep(60)
         os._exit(3)
