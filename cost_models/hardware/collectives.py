@@ -155,7 +155,7 @@ def _level_s(
         return latency.base + hops_s, transfer + np.sqrt(link.ramp_s * x)
     domains = members // inner
     if link.kind == "wan":
-        return link.latency_s * (domains - 1), transfer
+        return np.asarray(link.latency_s * (domains - 1)), transfer
     # A chunk that starts inside a domain crosses into each domain once, its own included at the end.
     crossings = domains - (inner == 1)
     crossing = link.latency_s if link.ring_step_s is None else link.ring_step_s

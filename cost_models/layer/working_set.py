@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from ...schema.layers import Block, DenseMLP, LatentAttention, MoE, NoMixer, SoftmaxAttention
-from ...schema.units import BoolArray, FloatArray
+from ...schema.units import Array, BoolArray, FloatArray
 from .memory import SavedElements, bytes_of
 from .operators import CostInputs, Gemm, Layer, OperatorRules, layer_operators
 from .parallel import stored_share
@@ -106,21 +106,21 @@ class _Pass:
 
     # Tensors
 
-    def make(self, size: FloatArray | float) -> None:
+    def make(self, size: Array) -> None:
         """Let a tensor begin."""
         self.now = self.now + size
         self.peak = np.maximum(self.peak, self.now)
 
-    def drop(self, size: FloatArray | float) -> None:
+    def drop(self, size: Array) -> None:
         """Let a tensor end."""
         self.now = self.now - size
 
-    def use(self, size: FloatArray | float) -> None:
+    def use(self, size: Array) -> None:
         """Let a tensor begin and end."""
         self.make(size)
         self.drop(size)
 
-    def drop_saved(self, size: FloatArray | float) -> None:
+    def drop_saved(self, size: Array) -> None:
         """Let what the forward pass saved end, unless the graph stays."""
         self.drop(size if self.frees else 0.0)
 

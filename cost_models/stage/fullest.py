@@ -46,7 +46,7 @@ def fullest_moment(chunks: StageContents, step: StepShape, scenario: Scenario, h
         "logits": _sum(holding.stored, logits),
         "temporary": _temporary(chunks, step, scenario, holding),
     }
-    largest = sum(terms.values()).argmax(axis=-1)[..., None]
+    largest = np.asarray(sum(terms.values())).argmax(axis=-1)[..., None]
     return {name: np.take_along_axis(values, largest, axis=-1)[..., 0] for name, values in terms.items()}
 
 

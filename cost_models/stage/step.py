@@ -41,6 +41,7 @@ from ..pipeline.replay import PipelineShape, makespan_s, pipelined_s
 from . import memory
 from .contents import contents_between, contents_of_ranks, pipeline_shape, rank_memory_terms, stage_memory_terms
 from .interval import Basis, peak_interval, time_interval
+from .passing import MemoryTerms, StageContents
 from .table import CostTable
 
 
@@ -136,7 +137,7 @@ def busiest_rank(passes: StagePasses, ranks: IntArray, transfer_s: FloatArray) -
     return int(np.argmax(np.bincount(ranks, passes.forward + passes.backward, len(transfer_s)) + transfer_s))
 
 
-def _split(terms: memory.MemoryTerms, num_ranks: int) -> list[memory.MemoryTerms]:
+def _split(terms: MemoryTerms, num_ranks: int) -> list[MemoryTerms]:
     """Return the memory terms of each rank, given arrays over the ranks."""
     full = {name: np.broadcast_to(values, num_ranks) for name, values in terms.items()}
     return [{name: values[s] for name, values in full.items()} for s in range(num_ranks)]
@@ -205,7 +206,7 @@ def pass_seconds(
     )
 
 
-def outside_passes_s(costs: CostTable, idx: int, contents: memory.StageContents, passes: StagePasses) -> float:
+def outside_passes_s(costs: CostTable, idx: int, contents: StageContents, passes: StagePasses) -> float:
     """Return what `estimate_step` adds to the passes of layout ``idx``: what its ranks expose, edges, the update and the host's.
 
     Args:
