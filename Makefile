@@ -1,6 +1,7 @@
 # make demo   plan a small published model for this machine and train it with that plan
 # make test   run the short tier of the test suite, in about five minutes on two cores
 # make test-all   run all of it
+# make test-failed  run what failed last time once more, one test at a time
 # make check  lint, types, and words that the glossary replaces
 # make site   write the documentation as a site to site/
 # make docs   write the pages, the picture and the table that are made from the code
@@ -17,7 +18,7 @@ SOURCES := pyproject.toml $(shell find api schema profilers cost_models solvers 
 DEMO_MODEL ?= smollm2-135m
 DEMO_STEPS ?= 36
 
-.PHONY: demo test test-all check docs site clean
+.PHONY: demo test test-all test-failed check docs site clean
 
 demo: $(VENV)/installed
 	mkdir -p demo
@@ -31,6 +32,9 @@ test: $(VENV)/installed-test
 
 test-all: $(VENV)/installed-test
 	$(PYTEST)
+
+test-failed: $(VENV)/installed-test
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none tests
 
 check: $(VENV)/installed-check
 	$(BIN)/ruff check .
