@@ -88,20 +88,20 @@ class JobOptions(OptionModel):
         """Return where the nodes meet: as typed, as Slurm says, or nowhere because there is one node.
 
         Raises:
-            ConfigError: several nodes without a place, or a node that is none of them.
+            ConfigError: several nodes without a place or a secret, or a node that is none of them.
         """
         from ..runtime.job.gate import secret_of
         from ..runtime.job.rendezvous import Rendezvous, slurm_rendezvous
 
         if self.nnodes is None and (slurm := slurm_rendezvous(os.environ)) is not None:
             return slurm
-        return Rendezvous(
+        place = Rendezvous(
             nnodes=1 if self.nnodes is None else self.nnodes,
             node_rank=self.node_rank,
             endpoint=self.rdzv_endpoint,
             run_id=self.rdzv_id,
-            secret=secret_of(os.environ) if (self.nnodes or 1) > 1 else b"",
         )
+        return place if place.nnodes == 1 else replace(place, secret=secret_of(os.environ))
 
 
 class RunOutput(OptionModel):

@@ -119,7 +119,7 @@ def test_option_that_needs_another_is_refused_without_it(name, mode, arguments, 
         if needed:
             said = refused(name, mode, arguments, typed(entry), monkeypatch)
             assert f"{entry.flag} without {' or '.join(needed)}" in said
-        for other in (applicable[name] for name in entry.spec.barred_by):
+        for other in (applicable[name] for name in entry.spec.barred_by if name in applicable):
             words = [*typed(entry), *typed(other)]
             words += [word for need in other.spec.needs for word in typed(applicable[need])]
             assert entry.flag in refused(name, mode, arguments, words, monkeypatch)
