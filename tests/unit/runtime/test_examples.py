@@ -91,6 +91,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     step = {
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
         "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "STEPS": "3",
+        "MESHWRIGHT_SECRET": "what the script makes before it",
     }  # fmt: skip
     nodes = [
         subprocess.Popen(
