@@ -97,26 +97,22 @@ def default_model_types() -> list[str]:
 def trace_model(model: Any, *, seq_len: int, name: str) -> ModelSpec:
     """Return the spec of a causal language model of transformers."""
     tokens = torch.zeros((1, seq_len), dtype=torch.long, device="meta")
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    is_too_long = longest is not None and seq_len > longest
+    why = f"; the model has {longest} positions, the sequences {seq_len} tokens" if is_too_long else ""
     try:
         with _quiet():
             return profile_module(model, {"input_ids": tokens}, name=name)
     except ConfigError as error:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be traced: {error.message}", error.details, error.help
-        ) from None
+        message = f"{type(model).__name__} cannot be traced: {error.message}{why}"
+        raise ConfigError(message, error.details, error.help) from None
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
             f"{type(model).__name__} cannot be traced: what it computes depends on the values of its input ({error.func})",
             help="plan a model of a known family of its size (`meshwright models`)",
         ) from None
     except Exception as error:  # the model's own code, which may raise anything
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        too_long = (
-            f"; the model has {longest} positions, the sequences {seq_len} tokens"
-            if longest and seq_len > longest
-            else ""
-        )
-        raise ConfigError(f"{type(model).__name__} cannot be traced: {first_line(error)}{too_long}") from None
+        raise ConfigError(f"{type(model).__name__} cannot be traced: {first_line(error)}{why}") from None
 
 
 @contextmanager
