@@ -1,6 +1,6 @@
 """Command lines over mutated files and words: none ends in a traceback, runs long or takes much memory.
 
-For minutes, and by the thousand: tests/fuzz/commands.py, which the long test runs for a few.
+For minutes, and by the thousand: tests/fuzz/fuzz_commands.py, which the long test runs for a few.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from meshwright.cli.main import app
 from typer.testing import CliRunner
 
-FUZZER = Path(__file__).parents[1] / "fuzz" / "commands.py"
+FUZZER = Path(__file__).parents[1] / "fuzz" / "fuzz_commands.py"
 
 REFUSED = [
     "plan smollm2-135m --serve --cluster 2xH100-SXM-80GB --requests isl=3" + "NaN" * 2000,

@@ -1,7 +1,7 @@
 """Fuzz the commands: whole command lines over mutated files and words, each in a process of its own.
 
-    python tests/fuzz/commands.py --seconds 600
-    python tests/fuzz/commands.py --inputs 20000 --seed 1
+    python tests/fuzz/fuzz_commands.py --seconds 600
+    python tests/fuzz/fuzz_commands.py --inputs 20000 --seed 1
 
 Everything is imported once, and each command line runs in a fork, so that one costs little more than its work. A finding is a
 traceback, an exit code that no command has, more than ``--limit-s`` seconds of processor time (or ten times as many on the clock),
