@@ -140,7 +140,7 @@ class IslandProblem:
         return solve(replace(joined.instance, step_s=np.full(len(joined.used), shortest_s))).bound
 
     def joined(self, used: tuple[int, ...]) -> Joined | None:
-        """Plan a choice; None where an island does not fit.
+        """Plan a choice, with the shares of its islands (C3); None where an island does not fit.
 
         Raises:
             ConfigError, InfeasibleError: there is no layout for its replicas, or the hosts have no room (C1).

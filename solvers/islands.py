@@ -134,7 +134,10 @@ def check(instance: IslandsInstance, choice: Exchange) -> float:
 
 
 def solve(instance: IslandsInstance) -> Solution[Exchange]:
-    """Return the plainest of the choices that are nearly the best; the bound is that of the best one."""
+    """Return the plainest of the choices that are nearly the best; the bound is that of the best one.
+
+    Islands without room for their anchors (C1) are the caller's to leave out.
+    """
     start, n = time.perf_counter(), len(instance.step_s)
     longest_s = float(np.max(instance.step_s))
     if n == 1:
@@ -260,7 +263,8 @@ def deal(
 ) -> tuple[int, ...]:
     """Return the share of each island (C3) such that the longest of FIXED[i] + PASS[i] ceil(share / UNIT[i]) ends first.
 
-    Every island takes ``minimum``: one for each of its ranks; what is more than the batch the largest shares give back.
+    Islands of unlike speed then take as many steps, and as long (C5). Every island takes ``minimum``: one for each of its ranks;
+    what is more than the batch the largest shares give back.
 
     Raises:
         ValueError: (C3) the batch has not so many.

@@ -263,7 +263,10 @@ def fits_memory_C2(instance: PoolsInstance, block: Sequence[int], size: int, off
 
 
 def period(instance: PoolsInstance, answer: PlacedPools) -> float:
-    """Return (O) of an answer from its definition."""
+    """Return (O) of an answer from its definition.
+
+    Without steps ahead it is the path itself, which ends with new weights (C3); SECONDS of generation count every token (C4).
+    """
     rows = np.zeros((len(answer.partition), instance.num_levels))
     of: dict[int, int] = {}
     for pool, (block, size) in enumerate(zip(answer.partition, answer.size_idxs, strict=True)):

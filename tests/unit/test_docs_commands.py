@@ -99,7 +99,7 @@ def test_options_of_a_page_exist(page: str) -> None:
     for block in blocks(page):
         for words in commands(block.text):
             if words[0] != "meshwright":
-                assert words[0] in ("pip", "mkdir", "cat", "wait"), words
+                assert words[0] in ("pip", "mkdir", "cat", "export", "wait"), words
                 continue
             command, rest = get_command(app).commands[words[1]], words[2:]
             command.make_context(words[1], [word for word in rest if word != "&"]).close()
