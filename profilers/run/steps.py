@@ -21,7 +21,6 @@ from ..measure.kernels import (
     stream_bandwidth,
 )
 from ..measure.links import ALL_SIZES, SIZES, axes_of, groups_of, measure_collectives, measure_pairs, world_group
-from ..measure.process import measure_process
 from .protocol import MeasurementStep, ProfileTask, RankPlace
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def brief_steps(task: ProfileTask, place: RankPlace, on_gpu: bool) -> list[Measu
 
 
 def _besides_tensors(on_gpu: bool) -> MeasurementStep:
-    measure = _allocator if on_gpu else measure_process
+    measure = _allocator if on_gpu else _process
     return MeasurementStep("memory", "what is held besides tensors", 0.2, measure, is_needed=True)
 
 
@@ -175,6 +174,13 @@ def _informative_shapes(bench: Bench, choose_shapes: ChooseShapes, **rates: floa
         shapes = [(int(m), int(n), int(k)) for m, n, k in chosen]
     chosen_first: list[tuple[int, int, int]] = bench.gather(shapes)[0]
     return chosen_first
+
+
+def _process(bench: Bench, points: Points) -> Points:
+    """Measure what a process takes besides its tensors; its modules need torch, which reading a profile does not load."""
+    from ..measure.process import measure_process
+
+    return measure_process(bench, points)
 
 
 def _allocator(bench: Bench, _: Points) -> Points:
