@@ -15,8 +15,9 @@ from typing import Any
 
 from pydantic import Field
 
-from .base import MAX_TEXT_BYTES, Count, Frozen, NonNegativeFloat, PositiveFloat, PositiveInt, did_you_mean, shown
+from .base import Count, Frozen, NonNegativeFloat, PositiveFloat, PositiveInt, did_you_mean, shown
 from .errors import ConfigError
+from .limits import MAX_TEXT_BYTES
 from .units import MIB
 
 WINDOW_BYTES = 3 * MIB
