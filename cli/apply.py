@@ -410,7 +410,7 @@ def remaining_cluster(cluster: ClusterSpec, *, nnodes: int, devices_here: int) -
         return None
     if len(cluster.groups) > 1:
         raise ConfigError(f"the nodes of {cluster.name} differ: it is not known which remain", help="plan again")
-    resized = with_nodes(cluster, nnodes) if nnodes != cluster.num_nodes else cluster
+    resized = with_nodes(cluster, nnodes)
     return with_devices_per_node(resized, devices_here) if lacks_devices else resized
 
 

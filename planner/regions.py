@@ -36,7 +36,6 @@ import numpy as np
 
 from ..schema import (
     Certificate,
-    ClusterSpec,
     ConfigError,
     InfeasibleError,
     LeftOut,
@@ -45,9 +44,8 @@ from ..schema import (
 )
 from ..schema.cluster import ClusterPart
 from ..schema.device_groups import part_label
-from ..schema.local_updates import (
-    SyncLimits,
-)
+from ..schema.local_updates import SyncLimits
+from ..schema.offers import with_nodes
 from ..schema.units import format_seconds
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from ..solvers.islands import solve
@@ -172,7 +170,7 @@ class IslandProblem:
         nodes = math.gcd(*(cluster.num_nodes for cluster in clusters))
         weakest = min(used, key=lambda i: self.rates[i] / self.parts[i].cluster.num_nodes)
         cluster = self.parts[weakest].cluster
-        cluster = cluster if len(used) == 1 else _with_nodes(cluster, nodes)
+        cluster = with_nodes(cluster, nodes)
         part = self.rates[weakest] / self.parts[weakest].cluster.num_nodes * cluster.num_nodes
         batch = math.ceil(self.request.workload.global_batch_size * part / sum(self.rates[i] for i in used) - 1e-6)
         key = (cluster.replace(name="-"), batch)
@@ -181,12 +179,6 @@ class IslandProblem:
             one = replace(self.request, cluster=cluster, task=task, local_updates=None, on_progress=None)
             self.cells[key] = self.plan_one(one, top=0 if len(used) > 1 else 4)
         return self.cells[key]
-
-
-def _with_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
-    from ..schema.offers import with_nodes
-
-    return cluster if nodes == cluster.num_nodes else with_nodes(cluster, nodes)
 
 
 def _rates(request: PlanRequest, parts: Sequence[ClusterPart]) -> list[float]:

@@ -122,7 +122,7 @@ class Offer(Frozen):
 
     def with_size(self, num_nodes: int) -> ClusterSpec:
         """Return the cluster of so many nodes."""
-        return self.cluster if num_nodes == self.cluster.num_nodes else with_nodes(self.cluster, num_nodes)
+        return with_nodes(self.cluster, num_nodes)
 
     @classmethod
     def from_cluster(
@@ -145,6 +145,8 @@ def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
     Raises:
         ConfigError: the nodes are not all alike.
     """
+    if num_nodes == cluster.num_nodes:
+        return cluster
     if len(cluster.groups) > 1:
         raise ConfigError(f"{cluster.name} has {len(cluster.groups)} groups of nodes: it has no smaller size")
     group = cluster.groups[0].replace(num_nodes=num_nodes)

@@ -53,8 +53,6 @@ def sizes_of(cluster: ClusterSpec) -> tuple[int, ...]:
 def pool_cluster(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
     """Return the first devices of a cluster as one of its own."""
     node = cluster.groups[0].devices_per_node
-    if num_devices == cluster.num_devices:
-        return cluster
     if num_devices >= node:
         return with_nodes(cluster, num_devices // node)
     return with_devices_per_node(with_nodes(cluster, 1), num_devices)
