@@ -81,4 +81,4 @@ def _taken(values: FloatArray, idx: IntArray) -> FloatArray:
 
 def _sum(counts: IntArray, of_chunks: Array) -> FloatArray:
     """Return sums over the chunks [..., K] of counts [..., K, v] times bytes [..., v]."""
-    return np.asarray((counts * np.asarray(of_chunks)[..., None, :]).sum(axis=-1))
+    return np.asarray((counts @ np.asarray(of_chunks)[..., None])[..., 0])
