@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cost_models.stage.bounds import ROUGH_ERROR, budget_bytes, estimates_s, memory_bounds, time_bounds
+from ..cost_models.stage.capacity import stages_may_fit
 from ..cost_models.stage.contents import RecomputeCosts
 from ..cost_models.stage.interval import margin, probability_above, ratio_coefficients, ratio_sd
 from ..cost_models.stage.table import CostTable
@@ -252,6 +253,8 @@ def add_half_blocks(request: PlanRequest, result: SearchResult, *, worse_than_s:
 
 def _may_be_below(costs: CostTable, below_s: float) -> bool:
     """Return whether the one layout of a table may take less, by a replay, or within memory where blocks choose."""
+    if not stages_may_fit(costs)[0]:
+        return False
     is_open = replayed_bound(costs, 0, below_s=below_s).bound_s < below_s
     if not is_open or not costs.layouts.is_mixed:
         return is_open

@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from ..cost_models.stage import bounds
-from ..cost_models.stage.contents import chunks_may_fit
+from ..cost_models.stage.capacity import stages_may_fit
 from ..cost_models.stage.table import CostTable
 from ..schema import Certificate
 from ..schema.schedules import OVER_A_V
@@ -39,15 +39,15 @@ from .space import BLOCK, Frontier, Pool, Space, build_narrow_space
 REL_GAP = 1e-4
 """A bound within this of the incumbent is not worth expanding; far below the cost model's own error."""
 
-WINDOW = 32
+WINDOW = 96
 """Layouts costed together before they are expanded one by one."""
 
 MAX_RUNNER_UP_TRIES = 100
 """Combinations of degrees that are expanded for comparison at most: of those most promising few may fit."""
 
-NUM_SCOUTED, SCOUT_BLOCKS, MAX_CHOSEN, MAX_SCOUTS = 1 << 15, 6, 24, 8
-"""Layouts among which scouts are looked for, if there are so many; at most so many blocks of them are bounded, scouts chosen, and
-scouts expanded."""
+NUM_SCOUTED, SCOUT_BLOCKS, MAX_CHECKED, MAX_CHOSEN, MAX_SCOUTS = 1 << 15, 6, 96, 24, 8
+"""Layouts among which scouts are looked for, if there are so many; at most so many blocks of them are bounded, so many checked for
+whether stages may fit, scouts chosen, and scouts expanded."""
 
 RUNNER_UP_TRIES_A_BLOCK = 5
 """Expansions that bounding a further block of layouts counts as."""
@@ -84,7 +84,8 @@ class Scouts:
             )
             fits, block_s = frontier.bounds(block[seem_to_fit])
             rows, bound_s = np.concatenate([rows, block[seem_to_fit][fits]]), np.concatenate([bound_s, block_s[fits]])
-        fastest = np.argsort(bound_s + more_s[rows], kind="stable")
+        fastest = np.argsort(bound_s + more_s[rows], kind="stable")[:MAX_CHECKED]
+        fastest = fastest[stages_may_fit(pool.costs.select(rows[fastest]).compacted())]
         degrees = np.stack([b.schedule, b.tp, b.cp, b.pp])[:, rows[fastest]]
         chosen = fastest[np.sort(np.unique(degrees, axis=1, return_index=True)[1])[:MAX_CHOSEN]]
         self._rows, self._bound_s = rows[chosen], bound_s[chosen]
@@ -255,7 +256,7 @@ class LayoutProblem:
 
     def _cut_scout(self, scouts: Scouts, row: int, bound_s: float, below_s: float) -> Candidate | None:
         only = self.pool.costs.select(np.array([row])).compacted()
-        candidate = expand_fitting(only, 0, bound_s=bound_s, below_s=below_s) if chunks_may_fit(only)[0] else None
+        candidate = expand_fitting(only, 0, bound_s=bound_s, below_s=below_s) if stages_may_fit(only)[0] else None
         scouts.learn(row, np.inf if candidate is None else candidate.step_time_s)
         return candidate and replace(candidate, idx=row, any_order_s=bound_s)
 
@@ -319,7 +320,7 @@ class LayoutProblem:
             rows = self.frontier.rows[:WINDOW]
             self._window = self.pool.costs.select(rows).compacted()
             self._idx_in_window = {int(row): idx for idx, row in enumerate(rows)}
-            self._may_fit = chunks_may_fit(self._window)
+            self._may_fit = stages_may_fit(self._window)
         return self._window, self._idx_in_window[row]
 
     def rows_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:

@@ -8,13 +8,15 @@ its first backward or weight pass on; after its last one they are reduced, and i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from ...schema.layout_table import distinct_rows
 from ...schema.schedules import SCHEDULES, by_schedule
-from ...schema.units import Array, FloatArray, IntArray
+from ...schema.units import Array, BoolArray, FloatArray, IntArray
 from .orders import BW, B, F, Row, W
 from .replay import PipelineShape, rows_of
 
@@ -28,7 +30,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT, END = range(len(MOMENTS))
 
 
 class Holding(NamedTuple):
-    """What the ranks hold at moments of which none is within another one: [R, K, v] by chunk, or [R, K].
+    """What the ranks hold at moments of which none is within others: [R, K, v] by chunk, or [R, K].
 
     Attributes:
         stored, pending: micro-batches whose activations are stored, and whose gradients wait for their weight pass.
@@ -46,54 +48,93 @@ class Holding(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def holdings(shape: PipelineShape) -> Holding:
-    """Return what each rank holds at the moments at which it may be fullest; ranks with fewer of them repeat one.
+    """Return what each rank holds at the moments at which it may be fullest, however large its chunks; short ones repeat one.
 
     More than 4 pp micro-batches hold no more, but under gpipe, where the middle is left out.
     """
     if shape.order is None and not shape.record.all_forward_first and shape.num_microbatches > 4 * shape.pp:
         return holdings(shape.with_microbatches(4 * shape.pp))
-    of_ranks = [_of_row(row, shape) for row in rows_of(shape)]
-    longest = max(len(states) for states in of_ranks)
-    padded = np.stack([np.concatenate([one, np.repeat(one[:1], longest - len(one), axis=0)]) for one in of_ranks])
     v = shape.num_model_chunks
-    stored, pending, summed, reduced = (padded[..., part * v : (part + 1) * v] for part in range(4))
-    return Holding(stored, pending, summed, reduced, padded[..., -2], padded[..., -1])
+    states, rank, moment, chunk = _moments(rows_of(shape), shape)
+    group = (rank * len(MOMENTS) + moment) * v + chunk
+    # Reduced gradients may take more than the copies that go with them, or less.
+    widest = _widest(np.hstack([states, -states[:, 3 * v :]]), group)
+    distinct = widest[np.sort(distinct_rows([group[widest], *states[widest].T]).rows)]
+    states, rank, moment, chunk = (column[distinct] for column in (states, rank, moment, chunk))
+    count = np.bincount(rank, minlength=shape.pp)
+    start = np.cumsum(count) - count
+    padded = start[:, None] + np.where(np.arange(count.max()) < count[:, None], np.arange(count.max()), 0)
+    stored, pending, summed, reduced = np.split(states[padded], 4, axis=-1)
+    return Holding(stored, pending, summed, reduced, moment[padded], chunk[padded])
 
 
-def _of_row(row: Row, shape: PipelineShape) -> IntArray:
-    """Return the moments of one rank [K, 4 v + 2], none within another of the same kind."""
-    (kind, stage, _), v = row, shape.num_model_chunks
-    chunk, positions = stage // shape.pp, np.arange(len(kind))
+def _moments(rows: Sequence[Row], shape: PipelineShape) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return what ranks hold by chunk [K, 4 v], its rank, moment and chunk [K], sorted by these and then by time."""
+    kind, stage = np.concatenate([row[0] for row in rows]), np.concatenate([row[1] for row in rows])
+    length, v = np.array([len(row[0]) for row in rows]), shape.num_model_chunks
+    rank, chunk, positions = np.repeat(np.arange(len(rows)), length), stage // shape.pp, np.arange(len(kind))
+    before_rank = (np.cumsum(length) - length)[rank] - 1
+
+    def counted(change: IntArray) -> IntArray:
+        total = np.cumsum((chunk[:, None] == np.arange(v)) * change[:, None], axis=0)
+        return np.asarray(total - np.where(before_rank[:, None] < 0, 0, total[before_rank]))
+
     is_undivided = (kind == BW) | ((kind == W) & (stage == 0))
-    on = chunk[:, None] == np.arange(v)
-    stored = np.cumsum(on * np.select([kind == F, kind == B], [1, 0], -1)[:, None], axis=0)
-    change = np.select([kind == B, kind == W], [1, -1], 0) * (stage > 0)
-    pending = np.cumsum(on * change[:, None], axis=0)
-    makes = on & (is_undivided | (kind == W))[:, None]
-    first, last = makes.argmax(axis=0), len(kind) - 1 - makes[::-1].argmax(axis=0)
-    summed = (positions[:, None] >= first) & (positions[:, None] <= last)
-    reduced = positions[:, None] > last
+    stored = counted(np.select([kind == F, kind == B], [1, 0], -1))
+    pending = counted(np.select([kind == B, kind == W], [1, -1], 0) * (stage > 0))
+    makes = np.flatnonzero(is_undivided | (kind == W))
+    first, last = np.zeros((len(rows), v), dtype=np.int64), np.full((len(rows), v), len(kind))
+    first[rank[makes[::-1]], chunk[makes[::-1]]] = makes[::-1]
+    last[rank[makes], chunk[makes]] = makes
+    summed = (positions[:, None] >= first[rank]) & (positions[:, None] <= last[rank])
+    reduced = positions[:, None] > last[rank]
     after = np.concatenate([stored, pending, summed, reduced], axis=1).astype(np.int64)
     before = np.concatenate([np.zeros((1, 4 * v), dtype=np.int64), after[:-1]])
+    before[before_rank + 1 == positions] = 0
     with_gradients = np.concatenate([before[:, :v], after[:, v:]], axis=1)
-    is_end = makes.any(axis=1) & (positions == last[chunk])
+    is_end = np.isin(positions, last)
     frees = (kind == W) | ((kind == B) & (stage == 0))  # or makes nothing that is pending
-    matters = (kind == F) & ((stage == shape.num_stages - 1) | np.append(frees[1:], True))
+    is_last = np.append(rank[1:] != rank[:-1], True)
+    matters = (kind == F) & ((stage == shape.num_stages - 1) | np.append(frees[1:], True) | is_last)
     moments = (
-        (after, matters, FORWARD), (before, is_undivided, BACKWARD), (after, (kind == B) & (stage > 0), INPUT),
-        (with_gradients, (kind == W) & (stage > 0), WEIGHT), (after, is_end, END),
+        (after, matters), (before, is_undivided), (after, (kind == B) & (stage > 0)), (with_gradients, (kind == W) & (stage > 0)),
+        (after, is_end),
     )  # fmt: skip
-    return np.concatenate([
-        _widest(np.column_stack([states[rows], np.full(int(rows.sum()), moment), chunk[rows]])) for states, rows, moment in moments
-    ])  # fmt: skip
+    states = np.concatenate([of_all[at] for of_all, at in moments])
+    position = np.concatenate([np.flatnonzero(at) for _, at in moments])
+    moment = np.repeat(np.arange(len(MOMENTS)), [np.count_nonzero(at) for _, at in moments])
+    order = np.lexsort((position, chunk[position], moment, rank[position]))
+    position = position[order]
+    return states[order], rank[position], moment[order], chunk[position]
 
 
-def _widest(states: IntArray) -> IntArray:
-    """Return the distinct moments of one kind [K, 4 v + 2] that are not within another one of the same chunk."""
-    distinct = np.unique(states, axis=0)
-    parts, same = distinct[:, :-1], distinct[:, None, -1] == distinct[None, :, -1]
-    covers = np.all(parts[None, :, :] >= parts[:, None, :], axis=2) & same
-    return np.asarray(distinct[covers.sum(axis=1) == 1])
+def _widest(states: IntArray, group: IntArray) -> IntArray:
+    """Return the indices of the states [K] none of which is within another one of its group, nor within the mean of two others.
+
+    Bytes are linear in a state, so the most of a group are at one of these. Groups are sorted, states in them in any order.
+    """
+    remaining = np.arange(len(group))
+    while True:
+        before, size = states[remaining], len(remaining)
+        remaining = remaining[_is_not_within_neighbours(before, group[remaining])]
+        if len(remaining) == size:
+            return remaining
+
+
+def _is_not_within_neighbours(states: IntArray, group: IntArray) -> BoolArray:
+    """Return False for states [K] that are within the former or the later one of their group, or within the mean of both.
+
+    Along a run of the last kind a linear function is convex: it is largest at an end, which remains.
+    """
+    alike = group[1:] == group[:-1]
+    within_former = alike & np.all(states[1:] <= states[:-1], axis=1)
+    within_later = alike & ~within_former & np.all(states[1:] >= states[:-1], axis=1)
+    remains = np.ones(len(group), dtype=bool)
+    remains[1:] &= ~within_former
+    remains[:-1] &= ~within_later
+    if remains.all():
+        remains[1:-1] &= ~(alike[1:] & alike[:-1] & np.all(2 * states[1:-1] <= states[:-2] + states[2:], axis=1))
+    return remains
 
 
 def in_flight(shape: PipelineShape) -> FloatArray:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schema.layout_table import MIXED, LayoutTable
+from ...schema.layout_table import LayoutTable
 from ...schema.schedules import by_schedule
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..layer.vocabulary import MORE_IN_FLIGHT
@@ -29,7 +29,7 @@ def step_shape(
     logits_in_flight: Any = None,
     summed_in_flight: Any = None,
     input_gradients: Any = 0,
-    idx: int | slice = slice(None),
+    idx: int | slice | IntArray = slice(None),
 ) -> StepShape:
     """Return what memory depends on of the layouts ``idx``, given micro-batches in flight and neighbours of a stage.
 
@@ -76,7 +76,7 @@ def pipeline_shape(costs: CostTable, idx: int) -> PipelineShape:
     )
 
 
-def more_in_flight(costs: CostTable, in_flight: Any, idx: int | slice = slice(None)) -> Any:
+def more_in_flight(costs: CostTable, in_flight: Any, idx: int | slice | IntArray = slice(None)) -> Any:
     """Return the micro-batches in flight with one more where the barrier of a split vocabulary holds it, and one block of another
     where the exchange of tokens runs beside it: a forward pass saves as the backward pass frees, block by block.
 
@@ -206,7 +206,7 @@ def stage_memory_terms(costs: CostTable, idx: int, contents: StageContents, stag
     if not shape.record.splits_backward or shape.num_stages != shape.pp or shape.pp == 1:
         return stage_memory(contents, step, costs.scenario)
     chunks = _by_chunk(contents, ..., None)
-    return _fullest_terms(costs, idx, contents, chunks, step, Holding(*(part[stage_idx] for part in holdings(shape))))
+    return fullest_terms(costs, idx, contents, chunks, step, Holding(*(part[stage_idx] for part in holdings(shape))))
 
 
 def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tuple[StageContents, MemoryTerms]:
@@ -214,7 +214,7 @@ def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tu
     shape = pipeline_shape(costs, idx)
     by_rank = np.argsort(np.array(shape.rank_of_stage), kind="stable").reshape(shape.pp, -1)
     of_ranks, step = contents_of_ranks(costs, idx, contents), shape_of_ranks(costs, idx, np.ones(shape.pp))
-    return of_ranks, _fullest_terms(costs, idx, of_ranks, _by_chunk(contents, ..., by_rank), step, holdings(shape))
+    return of_ranks, fullest_terms(costs, idx, of_ranks, _by_chunk(contents, ..., by_rank), step, holdings(shape))
 
 
 def _by_chunk(contents: StageContents, *where: Any) -> StageContents:
@@ -224,16 +224,27 @@ def _by_chunk(contents: StageContents, *where: Any) -> StageContents:
     return StageContents(**values)
 
 
-def _fullest_terms(
-    costs: CostTable, idx: int, contents: StageContents, chunks: StageContents, step: StepShape, holding: Holding
+def fullest_terms(
+    costs: CostTable,
+    idx: int | IntArray,
+    contents: StageContents,
+    chunks: StageContents,
+    step: StepShape,
+    holding: Holding,
 ) -> MemoryTerms:
-    """Return the memory terms of ranks [...] with chunks [..., v] that hold most at one of the moments [..., K]."""
-    workload = costs.workload
+    """Return the memory terms of ranks [...] with chunks [..., v] that hold most at one of the moments [..., K].
+
+    Of several layouts ``idx`` [N, 1, 1] the contents of ranks are [N, R, 1], those of chunks [N, R, v].
+    """
+    workload, shape = costs.workload, np.shape(contents.params)
     if workload.engine_facts.memory is None and workload.has_backward:
-        return stage_memory(contents, step, costs.scenario, fullest_moment(chunks, step, costs.scenario, holding))
-    peak, saved = stored_activations(chunks, holding).max(axis=-1), contents.activation_bytes
+        moment = fullest_moment(chunks, step, costs.scenario, holding)
+        return stage_memory(
+            contents, step, costs.scenario, {name: np.reshape(term, shape) for name, term in moment.items()}
+        )
+    peak, saved = stored_activations(chunks, holding).max(axis=-1).reshape(shape), contents.activation_bytes
     flight = np.divide(peak, saved, out=np.ones_like(peak), where=saved > 0)
-    flight = more_in_flight(costs, flight, idx) if costs.layouts.ep_overlap[idx] else flight
+    flight = np.where(costs.layouts.ep_overlap[idx], more_in_flight(costs, flight, idx), flight)
     return stage_memory(contents, replace(step, in_flight=flight, summed_in_flight=flight), costs.scenario)
 
 
@@ -256,66 +267,6 @@ def rank_headroom_bytes(costs: CostTable, idx: int, contents: StageContents, *, 
         made = costs.workload.compute_bytes * np.max(contents.trained, axis=-1)
         of_ranks = replace(of_ranks, working_bytes=np.maximum(of_ranks.split_working_bytes, made))
     return np.asarray(activation_headroom_bytes(of_ranks, step, costs.scenario, cap_bytes=cap_bytes))
-
-
-def chunks_may_fit(costs: CostTable) -> BoolArray:
-    """Return where ranks of several chunks may hold all blocks within their memory [N]; True where this is not looked at.
-
-    With n blocks a rank has floor(n / v) at least in each of its v chunks, and of each that 1f1b keeps in flight. So a rank holds
-    at most n_r blocks, and all ranks no more than the sum of these. A block counts as the smallest of all kinds in everything,
-    embedding and head as nothing.
-    """
-    b = costs.layouts
-    in_rounds = (b.schedule_fact("runs_in_rounds") & ~b.schedule_fact("splits_backward")) & (b.vocabulary == 0)
-    rows = np.flatnonzero(in_rounds & (b.num_model_chunks > 1) & (b.recompute < MIXED) & (not costs.device_pools))
-    may_fit = np.ones(len(b), dtype=bool)
-    if not len(rows) or not costs.workload.has_backward:
-        return may_fit
-    of_row = np.repeat(np.arange(len(rows)), b.pp[rows])
-    layouts, cases = b.select(rows[of_row]), costs.case_idx[rows[of_row]]
-    rank = np.arange(len(of_row)) - (np.cumsum(b.pp[rows]) - b.pp[rows])[of_row]
-    flight = in_flight_of_stage(layouts.schedule, layouts.num_microbatches, layouts.pp, rank, layouts.num_model_chunks)
-    summed = np.where(layouts.num_microbatches > layouts.pp, flight, -1)
-    shape = step_shape(layouts, flight, num_neighbours=1 + (rank > 0), summed_in_flight=summed)
-    smallest = {name: costs.of_blocks(name).min(axis=0)[cases] for name in _OF_ONE_BLOCK}
-    none, chunks = np.zeros(len(of_row)), layouts.num_model_chunks
-    of_each = {
-        "block_trained": smallest["num_trained"],
-        "block_params": smallest["num_params"],
-        "logits": none,
-        "root_params": none,
-    }
-    cap, boundary = costs.cluster.memory_budget_bytes, costs.boundary_bytes[rows[of_row]]
-
-    def fits(n: IntArray) -> BoolArray:
-        stage = StageContents(
-            params=n * smallest["num_params"],
-            trained=n * smallest["num_trained"],
-            expert_params=n * smallest["expert_params"],
-            frozen_bytes=n * smallest["frozen_bytes"],
-            activation_bytes=n // chunks * chunks * smallest["activation_bytes"],
-            working_bytes=smallest["working_bytes"],
-            pending_bytes=none,
-            split_working_bytes=none,
-            block_activation_bytes=none,
-            boundary_bytes=boundary,
-            **of_each,
-        )
-        return np.asarray(required_by_terms(stage_memory(stage, shape, costs.scenario), costs.scenario) <= cap)
-
-    num_blocks = costs.model.num_blocks
-    low, high = np.zeros(len(of_row), dtype=np.int64), np.full(len(of_row), num_blocks)
-    while np.any(low < high):
-        middle = (low + high + 1) // 2
-        holds = fits(middle)
-        low, high = np.where(holds, middle, low), np.where(holds, high, middle - 1)
-    capacity = np.bincount(of_row, np.where(low >= chunks, low, -num_blocks * layouts.pp), len(rows))
-    may_fit[rows] = capacity >= num_blocks
-    return may_fit
-
-
-_OF_ONE_BLOCK = ("num_params", "num_trained", "expert_params", "frozen_bytes", "activation_bytes", "working_bytes")
-"""Fields of LayerCost that say what a block holds."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshwright.cost_models.pipeline.in_flight import (
     BACKWARD,
     INPUT,
+    _moments,
     holdings,
     in_flight,
     in_flight_of_stage,
@@ -156,6 +157,21 @@ def test_gradients_add_up_from_the_first_backward_pass_of_a_chunk_to_its_last(sh
         assert made == set(np.flatnonzero(states[0]))
         is_first = (of_shape.moment[rank] == BACKWARD) | (of_shape.moment[rank] == INPUT)
         assert shape.num_model_chunks == 1 or shape.num_microbatches == 1 or is_first.any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(max_rounds=6), st.data())
+def test_the_fullest_of_all_moments_is_among_those_held(shape: PipelineShape, data: st.DataObject) -> None:
+    """However many bytes a micro-batch or a gradient of each chunk takes; what is reduced may free more than it takes."""
+    v, held = shape.num_model_chunks, holdings(shape)
+    states, rank, moment, chunk = _moments(rows_of(shape), shape)
+    sizes = np.array(data.draw(st.lists(st.integers(0, 9), min_size=4 * v, max_size=4 * v)))
+    sizes[3 * v :] -= 4
+    of_held = np.concatenate([held.stored, held.pending, held.summed, held.reduced], axis=-1) @ sizes
+    for group in {*zip(rank.tolist(), moment.tolist(), chunk.tolist(), strict=True)}:
+        of_all = (states @ sizes)[(rank == group[0]) & (moment == group[1]) & (chunk == group[2])]
+        at = (held.moment[group[0]] == group[1]) & (held.chunk[group[0]] == group[2])
+        assert of_held[group[0]][at].max() == of_all.max()
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from meshwright.cost_models.stage import memory
 from meshwright.cost_models.stage.bounds import ROUGH_ERROR, estimates_s, memory_bounds, uniform_time_bounds
-from meshwright.cost_models.stage.contents import chunks_may_fit, contents_between, stage_memory_terms
+from meshwright.cost_models.stage.capacity import stages_may_fit
+from meshwright.cost_models.stage.contents import contents_between, stage_memory_terms
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import cuts, expand, plan, search
@@ -252,20 +253,23 @@ def all_cuts(num_blocks: int, chunks: int) -> list[tuple[int, ...]]:
     return [cut for cut, of_stage in zip(cuts, blocks, strict=True) if np.all(np.ptp(of_stage, axis=0) <= 1)]
 
 
-@pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen3-30b-a3b"])
-def test_chunks_that_cannot_hold_all_blocks_have_no_split(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "engine"), [("llama-3.2-1b", "megatron"), ("qwen3-30b-a3b", "megatron"), ("llama-3.2-1b", "fsdp2")]
+)
+def test_ranks_that_cannot_hold_all_blocks_have_no_split(model: str, engine: str) -> None:
     """Also where the mean of the ranks would fit: the first ones hold more micro-batches than the last."""
     spec, nodes = ModelSpec.named(model), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
-    workload = Workload(seq_len=4096, global_batch_size=64, engine="megatron")
-    batch = build_space(PlanRequest(spec, nodes, workload, {"cp": 1, "gradients": "fp32"})).batch
-    rows = np.flatnonzero((batch.num_model_chunks > 1) & (batch.pp > 2))
+    workload = Workload(seq_len=4096, global_batch_size=64, engine=engine)
+    fixed = {"cp": 1, "gradients": "fp32"} if engine == "megatron" else {"cp": 1, "recompute": "none"}
+    batch = build_space(PlanRequest(spec, nodes, workload, fixed)).batch
+    rows = np.flatnonzero(batch.pp > 2)
     costs = CostTable.from_layouts(spec, workload, nodes, batch.select(rows[:: max(1, len(rows) // 400)]))
     allocated = np.sort(memory_bounds(costs))
     allocated = allocated[allocated < nodes.memory_budget_bytes]
     num_seen = 0
     for budget in (int(allocated[int(part * len(allocated))]) for part in (0.3, 0.6, 0.9)):
         within = costs.with_budget(budget)
-        may_fit = chunks_may_fit(within)
+        may_fit = stages_may_fit(within)
         passed = memory.lower_bound_required_bytes(memory_bounds(within), within.scenario) <= budget
         num_seen += np.count_nonzero(passed & ~may_fit)
         assert may_fit.any()
