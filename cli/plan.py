@@ -53,9 +53,6 @@ class PlanOptions(PrecisionOptions):
     as_json: bool = option(False, "JSON on stdout instead of a table.", name="--json")
 
 
-_SAVE_S, _RESTART_S = 30.0, 300.0
-"""Of a checkpoint and of a restart, where a plan is made for faults; `meshwright goodput` takes measured ones."""
-
 _REGIONS = ("sync", "max_local_steps", "max_delay_steps")
 
 _ALWAYS = (ClusterOptions, OffloadOptions, PlanOptions)
@@ -68,7 +65,7 @@ SERVING = Mode(
     without=frozenset({
         "infer", "offload", "host_memory_gib", "nvme", "nvme_gib", "solver", "write_lp", "precision", "space", "prefer",
         "batch_tolerance", "pareto", "expert_load", "report", "trace", "explain_limit_s", "rehearse", "min_tokens_per_s",
-        "tokens", "deadline_h",
+        "tokens", "deadline_h", "mix",
     }),
     why="plans no training",
 )  # fmt: skip
@@ -201,7 +198,7 @@ def _plan_training(
         request["on_progress"] = on_progress
         if cost is not None:
             return cheapest(
-                spec, offers, workload, objective=output.objective, front=search.pareto, top=output.top,
+                spec, offers, workload, objective=output.objective, front=search.pareto, top=output.top, mix=cost.mix,
                 min_tokens_per_s=cost.min_tokens_per_s, tokens=cost.tokens,
                 deadline_s=None if cost.deadline_h is None else 3600 * cost.deadline_h, **request,
             )  # fmt: skip
@@ -215,6 +212,7 @@ def _plan_training(
 
 def _tolerant(answer: TrainingPlan, step: PlannedStepOptions) -> TrainingPlan:
     """Return the plan, or one whose states are all held twice, whichever makes more tokens under faults, with its fallbacks."""
+    from ..cost_models.goodput import RESTART_S, SAVE_S
     from ..planner import plan as fastest
     from ..planner.goodput import tolerant
     from ..schema import InfeasibleError
@@ -228,7 +226,7 @@ def _tolerant(answer: TrainingPlan, step: PlannedStepOptions) -> TrainingPlan:
         with contextlib.suppress(InfeasibleError, ConfigError):
             plans.append(fastest(answer.model, answer.cluster, answer.workload, fixed=fixed, runnable=True))
     faults = Faults(
-        mtbf_hours_per_device=step.mtbf_hours_per_device, save_s=_SAVE_S, restart_s=_RESTART_S,
+        mtbf_hours_per_device=step.mtbf_hours_per_device, save_s=SAVE_S, restart_s=RESTART_S,
         tolerate=step.tolerate, spares=step.spares,
     )  # fmt: skip
     return tolerant(plans, faults)

@@ -388,6 +388,7 @@ class CostOptions(OptionModel):
         None, "tokens of the whole run, e.g. 15T or 15e12.", ge=1, metavar="T", parse=parse_decimal
     )
     deadline_h: float | None = option(None, "hours the run may take.", ge=0.001, metavar="H", needs=("tokens",))
+    mix: int = option(1, "offers that may be rented together.", ge=1, le=3, metavar="K")
 
 
 class GenerationOptions(OptionModel):

@@ -26,6 +26,10 @@ from scipy.special import lambertw
 from ..schema.units import FloatArray
 
 
+SAVE_S, RESTART_S = 30.0, 300.0
+"""Of a checkpoint and of a restart, where nothing says what they take; `meshwright goodput` takes measured ones."""
+
+
 def restart_goodput(interval_s: float, *, mtbf_s: float, save_s: float, restart_s: float) -> float:
     """Return (G1): the goodput of saving after every ``interval_s`` seconds of work and restarting from the last save."""
     exponent = (interval_s + save_s) / mtbf_s

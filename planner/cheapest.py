@@ -1,9 +1,9 @@
-"""The cheapest of many sizes: which offer, and how many nodes of it, trains a model for the least money.
+"""The cheapest of many sizes: which offers, and how many nodes of them, train a model for the least money.
 
 Sets
-    k            sizes: every number of nodes of every offer
+    k            sizes: every number of nodes of every offer, and mixtures of offers (mixtures.py)
 Data
-    PRICE[k]     USD per second of the whole size
+    PRICE[k]     USD per second of the whole size, of spot nodes over the part of the time whose progress stays (`goodput`)
     T[k]         seconds of the fastest step of a size that fits (planner.search), with a bound T[k] >= BOUND[k]
     TOKENS       tokens of a step, the same for every size
     FLOOR        tokens per second that must be reached; a deadline for a number of tokens is one
@@ -15,9 +15,9 @@ Constraints
     (C1) floor: TOKENS / T[k] >= FLOOR
     (C2) memory: some layout of the size fits
 
-Method: every size gets a bound on its step (the least over its space), and with it on (O). Sizes are searched in the order of these
-bounds, each only for what is faster than the floor and cheaper than the incumbent, until no bound is below the incumbent: what was
-not searched cannot be cheaper. Sizes on which not even the devices' peak rates reach the floor are not bounded at all.
+Method: a size has a bound on its step, and with it on (O): first perfect scaling of the best micro-batch (variants.py), once its turn
+comes the least over its space. Sizes are searched in the order of these bounds, each only for what is faster than the floor and
+cheaper than the incumbent, until no bound is below the incumbent: what was not searched cannot be cheaper.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Unpack
+
+import numpy as np
 
 from ..cost_models.hardware.machine import peak_flops_per_s
 from ..cost_models.stage.step import energy_j, has_power_limits, step_flops_per_token
@@ -43,19 +45,22 @@ from ..schema.offers import CostSummary, SizeTried
 from ..schema.training_plan import TimeBreakdown
 from ..schema.units import counted
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
+from .mixtures import Mixtures
 from .pareto import beats
 from .plan import plan_training
 from .request import Deadline, PlanRequest, RequestOptions
 from .search import REL_GAP, search
-from .sizes import HOUR_S, OBJECTIVES, Objective, Size
-from .space import Frontier, Pool, build_space
-from .tasks.offload import OffloadSpace, plan_schedule, require_schedulable, search_offload
+from .sizes import HOUR_S, OBJECTIVES, TIME_OVER, Objective, Size, bound_size, goodput
+from .space import build_space
+from .tasks.offload import plan_schedule, require_schedulable, search_offload
 from .tasks.training import WORTH_MOVING, add_synthesised_orders, plan_layout
+from .variants import perfect_scaling_s
 
 SHARE_OF_BOUNDS = 0.5
 """Part of a time limit after which no further size is bounded, so that those that are can be searched."""
 
-TIME_OVER = "the time limit came first"
+MAX_MIX = 3
+"""Offers in a mixture."""
 
 FLOOR_ROUNDING = 1e-9
 """Of a floor that is a rate some plan has: its step time comes back with another last digit."""
@@ -71,6 +76,7 @@ def cheapest(
     deadline_s: float | None = None,
     objective: str = "cost",
     front: bool = False,
+    mix: int = 1,
     top: int = 4,
     **options: Unpack[RequestOptions],
 ) -> TrainingPlan:
@@ -83,6 +89,7 @@ def cheapest(
         deadline_s: seconds within which the run must end.
         objective: what is minimised, one of OBJECTIVES.
         front: also find every size that no other one beats in both time and money.
+        mix: how many offers may be rented together, 1 to MAX_MIX.
         top, options: as for `planner.plan`; time is limited for all sizes together, and sizes with nodes of several kinds have no
             offload schedules.
 
@@ -98,28 +105,34 @@ def cheapest(
         raise ConfigError("a deadline needs the number of tokens to train", help="add --tokens, e.g. --tokens 1e12")
     floor = max(min_tokens_per_s, tokens / deadline_s if tokens and deadline_s else 0.0)
     slowest_s = workload.tokens_per_step / floor * (1 + FLOOR_ROUNDING) if floor > 0 else math.inf
+    if not (mix == 1 or (2 <= mix <= MAX_MIX and objective == "cost" and len(offers) > 1)):
+        raise ConfigError(
+            f"mix {mix} with {counted(len(offers), 'offer')} for the objective {objective}: mixtures are of 2 to {MAX_MIX} of several "
+            "offers, for the objective cost",
+            help="leave out --mix, or give --offers with two offers or more",
+        )
     request = PlanRequest.create(model, offers[0].with_size(offers[0].sizes[0]), workload, **options)
     request.require_one_batch("the cheapest of several sizes")
     if request.offload is not None:
         require_schedulable(request)
     sizes = enumerate_sizes(offers, request, slowest_s, OBJECTIVES[objective])
+    mixtures = None if mix == 1 else Mixtures(offers, sizes, mix, slowest_s)
     for size in sizes:
-        if size.peak_s > slowest_s:
+        if size.peak_s > size.slowest_s:
             size.close("too slow", "even at the peak rate of every device")
-        elif request.deadline.remaining_s <= (1 - SHARE_OF_BOUNDS) * request.deadline.limit_s:
-            size.reason = TIME_OVER
-        else:
-            bound_size(size)
-    bounded = [size for size in sizes if size.bound_s is not None and size.outcome == "not examined"]
-    best = _search_sizes(bounded, OBJECTIVES[objective], rel_gap=REL_GAP)
+        elif size.fair_s > size.slowest_s:
+            size.close("too slow", "even at the rate of the best micro-batch of every device")
+    open_sizes = [size for size in sizes if size.outcome == "not examined"]
+    best = _search_sizes(open_sizes, OBJECTIVES[objective], rel_gap=REL_GAP, mixtures=mixtures)
+    sizes += [] if mixtures is None else mixtures.opened
     if best is None:
         raise _none_reaches(sizes, floor)
     if front:
         mark_front(sizes, OBJECTIVES[objective])
     best.close("chosen")
     plan = _plan_of_size(best, sizes, OBJECTIVES[objective], top)
-    cost = summarise_cost(plan, best, sizes, objective, floor=floor, tokens=tokens)
-    return plan.replace(cost=cost.replace(search_s=time.perf_counter() - start))
+    cost = summarise_cost(plan, best, sizes, objective, floor=floor, tokens=tokens, mixtures=mixtures)
+    return plan.replace(cost=cost.replace(search_s=time.perf_counter() - start, mix=mix))
 
 
 def enumerate_sizes(
@@ -130,72 +143,61 @@ def enumerate_sizes(
     flops = step_flops_per_token(request.model, workload) * workload.tokens_per_step
     sizes: list[Size] = []
     for offer in offers:
-        for num_nodes in offer.sizes:
+        parts = goodput(np.array(offer.sizes) * offer.losses_per_node_day)
+        fair_s = 0.0
+        for num_nodes, part in zip(offer.sizes, parts.tolist(), strict=True):
             cluster = offer.with_size(num_nodes)
             objective.bound(0.0, 0.0, cluster)  # says what a device lacks: a price, a power limit
             rate = sum(g.num_devices * peak_flops_per_s(g.device, workload.precision) for g in cluster.groups)
             on_size = replace(request, cluster=cluster)
-            sizes.append(Size(len(sizes), offer.name, on_size, slowest_s, peak_s=flops / rate))
+            fair_s = fair_s * (num_nodes - 1) / num_nodes or perfect_scaling_s(on_size)  # nodes of an offer are alike
+            size = Size(len(sizes), offer.name, on_size, slowest_s * part, peak_s=flops / rate, fair_s=fair_s, goodput=part)
+            sizes.append(size)
     return sizes
 
 
-def bound_size(size: Size) -> None:
-    """Take the lowest of the bounds of all layouts of a size that may fit, with and without an offload schedule."""
-    request = size.request
-    try:
-        space = build_space(request)
-        size.layouts = len(space)
-        frontier = Frontier(Pool(request, space))
-        while not frontier.is_ready and math.isfinite(frontier.bound_s):
-            frontier.bound_block()
-        bound_s = min(frontier.bound_s, _bound_of_schedules(size) if size.has_schedules else math.inf)
-    except ConfigError as error:
-        size.close("no layout", (error.details or (error.message,))[0])
-        return
-    except SolverLimitError:
-        size.reason = TIME_OVER
-        return
-    if math.isinf(bound_s):
-        size.close("does not fit", "in no layout")
-        return
-    size.bound_s = bound_s
-    if bound_s > size.slowest_s:
-        size.close("too slow", "by its bound")
-
-
-def _bound_of_schedules(size: Size) -> float:
-    """Return seconds that no schedule of a size beats: the work of its layouts, all of them at once."""
-    try:
-        space = OffloadSpace(size.request)
-    except ConfigError:
-        return math.inf
-    except SolverLimitError:
-        return 0.0
-    return float(space.work_s().min(initial=math.inf))
-
-
 class _SizeProblem:
-    """The sizes as a problem of solvers/branch_and_bound.py: a node is a size with the bound of its step, opened by a search.
+    """The sizes as a problem of solvers/branch_and_bound.py: a node is a size with the bound of its step, opened by a search, or all
+    mixtures that wait.
 
     The results of searches are large: only that of the best size is retained.
     """
 
-    def __init__(self, sizes: Iterable[Size], objective: Objective) -> None:
-        self._sizes, self._objective = list(sizes), objective
+    def __init__(self, sizes: Iterable[Size], objective: Objective, mixtures: Mixtures | None) -> None:
+        self._sizes, self._objective, self._mixtures = list(sizes), objective, mixtures
         self._best: Size | None = None
 
-    def roots(self) -> Step[Size, Size]:
-        return Step([self._node(size) for size in self._sizes])
+    def roots(self) -> Step[Size | Mixtures, Size]:
+        waiting = [] if self._mixtures is None else [self._block(self._mixtures)]
+        return Step([*(self._node(size) for size in self._sizes), *waiting])
 
-    def _node(self, size: Size) -> Node[Size]:
+    def _node(self, size: Size) -> Node[Size | Mixtures]:
         return Node(size.bound(self._objective), size, size.idx)
 
-    def expand(self, node: Node[Size], incumbent: float) -> Step[Size, Size]:
+    def _block(self, mixtures: Mixtures) -> Node[Size | Mixtures]:
+        return Node(mixtures.bound, mixtures, math.inf)
+
+    def expand(self, node: Node[Size | Mixtures], incumbent: float) -> Step[Size | Mixtures, Size]:
+        if isinstance(node.state, Mixtures):
+            mixtures, made = node.state, node.state.open(incumbent)
+            rest = [self._block(mixtures)] if math.isfinite(mixtures.bound) else []
+            return Step([*rest, *([] if made is None else [self._node(made)])])
         size = node.state
         if size.bound_s is None:
+            deadline = size.request.deadline
+            if math.isinf(incumbent) and deadline.remaining_s <= (1 - SHARE_OF_BOUNDS) * deadline.limit_s:
+                size.reason = TIME_OVER
+                return Step()
             bound_size(size)
-            return Step([self._node(size)] if size.bound_s is not None else [])
-        limit_s = min(size.slowest_s, size.longest_s(self._objective, incumbent))
+            if size.bound_s is None or size.outcome != "not examined":
+                return Step()
+            if math.isfinite(incumbent):  # else it is searched at once: bounds need something to be compared with
+                return Step([self._node(size)])
+        worth = incumbent * (1 - size.min_gain)
+        if size.bound(self._objective) >= worth:
+            size.close("dearer", "by its bound")
+            return Step()
+        limit_s = min(size.slowest_s, size.longest_s(self._objective, worth))
         if not search_size(size, limit_s) or size.estimate is None:
             return Step()
         value = size.value(self._objective)
@@ -208,12 +210,15 @@ class _SizeProblem:
         return Step((), [Leaf(value, size)] if size.reaches_floor else [])
 
 
-def _search_sizes(sizes: Sequence[Size], objective: Objective, *, rel_gap: float) -> Size | None:
-    """Minimise (O), or another objective, over sizes; None where none reaches the floor."""
-    tree = Search(_SizeProblem(sizes, objective))
+def _search_sizes(
+    sizes: Sequence[Size], objective: Objective, *, rel_gap: float, mixtures: Mixtures | None = None
+) -> Size | None:
+    """Minimise (O), or another objective, over sizes and mixtures; None where none reaches the floor."""
+    tree = Search(_SizeProblem(sizes, objective, mixtures))
     answer = tree.run(Stop(rel_gap=rel_gap))
     for node in tree.open_nodes:
-        node.state.close("dearer", "by its bound")
+        if isinstance(node.state, Size):
+            node.state.close("dearer", "by its bound")
     return None if answer.best is None else answer.best.candidate
 
 
@@ -274,9 +279,14 @@ def mark_front(sizes: Sequence[Size], objective: Objective) -> None:
         known = [(s.estimate.step_time_s, s.value(objective)) for s in sizes if s.estimate is not None]
         return any(beats(other, values) for other in known)
 
+    def may_be(size: Size) -> bool:
+        is_open = size.outcome in ("not examined", "dearer") and size.estimate is None
+        return is_open and not is_beaten((size.min_s, size.bound(objective)))
+
     for size in sorted(sizes, key=lambda size: (size.min_s, size.idx)):
-        may_be = size.bound_s is not None and size.outcome in ("not examined", "dearer") and size.estimate is None
-        if may_be and not is_beaten((size.min_s, size.bound(objective))):
+        if may_be(size) and size.bound_s is None:
+            bound_size(size)
+        if may_be(size) and size.bound_s is not None:
             search_size(size, size.slowest_s)
             size.result = None
     for size in sizes:
@@ -309,7 +319,7 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
         )
     too_slow = [size for size in sizes if size.outcome == "too slow"]
     for size in too_slow:
-        size.slowest_s = math.inf
+        size.slowest_s, size.outcome = math.inf, "not examined"
     fastest = _search_sizes(too_slow, OBJECTIVES["throughput"], rel_gap=0.0)
     if fastest is None or fastest.step_time_s is None:
         requests = (size.request for size in sizes)
@@ -330,16 +340,25 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
 
 
 def summarise_cost(
-    plan: TrainingPlan, best: Size, sizes: Sequence[Size], name: str, *, floor: float, tokens: float | None
+    plan: TrainingPlan,
+    best: Size,
+    sizes: Sequence[Size],
+    name: str,
+    *,
+    floor: float,
+    tokens: float | None,
+    mixtures: Mixtures | None = None,
 ) -> CostSummary:
     """Return the certificate: what the plan costs, and the least that any size that reaches the floor may."""
     objective, cluster, tokens_per_step = OBJECTIVES[name], best.request.cluster, plan.workload.tokens_per_step
-    value = objective.value(plan.estimate, cluster)
+    value = objective.value(plan.estimate, cluster) / best.goodput
     reach = (size for size in sizes if size.outcome in ("chosen", "on the front", "dearer", "not examined"))
-    bound = min([value, *(size.bound(objective) for size in reach)])
+    waiting = [] if mixtures is None else [mixtures.bound_of_all]
+    bound = min([value, *waiting, *(size.bound(objective) for size in reach)])
     gap = (value - bound) / value
-    hours = None if tokens is None else tokens / tokens_per_step * plan.estimate.step_time_s / HOUR_S
+    hours = None if tokens is None else tokens / tokens_per_step * plan.estimate.step_time_s / best.goodput / HOUR_S
     is_complete = not any(size.is_stopped or size.outcome == "not examined" for size in sizes)
+    is_complete &= mixtures is None or not mixtures.is_stopped
     price, usd = cluster.price_per_hour, best.usd(plan.estimate.step_time_s)
     return CostSummary(
         objective=name,
@@ -360,12 +379,14 @@ def summarise_cost(
         gap=gap,
         search_s=0.0,
         sizes=tuple(_size_tried(size, tokens_per_step) for size in sizes),
+        goodput=best.goodput,
+        num_mixtures=0 if mixtures is None else mixtures.num_mixtures,
     )
 
 
 def _joules_per_token(breakdown_s: TimeBreakdown, size: Size) -> float | None:
     cluster = size.request.cluster
-    return energy_j(breakdown_s, cluster) / size.request.workload.tokens_per_step if has_power_limits(cluster) else None
+    return energy_j(breakdown_s, cluster) / size.goodput / size.request.workload.tokens_per_step if has_power_limits(cluster) else None
 
 
 def _size_tried(size: Size, tokens_per_step: int) -> SizeTried:

@@ -161,7 +161,7 @@ def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0, below_s:
         below_s: seconds of a step that matter: cuts whose bound is not below are not compared further.
     """
     if costs.device_pools and is_aligned(costs.select(np.array([idx])))[0]:
-        return _expand_on_pools(costs, idx, bound_s)
+        return _expand_on_pools(costs, idx, bound_s, below_s)
     candidate = _expand_as_listed(costs, idx, bound_s=bound_s, below_s=below_s)
     if candidate is not None and costs.device_pools and has_unlike_replicas(costs)[idx]:
         return _with_unlike_shares(costs, replace(candidate, bound_s=bound_s))
@@ -170,8 +170,10 @@ def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0, below_s:
     return _with_rank_map(costs, replace(candidate, bound_s=bound_s))
 
 
-def _expand_on_pools(costs: CostTable, idx: int, bound_s: float) -> Candidate | None:
-    placed = expand_on_pools(costs, idx, lambda pool, row, cap: stage_fits(pool, row, cap_bytes=cap))
+def _expand_on_pools(costs: CostTable, idx: int, bound_s: float, below_s: float) -> Candidate | None:
+    placed = expand_on_pools(
+        costs, idx, lambda pool, row, cap: stage_fits(pool, row, cap_bytes=cap), below_s=below_s
+    )
     if placed is None:
         return None
     if costs.cluster.bandwidth_matrix is None:

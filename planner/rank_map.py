@@ -47,6 +47,9 @@ def in_order(cluster: ClusterSpec, nodes: Sequence[int]) -> ClusterSpec:
     return cluster.replace(bandwidth_matrix=_as_tuples(links[np.ix_(nodes, nodes)]))
 
 
+MAX_TIE = 1.05
+"""Of the fastest step: layouts that take longer are not compared by simplicity (choice.MAX_PRICE)."""
+
 STEPS_IN_SEARCH = 0
 """Swaps of annealing for each layout of a search, after local search; the one that is chosen gets all of them."""
 
@@ -148,11 +151,12 @@ class OnPools:
     bound_s: float
 
 
-def expand_on_pools(costs: CostTable, idx: int, stage_fits: StageFits) -> OnPools | None:
+def expand_on_pools(costs: CostTable, idx: int, stage_fits: StageFits, *, below_s: float = np.inf) -> OnPools | None:
     """Return the fastest order of the pools and split of the layers that fits; None where none does.
 
     For each order three splits are tried: the best for the pipeline only by its closed form, the best with what a stage adds to
-    the step once, and the one with the lowest bound on the replay.
+    the step once, and the one with the lowest bound on the replay. Orders and splits after the first are left out where they are
+    bound to take MAX_TIE times ``below_s``.
     """
     if costs.cluster.bandwidth_matrix is not None:  # every order has links of its own between the stages
         costs, idx = costs.select(np.array([idx])), 0
@@ -161,19 +165,24 @@ def expand_on_pools(costs: CostTable, idx: int, stage_fits: StageFits) -> OnPool
         blocks = np.concatenate([[0], np.cumsum(pool.is_block)])
         has_blocks = blocks[None, :] - blocks[:, None] >= pool.layouts.num_model_chunks[idx]
         fits.append(stage_fits(pool, idx, pool.cluster.memory_budget_bytes) & has_blocks)
-    best: OnPools | None = None
-    bound_s = np.inf
+    by_bound = []
     for order in orders(costs):
         placed = in_order_of_pools(costs, order)
         pool_of_stage = np.repeat(np.array(order), stages_of_pools(costs)[list(order), idx])
         allowed = np.array([fits[g][s] for s, g in enumerate(pool_of_stage)])
-        splits, order_bound_s = _splits(placed, idx, pool_of_stage, allowed)
-        bound_s = min(bound_s, order_bound_s)
-        for boundaries in splits:
+        splits, bound_s = _splits(placed, idx, pool_of_stage, allowed)
+        by_bound += [(bound_s, placed, pool_of_stage, splits)] if splits else []
+    by_bound.sort(key=lambda entry: entry[0])
+    best: OnPools | None = None
+    below_s *= MAX_TIE
+    for bound_s, placed, pool_of_stage, splits in by_bound:
+        if best is not None and bound_s >= min(below_s, best.estimate.step_time_s):
+            break
+        for boundaries in splits[: 1 if bound_s >= below_s else None]:
             estimate = estimate_step(placed, idx, boundaries, pool_of_stage)
             if best is None or estimate.step_time_s < best.estimate.step_time_s:
                 best = OnPools(boundaries, tuple(int(g) for g in pool_of_stage), estimate, 0.0)
-    return None if best is None else replace(best, bound_s=float(bound_s))
+    return None if best is None else replace(best, bound_s=float(by_bound[0][0]))
 
 
 def orders(costs: CostTable) -> list[tuple[int, ...]]:

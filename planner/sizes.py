@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from ..cost_models.goodput import RESTART_S, SAVE_S, best_interval_s, restart_goodput
 from ..cost_models.stage.step import min_energy_j, step_energy_j
-from ..schema import ClusterSpec, ConfigError, TrainingEstimate
-from ..schema.offers import Outcome
+from ..schema import ClusterSpec, ConfigError, SolverLimitError, TrainingEstimate
+from ..schema.offers import DAY_S, Outcome
+from ..schema.units import FloatArray
 from .request import PlanRequest
 from .search import SearchResult
-from .tasks.offload import OffloadResult
+from .space import Frontier, Pool, build_space
+from .tasks.offload import OffloadResult, OffloadSpace
 
 HOUR_S = 3600.0
+
+MIN_GOODPUT = 1e-9
+"""Of a job that is interrupted faster than it restarts."""
+
+
+TIME_OVER = "the time limit came first"
 
 
 @dataclass(frozen=True)
@@ -62,11 +74,13 @@ def price_per_hour(cluster: ClusterSpec) -> float:
 
 @dataclass
 class Size:
-    """One number of nodes of one offer, and what is known of it; ``idx`` counts sizes in the order of the offers.
+    """One number of nodes of one offer, or of several, and what is known of it; ``idx`` counts sizes in the order of the offers.
 
     Attributes:
         request: what is asked on this size; ``slowest_s`` is its longest step that reaches the floor.
-        peak_s: seconds of a step where every device works at its peak rate.
+        peak_s, fair_s: seconds of a step where every device works at its peak rate, and at that of its best micro-batch.
+        goodput: part of the time in which it makes progress that stays.
+        min_gain: part of the objective that it must save to be looked at further.
         bound_s: no step is faster; None until it is worked out.
         estimate: of the fastest layout or schedule.
         result, offloaded: answers of searches without and with an offload schedule.
@@ -77,6 +91,9 @@ class Size:
     request: PlanRequest
     slowest_s: float
     peak_s: float
+    fair_s: float = 0.0
+    goodput: float = 1.0
+    min_gain: float = 0.0
     outcome: Outcome = "not examined"
     reason: str = ""
     layouts: int = 0
@@ -94,7 +111,12 @@ class Size:
     @property
     def min_s(self) -> float:
         """Seconds that no step of this size beats, as far as is known."""
-        return self.peak_s if self.bound_s is None else self.bound_s
+        return max(self.peak_s, self.fair_s) if self.bound_s is None else self.bound_s
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of all kinds."""
+        return self.request.cluster.num_nodes
 
     @property
     def has_schedules(self) -> bool:
@@ -109,22 +131,70 @@ class Size:
     def value(self, objective: Objective) -> float:
         """Return the objective of the fastest step that was found."""
         assert self.estimate is not None
-        return objective.value(self.estimate, self.request.cluster)
+        return objective.value(self.estimate, self.request.cluster) / self.goodput
 
     def bound(self, objective: Objective) -> float:
         """Return what no step of this size is below, as far as is known."""
-        return objective.bound(self.min_s, self.peak_s, self.request.cluster)
+        return objective.bound(self.min_s, self.peak_s, self.request.cluster) / self.goodput
 
     def longest_s(self, objective: Objective, value: float) -> float:
         """Return the seconds from which on a step cannot be worth less than ``value``."""
         fixed, with_a_second = (objective.bound(step_s, self.peak_s, self.request.cluster) for step_s in (0.0, 1.0))
-        return (value - fixed) / (with_a_second - fixed)
+        return (value * self.goodput - fixed) / (with_a_second - fixed)
 
     def usd(self, step_time_s: float) -> float | None:
-        """Return the USD of a step of so many seconds; None where the devices have no price."""
+        """Return the USD of a step of so many seconds that stays; None where the devices have no price."""
         price = self.request.cluster.price_per_hour
-        return None if price is None else price / HOUR_S * step_time_s
+        return None if price is None else price / HOUR_S * step_time_s / self.goodput
 
     def close(self, outcome: Outcome, reason: str = "") -> None:
         """Say what became of it."""
         self.outcome, self.reason = outcome, reason
+
+
+def goodput(losses_per_day: FloatArray) -> FloatArray:
+    """Return the part of the time in which jobs that lose so many nodes a day make progress that stays: they restart from
+    checkpoints, which are as often as that is best for (cost_models/goodput.py).
+    """
+    parts = np.ones(len(losses_per_day))
+    for losses in np.unique(losses_per_day[losses_per_day > 0]):
+        mtbf_s = DAY_S / float(losses)
+        interval_s = best_interval_s(mtbf_s=mtbf_s, save_s=SAVE_S)
+        part = restart_goodput(interval_s, mtbf_s=mtbf_s, save_s=SAVE_S, restart_s=RESTART_S)
+        parts[losses_per_day == losses] = max(part, MIN_GOODPUT)
+    return parts
+
+
+def bound_size(size: Size) -> None:
+    """Take the lowest of the bounds of all layouts of a size that may fit, with and without an offload schedule."""
+    request = size.request
+    try:
+        space = build_space(request)
+        size.layouts = len(space)
+        frontier = Frontier(Pool(request, space))
+        while not frontier.is_ready and math.isfinite(frontier.bound_s):
+            frontier.bound_block()
+        bound_s = min(frontier.bound_s, _bound_of_schedules(size) if size.has_schedules else math.inf)
+    except ConfigError as error:
+        size.close("no layout", (error.details or (error.message,))[0])
+        return
+    except SolverLimitError:
+        size.reason = TIME_OVER
+        return
+    if math.isinf(bound_s):
+        size.close("does not fit", "in no layout")
+        return
+    size.bound_s = bound_s
+    if bound_s > size.slowest_s:
+        size.close("too slow", "by its bound")
+
+
+def _bound_of_schedules(size: Size) -> float:
+    """Return seconds that no schedule of a size beats: the work of its layouts, all of them at once."""
+    try:
+        space = OffloadSpace(size.request)
+    except ConfigError:
+        return math.inf
+    except SolverLimitError:
+        return 0.0
+    return float(space.work_s().min(initial=math.inf))

@@ -104,6 +104,15 @@ def min_device_s_of_pools(request: PlanRequest) -> list[float]:
     return [_min_sequence_s(pool) for pool in _one_device(request).device_pools]
 
 
+def perfect_scaling_s(request: PlanRequest) -> float:
+    """Return seconds that no step is below: every device as fast as in its best micro-batch."""
+    cluster = request.cluster
+    of_pools = min_device_s_of_pools(request) if cluster.parts else [min_device_s(request)]
+    sizes = [part.cluster.num_devices for part in cluster.parts] or [cluster.num_devices]
+    rate = sum(size / seconds for size, seconds in zip(sizes, of_pools, strict=True))
+    return request.workload.global_batch_size / rate
+
+
 def _one_device(request: PlanRequest) -> CostTable:
     sizes = 2 ** np.arange(MAX_MICRO_BATCH_SIZE.bit_length())
     table = LayoutTable.filled(len(sizes), micro_batch_size=sizes)

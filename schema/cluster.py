@@ -461,7 +461,10 @@ def product_rate(device: Device) -> float:
 
 
 def _are_alike(one: NodeGroup, other: NodeGroup) -> bool:
-    """Return whether nodes differ only in their number; a few nodes may lack the outer links of many."""
+    """Return whether nodes differ only in their number and price; a few nodes may lack the outer links of many."""
     links = zip(one.levels, other.levels, strict=False)
     same_links = bool(one.levels) == bool(other.levels) and all(a.link == b.link for a, b in links)
-    return same_links and one.replace(num_nodes=1, levels=()) == other.replace(num_nodes=1, levels=())
+    first, second = (
+        group.replace(num_nodes=1, levels=(), device=group.device.replace(price_per_hour=None)) for group in (one, other)
+    )
+    return same_links and first == second

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +12,11 @@ from pydantic import Field
 
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, read_toml, shown
 from .catalogue import find_device
-from .cluster import ClusterSpec, LinkLevel
+from .cluster import ClusterSpec, Link, LinkLevel, joined_levels
 from .cluster_files import check_keys, count_from_table
 from .errors import ConfigError
 from .layout import Layout
+from .machines_file import read_pools
 from .plan import Proof
 from .units import counted
 
@@ -21,9 +24,10 @@ Outcome = Literal["chosen", "on the front", "dearer", "too slow", "does not fit"
 
 
 class SizeTried(Frozen):
-    """One size of one offer, and the outcome of examining it.
+    """One size of one offer, or of several together, and the outcome of examining it.
 
     Attributes:
+        offer: its name; of several the nodes of each, as `mixture_name` writes them.
         bound_s: no layout of this size has a faster step; unset where no bound was worked out.
         step_time_s: of the fastest layout; unset where the bounds alone decided, or nothing fits.
         usd_per_million_tokens: at that step time, or (``is_bound``) at the bound: no layout of this size is cheaper.
@@ -52,6 +56,8 @@ class CostSummary(Proof):
     Attributes:
         objective: what was minimised: cost, or energy; prices are needed for the one, power limits of the devices for the other.
         offer, num_nodes: what is rented; price_per_hour: all of it.
+        goodput: part of the time in which it makes progress that stays, where it has spot nodes; money, hours and joules are of
+            such progress, and the floor is one on it.
         min_tokens_per_s: the floor that every size had to reach.
         tokens, hours, total: the whole run, where its tokens are given.
         joules_per_token: of the devices alone; bound_joules_per_token: no layout of any size draws less.
@@ -59,7 +65,8 @@ class CostSummary(Proof):
         gap: 1 - bound over what was reached; above zero where a simpler layout was taken over a faster one, or a time limit came
             first, and of energy, whose bound has all computation at the devices' peak rates.
         status: as of a `Certificate`, with sizes in place of layouts.
-        sizes: every size of every offer, in the order of the offers.
+        sizes: every size of every offer, in the order of the offers, then the mixtures that were looked at.
+        mix, num_mixtures: how many offers may be rented together, and the mixtures of them that the bound is about.
     """
 
     objective: str = "cost"
@@ -78,6 +85,9 @@ class CostSummary(Proof):
     bound_usd_per_million_tokens: NonNegativeFloat | None = None
     search_s: NonNegativeFloat
     sizes: tuple[SizeTried, ...] = ()
+    goodput: PositiveFloat = 1.0
+    mix: PositiveInt = 1
+    num_mixtures: NonNegativeInt = 0
 
 
 class ParetoPoint(Frozen):
@@ -101,18 +111,25 @@ class ParetoPoint(Frozen):
     host_bytes: NonNegativeInt = 0
 
 
+DAY_S = 86_400.0
+
+MAX_LOSSES_PER_NODE_DAY = 1e4
+"""One in nine seconds: such a node is of no use."""
+
 _DEVICE_KEYS = ("device", "devices_per_node", "link", "num_nodes")
 
 
 class Offer(Frozen):
     """``cluster`` is the largest size; of one group of equal nodes there are all sizes from ``min_nodes`` up.
 
-    A cluster of several groups is offered as a whole. Cost needs a price of every device.
+    A cluster of several groups is offered as a whole. Cost needs a price of every device. ``losses_per_node_day``: nodes that are
+    taken away, of spot machines.
     """
 
     name: str = Field(min_length=1)
     cluster: ClusterSpec
     min_nodes: int = Field(default=1, ge=1)
+    losses_per_node_day: NonNegativeFloat = 0.0
 
     @property
     def sizes(self) -> range:
@@ -126,7 +143,13 @@ class Offer(Frozen):
 
     @classmethod
     def from_cluster(
-        cls, cluster: ClusterSpec, *, name: str = "", price_per_device_hour: float | None = None, min_nodes: int = 1
+        cls,
+        cluster: ClusterSpec,
+        *,
+        name: str = "",
+        price_per_device_hour: float | None = None,
+        min_nodes: int = 1,
+        losses_per_node_day: float = 0.0,
     ) -> Offer:
         """Offer a cluster at a price per device, or at the prices that its devices have, if any."""
         name = name or cluster.name
@@ -134,7 +157,54 @@ class Offer(Frozen):
             devices = (group.device.replace(price_per_hour=price_per_device_hour) for group in cluster.groups)
             groups = (group.replace(device=device) for group, device in zip(cluster.groups, devices, strict=True))
             cluster = cluster.replace(groups=tuple(groups))
-        return cls(name=name, cluster=cluster, min_nodes=min_nodes)
+        return cls(name=name, cluster=cluster, min_nodes=min_nodes, losses_per_node_day=losses_per_node_day)
+
+
+def with_more_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
+    """Return a cluster of one group as it would be with so many nodes, also more than it has."""
+    if num_nodes <= cluster.num_nodes:
+        return with_nodes(cluster, num_nodes)
+    group = cluster.groups[0].replace(num_nodes=num_nodes)
+    levels = joined_levels(cluster.levels, group.num_devices)
+    return cluster.replace(groups=(group,), levels=levels, bandwidth_matrix=None)
+
+
+def mixture_name(names: Sequence[str], counts: Sequence[int]) -> str:
+    """Name nodes of several offers together."""
+    return " + ".join(f"{count} {name}" for name, count in zip(names, counts, strict=True) if count)
+
+
+def mixture(offers: Sequence[Offer], counts: Sequence[int]) -> ClusterSpec:
+    """Return the cluster of so many nodes of each of several offers, joined by the slowest of the links between their nodes.
+
+    Raises:
+        ConfigError: no offer has several nodes, whose link could join them.
+    """
+    used = [(offer, count) for offer, count in zip(offers, counts, strict=True) if count]
+    sizes = [offer.with_size(count) for offer, count in used]
+    groups = [size.groups[0] for size in sizes]
+    outer = [offer.cluster.levels[-1].link for offer, _ in used if offer.cluster.num_nodes > 1]
+    if not outer:
+        names = ", ".join(offer.name for offer, _ in used)
+        raise ConfigError(f"nothing says what joins nodes of {names}", help="give an offer with two nodes or more")
+    domain = math.gcd(*(size.scaleup_domain for size in sizes))
+    levels = [LinkLevel(link=_slowest([size.levels[0].link for size in sizes]), domain_size=domain)] * (domain > 1)
+    total = sum(group.num_devices for group in groups)
+    levels.append(LinkLevel(link=_slowest(outer), domain_size=total))
+    cluster = sizes[0].replace(
+        name=mixture_name([offer.name for offer in offers], counts),
+        groups=tuple(group.replace(levels=size.levels) for group, size in zip(groups, sizes, strict=True)),
+        levels=tuple(levels),
+        reserved_bytes=max(size.reserved_bytes for size in sizes),
+    )
+    if cluster.is_mixed:
+        return cluster
+    largest = max((offer.cluster for offer, _ in used), key=lambda each: each.num_nodes)
+    return cluster.replace(groups=tuple(groups), levels=joined_levels(largest.levels, total))
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    return min(links, key=lambda link: link.bandwidth_bytes_per_s * link.efficiency.all_reduce)
 
 
 def with_nodes(cluster: ClusterSpec, num_nodes: int) -> ClusterSpec:
@@ -207,7 +277,8 @@ def offers_from_file(path: str) -> tuple[Offer, ...]:
 
 
 def _offer_from_table(table: Mapping[str, Any], where: str, folder: Path) -> Offer:
-    check_keys(table, ("name", *_DEVICE_KEYS, "min_nodes", "cluster", "price_per_device_hour"), where)
+    keys = ("name", *_DEVICE_KEYS, "min_nodes", "cluster", "price_per_device_hour", "losses_per_node_day", "trace")
+    check_keys(table, keys, where)
     price = table.get("price_per_device_hour")
     if price is not None and (type(price) not in (int, float) or not 0 < price < 1e6):
         raise ConfigError(f"{where}: price_per_device_hour = {shown(price)} is no price in USD such as 2.5")
@@ -235,5 +306,25 @@ def _offer_from_table(table: Mapping[str, Any], where: str, folder: Path) -> Off
         if min_nodes > cluster.num_nodes:
             raise ConfigError(f"{where}: min_nodes {min_nodes} of {cluster.num_nodes} nodes")
     return Offer.from_cluster(
-        cluster, name=table.get("name", cluster.name), price_per_device_hour=price, min_nodes=min_nodes
+        cluster,
+        name=table.get("name", cluster.name),
+        price_per_device_hour=price,
+        min_nodes=min_nodes,
+        losses_per_node_day=_losses_per_node_day(table, where, folder),
     )
+
+
+def _losses_per_node_day(table: Mapping[str, Any], where: str, folder: Path) -> float:
+    """Return what an offer says of losses, or what a recording of its machines does; none where it says nothing."""
+    if "trace" not in table:
+        losses = table.get("losses_per_node_day", 0.0)
+        if type(losses) not in (int, float) or not 0 <= losses <= MAX_LOSSES_PER_NODE_DAY:
+            raise ConfigError(f"{where}: losses_per_node_day = {shown(losses)} is no rate from 0 to {MAX_LOSSES_PER_NODE_DAY:g}")
+        return float(losses)
+    if not isinstance(table["trace"], str) or "losses_per_node_day" in table:
+        raise ConfigError(f"{where}: `trace` is the name of a file, in place of losses_per_node_day")
+    pools = read_pools(folder / table["trace"]).values()
+    spans = [(before, after) for changes in pools for before, after in pairwise(changes)]
+    node_days = sum((after.time_s - before.time_s) * before.available for before, after in spans) / DAY_S
+    losses = sum(max(before.available - after.available, 0) for before, after in spans)
+    return losses / node_days if node_days else MAX_LOSSES_PER_NODE_DAY
