@@ -209,9 +209,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         ConfigError: the folder is missing or cannot be written.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot write {path}: it is not a regular file")
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"cannot write {path}: it is not a regular file")
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
