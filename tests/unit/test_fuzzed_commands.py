@@ -33,9 +33,14 @@ REFUSED = [
     "profile merge profile.json profile.json --out " + "x" * 300,
     "experts bench loads.csv --num-gpus 9223372036854775807",
     "experts evaluate placed.npz loads.csv",
-    "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m --seq-len 64",
+    "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m",
 ]
 """Lines that once ended in a traceback, or took all memory."""
+
+MEGATRON = (
+    "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1"
+    " --global-batch-size 8 --optimizer adam sgd\n"
+)
 
 
 def with_a_dead_gpu(path: str) -> None:
@@ -51,7 +56,7 @@ def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("damaged.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"\xff" * 40)
     Path("loads.csv").write_text("1,2,3\n4,5,6\n")
     Path("profile.json").write_text(small_profile().model_dump_json())
-    Path("train.sh").write_text("torchrun pretrain_gpt.py --num-layers 2 --optimizer adam sgd\n")
+    Path("train.sh").write_text(MEGATRON)
     with_a_dead_gpu("placed.npz")
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 2, result.output
