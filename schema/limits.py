@@ -30,6 +30,9 @@ MAX_EXPERTS = 2**16
 MAX_DEVICES = 10_000_000
 """Of a cluster: more than anybody has built by a factor of ten."""
 
+MAX_SIZES = 20_000
+"""Numbers of nodes of all offers that are compared for cost or energy: a second, and 80 MB."""
+
 MAX_CHANGES = 10**6
 """Lines of a record of machines that come and go."""
 
