@@ -27,6 +27,7 @@ from ..schema import ClusterSpec, ModelSpec
 from ..schema.catalogue import find_device
 from ..schema.csv_file import table_rows
 from ..schema.errors import ConfigError
+from ..schema.limits import MAX_COUNT
 from ..schema.serving import CacheDtype, ServingLayout, WeightDtype
 from ..schema.speculation import parse_speculation
 from . import inferencex
@@ -187,7 +188,7 @@ def _number(text: str, kind: str, where: str) -> int | float:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{where}: {text!r} is not a number") from None
-    if not math.isfinite(value) or abs(value) > 1e9 or ("int" in kind and value != int(value)):
+    if not 0 <= value <= MAX_COUNT or ("int" in kind and value != int(value)):
         raise ConfigError(f"{where}: {text!r} is not a number that can be computed with")
     return int(value) if "int" in kind else value
 

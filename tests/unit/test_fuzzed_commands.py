@@ -32,6 +32,7 @@ REFUSED = [
     "plan smollm2-135m --cluster [/bold] --global-batch-size 8 --seq-len 64",
     "profile merge profile.json profile.json --out " + "x" * 300,
     "experts bench loads.csv --num-gpus 9223372036854775807",
+    "experts bench loads.csv --num-gpus 50000000",
     "experts evaluate placed.npz loads.csv",
     "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m",
 ]
