@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.goodput import Faults
-from .options import JsonOption, OptionModel, command, option
+from .options import JsonOption, OptionModel, TimeLimitOption, command, option
 from .terminal import Table, figures_table, headed_table, show_answer
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class FaultOptions(OptionModel):
 def goodput(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="a plan.json of training.")],
     faults: FaultOptions,
+    time_limit_s: TimeLimitOption = 60.0,
     json: JsonOption = False,
 ) -> None:
     """Say how often to save a training and what part of the time makes progress under faults, by policy.
@@ -40,6 +41,7 @@ def goodput(
     With --tolerate also the plans for what remains, which `apply --replan` uses after a loss.
     """
     from ..planner.goodput import expected_goodput
+    from ..planner.request import Deadline
     from ..schema import ConfigError, Plan, TrainingPlan
 
     answer = Plan.load(plan)
@@ -55,6 +57,7 @@ def goodput(
             tolerate=faults.tolerate,
             spares=faults.spares,
         ),
+        Deadline(time_limit_s),
     )
     show_answer(report, *_tables(answer, report), as_json=json)
     typer.echo(

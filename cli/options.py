@@ -389,6 +389,9 @@ ModelArgument = Annotated[
     ),
 ]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `meshwright plan` wrote.")]
+TimeLimitOption = Annotated[
+    float, typer.Option("--time-limit-s", metavar="S", help="For all searches together.", min=0.1)
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of a table.")]
 
 

@@ -43,6 +43,7 @@ class PlanOptions(PrecisionOptions):
     )
     infer: bool = option(False, "plan generation instead of training: batch and places of weights and keys and values.")
     serve: bool = option(False, "plan a deployment that serves requests within limits on latency (docs/serving.md).")
+    time_limit_s: float = option(60.0, "stop the search then, with the best so far.", ge=0.1, metavar="S")
     top: int = option(4, "runner-ups to report.", ge=0, le=50, metavar="K")
     rehearse: bool = option(
         False,
@@ -124,9 +125,9 @@ def plan(
     from ..schema import TrainingPlan
     from .show.plan import plan_tables
 
-    deadline = Deadline() if search is None else Deadline(search.time_limit_s)
+    deadline = Deadline(output.time_limit_s)
     if generation is not None:
-        answer: Plan = _plan_generation(model, cluster, generation, offload, output)
+        answer: Plan = _plan_generation(model, cluster, generation, offload, output, deadline)
     elif serving is not None:
         assert search is not None and cost is not None
         answer = _plan_serving(model, cluster, serving, search, cost, output, deadline)
@@ -134,7 +135,7 @@ def plan(
         assert step is not None and search is not None
         answer = _plan_training(model, step, cluster, search, cost, offload, output, deadline)
         if step.tolerate:
-            answer = _tolerant(answer, step)
+            answer = _tolerant(answer, step, Deadline(output.time_limit_s, within=deadline))
     hint = f"it is an estimate: meshwright runs no {answer.task_name}"
     if serving is not None:
         hint = f"next: meshwright explain {output.out}, meshwright replay {output.out} --requests FILE"
@@ -210,7 +211,7 @@ def _plan_training(
     return _rehearsed(answer, request, top=output.top, quiet=output.as_json) if output.rehearse else answer
 
 
-def _tolerant(answer: TrainingPlan, step: PlannedStepOptions) -> TrainingPlan:
+def _tolerant(answer: TrainingPlan, step: PlannedStepOptions, deadline: Deadline) -> TrainingPlan:
     """Return the plan, or one whose states are all held twice, whichever makes more tokens under faults, with its fallbacks."""
     from ..cost_models.goodput import RESTART_S, SAVE_S
     from ..planner import plan as fastest
@@ -224,21 +225,25 @@ def _tolerant(answer: TrainingPlan, step: PlannedStepOptions) -> TrainingPlan:
     if state_copies(answer) == 1:
         fixed = {**parse_assignments(answer.provenance.fixed), "dp_replicate": 2}
         with contextlib.suppress(InfeasibleError, ConfigError):
-            plans.append(fastest(answer.model, answer.cluster, answer.workload, fixed=fixed, runnable=True))
+            plans.append(
+                fastest(answer.model, answer.cluster, answer.workload, fixed=fixed, runnable=True, deadline=deadline)
+            )
     faults = Faults(
         mtbf_hours_per_device=step.mtbf_hours_per_device, save_s=SAVE_S, restart_s=RESTART_S,
         tolerate=step.tolerate, spares=step.spares,
     )  # fmt: skip
-    return tolerant(plans, faults)
+    return tolerant(plans, faults, deadline)
 
 
 def _rehearsed(answer: TrainingPlan, request: dict[str, Any], *, top: int, quiet: bool) -> TrainingPlan:
     """Return the plan, or the first runner-up that runs and fits where it is rehearsed, with a note on those that do not."""
     from ..planner import plan as fastest
     from ..planner.rehearse import first_that_runs
+    from ..planner.request import Deadline
 
     def again(fields: dict[str, Any]) -> TrainingPlan:
-        options = {**request, "fixed": fields, "on_progress": None, "deadline": None}
+        first = request["deadline"]
+        options = {**request, "fixed": fields, "on_progress": None, "deadline": Deadline(first.limit_s, within=first)}
         return fastest(answer.model, answer.cluster, answer.workload, top=top, **options)  # type: ignore[return-value]
 
     with progress_bar("rehearsing", quiet=quiet) as bar:
@@ -284,8 +289,9 @@ def _machines(
 
 
 def _plan_generation(
-    model: str, cluster: ClusterOptions, generation: GenerationOptions, offload: OffloadOptions, output: PlanOptions
-) -> GenerationPlan:
+    model: str, cluster: ClusterOptions, generation: GenerationOptions, offload: OffloadOptions, output: PlanOptions,
+    deadline: Deadline,
+) -> GenerationPlan:  # fmt: skip
     from ..planner import default_precision
     from ..planner import plan as most_tokens
     from ..schema import ModelSpec
@@ -302,7 +308,17 @@ def _plan_generation(
     task = Generation(prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision)
     fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
     limit_s = generation.latency_limit_s
-    return most_tokens(spec, machine, task, top=output.top, fixed=fixed, offload=allowed, latency_limit_s=limit_s)
+    with stopping_on_interrupt(deadline):
+        return most_tokens(
+            spec,
+            machine,
+            task,
+            top=output.top,
+            fixed=fixed,
+            offload=allowed,
+            latency_limit_s=limit_s,
+            deadline=deadline,
+        )
 
 
 def _plan_serving(

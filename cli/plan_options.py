@@ -354,7 +354,6 @@ class SearchOptions(OptionModel):
         "round the global batch by up to so much, up or down, where a sequence then takes less time.",
         metavar="PERCENT",
     )
-    time_limit_s: float = option(60.0, "stop the search then, with the best so far.", ge=0.1, metavar="S")
     pareto: bool = option(
         False, "also find every layout (for cost: every size) that no other beats in both time and memory (money)."
     )

@@ -9,11 +9,13 @@ import typer
 
 from ..schema.errors import ConfigError
 from ..schema.units import format_percent, format_seconds
-from .options import JsonOption, command
+from .options import JsonOption, TimeLimitOption, command
 from .terminal import Table, headed_table, show_answer
 
 if TYPE_CHECKING:
+    from ..planner.request import Deadline
     from ..planner.serving.replay import Replay
+    from ..planner.spot import Costs
     from ..schema.serving_plan import ServingPlan
     from ..schema.training_plan import TrainingPlan
 
@@ -49,6 +51,7 @@ def replay(
     usd_per_hour: Annotated[
         float | None, typer.Option(metavar="USD", help="Of training: price of a machine.", min=0, max=1e6)
     ] = None,
+    time_limit_s: TimeLimitOption = 60.0,
     json: JsonOption = False,
 ) -> None:
     """Serve recorded requests with a plan, in simulation: percentiles, limits, queue and cache of every instance. Needs no GPU.
@@ -56,7 +59,9 @@ def replay(
     A plan of training is replayed over a recording of machines that come and go (--trace): what part of their time each policy
     keeps, waiting for all of them, restarting on what is left, or going on.
     """
+    from ..planner.request import Deadline
     from ..planner.serving.replay import replay as replay_requests
+    from ..planner.spot import Costs
     from ..schema.plan import Plan
     from ..schema.requests_file import read_trace
     from ..schema.serving_plan import ServingPlan
@@ -66,7 +71,8 @@ def replay(
         raise ConfigError("--rate (requests arrive) and --concurrency (requests in flight) exclude each other")
     document = Plan.load(plan)
     if isinstance(document, TrainingPlan) and trace is not None and requests is None:
-        _replay_machines(document, trace, save_s, restart_s, usd_per_hour, as_json=json)
+        costs = Costs(save_s=save_s, restart_s=restart_s, usd_per_unit_hour=usd_per_hour)
+        _replay_machines(document, trace, costs, Deadline(time_limit_s), as_json=json)
         return
     if not isinstance(document, ServingPlan) or requests is None or trace is not None:
         if isinstance(document, ServingPlan | TrainingPlan):
@@ -116,18 +122,17 @@ def _instances(answer: Replay, plan: ServingPlan) -> Table:
     return table
 
 
-def _replay_machines(
-    plan: TrainingPlan, trace: Path, save_s: float, restart_s: float, usd_per_hour: float | None, *, as_json: bool
-) -> None:
+def _replay_machines(plan: TrainingPlan, trace: Path, costs: Costs, deadline: Deadline, *, as_json: bool) -> None:
     from ..planner.fallbacks import num_units
-    from ..planner.spot import Costs, plans_by_units, replay_pool
+    from ..planner.spot import plans_by_units, replay_pool
     from ..schema.goodput import MachinesReplay
     from ..schema.machines_file import read_pools
     from .markup import plain
 
     pools, units = read_pools(trace), num_units(plan.cluster)
-    plans = plans_by_units(plan, sorted({change.available for changes in pools.values() for change in changes}))
-    costs = Costs(save_s=save_s, restart_s=restart_s, usd_per_unit_hour=usd_per_hour)
+    plans = plans_by_units(
+        plan, sorted({change.available for changes in pools.values() for change in changes}), deadline
+    )
     answer = MachinesReplay(
         num_units=units,
         pools=tuple(replay_pool(plan, plans, name, changes, costs) for name, changes in pools.items()),

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import ipaddress
 import os
+import resource
 import signal
 import socket
 import threading
@@ -174,8 +175,13 @@ def run(endpoint: Endpoint, listening: socket.socket, *, drain_s: float) -> None
     """Serve until a signal, then answer what was accepted; a second signal ends the process."""
     import uvicorn
 
+    from ..runtime.serving.connection import connections_within
+
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = min(endpoint.bounds.connections, max(descriptors // 2, 1))
     config = uvicorn.Config(
-        endpoint, log_level="critical", access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30, lifespan="off",
+        endpoint, http=connections_within(head_s=endpoint.bounds.head_s, most=most), log_level="critical",
+        access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30, lifespan="off",
         ws="none", server_header=False, h11_max_incomplete_event_size=2**16,
     )  # fmt: skip
 

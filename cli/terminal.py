@@ -137,8 +137,9 @@ def spinner(text: str, *, quiet: bool = False) -> Iterator[None]:
         yield
         return
     from rich.console import Console
+    from rich.text import Text
 
-    with Console(stderr=True).status(text):
+    with Console(stderr=True).status(Text(text)):
         yield
 
 

@@ -41,6 +41,7 @@ from ..schema import (
     TrainingPlan,
     Workload,
 )
+from ..schema.limits import MAX_SIZES
 from ..schema.offers import CostSummary, SizeTried
 from ..schema.training_plan import TimeBreakdown
 from ..schema.units import counted
@@ -48,7 +49,7 @@ from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .mixtures import Mixtures
 from .pareto import beats
 from .plan import plan_training
-from .request import Deadline, PlanRequest, RequestOptions
+from .request import PlanRequest, RequestOptions
 from .search import REL_GAP, search
 from .sizes import HOUR_S, OBJECTIVES, TIME_OVER, Objective, Size, bound_size, goodput
 from .space import build_space
@@ -140,6 +141,11 @@ def enumerate_sizes(
 ) -> list[Size]:
     """Return every size of every offer, with the seconds that a step takes where every device works at its peak rate."""
     workload = request.workload
+    if (count := sum(len(offer.sizes) for offer in offers)) > MAX_SIZES:
+        raise ConfigError(
+            f"the offers have {count:,} sizes: at most {MAX_SIZES:,} are compared",
+            help="offer a part of them (min_nodes, num_nodes)",
+        )
     flops = step_flops_per_token(request.model, workload) * workload.tokens_per_step
     sizes: list[Size] = []
     for offer in offers:
@@ -325,7 +331,7 @@ def _none_reaches(sizes: Sequence[Size], floor: float) -> Exception:
         requests = (size.request for size in sizes)
         largest = max(requests, key=lambda request: request.cluster.num_devices * request.cluster.memory_budget_bytes)
         try:
-            plan_training(replace(largest, deadline=Deadline(60.0)))
+            plan_training(largest)
         except (ConfigError, InfeasibleError, SolverLimitError) as error:
             return error
         raise AssertionError("a size fits that no search found")

@@ -35,6 +35,9 @@ Allowed = Callable[[Rows], NDArray[np.bool_]]
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
 
+CROSSED_AT_ONCE = 2**20
+"""Rows with an option each before the rules leave some of them out: some ten megabytes a column."""
+
 SAME_SECONDS_FRACTION = 0.01
 """Layouts this close are equal within any model's error: the one that needs less memory stays."""
 
@@ -177,10 +180,15 @@ class Enumeration:
         return lambda c: self._remaining(c, without=name) % c[name] == 0
 
     def _cross(self, c: Columns, name: str, options: Sequence[int], allowed: Allowed) -> Columns:
-        self.request.deadline.require(f"enumerating layouts ({len(c['tp']) if c else 1} up to {name})")
+        size = len(c["tp"]) if c else 1
         if name in self.request.fixed:
             return cross(c, name, [int(self.request.fixed[name])])
-        return cross(c, name, options, allowed)
+        blocks, step = [], max(1, CROSSED_AT_ONCE // len(options))
+        for start in range(0, max(size, 1), step):  # once for no rows: the new column is there
+            self.request.deadline.require(f"enumerating layouts ({size} up to {name})")
+            block = {key: column[start : start + step] for key, column in c.items()}
+            blocks.append(cross(block, name, options, allowed))
+        return blocks[0] if len(blocks) == 1 else _stack(blocks)
 
     def degrees(self, admitted: Callable[[Columns], Columns], *, costed: bool = True) -> Columns:
         """Return every combination of degrees: what layers and stages are, and ``dp``, the ranks that see different sequences.

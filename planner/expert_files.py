@@ -63,6 +63,12 @@ Format = Literal["npz", "sglang", "vllm", "vllm-ascend", "tensorrt-llm"]
 
 _KIND = "meshwright-expert-placement"
 _OPTIONAL = ("home", "node_part")
+_AXES = {
+    "physical_to_logical": "LS", "logical_to_physical": "LER", "replica_count": "LE", "share": "LS", "expert_load": "LE",
+    "gpu_load": "LG", "balance": "L", "lower_bound": "L", "gap": "L", "moves": "L", "off_node_tokens": "L", "slots_per_gpu": "G",
+    "gpu_speed": "G", "home": "LE", "node_part": "LEN",
+}  # fmt: skip
+"""Of the arrays of a placement of ours: layers, slots, experts, replicas, GPUs, nodes."""
 
 _ASSIGNMENT = re.compile(r"^[ \t]+[0-9]{1,9}[ \t]*:[ \t]*\[([0-9,\s]*)\][ \t]*$", re.MULTILINE)
 """The slots of a layer in YAML; a long list goes on in further lines."""
@@ -365,14 +371,33 @@ def _stored(arrays: dict[str, Any], path: Path) -> ExpertPlacement:
     for name, scalar in (("num_nodes", int), ("solve_s", float), ("split", str)):
         values[name] = scalar(arrays[name])
     placement = ExpertPlacement(**values)
-    placed = placement.physical_to_logical
-    if (
-        placed.ndim != 2
-        or placement.share.shape != placed.shape
-        or int(placement.slots_per_gpu.sum()) != placed.shape[1]
-    ):
+    if not _belong_together(placement):
         raise ConfigError(f"{path}: its arrays do not belong together")
     return placement
+
+
+def _belong_together(placement: ExpertPlacement) -> bool:
+    """Return whether the arrays of a file have the axes of a placement, experts that exist and GPUs that work."""
+    sizes = {"N": placement.num_nodes}
+    for name, axes in _AXES.items():
+        array = getattr(placement, name)
+        if array is None:
+            continue
+        if array.dtype.kind not in "iuf" or array.ndim != len(axes) or not array.size:
+            return False
+        if any(sizes.setdefault(axis, size) != size for axis, size in zip(axes, array.shape, strict=True)):
+            return False
+    placed, slots, speed = placement.physical_to_logical, placement.slots_per_gpu, placement.gpu_speed
+    return bool(
+        "f" not in (placed.dtype.kind, slots.dtype.kind)
+        and 0 <= placed.min() <= placed.max() < sizes["E"]
+        and slots.min() >= 1
+        and int(slots.sum()) == sizes["S"]
+        and placement.num_nodes >= 1
+        and sizes["G"] % placement.num_nodes == 0
+        and np.all(np.isfinite(speed) & (speed > 0))
+        and np.all(replica_counts(placed, sizes["E"]) >= 1)
+    )
 
 
 def _matrix(rows: Any, path: Path) -> IntArray:

@@ -16,32 +16,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..schema import ClusterSpec, ConfigError, InfeasibleError, TrainingPlan
+from ..schema import ClusterSpec, ConfigError, InfeasibleError, SolverLimitError, TrainingPlan
 from ..schema.layout import parse_assignments
 from ..schema.shares import state_copies
 from .plan import plan as make_plan
-from .request import OffloadRequest
+from .request import Deadline, OffloadRequest, RequestOptions
 from .variants import resized
 
 RETAINED_FIELDS = frozenset({"recompute", "sequence_parallel", "micro_batch_size", "offload_fraction"})
 """Of the layout's fields that the plan had to keep: those that do not say how many devices share something."""
 
 
-def plan_on(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingPlan:
+def plan_on(plan: TrainingPlan, cluster: ClusterSpec, deadline: Deadline | None = None) -> TrainingPlan:
     """Return the plan for the same model and workload on other machines, with what the first one had fixed where that fits.
 
     Raises:
         InfeasibleError, ConfigError: nothing fits there.
+        SolverLimitError: the deadline, of each search by itself where none is given, came first.
     """
     given = parse_assignments(plan.provenance.fixed) if plan.provenance is not None else {}
     fixed = {name: value for name, value in given.items() if name in RETAINED_FIELDS}
-    offload = OffloadRequest.from_plan(plan)
+    options: RequestOptions = {"runnable": True, "offload": OffloadRequest.from_plan(plan), "deadline": deadline}
     try:
-        return make_plan(plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload)
+        return make_plan(plan.model, cluster, plan.workload, fixed=fixed, **options)
     except (InfeasibleError, ConfigError):
         if not fixed:
             raise
-        return make_plan(plan.model, cluster, plan.workload, runnable=True, offload=offload)
+        return make_plan(plan.model, cluster, plan.workload, **options)
 
 
 def num_units(cluster: ClusterSpec) -> int:
@@ -49,8 +50,13 @@ def num_units(cluster: ClusterSpec) -> int:
     return cluster.num_nodes if cluster.num_nodes > 1 else cluster.num_devices
 
 
-def fallbacks(plan: TrainingPlan, tolerated: int) -> tuple[tuple[TrainingPlan, ...], str]:
+def fallbacks(
+    plan: TrainingPlan, tolerated: int, deadline: Deadline | None = None
+) -> tuple[tuple[TrainingPlan, ...], str]:
     """Return the plans (O) for 1 to ``tolerated`` lost units, as far as there are any, and why there are no more.
+
+    Args:
+        deadline: of all searches together; None: each has the usual limit.
 
     Raises:
         ConfigError: the units are not alike, or there are not so many.
@@ -63,7 +69,9 @@ def fallbacks(plan: TrainingPlan, tolerated: int) -> tuple[tuple[TrainingPlan, .
     plans: list[TrainingPlan] = []
     for lost in range(1, tolerated + 1):
         try:
-            plans.append(plan_on(plan, resized(plan.cluster, units - lost)))
+            plans.append(plan_on(plan, resized(plan.cluster, units - lost), deadline))
+        except SolverLimitError as error:
+            return tuple(plans), f"with {lost} lost nothing was found in time: {error.message}"
         except (InfeasibleError, ConfigError) as error:
             return tuple(plans), f"with {lost} lost nothing fits: {error.message}"
     return tuple(plans), ""

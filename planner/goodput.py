@@ -17,11 +17,15 @@ from ..cost_models.goodput import best_interval_s, continuing_goodput, lost_unit
 from ..schema import InfeasibleError, TrainingPlan
 from ..schema.goodput import Fallback, Faults, GoodputReport
 from .fallbacks import check, fallbacks, num_units
+from .request import Deadline
 from .spot import going_on
 
 
-def expected_goodput(plan: TrainingPlan, faults: Faults) -> GoodputReport:
+def expected_goodput(plan: TrainingPlan, faults: Faults, deadline: Deadline | None = None) -> GoodputReport:
     """Return the interval between checkpoints and the goodput of a plan under faults, by policy.
+
+    Args:
+        deadline: of the plans for what remains, all together.
 
     Raises:
         ConfigError: what is tolerated does not suit the cluster.
@@ -42,7 +46,9 @@ def expected_goodput(plan: TrainingPlan, faults: Faults) -> GoodputReport:
     shares = lost_units(
         units=units, unit_mtbf_s=unit_mtbf_s, repair_s=repair_s, tolerated=min(units, faults.spares + 20)
     )
-    plans, reason = (plan.fallbacks[: faults.tolerate], "") if plan.fallbacks else fallbacks(plan, faults.tolerate)
+    plans, reason = plan.fallbacks[: faults.tolerate], ""
+    if not plans:
+        plans, reason = fallbacks(plan, faults.tolerate, deadline)
     rates = [1.0] * (faults.spares + 1) + [step_s / entry.estimate.step_time_s for entry in plans]
     alive = continuing_goodput(
         rates,
@@ -95,7 +101,7 @@ def expected_goodput(plan: TrainingPlan, faults: Faults) -> GoodputReport:
     )
 
 
-def tolerant(plans: Sequence[TrainingPlan], faults: Faults) -> TrainingPlan:
+def tolerant(plans: Sequence[TrainingPlan], faults: Faults, deadline: Deadline | None = None) -> TrainingPlan:
     """Return the plan, of several for the same, that makes most tokens under faults, with its fallbacks.
 
     Raises:
@@ -105,7 +111,7 @@ def tolerant(plans: Sequence[TrainingPlan], faults: Faults) -> TrainingPlan:
     best: tuple[float, TrainingPlan] | None = None
     reason = ""
     for plan in plans:
-        others, reason = fallbacks(plan, faults.tolerate)
+        others, reason = fallbacks(plan, faults.tolerate, deadline)
         if reason:
             continue
         light = tuple(other.replace(alternatives=(), notes=()) for other in others)

@@ -28,6 +28,7 @@ from ..schema.goodput import POLICIES, Policy, PolicyReplay, PoolReplay
 from ..schema.machines_file import Change
 from ..schema.shares import state_copies
 from .fallbacks import num_units, plan_on
+from .request import Deadline
 from .variants import resized
 
 DETECT_S = 0.05
@@ -49,14 +50,20 @@ class Costs:
     usd_per_unit_hour: float | None = None
 
 
-def plans_by_units(plan: TrainingPlan, sizes: Sequence[int]) -> dict[int, TrainingPlan]:
-    """Return the fastest plan for each number of units, or for fewer of them; sizes for which nothing fits are left out."""
+def plans_by_units(
+    plan: TrainingPlan, sizes: Sequence[int], deadline: Deadline | None = None
+) -> dict[int, TrainingPlan]:
+    """Return the fastest plan for each number of units, or for fewer of them; sizes for which nothing fits are left out.
+
+    Raises:
+        SolverLimitError: the deadline, of all searches together, came first.
+    """
     units = num_units(plan.cluster)
     plans = {units: plan} | {num_units(each.cluster): each for each in plan.fallbacks}
     for size in sizes:
         if 0 < size < units and size not in plans:
             try:
-                plans[size] = plan_on(plan, resized(plan.cluster, size))
+                plans[size] = plan_on(plan, resized(plan.cluster, size), deadline)
             except (InfeasibleError, ConfigError):
                 continue
     best: dict[int, TrainingPlan] = {}

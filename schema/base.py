@@ -150,8 +150,12 @@ def located(place: str) -> Iterator[None]:
 def read_text(path: str | Path) -> str:
     """Read the text of a file the user named; every way this fails is a ConfigError."""
     try:
+        content = bytearray()
         with Path(path).open("rb") as file:
-            content = read_limited(file.read, path)
+            while part := file.read(2**20):  # in parts, as a read of the limit would take the memory of the limit
+                content += part
+                if len(content) > MAX_TEXT_BYTES:
+                    raise ConfigError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES // 2**20} MiB")
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
@@ -159,21 +163,6 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"{path} is not a text file: byte {error.start} is not UTF-8") from None
     except ValueError as error:  # a NUL in the path
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from None
-
-
-def read_limited(read: Callable[[int], bytes], path: str | Path) -> bytes:
-    """Return what a file of text still has; in parts, as a read of the limit would take the memory of the limit.
-
-    Raises:
-        ConfigError: it is more than a text may have.
-    """
-    parts, size = [], 0
-    while part := read(2**20):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_TEXT_BYTES:
-            raise ConfigError(f"cannot read {path}: it has more than {MAX_TEXT_BYTES // 2**20} MiB")
-    return b"".join(parts)
 
 
 def read_json(path: str | Path) -> Any:
@@ -209,9 +198,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         ConfigError: the folder is missing or cannot be written.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot write {path}: it is not a regular file")
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"cannot write {path}: it is not a regular file")
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

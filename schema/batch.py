@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Self
@@ -12,7 +9,8 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from .base import Count, Frozen, read_json, read_limited, shown
+from .base import Count, Frozen, read_json, shown
+from .csv_file import limited_lines
 from .errors import ConfigError
 from .limits import MAX_SEQUENCES
 from .units import FloatArray
@@ -191,15 +189,9 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
     Raises:
         ConfigError: the file cannot be read, has no lengths, or a line that is no positive number.
     """
-    path = Path(path)
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            content = read_limited(file.read, path)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     lengths = []
-    for number, line in enumerate(io.StringIO(content.decode("utf-8", "replace")), start=1):
-        text = line.strip()
+    for number, line in enumerate(limited_lines(path), start=1):
+        text = line.decode("utf-8", "replace").strip()
         if not text:
             continue
         value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0

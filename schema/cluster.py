@@ -305,8 +305,10 @@ class ClusterSpec(Frozen):
 
     @model_validator(mode="after")
     def _matrix_joins_all_nodes(self) -> Self:
-        matrix, size = self.bandwidth_matrix or (), self.num_nodes
-        if matrix and {len(matrix), *map(len, matrix)} != {size}:
+        if (matrix := self.bandwidth_matrix) is None:
+            return self
+        size = self.num_nodes
+        if {len(matrix), *map(len, matrix)} != {size}:
             raise ValueError(f"bandwidth_matrix must be {size} x {size} (nodes)")
         for i, j in itertools.permutations(range(len(matrix)), 2):
             if matrix[i][j] < MIN_BANDWIDTH:

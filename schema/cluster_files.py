@@ -245,6 +245,8 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
     if limit in table:
         device[limit] = table.pop(limit)
     zone = table.pop("region", table.get("zone", ""))
+    if not isinstance(zone, str):
+        raise ConfigError(f"{where}: the zone {shown(zone)} is no name")
     known = entry or {}
     per_node = count_from_table(table, "devices_per_node", where, known.get("devices_per_node"))
     group = {

@@ -9,6 +9,12 @@ from __future__ import annotations
 MAX_TEXT_BYTES = 2**30
 """Of a file that is read as text: the largest plans have some hundred megabytes, and a device file never ends."""
 
+MAX_TABLE_LINES, MAX_TABLE_BYTES = 4 * 10**6, 2**27
+"""Of a file with an entry in each line, as unpacked: twice the longest list below, and what its lines take."""
+
+MAX_LINE_BYTES = 2**20
+"""Of such a line."""
+
 MAX_COUNT = 10**9
 """Of sizes that a user states: a width, a vocabulary, tokens, sequences of a batch."""
 
@@ -24,11 +30,17 @@ MAX_EXPERTS = 2**16
 MAX_DEVICES = 10_000_000
 """Of a cluster: more than anybody has built by a factor of ten."""
 
+MAX_SIZES = 20_000
+"""Numbers of nodes of all offers that are compared for cost or energy: a second, and 80 MB."""
+
 MAX_CHANGES = 10**6
 """Lines of a record of machines that come and go."""
 
 MAX_SEQUENCES = 10**6
 """Of a batch of unequal lengths."""
+
+MAX_REQUESTS = 2 * 10**6
+"""Of a recording."""
 
 MAX_LOADS = 10**8
 """Entries of an array of loads or choices of experts: a gigabyte, and more than any model has."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from .base import shown
+from .csv_file import table_rows
 from .errors import ConfigError
-from .limits import MAX_CHANGES, MAX_TEXT_BYTES
+from .limits import MAX_CHANGES
 
 _HELP = "columns time_s (seconds from the start) and available (machines from then on), and trace where there are several pools"
 
@@ -29,19 +29,10 @@ def read_pools(path: Path) -> dict[str, tuple[Change, ...]]:
         ConfigError: the file cannot be read, or is not such a table.
     """
     pools: dict[str, list[Change]] = {}
-    try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_TEXT_BYTES} bytes", help=_HELP)
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if not {"time_s", "available"} <= set(reader.fieldnames or ()):
-                raise ConfigError(f"{path} has no columns time_s and available", help=_HELP)
-            for number, row in enumerate(reader, start=2):
-                pools.setdefault(row.get("trace") or path.stem, []).append(_change(path, number, row))
-                if number > MAX_CHANGES:
-                    raise ConfigError(f"{path} has more than {MAX_CHANGES} lines", help="cut it")
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read {path}: {error}", help=_HELP) from None
+    for number, row in table_rows(path, ("time_s", "available"), form=_HELP):
+        pools.setdefault(row.get("trace") or path.stem, []).append(_change(path, number, row))
+        if number > MAX_CHANGES:
+            raise ConfigError(f"{path} has more than {MAX_CHANGES} lines", help="cut it")
     for name, changes in pools.items():
         _require_order(path, name, changes)
     if not pools:

@@ -6,7 +6,6 @@ the connections that a job opens have in flight.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Collection, Iterable, Mapping
 from itertools import permutations
@@ -16,8 +15,8 @@ from typing import Any
 from pydantic import Field
 
 from .base import Count, Frozen, NonNegativeFloat, PositiveFloat, PositiveInt, did_you_mean, shown
+from .csv_file import table_rows
 from .errors import ConfigError
-from .limits import MAX_TEXT_BYTES
 from .units import MIB
 
 WINDOW_BYTES = 3 * MIB
@@ -107,24 +106,15 @@ def read_region_links(
 
 def _rows(path: Path, regions: Collection[str]) -> dict[tuple[str, str], dict[str, Any]]:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_TEXT_BYTES} bytes", help=_HELP)
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if not {"src", "dst", "throughput_gbit_per_s", "min_rtt_ms"} <= set(reader.fieldnames or ()):
-                raise ConfigError(f"{path} is no table of pairs of regions", help=_HELP)
-            for number, row in enumerate(reader, start=2):
-                pair = row["src"] or "", row["dst"] or ""
-                if pair[0] not in regions or pair[1] not in regions:
-                    rows.setdefault(pair, {})
-                    continue
-                link = _link(path, number, row)
-                before = rows.get(pair)
-                if before is None or link["line_bytes_per_s"] < before["line_bytes_per_s"]:
-                    rows[pair] = link
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read {path}: {error}", help=_HELP) from None
+    for number, row in table_rows(path, ("src", "dst", "throughput_gbit_per_s", "min_rtt_ms"), form=_HELP):
+        pair = row["src"], row["dst"]
+        if pair[0] not in regions or pair[1] not in regions:
+            rows.setdefault(pair, {})
+            continue
+        link = _link(path, number, row)
+        before = rows.get(pair)
+        if before is None or link["line_bytes_per_s"] < before["line_bytes_per_s"]:
+            rows[pair] = link
     return rows
 
 

@@ -9,20 +9,19 @@ Prefix blocks are ids of blocks of 512 tokens, in order; a block that an earlier
 
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
-import io
 import os
 import re
-import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .base import read_limited, shown
+from .base import shown
+from .csv_file import limited_lines, table_rows
 from .errors import ConfigError
+from .limits import MAX_REQUESTS
 from .serving import LatencyLimit, LatencyMetric, RequestClass, Requests, TraceFile
 from .units import FloatArray, IntArray, parse_count
 
@@ -144,13 +143,17 @@ def read_trace(path: str | Path) -> Trace:
     Raises:
         ConfigError: it cannot be read, lacks a column, or a line has no usable number; it says which.
     """
-    content = _content(Path(path))
-    rows = csv.DictReader(io.StringIO(content.decode("utf-8", errors="replace")))
-    missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
-    if missing:
-        raise ConfigError(f"{path}: column {', '.join(missing)} is missing", help=_EXAMPLE)
+    digest = hashlib.sha256()
+
+    def digested() -> Iterator[bytes]:
+        for line in limited_lines(path):
+            digest.update(line)
+            yield line
+
     arrivals, lengths, seen, prefixes = [], [], set[str](), []
-    for line, row in enumerate(rows, start=2):
+    for line, row in table_rows(path, _COLUMNS, form=_EXAMPLE, lines=digested()):
+        if len(arrivals) >= MAX_REQUESTS:
+            raise ConfigError(f"{path} has more than {MAX_REQUESTS:,} requests", help="cut it")
         try:
             arrival, prompt, output = (float(row[name]) for name in _COLUMNS)
         except (TypeError, ValueError):
@@ -176,20 +179,11 @@ def read_trace(path: str | Path) -> Trace:
         prefix_len=np.array(prefixes, dtype=np.int64)[order],
         file=TraceFile(
             path=str(path),
-            sha256=hashlib.sha256(content).hexdigest(),
+            sha256=digest.hexdigest(),
             num_requests=len(arrivals),
             longest=int(sizes.sum(axis=1).max()),
         ),
     )
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            return read_limited(file.read, path)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--requests: cannot read {path}: {reason}", help=_EXAMPLE) from None
 
 
 def requests_of_trace(trace: Trace, *, rate: float | None = None, concurrency: int | None = None) -> Requests:

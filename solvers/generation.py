@@ -54,7 +54,7 @@ import numpy as np
 
 from ..schema.units import BoolArray, FloatArray, IntArray
 from .backend import RowSolver, Solution, Status
-from .branch_and_bound import Leaf, Node, Search, Step, Stop
+from .branch_and_bound import Clock, Leaf, Node, Search, Step, Stop
 from .linear_program import LinearAnswer, LinearProgram, Term
 from .tolerances import RELAXATION, SOLVER
 
@@ -277,11 +277,11 @@ def solve_relaxation(
     return status, None if answer is None else _relaxed_placement(lp, i, variables, answer, goal)
 
 
-def solve(instance: GenerationInstance) -> GenerationSolution:
-    """Place integer layers within a thousandth of the bound, where some hundred linear programs suffice."""
+def solve(instance: GenerationInstance, *, deadline: Clock | None = None) -> GenerationSolution:
+    """Place integer layers within a thousandth of the bound, where some hundred linear programs and the time suffice."""
     start, problem = time.perf_counter(), _IntegerLayers(instance)
     search = Search(problem)
-    answer = search.run(Stop(rel_gap=_REL_GAP, max_effort=_MAX_PROGRAMS - problem.num_programs))
+    answer = search.run(Stop(rel_gap=_REL_GAP, max_effort=_MAX_PROGRAMS - problem.num_programs, deadline=deadline))
     bound = 0.0 if problem.is_unknown else answer.bound
     if answer.best is not None:
         status = Status.OPTIMAL if bound >= answer.objective * (1 - RELAXATION) else Status.FEASIBLE

@@ -8,8 +8,6 @@ another client have equal ones.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Iterable
@@ -26,9 +24,10 @@ from ..cost_models.serving.simulation import EnginePool, RequestTable, Simulated
 from ..cost_models.serving.speculation import with_drafts
 from ..cost_models.serving.step import StepCosts
 from ..schema import ClusterSpec, ModelSpec
-from ..schema.base import read_text
 from ..schema.catalogue import find_device
+from ..schema.csv_file import table_rows
 from ..schema.errors import ConfigError
+from ..schema.limits import MAX_COUNT
 from ..schema.serving import CacheDtype, ServingLayout, WeightDtype
 from ..schema.speculation import parse_speculation
 from . import inferencex
@@ -139,14 +138,9 @@ def read_serving(path: Path) -> list[ServingRow]:
     Raises:
         ConfigError: a column is missing or a cell cannot be read.
     """
-    reader = csv.DictReader(io.StringIO(read_text(path)))
-    if missing := [name for name in REQUIRED if name not in (reader.fieldnames or ())]:
-        raise ConfigError(
-            f"{path} has no column {missing[0]!r}", help=f"a table of load tests has {', '.join(REQUIRED)} at least"
-        )
     kinds = {field.name: str(field.type) for field in fields(ServingRow)}
     rows = []
-    for line, cells in enumerate(reader, start=2):
+    for line, cells in table_rows(path, REQUIRED, form=f"a table of load tests has {', '.join(REQUIRED)} at least"):
         values: dict[str, Any] = {"id": cells.get("id") or str(line - 1)}
         for name, kind in kinds.items():
             text = (cells.get(name) or "").strip()
@@ -194,7 +188,7 @@ def _number(text: str, kind: str, where: str) -> int | float:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{where}: {text!r} is not a number") from None
-    if not math.isfinite(value) or abs(value) > 1e9 or ("int" in kind and value != int(value)):
+    if not 0 <= value <= MAX_COUNT or ("int" in kind and value != int(value)):
         raise ConfigError(f"{where}: {text!r} is not a number that can be computed with")
     return int(value) if "int" in kind else value
 

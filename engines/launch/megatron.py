@@ -100,9 +100,10 @@ def switches(
     sends_copies = has_experts and settings.get("moe_token_dispatcher_type") != "flex"
     is_fused = settings.get("cross_entropy_loss_fusion", fuses_loss)
     is_in_place = is_fused and settings.get("cross_entropy_fusion_impl") == "te"
+    optimizer = settings.get("optimizer") or "adam"
     dropouts = [settings.get(name, 0.1) for name in ("attention_dropout", "hidden_dropout")]
     return {
-        "optimizer": {"adam": "adamw", None: "adamw"}.get(settings.get("optimizer"), settings.get("optimizer")),
+        "optimizer": "adamw" if optimizer == "adam" else optimizer,
         "attention": "math" if is_math else "flash",
         **({"token_dispatch": "copies"} if sends_copies else {}),
         "overlap": bool(settings.get("overlap_grad_reduce") or settings.get("overlap_param_gather")),

@@ -129,6 +129,8 @@ def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange
     kinds = []
     for pool in plan.pools:
         same = [kind for kind in problem.space.kinds if (kind.layout, kind.device) == (pool.layout, pool.device)]
+        if not same:
+            return  # edited since it was planned: no instance of the space is like it
         kinds.append(same[0])
     now = tuple(pool.replicas for pool in plan.pools)
     before = 0.0

@@ -47,6 +47,7 @@ from ...solvers.generation import (
     solve,
     solve_relaxation,
 )
+from ..enumeration import divisors
 from ..request import OffloadRequest, PlanRequest
 
 BATCH_SIZES = tuple(sorted({2**i for i in range(11)} | {3 * 2**i for i in range(9)}))
@@ -123,6 +124,7 @@ class GenerationProblem:
         self.block_size = request.fixed.get("batch_size")
         self.limit_s = request.latency_limit_s or np.inf
         self.phases = self.generation.phases
+        self._deadline = request.deadline
         self._passes = np.array([float(phase.num_passes) for phase in self.phases])
         self.solved: list[SolvedBatch] = []
         self.num_bounded = 0
@@ -140,19 +142,17 @@ class GenerationProblem:
     def batches(self) -> IntArray:
         """Sequences at once."""
         total = self.block_size
-        sizes = BATCH_SIZES if total is None else [b for b in range(1, total + 1) if total % b == 0]
+        sizes = BATCH_SIZES if total is None else divisors(total)
         return np.array(sizes, dtype=np.int64)
 
     @cached_property
     def _costs(self) -> dict[int, tuple[tuple[LayerGroup, ...], PassCosts]]:
-        size = self.generation.element_bytes
-        return {
-            tp: (
-                layer_groups(self.model, tp, size),
-                pass_costs(self.model, self.cluster, self.generation, tp, self.batches),
-            )
-            for tp in self.degrees
-        }
+        size, costs = self.generation.element_bytes, {}
+        for tp in self.degrees:
+            self._deadline.require(f"costing {len(self.batches)} batches on {tp} devices")
+            passes = pass_costs(self.model, self.cluster, self.generation, tp, self.batches)
+            costs[tp] = layer_groups(self.model, tp, size), passes
+        return costs
 
     @cached_property
     def shapes(self) -> list[BatchShape]:
@@ -249,7 +249,7 @@ class GenerationProblem:
             return self._bound(node)
         if node.bound >= incumbent and self.solved and relaxed.objective >= self.chosen().latency_s:
             return Step()
-        solution = solve(instance)
+        solution = solve(instance, deadline=self._deadline)
         if solution.choice is None or solution.objective > self.limit_s:
             return Step(evaluated=1, effort=1)
         solved = SolvedBatch(shape, instance, relaxed, solution)

@@ -1,6 +1,7 @@
 """The config.json of a model that is no known family, traced: the architecture from the installed transformers, without weights.
 
-Only code of the installed package runs: a config.json that names code of its own (`auto_map`) is refused.
+Only code of the installed package runs: what a config.json says of code of its own (`auto_map`), or of kernels that the package
+would fetch (`attn_implementation`), is not read.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from ...schema.errors import ConfigError
 from ...schema.model import ModelSpec
 from ..modules import profile_module
 from .trials import first_line
+
+NAMES_OF_CODE = frozenset({
+    "auto_map", "attn_implementation", "attn_implementation_internal", "experts_implementation", "experts_implementation_internal",
+    "kernel_config", "use_kernels",
+})  # fmt: skip
+"""Settings that name a module next to the file, or a repository of kernels, whose code transformers may fetch and run."""
 
 INSTALL = "pip install 'transformers>=5' 'meshwright[run]'"
 
@@ -80,11 +87,20 @@ def build_model(content: dict[str, Any], *, where: str = "config") -> Any:
             help="trace it from Python with profile_module and inputs of its own (docs/models.md)",
         )
     try:
-        config = kind.from_dict({key: value for key, value in content.items() if key != "auto_map"})
+        config = kind.from_dict(_without_code(content))
         with _quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     except Exception as error:  # transformers checks its settings as it builds a model, with errors of any kind
         raise ConfigError(f"{where}: transformers {version} cannot build {model_type}: {first_line(error)}") from None
+
+
+def _without_code(value: Any) -> Any:
+    """Return a configuration without the settings, of it and of its parts, that name code."""
+    if isinstance(value, list):
+        return [_without_code(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_code(each) for key, each in value.items() if key.lstrip("_") not in NAMES_OF_CODE}
 
 
 def default_model_types() -> list[str]:

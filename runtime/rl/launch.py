@@ -12,7 +12,7 @@ from typing import Any
 from ...profilers.machine import cpu_rank_environment, num_cores
 from ...profilers.run.faults import explain_failure
 from ...profilers.run.processes import NodeJob, run_ranks
-from ...schema.errors import InterruptedRunError, RuntimeMismatchError
+from ...schema.errors import ConfigError, InterruptedRunError, RuntimeMismatchError
 from ...schema.rl_plan import RlPlan
 from ..job.rendezvous import Rendezvous, meet
 from ..serving.instance import require_servable
@@ -36,9 +36,21 @@ def run_rl(
         folder = Path(name)
         plan.save(folder / "rl.json")
         path = folder / "steps.jsonl" if report is None else Path(report).resolve()
-        done = len(path.read_text().splitlines()) if path.exists() else 0
+        done = _num_lines(path)
         launch_rl(plan, RlJob(plan=str(folder / "rl.json"), options=options, report=str(path), timeout_s=timeout_s))
-        return [json.loads(line) for line in path.read_text().splitlines()[done:]]
+        return [json.loads(line) for line in path.read_bytes().splitlines()[done:]]
+
+
+def _num_lines(path: Path) -> int:
+    """Return the lines of a report so far.
+
+    Raises:
+        ConfigError: no report can be there.
+    """
+    try:
+        return len(path.read_bytes().splitlines()) if path.exists() else 0
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 
 
 def launch_rl(plan: RlPlan, job: RlJob) -> None:

@@ -25,14 +25,14 @@ def read_prompts(path: str | Path, workload: RlWorkload) -> list[dict[str, Any]]
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         tokens = row.get("prompt") if isinstance(row, dict) else None
         if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
             raise ConfigError(f"{where}: {shown(tokens)} is no prompt", help='{"prompt": [1, 2, 3]}: a list of tokens')
         outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
         if outside is not None:
-            raise ConfigError(f"{where}: token {outside} is not in the vocabulary of {vocabulary}")
+            raise ConfigError(f"{where}: token {shown(outside)} is not in the vocabulary of {vocabulary}")
         rows.append(row)
     if len(rows) < workload.prompts:
         raise ConfigError(

@@ -3,10 +3,10 @@
     POST /v1/completions, /v1/chat/completions
     GET  /v1/models, /health, /metrics
 
-Every request has bounds: bytes of its body and seconds to send it, requests open at once and waiting in the engine (429 with
-Retry-After), seconds that a client may leave an answer unread. A client that is gone takes its request and its blocks along; a slow
-one holds up nobody, since the engine only appends to a queue that is as long as the answer. While the engine drains everything new
-gets 503.
+Every request has bounds: seconds to send its head, bytes of its body and seconds to send it, requests open at once and waiting in
+the engine (429 with Retry-After), seconds that a client may leave an answer unread. A client that is gone takes its request and its
+blocks along; a slow one holds up nobody, since the engine only appends to a queue that is as long as the answer. While the engine
+drains everything new gets 503.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ class Bounds:
         body_bytes: of a request; body_s: to send it.
         open_requests: accepted and not answered in full.
         unread_s: that an answer may go unread.
+        head_s: to send the head of a request; connections: open at once. Both are the server's (connection.py).
     """
 
     body_bytes: int = 2**22
     body_s: float = 30.0
     open_requests: int = 1024
     unread_s: float = 60.0
+    head_s: float = 20.0
+    connections: int = 4096
 
 
 @dataclass

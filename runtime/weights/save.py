@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...schema import ConfigError, MeshwrightError, ModelSpec, RuntimeMismatchError
+from ...schema.base import read_json
 from ...schema.hf_export import hf_config
 from ...schema.units import GB, format_bytes
 from ..data_parallel import compute_dtype
@@ -247,7 +248,9 @@ def _write_rest(folder: Path, files: _Files, spec: ModelSpec, dtype: torch.dtype
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     source = origin / "config.json" if origin is not None else None
-    config = json.loads(source.read_text("utf-8")) if source is not None and source.is_file() else hf_config(spec)
+    config = read_json(source) if source is not None and source.is_file() else hf_config(spec)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{source} holds no object")
     spelled = "dtype" if "dtype" in config else "torch_dtype"
     config[spelled] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -159,6 +159,12 @@ def make_instance(
     for name, count in (("num_gpus", num_gpus), ("num_nodes", num_nodes), ("num_slots", num_slots)):
         if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"{name} is {count!r}; it is a count, 1 or more")
+    if loads[:, :, 0].size * max(num_experts * num_gpus, num_slots) > MAX_LOADS:
+        raise ConfigError(
+            f"{num_experts} experts in {num_slots} slots on {num_gpus} GPUs, in each of {loads[:, :, 0].size} layers of all loads: "
+            f"together more than {MAX_LOADS:.0e} places",
+            help="place fewer layers at a time",
+        )
     if num_gpus % num_nodes:
         raise ConfigError(f"{num_gpus} GPUs cannot be divided among {num_nodes} nodes")
     if num_slots < num_experts:

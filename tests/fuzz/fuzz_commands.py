@@ -57,7 +57,7 @@ GROUPS = (
     "runtime.weights",
 )
 """Packages that are imported before the first fork."""
-CODES = {0, 1, 2}
+CODES = {0, 1, 2, 130}
 EXECUTED = "executed"
 """A file that the words of mutations ask a shell to make."""
 
@@ -186,8 +186,8 @@ class Fuzzer:
             "<b>&'\"",
         )
 
-    def case(self, folder: Path) -> tuple[list[str], str]:
-        """Write the files of a mutated command line; return its words and the name of the document that was mutated."""
+    def case(self, folder: Path) -> tuple[list[str], tuple[str, bytes] | None]:
+        """Write the files of a mutated command line; return its words, with the mutated document and its name where it is one."""
         template = list(self.random.choice(self.commands))
         places = [idx for idx, word in enumerate(template) if re.search(r"\{[a-z-]+\}", word)]
         chosen = self.random.choice(places) if places and self.random.random() < 0.8 else None
@@ -196,7 +196,13 @@ class Fuzzer:
                 template,
                 [idx for idx in range(1, len(template)) if idx not in places and "experts" not in template[:idx][-1:]],
             )
-        changed, words = "", []
+        return self.written(folder, template, chosen)
+
+    def written(
+        self, folder: Path, template: Sequence[str], chosen: int | None = None, *, first: bool = False
+    ) -> tuple[list[str], tuple[str, bytes] | None]:
+        """Write the files of a command line, the ``chosen`` one mutated, with ``first`` the first variant of each."""
+        changed, words = None, []
         for idx, word in enumerate(template):
             match = re.fullmatch(r"(.*)\{([a-z-]+)\}(.*)", word)
             if match is None:
@@ -204,12 +210,15 @@ class Fuzzer:
                 continue
             before, name, after = match.groups()
             document = self.corpus[name]
-            data = self.random.choice(document.variants)
+            data = document.variants[0] if first else self.random.choice(document.variants)
             if idx == chosen:
-                changed, data = name, self._mutated(data, document)
-            path = folder / f"{idx}{document.suffix}"
-            path.write_bytes(data[:LONGEST_DOCUMENT])
-            words.append(f"{before}{path.name}{after}")
+                data = self._mutated(data, document)[:LONGEST_DOCUMENT]
+                changed = name, data
+            is_named = before.startswith("+")
+            path = folder / (before[1:-1] if is_named else f"{idx}{document.suffix}")
+            path.write_bytes(data)
+            if not is_named:
+                words.append(f"{before}{path.name}{after}")
         return words, changed
 
     def _mutated(self, data: bytes, document: Document) -> bytes:
@@ -232,7 +241,7 @@ class Fuzzer:
 
     def learn(self, name: str, data: bytes, pairs: frozenset[int]) -> None:
         """Take a document in that reached something new."""
-        if name and pairs - self.seen and len(data) < 20_000:
+        if pairs - self.seen and len(data) < 20_000:
             self.corpus[name].variants.append(data)
         self.seen |= pairs
 
@@ -258,13 +267,8 @@ def fuzz(
                 shutil.rmtree(stored, ignore_errors=True)
                 shutil.copytree(folder, stored)
                 print(f"--- {outcome.kind}\n    {stored}", flush=True)
-        elif guided and changed:
-            at = next(
-                path
-                for idx, path in enumerate(sorted(folder.iterdir()))
-                if path.suffix == fuzzer.corpus[changed].suffix
-            )
-            fuzzer.learn(changed, at.read_bytes(), outcome.pairs)
+        elif guided and changed is not None:
+            fuzzer.learn(*changed, outcome.pairs)
         shutil.rmtree(folder, ignore_errors=True)
         if tried % 500 == 0:
             print(f"{tried} command lines, exit codes {dict(codes)}, longest {slowest:.1f} s", flush=True)
@@ -307,13 +311,7 @@ def say_valid(fuzzer: Fuzzer, limits: dict[str, Any]) -> int:
     failed = 0
     for template in fuzzer.commands:
         with tempfile.TemporaryDirectory() as name:
-            words = []
-            for idx, word in enumerate(template):
-                for found in re.findall(r"\{([a-z-]+)\}", word):
-                    document = fuzzer.corpus[found]
-                    (Path(name) / f"{idx}{document.suffix}").write_bytes(document.variants[0])
-                    word = word.replace(f"{{{found}}}", f"{idx}{document.suffix}")
-                words.append(word)
+            words, _ = fuzzer.written(Path(name), template, first=True)
             outcome = run(words, Path(name), **limits)
             failed += bool(outcome.kind or outcome.code)
             said = (Path(name) / "stderr").read_text() if outcome.kind or outcome.code else ""

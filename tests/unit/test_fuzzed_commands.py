@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from meshwright.cli.main import app
+from meshwright.planner.expert_files import write_placement
+from meshwright.solvers.experts.placement import place_experts
+from targets import small_profile
 from typer.testing import CliRunner
 
 FUZZER = Path(__file__).parents[1] / "fuzz" / "fuzz_commands.py"
@@ -24,8 +29,25 @@ REFUSED = [
     "experts synth --out x.npz --sigma nan",
     "batch damaged.gz --pack 64",
     "apply plan.json --nnodes 2 --rdzv-endpoint host:1",
+    "plan smollm2-135m --cluster [/bold] --global-batch-size 8 --seq-len 64",
+    "profile merge profile.json profile.json --out " + "x" * 300,
+    "experts bench loads.csv --num-gpus 9223372036854775807",
+    "experts bench loads.csv --num-gpus 50000000",
+    "experts evaluate placed.npz loads.csv",
+    "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m",
 ]
 """Lines that once ended in a traceback, or took all memory."""
+
+MEGATRON = (
+    "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1"
+    " --global-batch-size 8 --optimizer adam sgd\n"
+)
+
+
+def with_a_dead_gpu(path: str) -> None:
+    """Write a placement of which a GPU has no speed."""
+    placed = place_experts(np.array([[1, 2, 3], [4, 5, 6]]), num_gpus=2, num_slots=4)
+    write_placement(replace(placed, gpu_speed=np.array([0.0, 2.0])), Path(path), "npz")
 
 
 @pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:60])
@@ -33,6 +55,10 @@ def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MESHWRIGHT_SECRET", raising=False)
     Path("damaged.gz").write_bytes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"\xff" * 40)
+    Path("loads.csv").write_text("1,2,3\n4,5,6\n")
+    Path("profile.json").write_text(small_profile().model_dump_json())
+    Path("train.sh").write_text(MEGATRON)
+    with_a_dead_gpu("placed.npz")
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)

@@ -13,7 +13,13 @@ import torch
 import transformers
 from meshwright.planner import estimate, plan
 from meshwright.profilers.module import fakes
-from meshwright.profilers.module.configs import build_model, default_model_types, trace_config, trace_model
+from meshwright.profilers.module.configs import (
+    _without_code,
+    build_model,
+    default_model_types,
+    trace_config,
+    trace_model,
+)
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -198,3 +204,13 @@ def test_recurrence_in_python_is_refused_and_leaves_no_mode_behind(monkeypatch: 
     assert torch.is_grad_enabled()
     monkeypatch.undo()
     assert trace_model(build_model(tiny), seq_len=8, name="mamba").num_blocks == 2
+
+
+def test_settings_that_name_code_are_not_read() -> None:
+    named = {
+        "auto_map": {"AutoConfig": "evil.Config"}, "attn_implementation": "evil/kernels", "_attn_implementation": "evil/kernels",
+        "experts_implementation": "evil/kernels",
+    }  # fmt: skip
+    parts = _without_code(content("helium") | named | {"parts": [{"text_config": {"a": 1, **named}}]})
+    assert "evil" not in str(parts) and parts["parts"] == [{"text_config": {"a": 1}}]
+    assert build_model(content("helium") | named).config._attn_implementation in ("sdpa", "eager")

@@ -62,7 +62,7 @@ def test_one_region_is_an_ordinary_cluster(tmp_path: Path) -> None:
         ("cd", TABLE + "d,c,2,,,\n", "", "no round trip of the pair c to d"),
         ("ab", TABLE.replace("a,b,3", "a,b,fast"), "", "throughput_gbit_per_s is 'fast'"),
         ("ab", TABLE.replace("a,b,3", "a,b,"), "", "without throughput_gbit_per_s"),
-        ("ab", "a,b\n1,2\n", "", "no table of pairs"),
+        ("ab", "a,b\n1,2\n", "", "has no column src, dst"),
         ("ab", TABLE, "streams = 0", "streams"),
         ("ab", TABLE, "window = 3", "unknown key"),
         ("aa", TABLE, "", "several groups in one region"),

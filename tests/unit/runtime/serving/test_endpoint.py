@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from meshwright.cli.serve import LOOPBACK_NAMES
 from meshwright.runtime.serving.bodies import ChatBody, CompletionBody, RefusedError, read_body
+from meshwright.runtime.serving.connection import connections_within
 from meshwright.runtime.serving.endpoint import Bounds, Endpoint
 from meshwright.runtime.serving.engine import ServingEngine
 from meshwright.runtime.serving.requests import Request
@@ -51,8 +52,9 @@ def served(*, text: Text | None = None, bounds: Bounds | None = None, **engine: 
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listening.bind(("127.0.0.1", 0))
         listening.listen(512)
+        http = connections_within(head_s=endpoint.bounds.head_s, most=endpoint.bounds.connections)
         server = uvicorn.Server(
-            uvicorn.Config(endpoint, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
+            uvicorn.Config(endpoint, http=http, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
         )
 
         async def main() -> None:
@@ -334,6 +336,20 @@ def test_requests_outside_the_bounds_are_refused_by_status() -> None:
             assert answer.status == 200 and content
         assert 'outcome="refused"' in content
         connection.close()
+
+
+def test_a_head_that_does_not_end_and_further_connections_are_closed() -> None:
+    with served(bounds=Bounds(head_s=0.5, connections=2)) as (_, port):
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=30) as silent,
+            socket.create_connection(("127.0.0.1", port), timeout=30) as slow,
+        ):
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as third:
+                assert third.recv(100) == b""
+            slow.sendall(b"X-More: 1\r\n")
+            assert silent.recv(100) == b"" and slow.recv(100) == b""
+        assert ask(port, PROMPT)[0] == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,0 +1,47 @@
+"""A client's connection: it has so long to send the head of a request, and there are so many at a time.
+
+uvicorn limits how long a connection may rest between requests; one that sends nothing, or a byte now and then, it holds for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+def connections_within(*, head_s: float, most: int) -> type[H11Protocol]:
+    """Return the kind of connection for `uvicorn.Config(http=...)`: further ones than ``most`` are closed at once."""
+
+    class Connection(H11Protocol):
+        _waits: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.abort()
+            else:
+                self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._waits is not None:
+                self._waits.cancel()
+
+        def _watch(self) -> None:
+            """Give the head that is awaited its time, which further bytes of it do not renew."""
+            if self.conn.their_state is not h11.IDLE:
+                if self._waits is not None:
+                    self._waits.cancel()
+                self._waits = None
+            elif self._waits is None:
+                transport = cast("asyncio.Transport", self.transport)
+                self._waits = self.loop.call_later(head_s, transport.abort)
+
+    return Connection
