@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from ...profilers.run.processes import exit_now
 from ...schema import MeshwrightError, TrainingPlan
 from ...schema.shares import state_copies
+from ..job.events import JobEvent
 from ..job.machine import explain_out_of_memory
 from ..models.decoder import Decoder, is_adapter
 from ..training.checkpoint import TrainingProgress, checkpoint_state, read_states, stored_name
@@ -336,16 +337,16 @@ class Survivor:
         """Report that the job went on, once the first step is done."""
         assert self.run is not None
         past, self._past = self._past, []
-        self.run.writer.write(
-            {
-                "event": "went on",
-                "causes": [generation.cause for generation in past],
-                "ranks": past[-1].num_active,
-                "layout": str(self._plan.layout),
-                "before_step": self.run.steps,
-                "seconds": time.time() - past[0].time_s,
-            }
+        event = JobEvent(
+            event="went on",
+            causes=tuple(generation.cause for generation in past),
+            ranks=past[-1].active,
+            generation=past[-1].number,
+            layout=str(self._plan.layout),
+            at_step=self.run.steps,
+            seconds=time.time() - past[0].time_s,
         )
+        self.run.writer.write(event.record())
 
 
 def _words(holding: Holding) -> list[Any]:

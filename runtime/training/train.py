@@ -25,6 +25,7 @@ from ...schema import ConfigError, MeshwrightError, TrainingPlan
 from ...schema.local_updates import with_sync_every
 from ..adapters import merge_adapters, save_adapters
 from ..documents.packs import RankBatch
+from ..job.events import JobEvent
 from ..job.machine import explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
 from ..parallel_model import MIN_SCALE
@@ -324,6 +325,8 @@ class TrainingRun:
         self._saves.save(self.progress)
         self.saved = self.steps
         self._due.end(self.steps, self.step_times_s)
+        event = JobEvent(event="checkpoint", at_step=self.steps, seconds=self._due.save_s)
+        self.writer.write(event.record())
         if self.is_finished:
             self._saves.finish()
             folder = os.environ.get(FOLDER_VARIABLE)
