@@ -25,6 +25,8 @@ from ...schema.profile import SlowComponent
 from ...schema.units import MIB
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..measure.timing import Bench
 
 SLOW_RATIO = 1.1
@@ -138,19 +140,18 @@ def exchange(bench: Bench, rounds: Sequence[Sequence[tuple[int, int]]]) -> Work:
     partners = [next((sum(pair) - rank for pair in pairs if rank in pair), None) for pairs in rounds]
     buffer = torch.zeros(_MESSAGE_BYTES // 4, device=bench.device)
 
-    def there_and_back(partner: int) -> None:
+    def there_and_back(message: Tensor, partner: int) -> None:
         for is_sender in (rank < partner, rank > partner):
-            dist.send(buffer, partner) if is_sender else dist.recv(buffer, partner)
+            dist.send(message, partner) if is_sender else dist.recv(message, partner)
+        bench.synchronize()
 
     def work() -> float:
         seconds = []
         for partner in partners:
-            bench.agree(0.0)
             if partner is not None:
-                bench.synchronize()
+                there_and_back(buffer[:1], partner)  # so that both begin at the same time
                 start = time.perf_counter()  # of a processor's seconds it has few
-                there_and_back(partner)
-                bench.synchronize()
+                there_and_back(buffer, partner)
                 seconds.append(time.perf_counter() - start)
         return min(seconds)
 

@@ -120,10 +120,11 @@ def _compared(
 
 
 def _variables(job: Job, group: NodeGroup) -> dict[str, str]:
+    now_s = time.time()
     threads = str(max(1, num_cores() // group.devices_per_node))
     chosen = {name: os.environ.get(name, threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     memory = cpu_rank_environment() if group.device.backend.is_host else {}
-    return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan, PAST: f"{job.restarts} {job.begun_s or time.time()}"}
+    return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan, PAST: f"{job.restarts} {job.begun_s or now_s} {now_s}"}
 
 
 def _require_good_end(end: JobEnd, ranks: NodeJob, plan: TrainingPlan, watch: Watch, on_event: OnEvent) -> None:

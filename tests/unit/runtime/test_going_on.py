@@ -153,7 +153,7 @@ def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
     )  # fmt: skip
     assert losses(records) == pytest.approx(expected, rel=1e-5)
     assert causes_of(records) == causes
-    assert [record["ranks"] for record in records if "event" in record] == sizes
+    assert [len(record["ranks"]) for record in records if "event" in record] == sizes
 
 
 @pytest.mark.long
