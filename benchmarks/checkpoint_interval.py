@@ -75,7 +75,7 @@ def train(main: TrainingPlan, steps: int, every: Every, seed: int, mtbf_hours: f
         "executed": executed,
         "restarts": sum(event.event == "restarted" for event in events),
         "saves_s": [event.seconds for event in events if event.event == "checkpoint"],
-        "saved_at": [event.at_step for event in events if event.event == "checkpoint"],
+        "saved_at": [event.after_step for event in events if event.event == "checkpoint"],
         "step_s": median(record["step_time_s"] for record in records if "step" in record),
     }
 

@@ -52,8 +52,8 @@ copies after fewer steps than the third.
 def copy_steps(*, copy_s: float, step_s: float, mtbf_s: float) -> int:
     """Return after how many steps to copy the states to a peer: by (G1) for faults that rare, within the limits."""
     best = best_interval_s(mtbf_s=mtbf_s, save_s=max(copy_s, 1e-9)) / step_s
-    least, most = (math.ceil(copy_s / (share * step_s)) for share in (MAX_COPY_SHARE, LITTLE_COPY_SHARE))
-    return max(least, min(round(best), max(most, FEW_STEPS)), 1)
+    quickest, slowest = (math.ceil(copy_s / (share * step_s)) for share in (MAX_COPY_SHARE, LITTLE_COPY_SHARE))
+    return max(quickest, min(round(best), max(slowest, FEW_STEPS)), 1)
 
 
 def lost_units(*, units: int, unit_mtbf_s: float, repair_s: float, tolerated: int) -> FloatArray:

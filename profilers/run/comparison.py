@@ -140,7 +140,7 @@ def exchange(bench: Bench, rounds: Sequence[Sequence[tuple[int, int]]]) -> Work:
     partners = [next((sum(pair) - rank for pair in pairs if rank in pair), None) for pairs in rounds]
     buffer = torch.zeros(_MESSAGE_BYTES // 4, device=bench.device)
 
-    def there_and_back(message: Tensor, partner: int) -> None:
+    def round_trip(message: Tensor, partner: int) -> None:
         for is_sender in (rank < partner, rank > partner):
             dist.send(message, partner) if is_sender else dist.recv(message, partner)
         bench.synchronize()
@@ -149,9 +149,9 @@ def exchange(bench: Bench, rounds: Sequence[Sequence[tuple[int, int]]]) -> Work:
         seconds = []
         for partner in partners:
             if partner is not None:
-                there_and_back(buffer[:1], partner)  # so that both begin at the same time
+                round_trip(buffer[:1], partner)  # so that both begin at the same time
                 start = time.perf_counter()  # of a processor's seconds it has few
-                there_and_back(buffer, partner)
+                round_trip(buffer, partner)
                 seconds.append(time.perf_counter() - start)
         return min(seconds)
 

@@ -29,7 +29,7 @@ OUTLIER_RATIO = 1.05
 """Of a rank's time over its peers'; a job waits for its slowest rank in every step."""
 
 REPORT_KEY = "meshwright/preflight/report"
-MIN_REPETITIONS, _AT_ONCE = 24, 4
+MIN_REPETITIONS, _BATCH = 24, 4
 """Of each work, however long they take: fewer say little about chance. So many are made between two looks at the clock."""
 
 
@@ -81,11 +81,11 @@ def _compared(bench: Bench, task: PreflightTask, local_rank: int, local_size: in
         end = time.monotonic() + task.seconds
         count = 1 - (on_gpu or shares_cores)
         while count < MIN_REPETITIONS or bench.agree_min(end - time.monotonic()) > 0:
-            count += _AT_ONCE
+            count += _BATCH
             if on_gpu or shares_cores:
-                comparison.repeat_unpinned(_AT_ONCE)
+                comparison.repeat_unpinned(_BATCH)
             else:
-                comparison.repeat(_AT_ONCE)
+                comparison.repeat(_BATCH)
     name = torch.cuda.get_device_name(bench.device) if on_gpu else "cpu"
     timed = [point for point in comparison.points() if point["repetition"]]  # the first one warms up
     by_rank = [{COMPARISON: points} for points in bench.gather(timed)]

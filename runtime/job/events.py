@@ -6,9 +6,9 @@ Launcher and ranks write events as JSON lines into the run's report, between the
     lost        `ranks` died, or their node is gone
     began       a generation of a job that goes on: `ranks` train under a plan for so many
     returned    `ranks` that had been lost, or not been there, are members again
-    went on     the first step of a generation is done: `at_step`, `seconds` after the fault
-    checkpoint  the training goes on after a save of `at_step`, which stopped it for `seconds`
-    copies      how often states are copied to a peer was decided: every `at_step` steps, for `share` of the time
+    went on     the first step of a generation is done: `after_step`, `seconds` after the fault
+    checkpoint  the training goes on after a save of `after_step`, which stopped it for `seconds`
+    copies      how often states are copied to a peer was decided: `every` so many steps, for `share` of the time
     restarted   the job starts again from its last checkpoint
 """
 
@@ -43,7 +43,8 @@ class JobEvent(Frozen):
     ranks: tuple[NonNegativeInt, ...] = ()
     causes: tuple[str, ...] = ()
     generation: NonNegativeInt | None = None
-    at_step: NonNegativeInt | None = None
+    after_step: NonNegativeInt | None = None
+    every: NonNegativeInt | None = None
     seconds: NonNegativeFloat | None = None
     share: NonNegativeFloat | None = None
     layout: str = ""
@@ -57,7 +58,7 @@ class JobEvent(Frozen):
         """Return what a person should read at once; empty for what another event says more of."""
         if self.event == "went on" and self.seconds is not None:
             causes = "; ".join(self.causes)
-            place = f"step {self.at_step} done {format_seconds(self.seconds)} after"
+            place = f"step {self.after_step} done {format_seconds(self.seconds)} after"
             return f"{causes}: {len(self.ranks)} ranks go on with {self.layout}, {place}"
         if self.event == "compared" and self.report is not None:
             compared = f"{len(self.report.ranks)} ranks compared for {self.report.seconds:g} s"

@@ -111,9 +111,11 @@ def _compared(
     report = compare_nodes(meeting, nodes, backend, seconds=job.preflight_s, variables=threads)
     causes = report.sentences()
     if causes:
-        num_left = max(len(report.slow_ranks) - (nodes[-1].stop - plan.layout.world_size), 0)
+        num_training = max(len(report.slow_ranks) - (nodes[-1].stop - plan.layout.world_size), 0)
         causes += (
-            "they stand by" if not num_left else f"no spares for {num_left} of them: they train with the others",
+            "they stand by"
+            if not num_training
+            else f"no spares for {num_training} of them: they train with the others",
         )
     on_event(JobEvent(event="compared", ranks=report.slow_ranks, causes=causes, report=report))
     return report

@@ -83,13 +83,15 @@ def apply(
         on_event: called with each `JobEvent`, in another thread.
         on_record: called with each line of the report: steps, events, notes and the result.
         replan: called before each start; returns the plan for the machines that are there, and its file.
-        settings: fields of `JobSettings`, such as ``on_fault="continue"``.
+        settings: fields of `JobSettings`, such as ``on_fault="continue"``, and of `TrainOptions`, such as ``steps=100``.
 
     Raises:
         ConfigError, RuntimeMismatchError: the plan does not suit the options or this machine.
         MeshwrightError: the job failed, for the last time.
     """
+    trains = {name: settings.pop(name) for name in [*settings] if name in TrainOptions.model_fields}
     chosen, result = JobSettings(**settings), None
+    options = (options or TrainOptions()).replace(**trains)
 
     def handle(record: dict[str, Any]) -> None:
         nonlocal result
@@ -107,7 +109,7 @@ def apply(
             plan.save(path)
         else:
             plan = TrainingPlan.load(path)
-        prepared = TrainOptions() if chosen.script else prepare_options(plan, options or TrainOptions())
+        prepared = TrainOptions() if chosen.script else prepare_options(plan, options)
         plans = plan.fallbacks if fallbacks is None else fallbacks
         job = Job(
             plan=str(path),
@@ -136,13 +138,13 @@ def goes_on(plan: TrainingPlan, options: TrainOptions, settings: JobSettings, *,
                 help="leave them out, or say --on-fault continue",
             )
         return False
-    is_wanted = settings.on_fault == "continue" or settings.spares > 0
-    if not is_wanted and not has_fallbacks:
+    is_continued = settings.on_fault == "continue" or settings.spares > 0
+    if not is_continued and not has_fallbacks:
         if settings.restart_ranks:
             raise ConfigError("--restart-ranks needs --on-fault continue, or a plan with fallbacks (plan --tolerate)")
         return False
     if reasons := why_not_continued(plan, options):
-        if is_wanted:
+        if is_continued:
             raise RuntimeMismatchError(
                 "this training cannot go on without a rank that dies", details=reasons, help="say --on-fault restart"
             )

@@ -269,7 +269,13 @@ class Survivor:
             mtbf_s=3600 * (self._options.mtbf_hours_per_device or MTBF_HOURS_PER_DEVICE) / plan.layout.world_size,
             stride=cluster.groups[0].devices_per_node if cluster.num_nodes > 1 else 1,
             live=self._live,
+            on_decided=self._tell_of_copies,
         )
+
+    def _tell_of_copies(self, every: int, share: float) -> None:
+        assert self.run is not None
+        event = JobEvent(event="copies", every=every, share=share, generation=self._generation)
+        self.run.writer.write(event.record())
 
     def _status(self) -> dict[str, Any]:
         run = self.run
@@ -343,7 +349,7 @@ class Survivor:
             ranks=past[-1].active,
             generation=past[-1].number,
             layout=str(self._plan.layout),
-            at_step=self.run.steps,
+            after_step=self.run.steps,
             seconds=time.time() - past[0].time_s,
         )
         self.run.writer.write(event.record())

@@ -73,14 +73,11 @@ class SaveSchedule:
             self._first = self._next = step + FIRST_STEPS
 
     def _decide(self, step: int, step_times_s: Sequence[float]) -> None:
-        given_s = None if self._given_hours is None else self._given_hours * 3600 / dist.get_world_size()
-        mtbf_s = expected_mtbf_s(
-            given_s,
-            faults=self._restarts,
-            seconds=max(time.time() - self._since_s, 1e-3),
-            devices=dist.get_world_size(),
-        )
-        steps = max(round(best_interval_s(mtbf_s=mtbf_s, save_s=self.save_s) / median(step_times_s)), 1)
+        step_s, devices = median(step_times_s), dist.get_world_size()
+        given_s = None if self._given_hours is None else self._given_hours * 3600 / devices
+        seconds = max(time.time() - self._since_s, step * step_s)
+        mtbf_s = expected_mtbf_s(given_s, faults=self._restarts, seconds=seconds, devices=devices)
+        steps = max(round(best_interval_s(mtbf_s=mtbf_s, save_s=self.save_s) / step_s), 1)
         due = torch.tensor([max(self._saved + steps, step)], dtype=torch.int64)
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
         due = due.to(device)

@@ -326,7 +326,7 @@ class TrainingRun:
         self._saves.save(self.progress)
         self.saved = self.steps
         self._due.end(self.steps, self.step_times_s)
-        event = JobEvent(event="checkpoint", at_step=self.steps, seconds=self._due.save_s)
+        event = JobEvent(event="checkpoint", after_step=self.steps, seconds=self._due.save_s)
         self.writer.write(event.record())
         if self.is_finished:
             self._saves.finish()
