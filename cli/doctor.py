@@ -54,7 +54,7 @@ def doctor(
 
 def _compare_nodes(meeting: MeetingOptions, ranks: int | None, *, as_json: bool) -> None:
     from ..profilers.machine import identify
-    from ..runtime.job.preflight import compare_nodes
+    from ..runtime.job import preflight
     from ..runtime.job.rendezvous import meet
     from .markup import plain
 
@@ -62,7 +62,7 @@ def _compare_nodes(meeting: MeetingOptions, ranks: int | None, *, as_json: bool)
     size = machine.num_devices
     groups = [range(node * size, (node + 1) * size) for node in range(place.nnodes)]
     with meet(place) as met:
-        report = compare_nodes(met, groups, machine.backend)
+        report = preflight.compare_nodes(met, groups, machine.backend, seconds=preflight.PREFLIGHT_S)
     columns = ("rank", "node", "device", "multiplies", "reads memory", "exchanges", "")
     title = f"times over those of the peers, medians of {report.repetitions} repetitions"
     table = headed_table(title, *columns, text=("node", "device", ""))

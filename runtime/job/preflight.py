@@ -31,7 +31,7 @@ def compare_nodes(
     nodes: Sequence[range],
     backend: str,
     *,
-    seconds: float = PREFLIGHT_S,
+    seconds: float,
     variables: Mapping[str, str] | None = None,
 ) -> PreflightReport:
     """Return how long each rank takes against its peers; every node of the meeting calls it.

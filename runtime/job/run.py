@@ -27,9 +27,9 @@ from ...schema.errors import (
 )
 from ..training.metrics import MetricsWriter, read_new_records
 from ..training.options import TrainOptions, prepare_options, why_not_continued
+from . import preflight
 from .events import JobEvent, OnEvent
 from .launch import launch
-from .preflight import PREFLIGHT_S
 from .rendezvous import Rendezvous
 from .worker import Job
 
@@ -116,7 +116,7 @@ def apply(
             options=prepared,
             report=str(folder / "report.jsonl"),
             fallbacks=_saved(plans, folder) if goes_on(plan, prepared, chosen, has_fallbacks=bool(plans)) else (),
-            preflight_s=PREFLIGHT_S if chosen.preflight else 0.0,
+            preflight_s=preflight.PREFLIGHT_S if chosen.preflight else 0.0,
             **{name: getattr(chosen, name) for name in set(JobSettings.model_fields) & set(Job.model_fields)},
         )
         with _followed(folder / "report.jsonl", handle):

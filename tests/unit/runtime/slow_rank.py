@@ -50,9 +50,7 @@ def use(slow: str, patch: Any, *, seconds: float) -> None:
     patch.setenv("SLOW", slow)
     patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     patch.setattr(launching, "program", SimpleNamespace(__name__=Path(__file__).stem))
-    from meshwright.runtime.job import run
-
-    patch.setattr(run, "PREFLIGHT_S", seconds)
+    patch.setattr(launching, "PREFLIGHT_S", seconds)
 
 
 if __name__ == "__main__":

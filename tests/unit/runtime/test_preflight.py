@@ -61,6 +61,16 @@ def test_a_rank_that_takes_longer_is_named_and_no_other(work: str, monkeypatch: 
         assert "rank 2 multiplies" in report.sentences()[0]
 
 
+@pytest.mark.usefixtures("warm_ranks")
+def test_the_command_names_the_slow_rank_and_ends_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_rank.use("compute 2", monkeypatch, seconds=0.1)
+    result = CliRunner().invoke(app, ["doctor", "--nodes", "--ranks", "3", "--json"])
+    assert result.exit_code == 1, result.output
+    report = PreflightReport.model_validate_json(result.stdout)
+    assert 2 in report.slow_ranks
+    assert "rank 2 multiplies" in result.stderr
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks", "many_cores")
 def test_a_slow_rank_stands_by_and_what_happens_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
