@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from .engines import export, exportable, read_configuration
     from .planner import cheapest, compare, estimate, explain, pareto, plan, plan_rl, rehearse
     from .profilers import profile_module
-    from .runtime import Decoder, ParallelModel, build_optimizer, clip_gradients, parallelize, run_rl, save_weights
+    from .runtime import (
+        Decoder,
+        JobEvent,
+        ParallelModel,
+        apply,
+        build_optimizer,
+        clip_gradients,
+        parallelize,
+        run_rl,
+        save_weights,
+    )
     from .schema import (
         ClusterSpec,
         ConfigError,
@@ -45,6 +55,7 @@ __all__ = [
     "Generation",
     "GenerationPlan",
     "InfeasibleError",
+    "JobEvent",
     "Layout",
     "MeshwrightError",
     "ModelSpec",
@@ -59,6 +70,7 @@ __all__ = [
     "SolverLimitError",
     "TrainingPlan",
     "Workload",
+    "apply",
     "build_optimizer",
     "cheapest",
     "clip_gradients",
@@ -86,7 +98,9 @@ _HOMES = {
     "profilers": ("profile_module",),
     "runtime": (
         "Decoder",
+        "JobEvent",
         "ParallelModel",
+        "apply",
         "build_optimizer",
         "clip_gradients",
         "parallelize",

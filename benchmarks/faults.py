@@ -101,7 +101,7 @@ def run(main: TrainingPlan, plans: tuple[TrainingPlan, ...], faults: str = "", *
         lines = (folder / "report").read_text().splitlines() if (folder / "report").exists() else []
     records = [json.loads(line) for line in lines]
     losses = {record["step"]: record["loss"] for record in records if "step" in record}
-    return Outcome(losses, [record for record in records if "event" in record], error)
+    return Outcome(losses, [record for record in records if record.get("event") == "went on"], error)
 
 
 def apart(outcome: Outcome, expected: Outcome) -> float:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,22 +19,12 @@ from typer.core import TyperCommand
 from ..runtime.training.options import TrainOptions, prepare_options, why_not_continued
 from ..schema import ConfigError, TrainingPlan
 from ..schema.engine_facts import require_our_engine
-from ..schema.errors import (
-    InfeasibleError,
-    InterruptedRunError,
-    MeshwrightError,
-    NodesNotMetError,
-    RuntimeMismatchError,
-)
+from ..schema.errors import InfeasibleError, RuntimeMismatchError
+from .meeting import MeetingOptions, meeting_of_used
 from .options import Mode, OptionModel, ProfileOptions, command, option
 
 if TYPE_CHECKING:
-    from ..runtime.job.rendezvous import Rendezvous
-    from ..runtime.job.worker import Job
     from ..schema import ClusterSpec
-
-_BETWEEN_S = 1.0
-"""Between two tries to meet."""
 
 
 class ApplyCommand(TyperCommand):
@@ -62,16 +51,6 @@ class ApplyCommand(TyperCommand):
 class JobOptions(OptionModel):
     """How the ranks of a job are started and watched."""
 
-    nnodes: int | None = option(
-        None,
-        "nodes of the job; run the same command on each, with the same secret in MESHWRIGHT_SECRET. Default: those of Slurm's "
-        "step, else 1.",
-    )
-    node_rank: int | None = option(
-        None, "position of this node in the plan's cluster, if it matters.", needs=("nnodes",)
-    )
-    rdzv_endpoint: str | None = option(None, "where the nodes meet.", metavar="HOST:PORT", needs=("nnodes",))
-    rdzv_id: str | None = option(None, "name of the job at that place.", metavar="NAME", needs=("nnodes",))
     collective_timeout_s: float = option(600.0, "how long a rank waits for another.", metavar="S")
     hang_timeout_s: float = option(
         10.0, "a rank that keeps others waiting longer (and for ten steps) is ended; 0: never.", metavar="S"
@@ -83,25 +62,17 @@ class JobOptions(OptionModel):
         0, "go on from the last checkpoint so many times after a rank failed.", ge=0, needs=("checkpoint_dir",)
     )
     replan: bool = option(False, "plan again where nodes or devices are not those of the plan.")
+    preflight: bool = option(
+        False,
+        "compare the ranks for ten seconds first, and name those that are slower than their peers; spares take their places.",
+    )  # fmt: skip
 
-    def rendezvous(self) -> Rendezvous:
-        """Return where the nodes meet: as typed, as Slurm says, or nowhere because there is one node.
-
-        Raises:
-            ConfigError: several nodes without a place or a secret, or a node that is none of them.
-        """
-        from ..runtime.job.gate import secret_of
-        from ..runtime.job.rendezvous import Rendezvous, slurm_rendezvous
-
-        if self.nnodes is None and (slurm := slurm_rendezvous(os.environ)) is not None:
-            return slurm
-        place = Rendezvous(
-            nnodes=1 if self.nnodes is None else self.nnodes,
-            node_rank=self.node_rank,
-            endpoint=self.rdzv_endpoint,
-            run_id=self.rdzv_id,
-        )
-        return place if place.nnodes == 1 else replace(place, secret=secret_of(os.environ))
+    def settings(self) -> dict[str, Any]:
+        """Return what these say of the job."""
+        return {
+            "timeout_s": self.collective_timeout_s, "hang_timeout_s": self.hang_timeout_s, "grace_s": self.grace_s,
+            "max_restarts": self.max_restarts, "preflight": self.preflight,
+        }  # fmt: skip
 
 
 class RunOutput(OptionModel):
@@ -133,11 +104,11 @@ class FaultHandling(OptionModel):
 SCRIPT = Mode(
     name="a script of your own",
     when=lambda values: bool(values["script"]),
-    takes=(JobOptions, ProfileOptions),
+    takes=(MeetingOptions, JobOptions, ProfileOptions),
     why="does its own training",
     fix="put options of the script after it: meshwright apply plan.json SCRIPT --option",
 )
-BUILT_IN = Mode(takes=(JobOptions, ProfileOptions, TrainOptions, RunOutput, FaultHandling))
+BUILT_IN = Mode(takes=(MeetingOptions, JobOptions, ProfileOptions, TrainOptions, RunOutput, FaultHandling))
 
 
 @command(SCRIPT, BUILT_IN)
@@ -146,6 +117,7 @@ def apply(
     training: TrainOptions | None,
     output: RunOutput | None,
     faults: FaultHandling | None,
+    meeting: MeetingOptions,
     job: JobOptions,
     profile: ProfileOptions,
     script: Annotated[
@@ -156,8 +128,8 @@ def apply(
     ] = None,
 ) -> None:
     """Run a plan: train its model for a few steps and compare with the prediction, or run your own script under it."""
-    from ..runtime.job.worker import Job
-    from .show.run import running_report
+    from ..runtime.job import apply as run
+    from .show.run import shown_run
 
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"no such script: {script[0]}")
@@ -172,103 +144,54 @@ def apply(
                 else "add the script that builds the model and calls parallelize: meshwright apply PLAN SCRIPT",
             )
         spares = 0 if faults is None else faults.spares
-        meeting = job.rendezvous() if spares else _meeting_of_used(loaded, job.rendezvous())
-        if meeting is None:
-            typer.echo(
-                f"node {job.node_rank} stays idle: the plan uses {loaded.cluster.num_nodes} of {job.nnodes} nodes",
-                err=True,
-            )
+        rendezvous = meeting.rendezvous() if spares else meeting_of_used(loaded, meeting.rendezvous())
+        if rendezvous is None:
+            used = f"the plan uses {loaded.cluster.num_nodes} of {meeting.nnodes} nodes"
+            typer.echo(f"node {meeting.node_rank} stays idle: {used}", err=True)
             return
-        work = Job(
-            plan=str(path.resolve()), timeout_s=job.collective_timeout_s, hang_timeout_s=job.hang_timeout_s,
-            grace_s=job.grace_s, script=tuple(script or ()),
-        )  # fmt: skip
+        settings = job.settings()
+        if job.replan:
+            settings["replan"] = partial(_replanned_aloud, nnodes=rendezvous.nnodes)
         if training is None or output is None or faults is None:
-            run_job(loaded, work, meeting, job)
+            with shown_run() as on_record:
+                run(path, rendezvous=rendezvous, on_record=on_record, script=tuple(script or ()), **settings)
             return
-        prepared = _prepared(training, loaded, is_only_node=meeting.nnodes == 1)
+        prepared = _prepared(training, loaded, is_only_node=rendezvous.nnodes == 1)
         if prepared.robust_sum is not None:
             typer.echo(
                 f"--robust-sum {prepared.robust_sum}: losses are not those of the plain mean of gradients", err=True
             )
-        with (
-            _fallback_files(loaded, prepared, faults) as fallbacks,
-            running_report(
-                training.steps, metrics=output.metrics, append=training.resume, as_json=output.as_json
-            ) as report,
-        ):
-            work = work.replace(
-                options=prepared, report=str(report), fallbacks=fallbacks, spares=spares,
-                restart_ranks=faults.restart_ranks,
+        plans = _fallbacks(loaded, prepared, faults)
+        with shown_run(
+            training.steps, metrics=output.metrics, append=training.resume, as_json=output.as_json
+        ) as on_record:
+            run(
+                path, prepared, rendezvous=rendezvous, fallbacks=plans, on_record=on_record,
+                **faults.model_dump(), **settings,
             )  # fmt: skip
-            run_job(loaded, work, meeting, job)
     if prepared.trace is not None and Path(prepared.trace).exists():
         typer.echo(
             f"wrote {training.trace}; open it in ui.perfetto.dev, next to that of `meshwright report --trace`", err=True
         )
 
 
-@contextlib.contextmanager
-def _fallback_files(plan: TrainingPlan, options: TrainOptions, faults: FaultHandling) -> Iterator[tuple[str, ...]]:
-    """Yield files of the plans for fewer devices, under which a training goes on; none where a fault ends it.
+def _fallbacks(plan: TrainingPlan, options: TrainOptions, faults: FaultHandling) -> Sequence[TrainingPlan]:
+    """Return the plans for fewer devices, under which a training goes on; made now where it is to and they were not.
 
     Raises:
-        RuntimeMismatchError: it is to go on and cannot.
         InfeasibleError: nothing fits on fewer devices.
     """
-    on_fault = "continue" if faults.on_fault is None and faults.spares else faults.on_fault
-    if on_fault == "restart" and (faults.spares or faults.restart_ranks):
-        raise ConfigError(
-            "--spares and --restart-ranks are for a training that goes on without a rank that dies",
-            help="leave them out, or say --on-fault continue",
-        )
-    if on_fault == "restart" or (on_fault is None and not plan.fallbacks):
-        if faults.restart_ranks:
-            raise ConfigError("--restart-ranks needs --on-fault continue, or a plan with fallbacks (plan --tolerate)")
-        yield ()
-        return
-    if reasons := why_not_continued(plan, options):
-        if on_fault == "continue":
-            raise RuntimeMismatchError(
-                "this training cannot go on without a rank that dies", details=reasons, help="say --on-fault restart"
-            )
+    reasons = why_not_continued(plan, options)
+    if faults.on_fault is None and not faults.spares and plan.fallbacks and reasons:
         typer.echo(f"a fault ends the job, or restarts it (--max-restarts): {'; '.join(reasons)}", err=True)
-        yield ()
-        return
-    plans = plan.fallbacks
-    if not plans and faults.on_fault == "continue":
-        from ..planner.fallbacks import fallbacks, num_units
+    if plan.fallbacks or reasons or faults.on_fault != "continue":
+        return plan.fallbacks
+    from ..planner.fallbacks import fallbacks, num_units
 
-        plans, reason = fallbacks(plan, num_units(plan.cluster) - 1)
-        if not plans and not faults.spares:
-            raise InfeasibleError("no plan for fewer devices: this training cannot go on", details=(reason,))
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        files = [Path(folder) / f"{each.layout.world_size}.json" for each in plans]
-        for each, file in zip(plans, files, strict=True):
-            each.save(file)
-        yield tuple(map(str, files))
-
-
-def _meeting_of_used(plan: TrainingPlan, rendezvous: Rendezvous) -> Rendezvous | None:
-    """Return where the nodes that a plan uses meet, of all that it was asked for; None on a node that it leaves idle.
-
-    Raises:
-        RuntimeMismatchError: a node does not know which one it is.
-    """
-    used = plan.cluster.num_nodes
-    idle = {node for pool in plan.left_out for node in pool.nodes}
-    described = used + len(idle) if idle else used if plan.requested is None else plan.requested.num_nodes
-    if rendezvous.nnodes != described or described == used:
-        return rendezvous
-    if rendezvous.node_rank is None:
-        raise RuntimeMismatchError(
-            f"the plan uses {used} of {rendezvous.nnodes} nodes, so each must know which one it is",
-            help=f"add --node-rank, or run on {used} nodes only",
-        )
-    nodes = [node for node in range(described) if node not in idle][:used]
-    if rendezvous.node_rank not in nodes:
-        return None
-    return replace(rendezvous, nnodes=used, node_rank=nodes.index(rendezvous.node_rank))
+    plans, reason = fallbacks(plan, num_units(plan.cluster) - 1)
+    if not plans and not faults.spares:
+        raise InfeasibleError("no plan for fewer devices: this training cannot go on", details=(reason,))
+    return plans
 
 
 def _prepared(options: TrainOptions, plan: TrainingPlan, *, is_only_node: bool) -> TrainOptions:
@@ -321,55 +244,11 @@ def _predicted_by(path: Path, profile: ProfileOptions, *, documents: bool) -> It
         yield copy, predicted
 
 
-def run_job(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, options: JobOptions) -> None:
-    """Launch a job, again after each fault of a rank as often as allowed; bad input, a plan that this machine cannot run and
-    signals to the launcher end it.
-
-    On several nodes every launcher sees the fault and does the same; they meet again under the next name, so that nodes that come
-    late do not meet those of the attempt before.
-
-    Raises:
-        MeshwrightError: of the last attempt.
-    """
-    for attempt in range(options.max_restarts + 1):
-        until_s, place = 0.0, rendezvous
-        if attempt:
-            job = job.replace(options=job.options.replace(resume=True, restart_data=False))
-        if attempt and rendezvous.nnodes > 1:
-            place = replace(rendezvous, run_id=f"{rendezvous.run_id or 'meshwright'}-{attempt}")
-            until_s = time.monotonic() + rendezvous.timeout_s
-        if options.replan:
-            planned, (plan, path) = plan, replanned(plan, Path(job.plan), nnodes=rendezvous.nnodes)
-            job = job.replace(plan=str(path))
-            if plan is not planned:
-                typer.echo(f"planned again for {plan.cluster.name}: {plan.layout}; wrote {path}", err=True)
-        try:
-            _launch(plan, job, place, until_s=until_s)
-            return
-        except (ConfigError, InfeasibleError, InterruptedRunError, RuntimeMismatchError):
-            raise
-        except MeshwrightError as error:
-            if attempt == options.max_restarts:
-                raise
-            typer.echo(f"{error}\nrestart {attempt + 1} of {options.max_restarts}", err=True)
-
-
-def _launch(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> None:
-    """Launch a job; where nodes do not meet, again until a time of the monotonic clock.
-
-    After a fault the node that holds the meeting place closes it and opens it anew. A node that is back earlier comes to the old
-    one and is thrown out.
-    """
-    from ..runtime.job.launch import launch
-
-    while True:
-        try:
-            launch(plan, job, rendezvous=rendezvous)
-            return
-        except NodesNotMetError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(_BETWEEN_S)
+def _replanned_aloud(plan: TrainingPlan, path: Path, *, nnodes: int) -> tuple[TrainingPlan, Path]:
+    smaller, target = replanned(plan, path, nnodes=nnodes)
+    if smaller is not plan:
+        typer.echo(f"planned again for {smaller.cluster.name}: {smaller.layout}; wrote {target}", err=True)
+    return smaller, target
 
 
 def replanned(plan: TrainingPlan, path: Path, *, nnodes: int) -> tuple[TrainingPlan, Path]:

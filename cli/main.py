@@ -1,4 +1,4 @@
-"""The `meshwright` command with `models`, `devices` and `doctor`; other subcommands have files of their own.
+"""The `meshwright` command with `models` and `devices`; other subcommands have files of their own.
 
 Heavy imports happen inside the commands, so that --help is quick.
 """
@@ -13,6 +13,7 @@ from .apply import ApplyCommand, apply, tokens
 from .apply_rl import apply_rl
 from .batch import batch
 from .compare import compare
+from .doctor import doctor
 from .estimate import estimate
 from .experts import experts_app
 from .explain import explain, export, import_configuration, report
@@ -55,10 +56,10 @@ app.command()(export)
 app.command("import", short_help="Read an engine's configuration as a layout.")(import_configuration)
 app.command(short_help="What the job that runs today loses, and what to change.")(compare)
 app.command(short_help="Published runs beside our prediction and our plan.")(recipes)
+app.command(short_help="What is installed and here, what will not work and why.")(doctor)
 app.command(short_help="Correct a profile by what `apply` measured.")(calibrate)
 app.command(short_help="Score predictions against a table of measured runs.")(validate)
 
-_SIGNS = {"ok": "[green]ok[/]", "limited": "[yellow]limited[/]", "broken": "[red]broken[/]"}
 _MODEL_FIELDS = ("name", "num_params", "num_active_params", "num_blocks", "hidden_dim", "max_seq_len", "source")
 
 
@@ -107,29 +108,6 @@ def devices(json: JsonOption = False) -> None:
             entry["scaleout"],
         )
     show(table)
-
-
-@app.command(short_help="What is installed and here, what will not work and why.")
-@command()
-def doctor(json: JsonOption = False) -> None:
-    """Look at this installation and machine: packages, solvers, devices, backends, links, and what will not work and why.
-
-    Exit code 1 where something is broken; what is merely limited is 0.
-    """
-    from ..profilers.doctor import examine
-    from .markup import plain
-
-    findings = examine()
-    if json:
-        typer.echo("[" + ",\n".join(finding.model_dump_json() for finding in findings) + "]")
-    else:
-        table = headed_table("", "part", "state", "found", "means", text=("part", "state", "found", "means"))
-        for finding in findings:
-            means = finding.means + (f"; {finding.help}" if finding.help and finding.status != "ok" else "")
-            table.add_row(finding.subject, _SIGNS[finding.status], plain(finding.found), plain(means))
-        show(table)
-    if any(finding.status == "broken" for finding in findings):
-        raise typer.Exit(1)
 
 
 app.add_typer(experts_app, name="experts")

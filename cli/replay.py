@@ -139,13 +139,16 @@ def _replay_machines(plan: TrainingPlan, trace: Path, costs: Costs, deadline: De
     )
     table = headed_table(
         f"{plan.model.name} on up to {units} machines: part of what they could do that is kept", "pool", "machines",
-        "lost", "policy", "kept", "running", "USD per million tokens", text=("pool", "policy"),
+        "lost", "policy", "kept", "most of the rest", "running", "USD per million tokens",
+        text=("pool", "policy", "most of the rest"),
     )  # fmt: skip
     for pool in answer.pools:
         for entry in pool.policies:
+            causes = sorted(entry.lost.items(), key=lambda item: -item[1])[:2]
+            rest = ", ".join(f"{cause} {format_percent(part, 1)}" for cause, part in causes if part > 0)
             usd = "" if entry.usd_per_million_tokens is None else f"{entry.usd_per_million_tokens:.3g}"
             table.add_row(
-                plain(pool.pool), f"{pool.mean_units:.1f}", str(pool.losses), entry.policy, format_percent(entry.fraction, 1),
+                plain(pool.pool), f"{pool.mean_units:.1f}", str(pool.losses), entry.policy, format_percent(entry.fraction, 1), rest,
                 format_seconds(entry.running_s), usd,
             )  # fmt: skip
     show_answer(answer, table, as_json=as_json)

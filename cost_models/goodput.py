@@ -47,14 +47,17 @@ def best_interval_s(*, mtbf_s: float, save_s: float) -> float:
     return mtbf_s * (1 + float(lambertw(-math.exp(-1 - ratio)).real))
 
 
-MAX_COPY_SHARE, MAX_COPY_STEPS = 0.03, 20
-"""Part of the time that copies of states take at most, and steps between them, unless that part says more."""
+MAX_COPY_SHARE, LITTLE_COPY_SHARE, FEW_STEPS = 0.03, 0.005, 20
+"""Part of the time that copies of states take at most; less than the second is too little to do more steps again for, and so are
+copies after fewer steps than the third.
+"""
 
 
 def copy_steps(*, copy_s: float, step_s: float, mtbf_s: float) -> int:
     """Return after how many steps to copy the states to a peer: by (G1) for faults that rare, within the limits."""
     best = best_interval_s(mtbf_s=mtbf_s, save_s=max(copy_s, 1e-9)) / step_s
-    return max(math.ceil(copy_s / (MAX_COPY_SHARE * step_s)), min(round(best), MAX_COPY_STEPS), 1)
+    quickest, slowest = (math.ceil(copy_s / (share * step_s)) for share in (MAX_COPY_SHARE, LITTLE_COPY_SHARE))
+    return max(quickest, min(round(best), max(slowest, FEW_STEPS)), 1)
 
 
 def lost_units(*, units: int, unit_mtbf_s: float, repair_s: float, tolerated: int) -> FloatArray:

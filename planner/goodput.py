@@ -55,11 +55,11 @@ def expected_goodput(plan: TrainingPlan, faults: Faults, deadline: Deadline | No
         units=units + faults.spares,
         unit_mtbf_s=unit_mtbf_s,
         repair_s=repair_s,
-        lost_s=[going_on(each, mtbf_s)[0] for each in (*[plan] * (faults.spares + 1), *plans)],
+        lost_s=[going_on(each, mtbf_s).lost_s for each in (*[plan] * (faults.spares + 1), *plans)],
         # A unit that is back is taken in at a step's end; a spare one stands by.
-        move_s=[0.0] * (faults.spares + 1) + [going_on(each, mtbf_s)[0] for each in (plan, *plans)[: len(plans)]],
+        move_s=[0.0] * (faults.spares + 1) + [going_on(each, mtbf_s).joined_s for each in (plan, *plans)[: len(plans)]],
         beyond_s=faults.restart_s + interval_s / 2 + repair_s / max(len(rates) - 1, 1),
-        copies=going_on(plan, mtbf_s)[1],
+        copies=going_on(plan, mtbf_s).copies,
     )
     restart_s = faults.restart_s + (interval_s + faults.save_s) / 2
     falling_back = continuing_goodput(

@@ -6,7 +6,8 @@ fewer of them, RATE[n] tokens/s. A policy says when the job runs, and what a cha
     wait      runs with all units only; after a loss from the last checkpoint, RESTART seconds after all are there
     restart   on what is left, from the last checkpoint, at each loss; when a unit is back after a save (`apply --replan`)
     continue  a loss takes seconds (detection, new groups, states, work since the copies); when a unit is back as `restart`
-    join      as `continue`, and a unit that is back is taken in at a step's end (`apply` where its command is given there again)
+    join      as `continue`, and units that are back are taken in at a step's end, all that wait at once (`apply` where its command
+              is given there again)
 
 Checkpoints are as often as Daly's interval makes best for the losses of the recording, under `continue` for those of all units at
 once. Several units that are lost between two looks at a pool are lost one after the other: looks are minutes apart, a loss takes
@@ -22,9 +23,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..cost_models.goodput import best_interval_s, copy_steps
+from ..cost_models.hardware.streams import host_rates
 from ..schema import InfeasibleError, TrainingPlan
 from ..schema.errors import ConfigError
-from ..schema.goodput import POLICIES, Policy, PolicyReplay, PoolReplay
+from ..schema.goodput import LOST, POLICIES, Lost, Policy, PolicyReplay, PoolReplay
 from ..schema.machines_file import Change
 from ..schema.shares import state_copies
 from .fallbacks import num_units, plan_on
@@ -73,14 +75,41 @@ def plans_by_units(
     return best
 
 
-def going_on(plan: TrainingPlan, mtbf_s: float) -> tuple[float, float]:
-    """Return the seconds from the loss of a unit to the first new step, under ``continue``, and the part of the time for copies."""
-    step_s, link = plan.estimate.step_time_s, plan.cluster.levels[-1].link
-    move_s = _STATE_BYTES * plan.model.num_params / plan.layout.world_size / link.bandwidth_bytes_per_s
+@dataclass(frozen=True)
+class GoingOn:
+    """What going on takes.
+
+    Attributes:
+        lost_s: from the loss of a unit until all is done again that it cut short.
+        joined_s: to take units in at a step's end.
+        copies: part of the time that copies for a peer take.
+    """
+
+    lost_s: float
+    joined_s: float
+    copies: float
+
+
+def going_on(plan: TrainingPlan, mtbf_s: float) -> GoingOn:
+    """Return what going on takes where a unit is lost every ``mtbf_s``.
+
+    A copy stops the training while the states go to host memory. Then they go to the peer next to the step that follows: what takes
+    longer than the step is waited for, and what the step itself exchanges meanwhile, of what it waits for, takes twice as long.
+    """
+    step_s, parts, group = plan.estimate.step_time_s, plan.estimate.breakdown_s, plan.cluster.groups[0]
+    num_bytes = _STATE_BYTES * plan.model.num_params / plan.layout.world_size
+    move_s = num_bytes / plan.cluster.levels[-1].link.bandwidth_bytes_per_s
+    joined_s = DETECT_S + REBUILD_S + move_s
     if state_copies(plan) > 1:
-        return DETECT_S + REBUILD_S + move_s + step_s / 2, 0.0
-    every_s = step_s * copy_steps(copy_s=move_s, step_s=step_s, mtbf_s=mtbf_s)
-    return DETECT_S + REBUILD_S + move_s + every_s / 2, move_s / (every_s + move_s)
+        return GoingOn(joined_s + step_s / 2, joined_s, 0.0)
+    exchanged_s = parts.tp + parts.cp + parts.ep + parts.dp + parts.pp
+    if group.device.backend.is_host:
+        copy_s = 2 * num_bytes / group.device.memory_bandwidth_bytes_per_s
+    else:
+        copy_s = num_bytes / host_rates(plan.workload, plan.cluster).link_bytes_per_s
+    copy_s += max(move_s - step_s, 0.0) + min(move_s / step_s, 1.0) * exchanged_s
+    every_s = step_s * copy_steps(copy_s=copy_s, step_s=step_s, mtbf_s=mtbf_s)
+    return GoingOn(joined_s + min(move_s, step_s) + every_s / 2, joined_s, copy_s / (every_s + copy_s))
 
 
 def replay_pool(
@@ -120,40 +149,63 @@ def _replayed(
     interval_s = best_interval_s(mtbf_s=seconds / max(faults, 1), save_s=costs.save_s) if faults else seconds
     losses = sum(max(before[2] - after[2], 0) for before, after in pairwise(spans))
     mtbf_s = seconds / max(losses, 1)
-    saving = interval_s / (interval_s + costs.save_s) if faults else 1.0
+    saving = costs.save_s / (interval_s + costs.save_s) if faults else 0.0
+    gone: dict[Lost, float] = dict.fromkeys(LOST, 0.0)  # tokens
+    due: list[tuple[Lost, float]] = []  # seconds without steps, oldest first
     tokens = running_s = unsaved = unsaved_s = 0.0
-    away_s, before = 0.0, 0  # the first start is no fault's
+    before = 0  # the first start is no fault's
     for start, end, now in spans:
         runs = plan_for(now if policy != "wait" or now == units else 0)
         if now < before and is_live and runs is not None:
-            away_s += (before - now) * going_on(runs, mtbf_s)[0]
+            due.append(("losses", (before - now) * going_on(runs, mtbf_s).lost_s))
         elif now < before:
-            tokens, unsaved, unsaved_s, away_s = tokens - unsaved, 0.0, 0.0, costs.restart_s
+            tokens, gone["restarts"] = tokens - unsaved, gone["restarts"] + unsaved
+            unsaved, unsaved_s, due = 0.0, 0.0, [("restarts", costs.restart_s)]
+        elif now > before and before and runs is not None and policy == "join":
+            due.append(("returns", going_on(runs, mtbf_s).joined_s))
         elif now > before and before and runs is not None and policy != "wait":
-            away_s += (now - before) * going_on(runs, mtbf_s)[0] if policy == "join" else costs.save_s + costs.restart_s
+            due.append(("returns", costs.save_s + costs.restart_s))
         before = now
         if runs is None:
+            gone["waiting"] += (end - start) * _rate(plan_for(now))
             continue
-        useful_s = max(end - start - away_s, 0.0)
-        away_s = max(away_s - (end - start), 0.0)
-        rate = _rate(runs) * saving * (1 - (going_on(runs, mtbf_s)[1] if is_live else 0.0))
-        tokens, running_s = tokens + useful_s * rate, running_s + useful_s
-        unsaved_s += useful_s
+        useful_s = end - start
+        for cause, away_s in _taken(due, useful_s):
+            useful_s -= away_s
+            gone[cause] += away_s * _rate(plan_for(now))
+        copies = going_on(runs, mtbf_s).copies if is_live else 0.0
+        made = useful_s * _rate(runs)
+        gone["saves"], gone["copies"] = gone["saves"] + made * saving, gone["copies"] + made * (1 - saving) * copies
+        made *= (1 - saving) * (1 - copies)
+        tokens, running_s, unsaved_s = tokens + made, running_s + useful_s, unsaved_s + useful_s
         if unsaved_s >= interval_s:
             unsaved_s %= interval_s
-            unsaved = unsaved_s * rate
+            unsaved = unsaved_s * made / useful_s
         else:
-            unsaved += useful_s * rate
+            unsaved += made
     usd = None
     if costs.usd_per_unit_hour is not None:
         usd = costs.usd_per_unit_hour * sum((end - start) * n for start, end, n in spans) / 3600
     return PolicyReplay(
         policy=policy,
         fraction=tokens / possible if possible else 0.0,
+        lost={cause: part / possible for cause, part in gone.items()} if possible else {},
         running_s=running_s,
         tokens=tokens,
         usd_per_million_tokens=usd / tokens * 1e6 if usd is not None and tokens else None,
     )
+
+
+def _taken(due: list[tuple[Lost, float]], seconds: float) -> list[tuple[Lost, float]]:
+    """Take what of the seconds that are due fits into a span of time, oldest first; what does not fit stays due."""
+    taken: list[tuple[Lost, float]] = []
+    while due and seconds > 0:
+        cause, away_s = due.pop(0)
+        taken.append((cause, min(away_s, seconds)))
+        if away_s > seconds:
+            due.insert(0, (cause, away_s - seconds))
+        seconds -= taken[-1][1]
+    return taken
 
 
 def _rate(plan: TrainingPlan | None) -> float:

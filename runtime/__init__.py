@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .job.events import JobEvent
+    from .job.run import apply
     from .models.decoder import Decoder
     from .parallel_model import ParallelModel
     from .parallelize_model import parallelize
@@ -13,11 +15,23 @@ if TYPE_CHECKING:
     from .training.optimizer import build_optimizer, clip_gradients
     from .weights.save import save_weights
 
-__all__ = ["Decoder", "ParallelModel", "build_optimizer", "clip_gradients", "parallelize", "run_rl", "save_weights"]
+__all__ = [
+    "Decoder",
+    "JobEvent",
+    "ParallelModel",
+    "apply",
+    "build_optimizer",
+    "clip_gradients",
+    "parallelize",
+    "run_rl",
+    "save_weights",
+]
 
 _HOMES = {
     "Decoder": ".models.decoder",
+    "JobEvent": ".job.events",
     "ParallelModel": ".parallel_model",
+    "apply": ".job.run",
     "build_optimizer": ".training.optimizer",
     "clip_gradients": ".training.optimizer",
     "parallelize": ".parallelize_model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -76,17 +77,23 @@ class GoodputReport(Frozen):
 Policy = Literal["wait", "restart", "continue", "join"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
+Lost = Literal["waiting", "restarts", "losses", "returns", "copies", "saves"]
+LOST: tuple[Lost, ...] = get_args(Lost)
+
 
 class PolicyReplay(Frozen):
     """A training over a recording of machines under one policy.
 
     Attributes:
         fraction: of the tokens that the machines that were there could have made, each number of them under its fastest plan.
+        lost: what the rest was lost by, as parts of the same: ``waiting`` for enough machines; ``restarts`` and the work since the
+            last checkpoint; ``losses`` that the others went on after; ``returns`` of machines; ``copies`` for peers; ``saves``.
         running_s: seconds in which steps were made; tokens: that stayed.
     """
 
     policy: Policy
     fraction: NonNegativeFloat
+    lost: Mapping[Lost, NonNegativeFloat] = Field(default_factory=dict)
     running_s: NonNegativeFloat
     tokens: NonNegativeFloat
     usd_per_million_tokens: NonNegativeFloat | None = None

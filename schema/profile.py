@@ -372,6 +372,7 @@ class SlowComponent(Frozen):
         name: ``rank 3``, ``node gpu-17``, ``link gpu-17 - gpu-18``.
         what: was slow: compute, memory or link.
         ratio: its time over the median of its peers; ``noise``: what peers differ by.
+        ranks: that are slow; none where it is a link.
     """
 
     kind: Literal["rank", "node", "link"]
@@ -379,6 +380,7 @@ class SlowComponent(Frozen):
     what: Literal["compute", "memory", "link"]
     ratio: PositiveFloat
     noise: NonNegativeFloat
+    ranks: tuple[NonNegativeInt, ...] = ()
 
 
 class ProfileSection(Frozen):

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import json
-import signal
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ...schema import MeshwrightError
 from ...schema.units import format_bytes, format_count, format_percent, format_seconds
 from ..terminal import Table, headed_table
 
@@ -26,11 +20,13 @@ _LOG_LINES = 20
 
 
 @contextlib.contextmanager
-def running_report(steps: int, *, metrics: Path | None, append: bool, as_json: bool) -> Iterator[Path]:
-    """Yield a file for the ranks to write to; what appears in it is shown, printed and copied as it comes."""
-    from ...runtime.training.metrics import MetricsWriter, read_new_records
+def shown_run(
+    steps: int = 0, *, metrics: Path | None = None, append: bool = False, as_json: bool = False
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield what takes the lines of a run's report as they come: they are shown, printed and copied."""
+    from ...runtime.training.metrics import MetricsWriter
 
-    writer, screen, finished = MetricsWriter(metrics, append=append), Screen(steps), threading.Event()
+    writer, screen = MetricsWriter(metrics, append=append), Screen(steps)
 
     def handle(record: dict[str, Any]) -> None:
         writer.write(record)
@@ -38,31 +34,10 @@ def running_report(steps: int, *, metrics: Path | None, append: bool, as_json: b
             typer.echo(json.dumps(record))
         screen.show(record)
 
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, screen.progress, ThreadPoolExecutor(1) as pool:
-        path = Path(folder) / "report.jsonl"
-        reader = pool.submit(_for_each, handle, read_new_records(path, finished))
-        try:
-            yield path
-        except MeshwrightError:
-            finished.set()
-            reader.result()  # raises what the run was ended for, where it was this
-            raise
-        finally:
-            finished.set()
-        reader.result()
+    with screen.progress:
+        yield handle
     writer.close()
     screen.show_comparison()
-
-
-def _for_each(handle: Callable[[dict[str, Any]], None], records: Iterator[dict[str, Any]]) -> None:
-    """Handle each record; if that fails (a full disk, a closed pipe) end the run."""
-    try:
-        for record in records:
-            handle(record)
-    except OSError as error:
-        ignores = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as shells let jobs in the background do
-        _thread.interrupt_main(signal.SIGTERM if ignores else signal.SIGINT)
-        raise MeshwrightError(f"cannot write the metrics of the run: {error.strerror}") from None
 
 
 class Screen:
@@ -74,17 +49,17 @@ class Screen:
         self._comparison: dict[str, Any] | None = None
         self.progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn(),
-            console=self._console, disable=not self._console.is_terminal,
+            console=self._console, disable=not steps or not self._console.is_terminal,
         )  # fmt: skip
         self._task = self.progress.add_task("starting", total=steps)
 
     def show(self, record: dict[str, Any]) -> None:
         """Show one line of the report."""
         if "event" in record:
-            causes, seconds = "; ".join(record["causes"]), format_seconds(record["seconds"])
-            ranks = f"{record['ranks']} ranks go on with {record['layout']}"
-            text = f"{causes}: {ranks}, step {record['before_step']} done {seconds} after"
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            from ...runtime.job import JobEvent
+
+            if text := JobEvent(**record).sentence():
+                self._console.print(text, highlight=False, markup=False, soft_wrap=True)
             return
         if "note" in record:
             self._console.print(record["note"], highlight=False, markup=False, soft_wrap=True)

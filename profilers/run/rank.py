@@ -28,7 +28,8 @@ from ..machine import busy_fraction, first_host, gpu_state, identify, interface_
 from ..measure.kernels import stream_bandwidth
 from ..measure.links import node_matrix
 from ..measure.timing import Bench, Points
-from .across_ranks import COMPARISON, Comparison, merge_points, merge_rounds, rank_reports
+from .across_ranks import COMPARISON, merge_points, merge_rounds, rank_reports
+from .comparison import Comparison, allowed_cores, local_cores, product
 from .processes import serve_rank
 from .protocol import (
     PROFILE_FILE,
@@ -223,7 +224,8 @@ class _Session:
         self._by_rank: list[Points] = []
         self._sections: list[ProfileSection] = list(self._old.parts) if self._old else []
         is_compared = bench.device.type == "cpu" and place.world_size > 1  # a GPU has no other rank's work
-        self._comparison = Comparison(bench, place.local_rank, place.ranks_per_node) if is_compared else None
+        cores = local_cores(allowed_cores(), place.local_rank, place.ranks_per_node)
+        self._comparison = Comparison(bench, cores, {"compute": product(bench)}) if is_compared else None
 
     def run(self, steps: Sequence[MeasurementStep]) -> None:
         """Measure part by part; every rank makes the same decisions."""

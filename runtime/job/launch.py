@@ -10,25 +10,33 @@ import os
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 
 from ...profilers.machine import cpu_rank_environment, num_cores
-from ...profilers.run.faults import explain_failure
+from ...profilers.run.faults import cause_of, explain_failure
 from ...profilers.run.processes import JobEnd, NodeJob, run_ranks
-from ...schema import NodeGroup, TrainingPlan
+from ...schema import ConfigError, NodeGroup, TrainingPlan
 from ...schema.errors import InterruptedRunError
+from ...schema.preflight import PreflightReport
 from ..supervision.supervisor import Supervisor
+from ..training.save_schedule import PAST
 from . import worker
+from .events import JobEvent, OnEvent
 from .machine import check_machine, local_group, memory_line
-from .rendezvous import Rendezvous, meet
+from .preflight import compare_nodes
+from .rendezvous import Meeting, Rendezvous, meet
 from .watch import FOLDER_VARIABLE, STOPPED_FILE, Watch
 from .worker import Job
 
 
-def launch(plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None) -> None:
+def launch(
+    plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None, on_event: OnEvent = lambda _: None
+) -> None:
     """Run a job on this node's devices to its end; return when every rank has ended well.
 
     Call it from the main thread: signals to this process end the ranks. Log lines of the built-in training's ranks are stored for
@@ -48,6 +56,9 @@ def launch(plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None
             folder, progress = Path(name), Path(name) / "progress"
             progress.mkdir()
             job.save(folder / "job.json")
+            report = (
+                _compared(plan, job, meeting, nodes, on_event) if job.preflight_s and not meeting.is_return else None
+            )
             has_checkpoints = not job.script and job.options.checkpoint_dir is not None
             local = nodes[meeting.node_rank]
             ranks = NodeJob(
@@ -65,15 +76,18 @@ def launch(plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None
             watch = Watch(progress, job.hang_timeout_s)
             if job.goes_on:
                 fallbacks = [TrainingPlan.load(file) for file in job.fallbacks]
-                supervisor = Supervisor(meeting, plan, fallbacks, nodes, watch, restarts=job.restart_ranks)
+                slow = () if report is None else report.slow_ranks
+                supervisor = Supervisor(
+                    meeting, plan, fallbacks, nodes, watch, restarts=job.restart_ranks, slow=slow, on_event=on_event
+                )  # fmt: skip
                 with supervisor.telling_its_end():
                     end = run_ranks(ranks, supervisor.look, supervisor)
-                    _require_good_end(end, ranks, plan, watch)
+                    _require_good_end(end, ranks, plan, watch, on_event)
                     if not meeting.is_host and not end.ended_well:
                         raise explain_failure(end.outlived, world_size=ranks.world_size)
                 return
             end = run_ranks(ranks, watch.look)
-            _require_good_end(end, ranks, plan, watch)
+            _require_good_end(end, ranks, plan, watch, on_event)
     except KeyboardInterrupt:  # while the nodes met
         raise InterruptedRunError(signal.SIGINT) from None
 
@@ -86,14 +100,36 @@ def processes_of_nodes(plan: TrainingPlan, spares: int) -> list[range]:
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
+def _compared(
+    plan: TrainingPlan, job: Job, meeting: Meeting, nodes: Sequence[range], on_event: OnEvent
+) -> PreflightReport:
+    """Compare the ranks, and tell which are slow and what becomes of them."""
+    if len(plan.cluster.groups) > 1:
+        raise ConfigError(f"the nodes of {plan.cluster.name} differ: they are no peers", help="leave out --preflight")
+    backend = plan.cluster.weakest_device.backend.collectives
+    threads = {name: value for name, value in _variables(job, plan.cluster.groups[0]).items() if "THREADS" in name}
+    report = compare_nodes(meeting, nodes, backend, seconds=job.preflight_s, variables=threads)
+    causes = report.sentences()
+    if causes:
+        num_training = max(len(report.slow_ranks) - (nodes[-1].stop - plan.layout.world_size), 0)
+        causes += (
+            "they stand by"
+            if not num_training
+            else f"no spares for {num_training} of them: they train with the others",
+        )
+    on_event(JobEvent(event="compared", ranks=report.slow_ranks, causes=causes, report=report))
+    return report
+
+
 def _variables(job: Job, group: NodeGroup) -> dict[str, str]:
+    now_s = time.time()
     threads = str(max(1, num_cores() // group.devices_per_node))
     chosen = {name: os.environ.get(name, threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     memory = cpu_rank_environment() if group.device.backend.is_host else {}
-    return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan}
+    return {**chosen, **memory, "MESHWRIGHT_PLAN": job.plan, PAST: f"{job.restarts} {job.begun_s or now_s} {now_s}"}
 
 
-def _require_good_end(end: JobEnd, ranks: NodeJob, plan: TrainingPlan, watch: Watch) -> None:
+def _require_good_end(end: JobEnd, ranks: NodeJob, plan: TrainingPlan, watch: Watch, on_event: OnEvent) -> None:
     """Raise where a rank failed, or the ranks ended on request, here or on another node."""
     stopped = watch.folder / STOPPED_FILE
     if stopped.exists() or end.received:
@@ -103,4 +139,6 @@ def _require_good_end(end: JobEnd, ranks: NodeJob, plan: TrainingPlan, watch: Wa
         deaths = [watch.completed(death, death.rank - ranks.first_rank) for death in end.deaths]
         ended_well = end.ended_well if ranks.num_ranks == ranks.world_size else ()
         memory = memory_line(plan, torch.device("cpu")) if plan.cluster.weakest_device.backend.is_host else ""
-        raise explain_failure(deaths, world_size=ranks.world_size, ended_well=ended_well, memory=memory)
+        error = explain_failure(deaths, world_size=ranks.world_size, ended_well=ended_well, memory=memory)
+        on_event(JobEvent(event="lost", ranks=(cause_of(deaths).rank,), causes=(error.message,)))
+        raise error

@@ -30,6 +30,8 @@ class Job(Document):
         fallbacks: files of plans for fewer devices, under which the training goes on when ranks die.
         spares: nodes, or ranks of a single node, that stand by; without them and fallbacks a death ends the job.
         restart_ranks: how often this node starts a dead rank anew, all together.
+        preflight_s: how long to compare the ranks before; 0: not.
+        restarts, begun_s: how often the job has started again, and when it began, seconds of the epoch; 0: now.
         script: a user's script and its arguments; empty for the built-in training.
     """
 
@@ -42,6 +44,9 @@ class Job(Document):
     fallbacks: tuple[str, ...] = ()
     spares: int = Field(default=0, ge=0)
     restart_ranks: int = Field(default=0, ge=0)
+    preflight_s: float = Field(default=0.0, ge=0)
+    restarts: int = Field(default=0, ge=0)
+    begun_s: float = Field(default=0.0, ge=0)
     script: tuple[str, ...] = ()
 
     @property

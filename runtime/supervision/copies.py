@@ -42,6 +42,7 @@ class PeerCopies:
         mtbf_s: between faults of the job.
         stride: the peer that a copy goes to is so many ranks on.
         live: this rank's states, by reference.
+        on_decided: called with the steps between copies, once they are decided, and the part of the time that copies then take.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class PeerCopies:
         mtbf_s: float,
         stride: int,
         live: Mapping[Piece, Tensor],
+        on_decided: Callable[[int, float], None] = lambda every, share: None,
     ) -> None:
         self._exchange, self._generation, self._every, self._live = exchange, generation, every or 1, live
-        self._is_measured, self._mtbf_s = every is not None, mtbf_s
+        self._is_measured, self._mtbf_s, self._on_decided = every is not None, mtbf_s, on_decided
         me, size = exchange.position, exchange.size
         self._target, self._source = (me + stride) % size, (me - stride) % size
         answers = exchange.tell([(p.name, p.offsets, p.sizes, p.of, p.dtype) for p in live])
@@ -98,6 +100,7 @@ class PeerCopies:
         copy_s, step_s = median(self._waited_s[1:-1]), median(self._step_s[-_MEASURED:])
         longest_s = max(self._exchange.tell([copy_s, step_s]))
         self._every = copy_steps(copy_s=longest_s[0], step_s=longest_s[1], mtbf_s=self._mtbf_s)
+        self._on_decided(self._every, longest_s[0] / (longest_s[0] + self._every * longest_s[1]))
 
     def holdings(self) -> list[Holding]:
         """Return what is complete here, also of a transfer that has just ended."""

@@ -9,7 +9,7 @@ reach the store begins no generation: so there is never a second job that trains
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ...schema import TrainingPlan
 from ..job.rendezvous import Meeting
@@ -49,19 +49,25 @@ class Decisions:
         plan: what the job starts with.
         fallbacks: plans for fewer devices.
         nodes: the numbers of each node's processes, those that stand by included.
+        slow: ranks that were seen to be slow: they and their nodes come after the others.
 
     Attributes:
         is_over: nobody goes on.
     """
 
     def __init__(
-        self, meeting: Meeting, plan: TrainingPlan, fallbacks: Sequence[TrainingPlan], nodes: Sequence[range]
+        self,
+        meeting: Meeting,
+        plan: TrainingPlan,
+        fallbacks: Sequence[TrainingPlan],
+        nodes: Sequence[range],
+        slow: Collection[int] = (),
     ) -> None:
         self.board, self._meeting, self._nodes, self.is_over = Board(meeting.store), meeting, nodes, False
         self._sizes = {each.layout.world_size for each in (plan, *fallbacks)}
         for each in (plan, *fallbacks):
             self.board.write_plan(each)
-        self._dead: set[int] = set()
+        self._dead, self._slow = set[int](), frozenset(slow)
         self._num_meetings = self._num_reports = self._num_arrivals = 0
         self._returned: list[int] = []
         self._is_invited = False
@@ -127,11 +133,13 @@ class Decisions:
 
     def _members(self) -> tuple[int, ...]:
         """Return who is left, those of complete nodes first: plans for fewer devices are for complete nodes."""
-        lacks = [(sum(rank in self._dead for rank in node), node) for node in self._nodes]
-        return tuple(
-            rank for _, node in sorted(lacks, key=lambda each: (each[0], each[1].start)) for rank in node
-            if rank not in self._dead
-        )  # fmt: skip
+
+        def order(rank: int) -> tuple[int, ...]:
+            node = next(node for node in self._nodes if rank in node)
+            lacks, slow = (sum(each in ranks for each in node) for ranks in (self._dead, self._slow))
+            return lacks, slow, node.start, rank in self._slow, rank
+
+        return tuple(sorted({rank for node in self._nodes for rank in node} - self._dead, key=order))
 
     def _num_active(self) -> int:
         """Return for how many devices there is a plan, of those that are left; 0 where there is none."""

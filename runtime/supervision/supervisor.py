@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ...profilers.run.faults import FOLLOWING, RankDeath, explain_failure
 from ...schema import MeshwrightError, TrainingPlan
+from ..job.events import JobEvent, OnEvent
 from ..job.rendezvous import Meeting
 from ..job.watch import Watch
 from .decisions import SILENT_S, Decisions, Silence
@@ -88,6 +89,7 @@ class Supervisor:
         nodes: the numbers of each node's processes, those that stand by included.
         watch: over suspended and hung ranks.
         restarts: how often a dead rank of this node is started anew, all together.
+        slow: ranks that stand by where there are others.
     """
 
     def __init__(
@@ -99,6 +101,8 @@ class Supervisor:
         watch: Watch,
         *,
         restarts: int = 0,
+        slow: Collection[int] = (),
+        on_event: OnEvent = lambda _: None,
     ) -> None:
         self._node, self._ranks, self._watch, self._restarts = (
             meeting.node_rank,
@@ -107,9 +111,9 @@ class Supervisor:
             restarts,
         )
         self._num_processes = nodes[-1].stop
-        self._decisions = Decisions(meeting, plan, fallbacks, nodes) if meeting.is_host else None
+        self._decisions = Decisions(meeting, plan, fallbacks, nodes, slow) if meeting.is_host else None
         self._line = None if meeting.is_host else Line(meeting.store, self._node)
-        self._silence, self._seen = Silence(), 0
+        self._silence, self._seen, self._on_event = Silence(), None, on_event
         self._to_start: list[int] = []
         self._coming = set(self._ranks) if meeting.is_return else set[int]()
         self._has_others = len(nodes) > 1
@@ -150,8 +154,9 @@ class Supervisor:
         generation = self._generation
         if generation is None:
             return
-        if generation.number != self._seen:
-            self._seen = generation.number
+        if generation is not self._seen:
+            self._tell_of(generation, self._seen)
+            self._seen = generation
             self._watch.begin_anew()
             self._coming -= set(generation.members)
         first = self._ranks.start
@@ -211,6 +216,19 @@ class Supervisor:
         if self._line is not None:
             self._line.close()
         self._decisions = self._line = None
+
+    def _tell_of(self, generation: Generation, before: Generation | None) -> None:
+        """Tell whoever started the job of a new generation, and how its members are others than those before."""
+        causes = (generation.cause,) if generation.cause else ()
+        known = generation.members if before is None else before.members
+        lost, returned = (
+            tuple(sorted(set(a) - set(b))) for a, b in ((known, generation.members), (generation.members, known))
+        )
+        if lost:
+            self._on_event(JobEvent(event="lost", ranks=lost, causes=causes, generation=generation.number))
+        if returned:
+            self._on_event(JobEvent(event="returned", ranks=returned, causes=causes, generation=generation.number))
+        self._on_event(JobEvent(event="began", ranks=generation.active, causes=causes, generation=generation.number))
 
     def _tell(self, report: Report) -> None:
         if self._decisions is not None:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from ...profilers.run.processes import exit_now
 from ...schema import MeshwrightError, TrainingPlan
 from ...schema.shares import state_copies
+from ..job.events import JobEvent
 from ..job.machine import explain_out_of_memory
 from ..models.decoder import Decoder, is_adapter
 from ..training.checkpoint import TrainingProgress, checkpoint_state, read_states, stored_name
@@ -268,7 +269,13 @@ class Survivor:
             mtbf_s=3600 * (self._options.mtbf_hours_per_device or MTBF_HOURS_PER_DEVICE) / plan.layout.world_size,
             stride=cluster.groups[0].devices_per_node if cluster.num_nodes > 1 else 1,
             live=self._live,
+            on_decided=self._tell_of_copies,
         )
+
+    def _tell_of_copies(self, every: int, share: float) -> None:
+        assert self.run is not None
+        event = JobEvent(event="copies", every=every, share=share, generation=self._generation)
+        self.run.writer.write(event.record())
 
     def _status(self) -> dict[str, Any]:
         run = self.run
@@ -336,16 +343,16 @@ class Survivor:
         """Report that the job went on, once the first step is done."""
         assert self.run is not None
         past, self._past = self._past, []
-        self.run.writer.write(
-            {
-                "event": "went on",
-                "causes": [generation.cause for generation in past],
-                "ranks": past[-1].num_active,
-                "layout": str(self._plan.layout),
-                "before_step": self.run.steps,
-                "seconds": time.time() - past[0].time_s,
-            }
+        event = JobEvent(
+            event="went on",
+            causes=tuple(generation.cause for generation in past),
+            ranks=past[-1].active,
+            generation=past[-1].number,
+            layout=str(self._plan.layout),
+            after_step=self.run.steps,
+            seconds=time.time() - past[0].time_s,
         )
+        self.run.writer.write(event.record())
 
 
 def _words(holding: Holding) -> list[Any]:

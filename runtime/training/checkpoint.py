@@ -66,6 +66,7 @@ class TrainingProgress(Frozen):
         samples: sequences seen; None in checkpoints of older versions.
         data: fingerprint of the data; empty where it is not known.
         loss_scale: under fp16-mixed, and the steps since it last changed.
+        save_s: for how long the save before stopped the training; 0 where there was none.
     """
 
     step: int
@@ -74,6 +75,7 @@ class TrainingProgress(Frozen):
     data: str = ""
     loss_scale: float | None = None
     scale_steps: int = 0
+    save_s: float = 0.0
 
 
 class CheckpointInfo(TrainingProgress, Document):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -13,8 +14,14 @@ import torch.distributed as dist
 from ...cost_models.goodput import best_interval_s
 from .options import TrainOptions
 
+PAST = "MESHWRIGHT_PAST"
+"""Names in a rank's environment how often its job has started again, when it began, and when it last did: seconds of the epoch."""
+
 MTBF_HOURS_PER_DEVICE = 50_000.0
 """Llama 3 (arXiv:2407.21783, table 5): 419 unexpected interruptions of 16,384 H100 in 54 days, one in 50,700 hours of each."""
+
+DOUBT = 0.01
+"""A rate of faults under which so many as were seen are less likely than this is not that of this job."""
 
 FIRST_STEPS = 5
 """Steps before the first save of an automatic schedule, which measures what a save takes."""
@@ -23,20 +30,33 @@ FIRST_STEPS = 5
 class SaveSchedule:
     """Says when a save is due; every rank has one and calls it at the same steps.
 
-    An automatic one takes faults to be as frequent as `--mtbf-hours-per-device` says, as if one had been seen in that time, and
-    those that restarted this job besides (a Gamma prior of one fault): M = (MTBF + seconds so far) / (1 + restarts). The interval
-    is T* of (G1) with the seconds of the last save and the median step; the first rank decides, so that all save at once.
+    An automatic one takes the interval T* of (G1) with the seconds of the last save, the median step, and the faults that are to be
+    expected (`expected_mtbf_s`); the first rank decides, so that all save at once. Until a save is measured it is due after a few
+    steps; a run that goes on knows what one took before.
+
+    Args:
+        begun_s: when this process began to train, seconds of the epoch.
+
+    Attributes:
+        save_s: for how long the last save stopped the training; 0 where none is known.
     """
 
-    def __init__(self, options: TrainOptions, *, done: int) -> None:
+    def __init__(self, options: TrainOptions, *, done: int, begun_s: float = 0.0, save_s: float = 0.0) -> None:
         self._every, self._steps = options.checkpoint_every, options.steps
-        self._mtbf_hours = options.mtbf_hours_per_device or MTBF_HOURS_PER_DEVICE
-        self._next = done + FIRST_STEPS
-        self._begin_s = 0.0
+        self._given_hours = options.mtbf_hours_per_device
+        self._first, self._next, self._saved = done + FIRST_STEPS, done + FIRST_STEPS, done
+        self._begin_s, self.save_s = 0.0, save_s
+        begun_s = begun_s or time.time()
+        restarts, job_begun_s, started_s = map(float, os.environ.get(PAST, f"0 {begun_s} {begun_s}").split())
+        self._restarts = int(restarts)
+        # Starts, which took as long as this one, were not time in which faults were seen.
+        self._since_s = job_begun_s + (1 + restarts) * (begun_s - started_s)
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, step_times_s: Sequence[float]) -> bool:
         """Return whether to save after this step."""
         if self._every == "auto":
+            if step == self._first and self.save_s:
+                self._decide(step, step_times_s)
             return step >= self._next
         return step % (self._every or self._steps) == 0
 
@@ -46,14 +66,43 @@ class SaveSchedule:
 
     def end(self, step: int, step_times_s: Sequence[float]) -> None:
         """Note that training goes on, and decide when the next save is due."""
-        if self._every != "auto":
-            return
-        save_s, step_s = max(time.perf_counter() - self._begin_s, 1e-6), median(step_times_s)
-        faults = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        mtbf_s = (self._mtbf_hours * 3600 / dist.get_world_size() + step * step_s) / (1 + faults)
-        interval_s = best_interval_s(mtbf_s=mtbf_s, save_s=save_s)
-        due = torch.tensor([step + max(round(interval_s / step_s), 1)], dtype=torch.int64)
+        self.save_s, self._saved = max(time.perf_counter() - self._begin_s, 1e-6), step
+        if self._every == "auto" and step_times_s:
+            self._decide(step, step_times_s)
+        elif self._every == "auto":  # a save that a death cut short, before the first step of those who are left
+            self._first = self._next = step + FIRST_STEPS
+
+    def _decide(self, step: int, step_times_s: Sequence[float]) -> None:
+        step_s, devices = median(step_times_s), dist.get_world_size()
+        given_s = None if self._given_hours is None else self._given_hours * 3600 / devices
+        seconds = max(time.time() - self._since_s, step * step_s)
+        mtbf_s = expected_mtbf_s(given_s, faults=self._restarts, seconds=seconds, devices=devices)
+        steps = max(round(best_interval_s(mtbf_s=mtbf_s, save_s=self.save_s) / step_s), 1)
+        due = torch.tensor([max(self._saved + steps, step)], dtype=torch.int64)
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
         due = due.to(device)
         dist.broadcast(due, 0)
         self._next = int(due.item())
+
+
+def expected_mtbf_s(given_s: float | None, *, faults: int, seconds: float, devices: int) -> float:
+    """Return the mean seconds between faults of a job that has seen some.
+
+    What was given counts as one fault in that time (a Gamma prior of shape 1), M = (given + seconds) / (1 + faults), until faults
+    speak against it: where as many or more had a probability below `DOUBT`, what was seen counts alone. Where nothing was given,
+    nobody knows of a job more than that it has run for some time: M = seconds / (1 + faults), at most what is usual of its devices.
+    For the first month of a job that costs sqrt(2 save seconds), some thousandths of it.
+
+    Args:
+        given_s: mean seconds between faults of the job, as somebody said before.
+        seconds: in which so many faults were seen.
+    """
+    if given_s is None:
+        return min(seconds / (1 + faults), MTBF_HOURS_PER_DEVICE * 3600 / devices)
+    expected = seconds / given_s
+    fewer = (
+        sum(math.exp(i * math.log(expected) - expected - math.lgamma(i + 1)) for i in range(faults)) if expected else 0
+    )
+    if faults and 1 - fewer < DOUBT:
+        return seconds / faults
+    return (given_s + seconds) / (1 + faults)

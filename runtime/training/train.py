@@ -25,6 +25,7 @@ from ...schema import ConfigError, MeshwrightError, TrainingPlan
 from ...schema.local_updates import with_sync_every
 from ..adapters import merge_adapters, save_adapters
 from ..documents.packs import RankBatch
+from ..job.events import JobEvent
 from ..job.machine import explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
 from ..parallel_model import MIN_SCALE
@@ -105,7 +106,7 @@ class TrainingRun:
         # A step that overflows moves the schedule on and not the parameters.
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
         self._progress, self._saves, self._notes = ProgressFile(), None, list[str]()
-        self._owes_save = False
+        self._owes_save, self._save_s, self._begun_s = False, 0.0, time.time()
         self.writer = MetricsWriter(None)
         self._reported = 0
         self._batch: RankBatch | None = None
@@ -124,7 +125,7 @@ class TrainingRun:
         self._expert_load = ExpertLoad(self.model) if options.hot_experts else None
         self._trace = StepTrace(self.model.plan, self.model.clock, options.trace) if options.trace else None
         self._traced_step = min(self.steps + WARMUP_STEPS + 1, options.steps)
-        self._due = SaveSchedule(options, done=self.steps)
+        self._due = SaveSchedule(options, done=self.steps, begun_s=self._begun_s, save_s=self._save_s)
         if options.checkpoint_dir is not None:
             self._saves = CheckpointWriter(
                 options.checkpoint_dir, self.model, self.optimizer, keep=options.keep_checkpoints,
@@ -143,7 +144,7 @@ class TrainingRun:
         self.writer.close()
         self.part, self.model, self.optimizer = part, part.model, part.optimizer
         self.steps, self.sums, self.is_stopped, self.is_halted = progress.step, [], False, False
-        self.samples = progress.samples or 0
+        self.samples, self._save_s = progress.samples or 0, progress.save_s
         scale = self.model.loss_scale
         if scale.is_dynamic and progress.loss_scale is not None:
             scale.value, scale.steps = progress.loss_scale, progress.scale_steps
@@ -196,6 +197,7 @@ class TrainingRun:
             scale.value, scale.steps = info.loss_scale, info.scale_steps
         if not options.restart_data:
             self.samples = info.samples if info.samples is not None else info.step * self.part.sequences
+        self._save_s = info.save_s
         return info.step
 
     def step(self, tokens: torch.Tensor | RankBatch) -> None:
@@ -299,7 +301,7 @@ class TrainingRun:
         scale = self.model.loss_scale
         return TrainingProgress(
             step=self.steps, seed=self.options.seed, samples=self.samples, data=self.part.data,
-            loss_scale=scale.value if scale.is_dynamic else None, scale_steps=scale.steps,
+            loss_scale=scale.value if scale.is_dynamic else None, scale_steps=scale.steps, save_s=self._due.save_s,
         )  # fmt: skip
 
     def rest(self) -> None:
@@ -312,7 +314,7 @@ class TrainingRun:
         if self._saves is None:
             return
         waits = self.part.updates is not None and not self.part.updates.is_idle
-        self._owes_save |= self._due.is_due(self.steps)
+        self._owes_save |= self._due.is_due(self.steps, self.step_times_s)
         if (not self._owes_save or waits) and not self.is_finished:
             if note := self._saves.poll():
                 self.writer.write({"note": note})
@@ -324,6 +326,8 @@ class TrainingRun:
         self._saves.save(self.progress)
         self.saved = self.steps
         self._due.end(self.steps, self.step_times_s)
+        event = JobEvent(event="checkpoint", after_step=self.steps, seconds=self._due.save_s)
+        self.writer.write(event.record())
         if self.is_finished:
             self._saves.finish()
             folder = os.environ.get(FOLDER_VARIABLE)

@@ -27,6 +27,7 @@ PRELOADED = [
     "torch.profiler",
     "meshwright.cli.profile",
     "meshwright.profilers.model_steps",
+    "meshwright.profilers.run.preflight",
     "meshwright.profilers.run.rank",
     "meshwright.runtime.job.worker",
     "meshwright.runtime.parallelize_model",

@@ -227,7 +227,7 @@ def test_nodes_are_lost_and_come_back(nodes: Nodes, tmp_path: Path, monkeypatch:
         assert "error: node 1 has lost the node with the store of the job" in messages[1]
     records = read_lines(metrics[0])
     assert [record["step"] for record in records if "step" in record] == list(range(1, steps + 1))
-    causes = [cause for record in records if "event" in record for cause in record["causes"]]
+    causes = [cause for record in records if record.get("event") == "went on" for cause in record["causes"]]
     assert causes[:2] == ["rank 1 of 2 was killed by signal 9 (SIGKILL)", "rank 1 came back"]
     assert causes[2].startswith("node 1 of 2 said nothing for ")
     assert causes[3] == "rank 1 came back"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from meshwright.cli.apply import _meeting_of_used
+from meshwright.cli.meeting import meeting_of_used
 from meshwright.planner import device_groups, explain, plan, search
 from meshwright.planner.device_groups import PoolChoice, pool_choices, search_device_pools
 from meshwright.planner.request import PlanRequest
@@ -113,11 +113,11 @@ def test_apply_on_all_nodes_leaves_those_idle_that_the_plan_leaves_out(tmp_path:
     found = plan(ModelSpec.named("llama-3.2-1b"), cluster, Workload(seq_len=2048, global_batch_size=96), top=0)
     assert found.left_out[0].nodes == (4, 5, 6, 7)
     assert [group.zone for group in found.cluster.groups] == ["one", "two"]
-    meetings = [_meeting_of_used(found, Rendezvous(nnodes=12, node_rank=n, endpoint="host:1")) for n in range(12)]
+    meetings = [meeting_of_used(found, Rendezvous(nnodes=12, node_rank=n, endpoint="host:1")) for n in range(12)]
     assert [None if job is None else job.node_rank for job in meetings] == [0, 1, 2, 3, *[None] * 4, 4, 5, 6, 7]
     assert {job.nnodes for job in meetings if job is not None} == {8}
     alone = Rendezvous(nnodes=8, node_rank=7, endpoint="host:1")
-    assert _meeting_of_used(found, alone) == alone
+    assert meeting_of_used(found, alone) == alone
 
 
 def test_nothing_is_left_out_where_the_links_between_zones_are_fast(tmp_path: Path) -> None:

@@ -91,11 +91,16 @@ def test_machines_that_come_and_go(trained: TrainingPlan, tmp_path: Path) -> Non
     assert pool.losses == 1
     assert pool.mean_units == pytest.approx(11 / 3)
     assert kept["wait"].running_s == 3600 + 3300
-    (lost_s, less), (joins_s, main_less) = going_on(plans[3], 10_800), going_on(trained, 10_800)
-    expected = (1 - main_less) * (7200 - joins_s) * rates[4] + (1 - less) * (3600 - lost_s) * rates[3]
+    less, entire = going_on(plans[3], 10_800), going_on(trained, 10_800)
+    expected = (1 - entire.copies) * (7200 - entire.joined_s) * rates[4]
+    expected += (1 - less.copies) * (3600 - less.lost_s) * rates[3]
     assert kept["join"].tokens == pytest.approx(expected)
     assert kept["wait"].fraction < kept["restart"].fraction < kept["continue"].fraction < kept["join"].fraction < 1
     assert kept["join"].usd_per_million_tokens == pytest.approx(2 * 11 / kept["join"].tokens * 1e6)
+    for entry in pool.policies:
+        assert entry.fraction + sum(entry.lost.values()) == pytest.approx(1)
+    assert kept["wait"].lost["waiting"] == pytest.approx(3600 * rates[3] / (7200 * rates[4] + 3600 * rates[3]))
+    assert not kept["join"].lost["waiting"] + kept["join"].lost["restarts"] + kept["join"].lost["saves"]
     path = tmp_path / "pool.csv"
     path.write_text("time_s,available\n" + "".join(f"{change.time_s},{change.available}\n" for change in changes))
     assert read_pools(path) == {"pool": tuple(changes)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from meshwright.cli.apply import _meeting_of_used
+from meshwright.cli.meeting import meeting_of_used
 from meshwright.engines.registry import export
 from meshwright.planner import cheapest, pareto, plan
 from meshwright.planner.plan import _is_settled, plan_as_requested
@@ -123,11 +123,11 @@ def test_idle_nodes_do_not_join_the_job() -> None:
     found = on("88xH100-SXM-80GB", MEGATRON)
     used = found.cluster.num_nodes
     job = Rendezvous(nnodes=11, node_rank=0, endpoint="host:1")
-    meeting = _meeting_of_used(found, job)
+    meeting = meeting_of_used(found, job)
     assert meeting is not None and meeting.nnodes == used
-    assert _meeting_of_used(found, Rendezvous(nnodes=11, node_rank=used, endpoint="host:1")) is None
-    assert _meeting_of_used(found, Rendezvous(nnodes=used, endpoint="host:1")) == Rendezvous(
+    assert meeting_of_used(found, Rendezvous(nnodes=11, node_rank=used, endpoint="host:1")) is None
+    assert meeting_of_used(found, Rendezvous(nnodes=used, endpoint="host:1")) == Rendezvous(
         nnodes=used, endpoint="host:1"
     )
     with pytest.raises(RuntimeMismatchError, match="which one it is"):
-        _meeting_of_used(found, Rendezvous(nnodes=11, endpoint="host:1"))
+        meeting_of_used(found, Rendezvous(nnodes=11, endpoint="host:1"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -17,7 +18,8 @@ from meshwright.profilers.measure.links import GroupAxis, axes_of, axis_groups, 
 from meshwright.profilers.measure.timing import Bench, Timing, summarise_samples
 from meshwright.profilers.measure.traced import LiveBytes
 from meshwright.profilers.run import across_ranks
-from meshwright.profilers.run.across_ranks import COMPARISON, local_cores, merge_points, merge_rounds, pinned
+from meshwright.profilers.run.across_ranks import COMPARISON, merge_points, merge_rounds
+from meshwright.profilers.run.comparison import compared_ratios, local_cores, pinned, sign_chance
 from meshwright.profilers.run.rank import Budget
 from meshwright.schema import ConfigError
 from meshwright.schema.profile import PairPoint
@@ -237,9 +239,13 @@ def test_slow_rank_is_named(slowness, names):
 def compared(*factors: float, number: int = 18) -> list[dict]:
     """Repetitions of ranks that take so many times as long, each of them disturbed now and then."""
     return [
-        {COMPARISON: [{"repetition": i, "time_s": f * (5.0 if (i + 3 * r) % 7 == 0 else 1.0)} for i in range(number)]}
-        for r, f in enumerate(factors)
+        {COMPARISON: [{"what": "compute", "repetition": i, "time_s": time_s} for i, time_s in enumerate(times)]}
+        for times in disturbed(*factors, number=number)
     ]
+
+
+def disturbed(*factors: float, number: int) -> list[list[float]]:
+    return [[f * (5.0 if (i + 3 * r) % 7 == 0 else 1.0) for i in range(number)] for r, f in enumerate(factors)]
 
 
 @pytest.mark.parametrize(("factors", "names"), [((1, 1), []), ((1, 2), ["rank 1"]), ((1, 1, 1.3, 1), ["rank 2"])])
@@ -254,10 +260,25 @@ def test_few_repetitions_name_nobody():
     assert across_ranks.rank_reports(compared(1, 2, number=6), ["cpu"] * 2, [0, 0], ["host"])[1] == ()
 
 
+@pytest.mark.parametrize(("factors", "spread", "slow"), [
+    ((1, 1.07, 1, 1), 0.005, [1]),  # beyond 5 % and three MADs
+    ((1, 1.04, 1, 1), 0.005, []),  # not beyond 5 %
+    ((1, 1.07, 1, 1), 0.2, []),  # within three MADs of what peers differ by
+    ((1, 1), 0.05, []),
+    ((1, 2), 0.05, [1]),  # of two the slower one
+])  # fmt: skip
+def test_outliers_are_beyond_three_mads_and_five_percent(
+    factors: tuple[float, ...], spread: float, slow: list[int]
+) -> None:
+    generator = random.Random(0)
+    times = [[factor * (1 + spread * generator.uniform(-1, 1)) for _ in range(60)] for factor in factors]
+    assert [rank for rank, ratio in enumerate(compared_ratios(times, 1.05)) if ratio.is_slow] == slow
+
+
 def test_chance_of_the_sign_test_is_that_of_a_coin():
-    assert across_ranks.sign_chance(0, 5) == 1.0
-    assert across_ranks.sign_chance(5, 5) == 1 / 32
-    assert across_ranks.sign_chance(4, 5) == 6 / 32
+    assert sign_chance(0, 5) == 1.0
+    assert sign_chance(5, 5) == 1 / 32
+    assert sign_chance(4, 5) == 6 / 32
 
 
 def test_cores_of_ranks_are_disjoint_and_given_back():

@@ -13,7 +13,7 @@ import pytest
 import torch
 from meshwright.profilers.machine import busy_fraction
 from meshwright.profilers.measure.timing import Bench
-from meshwright.profilers.run.across_ranks import allowed_cores
+from meshwright.profilers.run.comparison import allowed_cores
 from meshwright.profilers.run.faults import RankDeath, explain_failure, read_death, record_error
 from meshwright.profilers.run.processes import JobEnd
 from meshwright.profilers.run.protocol import (

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from meshwright.runtime.job import machine
 from meshwright.runtime.job.launch import launch
+from meshwright.runtime.job.run import write_event
 from meshwright.runtime.job.worker import Job
 from meshwright.runtime.supervision import survivor as survivor_module
 from meshwright.runtime.supervision.generations import Board, Generation
@@ -81,7 +82,7 @@ def go_on(plan: TrainingPlan, faults: Path, *deaths: str, fewer: Sequence[Traini
     )
     before = psutil.Process().children(recursive=True)
     try:
-        launch(plan, work)
+        launch(plan, work, on_event=lambda event: write_event(work, event))
     finally:
         assert_gone([each for each in psutil.Process().children(recursive=True) if is_new_rank(each, before)])
     return read_lines(folder / "report")
@@ -96,7 +97,7 @@ def is_new_rank(process: psutil.Process, before: Sequence[psutil.Process]) -> bo
 
 
 def causes_of(records: Sequence[dict[str, Any]]) -> list[str]:
-    return [cause for record in records if "event" in record for cause in record["causes"]]
+    return [cause for record in records if record.get("event") == "went on" for cause in record["causes"]]
 
 
 @pytest.mark.long
@@ -126,14 +127,32 @@ def test_killed_ranks_leave_the_losses_as_they_would_have_been(
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
-    ("spares", "restarts", "causes", "sizes"),
+    ("spares", "restarts", "causes", "events"),
     [
-        (1, 0, ["rank 1 of 3 was killed by signal 9 (SIGKILL)"], [2]),
-        (0, 1, ["rank 1 of 2 was killed by signal 9 (SIGKILL)", "rank 1 came back"], [1, 2]),
+        (
+            1,
+            0,
+            ["rank 1 of 3 was killed by signal 9 (SIGKILL)"],
+            [("began", [0, 1]), ("lost", [1]), ("began", [0, 2]), ("went on", [0, 2])],
+        ),
+        (
+            0,
+            1,
+            ["rank 1 of 2 was killed by signal 9 (SIGKILL)", "rank 1 came back"],
+            [
+                ("began", [0, 1]),
+                ("lost", [1]),
+                ("began", [0]),
+                ("went on", [0]),
+                ("returned", [1]),
+                ("began", [0, 1]),
+                ("went on", [0, 1]),
+            ],
+        ),
     ],
 )
 def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
-    spares: int, restarts: int, causes: list[str], sizes: list[int], expected: list[float], faults: Path,
+    spares: int, restarts: int, causes: list[str], events: list[tuple[str, list[int]]], expected: list[float], faults: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     look = Supervisor.look
@@ -153,7 +172,7 @@ def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
     )  # fmt: skip
     assert losses(records) == pytest.approx(expected, rel=1e-5)
     assert causes_of(records) == causes
-    assert [record["ranks"] for record in records if "event" in record] == sizes
+    assert [(record["event"], record["ranks"]) for record in records if "event" in record] == events
 
 
 @pytest.mark.long
