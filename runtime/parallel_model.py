@@ -33,7 +33,7 @@ from .mesh import EXPERT_AXES, ParallelMesh
 from .models.experts import Router
 from .models.layers import local_tensor
 from .offload.schedule import HostOffload
-from .pipeline_parallel import Copies, Schedule, build_schedule, reduce_shared_gradients, run_schedule
+from .pipeline_parallel import Copies, PackShape, Schedule, build_schedule, reduce_shared_gradients, run_schedule
 from .training.step_clock import StepClock
 
 BatchLoss = Callable[[Any, Any], Tensor]
@@ -193,7 +193,10 @@ class ParallelModel:
         self._schedule: Schedule | None = None
         if mesh.pp is not None:
             boundary = None if stages is None else stages.boundary
-            self._schedule = build_schedule(parts, mesh, plan, self.clock, lambda: scale.value, boundary=boundary)
+            self._build_schedule = partial(
+                build_schedule, parts, mesh, plan, self.clock, lambda: scale.value, boundary=boundary
+            )
+            self._schedule = self._build_schedule()
         self._positions = local_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -245,6 +248,7 @@ class ParallelModel:
             ulysses_of=self.documents.ulysses_of,
             multiple=layout.tp,
             keeps_empty=passes_together(layout),
+            fills_up=layout.pp > 1,
         )
 
     def backward_batch(self, batch: Batch | RankBatch) -> Tensor:
@@ -260,8 +264,9 @@ class ParallelModel:
 
     def backward(self, tokens: Any) -> Tensor:
         """Do `forward_backward` without the last sum: return what this rank adds to the mean loss, [] on the device."""
-        if self._schedule is not None:
-            assert not isinstance(tokens, RankBatch)
+        if isinstance(tokens, RankBatch) and self._schedule is not None:
+            loss = self._run_packs(tokens)
+        elif self._schedule is not None:
             inputs, targets = self._inputs_and_targets(tokens)
             weights = torch.tensor([1 / inverse if inverse else 0.0 for inverse in self._inverse_weights])
             every, last = dict[str, Tensor](), dict[str, Tensor]()
@@ -276,6 +281,19 @@ class ParallelModel:
             loss = self._accumulate(self._passes(tokens))
         self._finish_gradients()
         return self._share_of_mean(loss)
+
+    def _run_packs(self, batch: RankBatch) -> Tensor:
+        """Run the packs of a batch through the pipeline; return the mean loss [] of this rank's share."""
+        assert self.documents is not None
+        passes = self._passes(batch)
+        packs = [each.pack for each in passes if each.pack is not None]
+        shape, enter = PackShape(len(packs), len(packs[0].inputs)), self.documents.enter
+        # Receive buffers are of one shape, and an order of one number of micro-batches: both change with the batch.
+        schedule = self._build_schedule(packs=shape, before_pass=lambda i: enter(packs[i]))
+        weights = torch.tensor([1 / each.inverse_weight if each.inverse_weight else 0.0 for each in passes])
+        inputs, targets = (torch.stack([getattr(pack, name) for pack in packs]) for name in ("inputs", "targets"))
+        last = {"targets": targets}
+        return run_schedule(schedule, self.mesh, self.loss_scale.value, inputs, weights, last=last, every={})
 
     @torch.no_grad()
     def forward(self, tokens: Tensor | RankBatch) -> Tensor:
