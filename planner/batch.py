@@ -9,7 +9,7 @@ ranks are half full, at lengths from the shortest to the longest, less what a mi
 
 between which seconds a token are interpolated over log LEN. Sequences that are packed attend to themselves only, each by kernels of
 its own but for one rank's GPU: every rank of a group dispatches those of all documents of its place in the ring, DOCUMENT(d). Where
-a mean batch does not half fill the ranks, n is what it brings.
+a mean batch does not half fill the ranks, n is what it brings. Through pipelines sequences are packed: pack_costs.py.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ def _pack_costs(costs: PackCosts, shortest: int, longest: int) -> LengthCosts:
 def with_length_costs(plan: TrainingPlan) -> TrainingPlan:
     """Return the plan with what sequences up to the longest of its workload cost, by its own prediction."""
     workload = plan.workload
-    costs = length_costs(
-        plan.model, plan.cluster, workload, plan.layout, longest=workload.seq_len, stages=plan.stages
-    )
+    costs = length_costs(plan.model, plan.cluster, workload, plan.layout, longest=workload.seq_len, stages=plan.stages)
     return plan.replace(batches=costs)
 
 
@@ -233,6 +231,7 @@ def most_tokens(estimate: Callable[[int], TrainingEstimate], multiple: int) -> i
         low, high = (middle, high) if estimate(middle).fits else (low, middle)
     if not low:
         raise InfeasibleError(
-            f"a rank of the plan's layout does not hold {high:,} tokens (C2)", help="plan with recompute or more devices"
+            f"a rank of the plan's layout does not hold {high:,} tokens (C2)",
+            help="plan with recompute or more devices",
         )
     return low

@@ -218,7 +218,7 @@ def _estimate(request: PlanRequest, mean: Mean, batches: list[tuple[int, ...]]) 
     """Return the estimate of a layout over the batches: its memory with full micro-batches, its parts as those of packs.
 
     Compute makes up for what packs lack of the work of every sequence on one rank: attention over long ones. What is beyond that
-    work, evenly dealt, is context-parallel communication (exchange, and ranks that wait), or of a pipeline its bubble (and filling).
+    work, evenly dealt, is context-parallel communication (exchange, and ranks that wait), or of a pipeline its bubble.
     """
     packed, costs = mean.row.candidate.estimate, mean.costs
     tokens = request.workload.tokens_per_step

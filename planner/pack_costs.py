@@ -1,9 +1,10 @@
 """What sequences cost in packs that go through the pipeline of a layout, whose layers are cut into stages already.
 
-Seconds are those of the layers of each stage over micro-batches of n equal sequences, n such that ranks are half full, at lengths from
-the shortest to the longest, less what a pack takes whatever is in it (planner/batch.py has the same of groups). What differs between
-packs is taken to differ alike on every stage: SECONDS are the busiest rank's, and forward, backward and weight seconds of each stage
-those of packs of the tokens that a mean batch brings, as parts of what the busiest rank takes for one.
+Seconds are those of the layers of each stage over micro-batches of n equal sequences, n such that a mean batch makes
+`_PACKS_PER_RANK` packs for each rank of a pipeline, at lengths from the shortest to the longest, less what a pack takes whatever is
+in it (planner/batch.py has the same of groups). What differs between packs is taken to differ alike on every stage: SECONDS are the
+busiest rank's, and forward, backward and weight seconds of each stage those of packs of mean sequences, as parts of what the
+busiest rank takes for one.
 
 Transfers between stages are part of the passes. What a step has besides them (gathers, reductions, the update) comes once.
 """
@@ -27,6 +28,9 @@ from ..schema.layers import SoftmaxAttention
 from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.training_plan import Stage
 from ..schema.units import FloatArray
+
+_PACKS_PER_RANK = 4
+"""Packs over the ranks of a pipeline that a batch is taken to have: the pipeline is then idle for a fifth of the time."""
 
 
 class StageSeconds(NamedTuple):
@@ -85,10 +89,10 @@ class PackCosts:
         last = self.stages[-1]
         return (*(stage.first_layer_idx for stage in self.stages), last.first_layer_idx + last.num_layers)
 
-    def _table(self, seq_len: int, micro_batch_size: int) -> CostTable:
-        """Return the layout as the only row, with micro-batches of so many sequences, twice as many as there are stages."""
+    def _table(self, seq_len: int, micro_batch_size: int, packs_per_rank: int = 2) -> CostTable:
+        """Return the layout as the only row, with micro-batches of so many sequences, so many for each rank of a pipeline."""
         layout = self.layout.replace(micro_batch_size=micro_batch_size)
-        batch = layout.dp * micro_batch_size * 2 * layout.pp
+        batch = layout.dp * micro_batch_size * packs_per_rank * layout.pp
         workload = self.workload.replace(seq_len=seq_len, global_batch_size=batch, lengths=None)
         costs = CostTable.from_layouts(self.model, workload, self.cluster, LayoutTable.from_layouts([layout], batch))
         if layout.recompute != "mixed":
@@ -111,25 +115,27 @@ class PackCosts:
         of_ranks = np.bincount(self._ranks, forward + backward + passes.weight, self.layout.pp)
         return StageSeconds(forward, backward, passes.weight, float(of_ranks.max()))
 
-    def step_s(self, length: int, count: int) -> float:
-        """Return what a step of such micro-batches takes besides its passes."""
-        costs = self._table(length, count)
+    def outside_s(self, length: int, count: int) -> tuple[float, float]:
+        """Return what a step of such micro-batches takes besides its passes: for each micro-batch (sums of gradients), and once."""
+        few, many = (self._outside_s(self._table(length, count, packs)) for packs in (2, 4))
+        each_s = max((many - few) / (2 * self.layout.pp), 0.0)
+        return each_s, max(few - 2 * self.layout.pp * each_s, 0.0)
+
+    def _outside_s(self, costs: CostTable) -> float:
         forward, backward, weight, _ = self._seconds(costs)
         passes_s = makespan_s(pipeline_shape(costs, 0), forward, backward, weight)
         return max(estimate_step(costs, 0, self._boundaries).step_time_s - passes_s, 0.0)
 
 
-def pack_length_costs(
-    costs: PackCosts, grid: Sequence[int], *, tokens_per_rank: int, document_s: float
-) -> LengthCosts:
+def pack_length_costs(costs: PackCosts, grid: Sequence[int], *, tokens_per_rank: int, document_s: float) -> LengthCosts:
     """Return what sequences of the lengths of a grid cost in packs of at most so many tokens on a rank.
 
     Args:
         document_s: seconds in which the host dispatches the attention of one document on the busiest rank.
     """
     layout = costs.layout
-    capacity = tokens_per_rank * layout.cp
-    filled = max(min(capacity / 2, costs.workload.tokens_per_step / layout.dp), 2.0 * grid[0])
+    capacity, packs = tokens_per_rank * layout.cp, _PACKS_PER_RANK * layout.pp
+    filled = max(min(capacity / 2, costs.workload.tokens_per_step / layout.dp / packs), 2.0 * grid[0])
 
     def of(length: int, tokens: float) -> tuple[StageSeconds, int]:
         count = max(round(tokens / length), 1)
@@ -138,6 +144,7 @@ def pack_length_costs(
     (shortest, count), (half, half_count) = of(grid[0], filled), of(grid[0], filled / 2)
     each_s = (shortest.busiest - half.busiest) / max(count - half_count, 1)
     fixed_s = max(shortest.busiest - count * each_s, 0.0)
+    outside_each_s, step_s = costs.outside_s(grid[0], count)
     token_s = []
     for length in grid:
         seconds, count = of(length, filled)
@@ -150,8 +157,8 @@ def pack_length_costs(
     return LengthCosts(
         num_ranks=costs.num_ranks,
         tokens_per_rank=tokens_per_rank,
-        fixed_s=fixed_s,
-        step_s=costs.step_s(grid[0], max(round(filled / grid[0]), 1)),
+        fixed_s=fixed_s + outside_each_s,
+        step_s=step_s,
         waits=False,
         lengths=tuple(grid),
         token_s=(tuple(token_s),),

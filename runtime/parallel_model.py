@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +28,7 @@ from .context_parallel import local_positions
 from .data_parallel import ReductionTimer, before_micro_batch
 from .documents.attention import DocumentAttention
 from .documents.packs import Batch, Pack, RankBatch, rank_batch
+from .loss_scale import LossScale
 from .mesh import EXPERT_AXES, ParallelMesh
 from .models.experts import Router
 from .models.layers import local_tensor
@@ -38,41 +38,6 @@ from .training.step_clock import StepClock
 
 BatchLoss = Callable[[Any, Any], Tensor]
 """What a module puts out for a micro-batch, and the micro-batch, to a mean loss."""
-
-INITIAL_SCALE = 2.0**16
-GROWTH_STEPS = 2000
-MIN_SCALE = 1.0
-"""Below it gradients overflow although nothing is multiplied any more."""
-
-
-@dataclass
-class LossScale:
-    """The factor on the loss under fp16-mixed, so that small gradients do not round to zero; one rank's copy.
-
-    It is halved when a gradient overflows (that step changes nothing) and doubled after `GROWTH_STEPS` steps without
-    (Micikevicius et al., arXiv:1710.03740). What decides is the norm of all gradients, which every rank knows: all of them skip
-    a step, or none. A power of two, so that it changes no digit; 1 in other precisions. ``steps`` are counted since it changed.
-    """
-
-    value: float
-    is_dynamic: bool
-    steps: int = 0
-
-    @classmethod
-    def from_plan(cls, plan: TrainingPlan) -> LossScale:
-        """Return the factor at the start of a run."""
-        is_dynamic = plan.workload.precision == "fp16-mixed"
-        return cls(INITIAL_SCALE if is_dynamic else 1.0, is_dynamic)
-
-    def update(self, *, overflowed: bool) -> None:
-        """Update the factor after a step; to be called with the same on all ranks."""
-        if not self.is_dynamic:
-            return
-        self.steps += 1
-        if overflowed:
-            self.value, self.steps = self.value / 2, 0
-        elif self.steps >= GROWTH_STEPS:
-            self.value, self.steps = self.value * 2, 0
 
 
 class BatchStages(Protocol):
@@ -229,7 +194,7 @@ class ParallelModel:
         """Return this rank's part of a batch of documents, on the host; reads what it takes of them.
 
         Raises:
-            RuntimeMismatchError: the model was not made for documents, or groups name ranks that there are not.
+            RuntimeMismatchError: the model was not made for documents, or there are no such groups of ranks.
             ConfigError: the groups do not compute every document once.
         """
         if self.documents is None:
@@ -242,6 +207,11 @@ class ParallelModel:
                 f"the batch has groups on {last} ranks, the plan {self.documents.num_ranks} that share a batch"
             )
         layout = self.plan.layout
+        sizes = {group.size for groups in batch.micro_batches for group in groups}
+        if layout.pp > 1 and sizes - {layout.cp}:
+            raise RuntimeMismatchError(
+                f"groups of {sorted(sizes)} ranks; through a pipeline the {layout.cp} ranks of cp share a pack"
+            )
         return rank_batch(
             batch,
             self.documents.rank,

@@ -221,9 +221,7 @@ def _load_order(
     }
     runtime._validate_and_set_stage_mapping(actions)
     gathered = {
-        rank: _add_reduce_grad(
-            list(_add_unshard_reshard(row, len({a.stage_index for a in row}))), num_microbatches
-        )
+        rank: _add_reduce_grad(list(_add_unshard_reshard(row, len({a.stage_index for a in row}))), num_microbatches)
         for rank, row in actions.items()
     }
     runtime.pipeline_order = actions

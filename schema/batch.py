@@ -139,13 +139,15 @@ class PipelineCosts(Frozen):
     def _one_of_each_stage(self) -> Self:
         sizes = {len(self.forward_s), len(self.backward_s), len(self.weight_s)}
         if sizes != {self.pp * self.num_model_chunks}:
-            raise ValueError(f"{self.pp} x {self.num_model_chunks} stages have forward, backward and weight seconds each")
+            raise ValueError(
+                f"{self.pp} x {self.num_model_chunks} stages have forward, backward and weight seconds each"
+            )
         if why := why_no_packs(self.schedule):
             raise ValueError(why[0])
         return self
 
     @property
-    def fewest(self) -> int:
+    def min_packs(self) -> int:
         """Return the fewest micro-batches that the schedule takes."""
         return self.pp if SCHEDULES[self.schedule].needs_full_pipeline else 1
 

@@ -16,8 +16,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ...schema import ConfigError, RuntimeMismatchError, TrainingPlan
 from ...schema.base import Count, Frozen, OptionSpec
-from ...schema.local_updates import MAX_STEPS
 from ...schema.batch import why_no_packs
+from ...schema.local_updates import MAX_STEPS
 from ...schema.schedules import SCHEDULES
 from ...schema.units import parse_count
 

@@ -122,7 +122,7 @@ class BatchInstance:
         return max(1, math.ceil(int(self.lengths.sum()) / (self.num_ranks * self.tokens_per_rank)))
 
     def step_s(self, micro_batches: Sequence[Sequence[BatchGroup]]) -> float:
-        """Return (O) or (O') of a schedule, recomputed from the sequences: a micro-batch takes as long as its slowest group (C4)."""
+        """Return (O) or (O') of a schedule, recomputed: a micro-batch takes as long as its slowest group (C4)."""
         column = {degree: idx for idx, degree in enumerate(self.degrees)}
         if not self.waits:
             loads = np.zeros(self.num_ranks)

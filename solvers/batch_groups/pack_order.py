@@ -115,9 +115,7 @@ def _ordered(
     return min(climbed, key=lambda entry: entry[1])
 
 
-def _climbed(
-    order: list[int], makespan_s: Callable[[list[int]], float], max_replays: int
-) -> tuple[list[int], float]:
+def _climbed(order: list[int], makespan_s: Callable[[list[int]], float], max_replays: int) -> tuple[list[int], float]:
     """Exchange two packs as long as that shortens the replay."""
     best, best_s, replays, improves = order, makespan_s(order), 0, True
     while improves and replays < max_replays:

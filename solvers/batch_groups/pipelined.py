@@ -129,9 +129,9 @@ class PackInstance:
     def numbers(self) -> tuple[int, int]:
         """Return the fewest packs of a pipeline that hold all tokens, and the most that can be longer than the longest (C8)."""
         tokens, unit = int(self.lengths.sum()), self.pipeline.unit
-        fewest = max(self.pipeline.fewest, math.ceil(tokens / (self.num_pipelines * self.capacity)))
-        most = max(fewest, tokens // (self.num_pipelines * int(self.lengths.max())))
-        return -(-fewest // unit) * unit, -(-most // unit) * unit
+        low = max(self.pipeline.min_packs, math.ceil(tokens / (self.num_pipelines * self.capacity)))
+        high = max(low, tokens // (self.num_pipelines * int(self.lengths.max())))
+        return -(-low // unit) * unit, -(-high // unit) * unit
 
     def pack_seconds(self, packs: Sequence[Sequence[int]]) -> list[float]:
         """Return T of each pack, filled up to the tokens of the largest."""
@@ -139,21 +139,21 @@ class PackInstance:
         filling = (tokens.max() - tokens).astype(np.float64)
         filling_s = filling * float(self.costs.seconds(np.array([float(FILLING_LEN)]), 1)[0]) / FILLING_LEN
         sums = [float(self.seconds[list(pack)].sum()) for pack in packs]
-        return [self.fixed_s + own_s + more_s for own_s, more_s in zip(sums, filling_s.tolist(), strict=True)]
+        return [self.fixed_s + sum_s + filled_s for sum_s, filled_s in zip(sums, filling_s.tolist(), strict=True)]
 
     def replay(self, count: int) -> UnequalReplay:
         """Return the replay of a pipeline of so many packs."""
         p = self.pipeline
-        shape = PipelineShape(
-            schedule=p.schedule, pp=p.pp, num_model_chunks=p.num_model_chunks, num_microbatches=count
-        )
+        shape = PipelineShape(schedule=p.schedule, pp=p.pp, num_model_chunks=p.num_model_chunks, num_microbatches=count)
         return UnequalReplay(shape, np.array([p.forward_s, p.backward_s, p.weight_s]))
 
     def step_s(self, micro_batches: Sequence[Sequence[BatchGroup]]) -> float:
         """Return (O) of a schedule, recomputed from the sequences."""
         by_place = {(turn, g.first): g.sequences for turn, groups in enumerate(micro_batches) for g in groups}
-        places = [(turn, first) for first in range(0, self.num_ranks, self.pipeline.cp) for turn in range(len(micro_batches))]
-        seconds = np.array(self.pack_seconds([by_place.get(place, ()) for place in places]))
+        pairs = [
+            (turn, first) for first in range(0, self.num_ranks, self.pipeline.cp) for turn in range(len(micro_batches))
+        ]
+        seconds = np.array(self.pack_seconds([by_place.get(place, ()) for place in pairs]))
         replay = self.replay(len(micro_batches))
         return max(replay.makespan_s(of_pipeline) for of_pipeline in seconds.reshape(self.num_pipelines, -1).tolist())
 
@@ -165,15 +165,17 @@ def schedule_packs(instance: PackInstance) -> BatchSchedule:
         InfeasibleError: no number of packs that was tried holds every sequence.
     """
     start, tried = time.perf_counter(), dict[int, BatchSchedule | None]()
-    fewest, most = instance.numbers
-    most = max(most, min(_TIMES_RANKS * instance.pipeline.pp, math.ceil(len(instance.lengths) / instance.num_pipelines)))
-    numbers = {round(number) for number in np.geomspace(fewest, most, _NUMBERS)}
+    low, high = instance.numbers
+    high = max(
+        high, min(_TIMES_RANKS * instance.pipeline.pp, math.ceil(len(instance.lengths) / instance.num_pipelines))
+    )
+    numbers = {round(number) for number in np.geomspace(low, high, _NUMBERS)}
     while numbers := {-(-number // instance.pipeline.unit) * instance.pipeline.unit for number in numbers} - set(tried):
         tried |= {number: _packed(instance, number, max_replays=3) for number in sorted(numbers)}
         best = _best(tried)
         if best is None:
             numbers = {max(tried) + instance.pipeline.unit}
-            if max(tried) > fewest + len(instance.lengths):
+            if max(tried) > low + len(instance.lengths):
                 raise InfeasibleError(f"no packs of {instance.capacity:,} tokens hold the sequences (C2)")
             continue
         count = len(best.micro_batches)
@@ -202,9 +204,7 @@ def _packed(instance: PackInstance, count: int, *, max_replays: int) -> BatchSch
     if packing is None:
         return None
     seconds = instance.pack_seconds(packing.packs)
-    order = order_packs(
-        seconds, instance.replay(count), num_pipelines=instance.num_pipelines, max_replays=max_replays
-    )
+    order = order_packs(seconds, instance.replay(count), num_pipelines=instance.num_pipelines, max_replays=max_replays)
     micro_batches = tuple(
         tuple(BatchGroup(cp * r, cp, packing.packs[pack], seconds[pack]) for r, pack in enumerate(turn))
         for turn in zip(*order.pipelines, strict=True)
@@ -215,23 +215,23 @@ def _packed(instance: PackInstance, count: int, *, max_replays: int) -> BatchSch
 def pack_bound_s(instance: PackInstance) -> float:
     """Return seconds that no schedule is below."""
     p, pipelines, tokens = instance.pipeline, instance.num_pipelines, float(instance.lengths.sum())
-    fewest, most = instance.numbers
-    count = np.arange(fewest, min(most + p.unit, fewest + _MAX_BOUNDED) + 1)
+    low, high = instance.numbers
+    count = np.arange(low, min(high + p.unit, low + _MAX_BOUNDED) + 1)
     longest = float(instance.lengths.max())
     token_s = min(instance.costs.token_s[0])
-    least_s = instance.fixed_s + np.maximum(longest, tokens / (pipelines * count)) * token_s
-    if count[-1] < most:  # of more packs
-        least_s[-1] = instance.fixed_s + longest * token_s
+    shortest_s = instance.fixed_s + np.maximum(longest, tokens / (pipelines * count)) * token_s
+    if count[-1] < high:  # of more packs
+        shortest_s[-1] = instance.fixed_s + longest * token_s
     all_s = float(instance.seconds.sum()) / pipelines + count * instance.fixed_s
     forward, backward, weight = (np.array(seconds) for seconds in (p.forward_s, p.backward_s, p.weight_s))
-    ranks = np.array(instance.replay(fewest).shape.rank_of_stage)
-    splits = instance.replay(fewest).shape.record.splits_backward
+    ranks = np.array(instance.replay(low).shape.rank_of_stage)
+    splits = instance.replay(low).shape.record.splits_backward
     best: FloatArray = np.zeros(len(count))
     for rank in range(p.pp):
         stages = np.flatnonzero(ranks == rank)
         part = float((forward + backward + weight)[stages].sum())
         before = forward[: stages[0]].sum() + (0.0 if splits else (backward + weight)[: stages[0]].sum())
-        best = np.maximum(best, part * all_s + before * least_s)
+        best = np.maximum(best, part * all_s + before * shortest_s)
     path = (forward + backward).sum() + (weight[0] if splits else weight.sum())
     longest_s = path * (instance.fixed_s + float(instance.seconds.max()))
     return max(float(best.min()), longest_s) * (1 - SUMMED)

@@ -6,21 +6,28 @@ gradient agree to 1e-5 (seen: 1e-6), whatever the groups and the number of ranks
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import LEARNING_RATE, SEED, Case, Outcome, by_world_size, run_group
+from meshwright.planner.batch import with_length_costs
 from meshwright.runtime import Decoder, build_optimizer, parallelize
 from meshwright.runtime.documents.packs import Batch
 from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.models.layers import full_tensor
+from meshwright.runtime.training.memory import MemoryMeter
+from meshwright.runtime.training.options import TrainOptions
+from meshwright.runtime.training.rank_part import build_part
+from meshwright.runtime.training.train import TrainingRun, train_to_the_end
 from meshwright.schema import Layout
 from meshwright.schema.layers import MoE
 from meshwright.solvers.batch_groups import BatchGroup
-from plans import gpt2_model, tiny_model
+from plans import gpt2_model, make_plan, tiny_model
 from test_parity import MODELS, Setup
 
 TOLERANCE = 1e-5
@@ -119,6 +126,50 @@ def on_groups(case: Case, folder: Path) -> Outcome:
                 outcome.gradients[f"{step} {name}"] = full_tensor(parameter.grad).clone()
         optimizer.step()
     return outcome
+
+
+DOCUMENT_LENGTHS = (40, 7, 30, 2, 25, 33, 12, 5, 19)
+
+
+def train_on_files(case: Case, folder: Path) -> Outcome:
+    """Train by the built-in loop on documents in files, six steps; a case that ``saves`` stops after three and goes on."""
+    data = folder / f"texts of {dist.get_rank()}"
+    data.mkdir(exist_ok=True)
+    for idx, size in enumerate(DOCUMENT_LENGTHS):
+        (data / f"{idx}.txt").write_text("".join(chr(97 + (idx * 7 + i * i) % 26) for i in range(size)))
+    options = TrainOptions(
+        steps=6, learning_rate=1e-2, schedule="constant", warmup_steps=1, data=(str(data),), documents=True
+    )
+    runs = [options]
+    if case.saves:
+        halves = options.replace(checkpoint_dir=str(folder / case.name), checkpoint_every=3)
+        runs = [halves.replace(steps=3), halves.replace(resume=True)]
+    outcome, device = Outcome(), torch.device("cpu")
+    for idx, each in enumerate(runs):
+        report = folder / f"{case.name} {idx}.jsonl"
+        train_to_the_end(TrainingRun(build_part(case.plan, each, device), each, MemoryMeter(device), report))
+        dist.barrier()
+        records = [json.loads(line) for line in report.read_text().splitlines()]
+        outcome.losses += [record["loss"] for record in records if "step" in record]
+        outcome.norms += [record["grad_norm"] for record in records if "step" in record]
+    return outcome
+
+
+def test_the_built_in_loop_packs_documents_for_a_pipeline_and_resumes(tmp_path: Path) -> None:
+    workload = Packed("", Layout()).workload.replace(seq_len=32, global_batch_size=6)
+
+    def case(name: str, layout: Layout, *, saves: bool = False) -> Case:
+        made = make_plan(tiny_model(num_blocks=2, vocab_size=256), layout, workload=workload)
+        return Case(name, with_length_costs(made), run=train_on_files, saves=saves)
+
+    expected = run_group(1, [case("one rank", Layout())], tmp_path)["one rank"][0]
+    outcomes = run_group(2, [case("at once", Layout(pp=2)), case("in halves", Layout(pp=2), saves=True)], tmp_path)
+    assert len(expected.losses) == 6
+    for outcome in (*outcomes["at once"], *outcomes["in halves"]):
+        assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert outcome.norms == pytest.approx(
+            expected.norms, rel=10 * TOLERANCE
+        )  # of gradients after Adam's first updates
 
 
 @dataclass(frozen=True)
