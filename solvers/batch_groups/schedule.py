@@ -105,16 +105,15 @@ class _Filling:
 
 def _under(d: Distinct, deadlines: Sequence[float]) -> _Filling | None:
     """Return what deadlines, longest first, come to; None where a sequence is left."""
-    waiting, filled = list(d.counts), []
+    waiting, filled, remaining = list(d.counts), [], list(range(len(d.counts)))
     for deadline, later in zip(deadlines, [*deadlines[1:], -1.0], strict=True):
-        micro_batch = fill(d, deadline, waiting, later)
+        micro_batch = fill(d, deadline, waiting, later, remaining)
         if micro_batch is None:
             return None
+        remaining = [idx for idx in remaining if waiting[idx]]
         filled.append(micro_batch)
     return (
-        None
-        if any(waiting)
-        else _Filling(sum(seconds for seconds, _ in filled), [entry for entry in filled if entry[1]])
+        None if remaining else _Filling(sum(seconds for seconds, _ in filled), [entry for entry in filled if entry[1]])
     )
 
 
