@@ -53,6 +53,8 @@ def main() -> None:
     for count, ranks in ((512, 64), (8_192, 1_024)):
         lengths = np.random.default_rng(0).choice(pool, count).tolist()
         _row(f"{count} code files on {ranks} ranks (seed 0)", lengths, ranks, 6_449)
+    unlike = np.random.default_rng(0).integers(1_000, 24_000, 512).tolist()
+    _row("512 unlike lengths on 16 ranks (seed 0)", unlike, 16, 6_449)
 
 
 def _costs(model: dict[str, Any]) -> SequenceCosts:

@@ -13,7 +13,7 @@ from .options import JsonOption, OptionModel, command, option
 from .terminal import Table, headed_table, show
 
 if TYPE_CHECKING:
-    from ..solvers.batch_groups import BatchInstance, BatchSchedule
+    from ..solvers.batch_groups import BatchProblem, BatchSchedule
 
 _MAX_SHOWN = 24
 """Micro-batches in the table."""
@@ -51,7 +51,8 @@ def batch(
 ) -> None:
     """Schedule one batch of unequal lengths: its micro-batches, the groups of ranks in each and their sequences, with a bound.
 
-    PLAN is a plan of training without pipeline stages, whose layout gives the seconds and the memory; --lengths has the batch.
+    PLAN is a plan of training, whose layout gives the seconds and the memory; --lengths has the batch. Through pipeline stages its
+    sequences are packed, and packs ordered.
     BATCH is a JSON object, or a list of them, with lengths and costs (docs/batch.md). With --pack nothing is scheduled: LENGTHS is
     a file of lengths, whose sequences are put together to packs of one shape.
     """
@@ -72,7 +73,7 @@ def batch(
             show(_table(name, instance, schedule), *_remarks(instance, schedule))
 
 
-def _plot(path: Path, answers: list[tuple[str, BatchInstance, BatchSchedule]]) -> None:
+def _plot(path: Path, answers: list[tuple[str, BatchProblem, BatchSchedule]]) -> None:
     from ..schema import ConfigError
     from ..schema.base import write_atomically
     from .show.batch_picture import batch_picture
@@ -106,7 +107,7 @@ def _pack(path: str, capacity: int, *, json: bool) -> None:
     show(table)
 
 
-def _problems(path: str, lengths: Path | None) -> list[tuple[str, BatchInstance]]:
+def _problems(path: str, lengths: Path | None) -> list[tuple[str, BatchProblem]]:
     from ..planner.batch import batch_instance, instance_of_plan
     from ..schema import ConfigError, Plan, TrainingPlan
     from ..schema.base import read_json
@@ -145,7 +146,7 @@ def document(name: str, schedule: BatchSchedule) -> dict[str, Any]:
     }
 
 
-def _table(name: str, instance: BatchInstance, schedule: BatchSchedule) -> Table:
+def _table(name: str, instance: BatchProblem, schedule: BatchSchedule) -> Table:
     from ..schema.units import format_percent, format_seconds
 
     title = (
@@ -168,13 +169,13 @@ def _table(name: str, instance: BatchInstance, schedule: BatchSchedule) -> Table
     return table
 
 
-def _remarks(instance: BatchInstance, schedule: BatchSchedule) -> Iterator[str]:
+def _remarks(instance: BatchProblem, schedule: BatchSchedule) -> Iterator[str]:
     """Yield what the table does not have."""
     from ..schema.units import format_seconds
 
     if (left_out := len(schedule.micro_batches) - _MAX_SHOWN) > 0:
         yield f" {left_out:,} further micro-batches: --json has all"
     if instance.fixed_s:
-        each = "micro-batch" if instance.waits else "group"
+        each = "micro-batch" if instance.waits else "group or pack"
         yield f" besides, {format_seconds(instance.fixed_s)} for each {each}, whatever is in it: gathers and dispatch"
     yield ""

@@ -9,13 +9,13 @@ ranks are half full, at lengths from the shortest to the longest, less what a mi
 
 between which seconds a token are interpolated over log LEN. Sequences that are packed attend to themselves only, each by kernels of
 its own but for one rank's GPU: every rank of a group dispatches those of all documents of its place in the ring, DOCUMENT(d). Where
-a mean batch does not half fill the ranks, n is what it brings.
+a mean batch does not half fill the ranks, n is what it brings. Through pipelines sequences are packed: pack_costs.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +25,10 @@ from ..cost_models.hardware.machine import host_costs
 from ..schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpec, TrainingPlan, Workload
 from ..schema.batch import Batch, LengthCosts
 from ..schema.layers import SoftmaxAttention
-from ..schema.training_plan import TrainingEstimate
-from ..solvers.batch_groups import BatchInstance
+from ..schema.training_plan import Stage, TrainingEstimate
+from ..solvers.batch_groups import BatchInstance, PackInstance, instance_under
 from .expand import expand_layout
+from .pack_costs import PackCosts, pack_length_costs
 from .request import PlanRequest
 
 _MAX_TOKENS = 2**22
@@ -56,32 +57,43 @@ def batch_instance(batch: Batch) -> BatchInstance:
     )
 
 
-def instance_of_plan(plan: TrainingPlan, lengths: Sequence[int]) -> BatchInstance:
+def instance_of_plan(plan: TrainingPlan, lengths: Sequence[int]) -> BatchInstance | PackInstance:
     """Return the problem of lengths on the ranks of a plan, with the seconds and the tokens that its layout gives.
 
     Raises:
-        ConfigError: the layout is one whose micro-batches have one shape, or a length is not positive.
+        ConfigError: as `length_costs`, or a length is not positive.
         InfeasibleError: a rank holds no tokens, or all of them together not the longest sequence.
     """
     shortest, longest = min(lengths, default=1), max(lengths, default=1)
     costs = plan.batches
     if costs is None or not costs.lengths[0] <= max(shortest, 1) <= longest <= costs.lengths[-1]:
-        costs = length_costs(plan.model, plan.cluster, plan.workload, plan.layout, shortest=shortest, longest=longest)
-    return BatchInstance.under(costs, lengths)
+        costs = length_costs(
+            plan.model, plan.cluster, plan.workload, plan.layout, shortest=shortest, longest=longest, stages=plan.stages
+        )
+    return instance_under(costs, lengths)
 
 
 def length_costs(
-    model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout, *, shortest: int = 1, longest: int
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    workload: Workload,
+    layout: Layout,
+    *,
+    shortest: int = 1,
+    longest: int,
+    stages: Sequence[Stage] = (),
 ) -> LengthCosts:
-    """Return what sequences between two lengths cost under a layout.
+    """Return what sequences between two lengths cost under a layout; through a pipeline, whose ``stages`` are given, in packs.
 
     Raises:
-        ConfigError: the layout is one whose micro-batches have one shape.
+        ConfigError: the ranks that share a batch make no groups, or the schedule is made for one number of micro-batches.
         InfeasibleError: a rank holds no tokens.
     """
+    if layout.pp > 1:
+        return _pack_costs(PackCosts(model, cluster, workload, layout, stages), shortest, longest)
     costs = _Costs(model, cluster, workload, layout)
     tokens = costs.tokens_per_rank()
-    grid = costs.grid(shortest, longest)
+    grid = length_grid(shortest, longest, costs.multiple)
     filled = max(min(tokens / 2, costs.batch_tokens), 2.0 * grid[0])
     of_shortest = costs.seconds(grid[0], 1, filled)
     fixed_s = max(2 * costs.seconds(grid[0], 1, filled / 2).total - of_shortest.total, 0.0)
@@ -99,10 +111,18 @@ def length_costs(
     )
 
 
+def _pack_costs(costs: PackCosts, shortest: int, longest: int) -> LengthCosts:
+    tokens = most_tokens(costs.estimate, costs.multiple) // costs.layout.cp
+    document_s = dispatch_s(costs.cluster, costs.workload, costs.layout, costs.num_blocks)
+    grid = length_grid(shortest, longest, costs.multiple)
+    return pack_length_costs(costs, grid, tokens_per_rank=tokens, document_s=document_s)
+
+
 def with_length_costs(plan: TrainingPlan) -> TrainingPlan:
     """Return the plan with what sequences up to the longest of its workload cost, by its own prediction."""
     workload = plan.workload
-    return plan.replace(batches=length_costs(plan.model, plan.cluster, workload, plan.layout, longest=workload.seq_len))
+    costs = length_costs(plan.model, plan.cluster, workload, plan.layout, longest=workload.seq_len, stages=plan.stages)
+    return plan.replace(batches=costs)
 
 
 def layout_estimate(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> TrainingEstimate:
@@ -125,11 +145,6 @@ class _Costs:
     """Estimates of a layout at other lengths and degrees of context parallelism."""
 
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> None:
-        if layout.pp > 1:
-            raise ConfigError(
-                f"the plan has {layout.pp} pipeline stages, whose micro-batches have one shape",
-                help="plan with --fix pp=1 for batches of unequal lengths",
-            )
         self.has_shards = layout.dp_shard * layout.cp > 1
         ranks = layout.dp_shard * layout.cp if self.has_shards else layout.dp_replicate
         if ranks & (ranks - 1):
@@ -140,16 +155,7 @@ class _Costs:
         self.model, self.cluster, self.workload, self.layout, self.ranks = model, cluster, workload, layout, ranks
         self.degrees = [2**idx for idx in range(ranks.bit_length())]
         self.multiple = 2 * ranks * layout.tp
-        self._scenario = Scenario.build(workload, cluster)
         self.batch_tokens = workload.tokens_per_step / ranks
-
-    def grid(self, shortest: int, longest: int) -> list[int]:
-        """Return lengths from the shortest to the longest that every degree divides."""
-        low, high = max(shortest, 1), max(longest, 2)
-        return sorted({self._rounded(length) for length in np.geomspace(low, high, _NUM_LENGTHS)})
-
-    def _rounded(self, length: float) -> int:
-        return max(round(length / self.multiple), 1) * self.multiple
 
     def seconds(self, length: int, degree: int, tokens_of_rank: float) -> _MicroBatch:
         """Return what one more micro-batch with so many tokens on each rank adds to a step."""
@@ -160,12 +166,8 @@ class _Costs:
         return _MicroBatch(total, first, count * length)
 
     def _document_s(self, layout: Layout) -> float:
-        """Return the seconds in which the host dispatches one document's attention, all blocks, forward and backward."""
-        ring = layout.cp // layout.cp_ulysses
-        is_host = self.cluster.weakest_device.backend.is_host
-        dispatches = _RING_DISPATCHES * ring if ring > 1 else _LOOP_DISPATCHES if is_host else 0
         blocks = sum(count for block, count in self.model.block_runs if isinstance(block.attention, SoftmaxAttention))
-        return dispatches * blocks * host_costs(self._scenario).operator_s
+        return dispatch_s(self.cluster, self.workload, layout, blocks)
 
     def _layout(self, degree: int, micro_batch_size: int) -> Layout:
         """Return the layout with groups of ``degree``: exchange as far as the heads go (C5), a ring beyond."""
@@ -182,27 +184,54 @@ class _Costs:
         return layout_estimate(self.model, self.cluster, workload, layout)
 
     def tokens_per_rank(self) -> int:
-        """Return the most tokens of a micro-batch that a rank holds, by bisection (C2)."""
+        """Return the most tokens of a micro-batch that a rank holds (C2)."""
         layout = self._layout(1, 1)
-        few, many = (self._estimate(layout, tokens, 1) for tokens in (self.multiple, 64 * self.multiple))
-        each = max((many.required_bytes - few.required_bytes) / (63 * self.multiple), 1.0)
-        guess = self._rounded(min((few.budget_bytes - few.required_bytes) / each, _MAX_TOKENS))
-        low, high = 0, self.multiple
-        for tokens in (guess * 31 // 32, guess):  # memory is nearly linear in tokens
-            tokens = self._rounded(tokens)
-            if tokens > low and self._estimate(layout, tokens, 1).fits:
-                low, high = tokens, 2 * tokens
-            else:
-                high = tokens
-                break
-        while high < _MAX_TOKENS and high == 2 * low and self._estimate(layout, high, 1).fits:
-            low, high = high, 2 * high
-        while high - low > max(self.multiple, low // 64):
-            middle = self._rounded((low + high) / 2)
-            low, high = (middle, high) if self._estimate(layout, middle, 1).fits else (low, middle)
-        if not low:
-            raise InfeasibleError(
-                f"a rank of the plan's layout does not hold {high:,} tokens (C2)",
-                help="plan with recompute or more devices",
-            )
-        return low
+        return most_tokens(lambda tokens: self._estimate(layout, tokens, 1), self.multiple)
+
+
+def length_grid(shortest: int, longest: int, multiple: int) -> list[int]:
+    """Return lengths from the shortest to the longest, each a multiple that every degree divides."""
+    low, high = max(shortest, 1), max(longest, 2)
+    return sorted({_rounded(length, multiple) for length in np.geomspace(low, high, _NUM_LENGTHS)})
+
+
+def _rounded(length: float, multiple: int) -> int:
+    return max(round(length / multiple), 1) * multiple
+
+
+def dispatch_s(cluster: ClusterSpec, workload: Workload, layout: Layout, num_blocks: int) -> float:
+    """Return the seconds in which the host dispatches one document's attention in so many blocks, forward and backward."""
+    ring = layout.cp // layout.cp_ulysses
+    is_host = cluster.weakest_device.backend.is_host
+    dispatches = _RING_DISPATCHES * ring if ring > 1 else _LOOP_DISPATCHES if is_host else 0
+    return dispatches * num_blocks * host_costs(Scenario.build(workload, cluster)).operator_s
+
+
+def most_tokens(estimate: Callable[[int], TrainingEstimate], multiple: int) -> int:
+    """Return the most tokens of a micro-batch that fit, by bisection over its estimates.
+
+    Raises:
+        InfeasibleError: not even ``multiple`` do.
+    """
+    few, many = (estimate(tokens) for tokens in (multiple, 64 * multiple))
+    each = max((many.required_bytes - few.required_bytes) / (63 * multiple), 1.0)
+    guess = _rounded(min((few.budget_bytes - few.required_bytes) / each, _MAX_TOKENS), multiple)
+    low, high = 0, multiple
+    for tokens in (guess * 31 // 32, guess):  # memory is nearly linear in tokens
+        tokens = _rounded(tokens, multiple)
+        if tokens > low and estimate(tokens).fits:
+            low, high = tokens, 2 * tokens
+        else:
+            high = tokens
+            break
+    while high < _MAX_TOKENS and high == 2 * low and estimate(high).fits:
+        low, high = high, 2 * high
+    while high - low > max(multiple, low // 64):
+        middle = _rounded((low + high) / 2, multiple)
+        low, high = (middle, high) if estimate(middle).fits else (low, middle)
+    if not low:
+        raise InfeasibleError(
+            f"a rank of the plan's layout does not hold {high:,} tokens (C2)",
+            help="plan with recompute or more devices",
+        )
+    return low

@@ -1,7 +1,8 @@
 """The layout that is fastest over batches of unequal lengths: a Problem of the one search, over mean seconds of drawn batches.
 
 Groups of ranks are made anew for every batch, so that a layout here is what groups leave open: tp, how parameters are sharded and
-replicated, recompute, the axes of experts; cp and the micro-batch follow from each batch.
+replicated, recompute, the axes of experts; cp and the micro-batch follow from each batch. Through a pipeline every batch is packed:
+its stages are those of packs of one length, its schedule 1f1b unless another one is fixed, for which any number of packs will do.
 
     best    min over layouts of  mean over b of (SECONDS(b, layout) + STEP),   SECONDS of the batch problem (solvers/batch_groups)
     row     a layout with a bound that costs nothing: its step with the same tokens in packs of one length, documents attending to
@@ -16,21 +17,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..schema import Certificate, InfeasibleError, Layout, TrainingEstimate, TrainingPlan, Workload
 from ..schema.batch import LengthCosts, Lengths
+from ..schema.schedules import DEFAULT
+from ..schema.training_plan import Stage
 from ..schema.units import format_percent
-from ..solvers.batch_groups import BatchInstance, lower_bound_s, schedule_batch
+from ..solvers.batch_groups import batch_bound_s, instance_under, schedule_batch
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
 from .batch import layout_estimate, length_costs
 from .expand import Candidate, expand_layout
 from .explain.infeasible import explain_infeasible
+from .pack_costs import PackCosts
 from .request import PlanRequest
 from .search import SearchResult
-from .tasks.training import build_alternative, plan_candidate, search_layouts
+from .tasks.training import build_alternative, plan_candidate, search_layouts, stages_of
 
 NUM_BATCHES, SEED = 16, 0
 """Batches that are drawn: of 512 code files the mean over 16 is within 1 % of that over 256."""
@@ -50,6 +55,7 @@ class _Row:
 
     candidate: Candidate
     layout: Layout
+    stages: tuple[Stage, ...]
     costs: LengthCosts | None = None
 
 
@@ -87,9 +93,9 @@ class LayoutsOverBatches:
             try:
                 costs = length_costs(
                     request.model, request.cluster, request.workload, row.layout,
-                    shortest=lengths.lengths[0], longest=request.workload.seq_len,
+                    shortest=lengths.lengths[0], longest=request.workload.seq_len, stages=row.stages,
                 )  # fmt: skip
-                bounds = [lower_bound_s(BatchInstance.under(costs, batch)) for batch in self.batches]
+                bounds = [batch_bound_s(instance_under(costs, batch)) for batch in self.batches]
             except InfeasibleError as error:
                 self.refused.append(error)
                 return Step(evaluated=1)
@@ -98,7 +104,7 @@ class LayoutsOverBatches:
             if math.isfinite(incumbent):
                 return Step(nodes=[Node(costs.step_s + float(np.mean(bounds)), row, node.key)])
         assert row.costs is not None
-        answers = [schedule_batch(BatchInstance.under(row.costs, batch)).seconds for batch in self.batches]
+        answers = [schedule_batch(instance_under(row.costs, batch)).seconds for batch in self.batches]
         seconds = row.costs.step_s + float(np.mean(answers))
         return Step(leaves=[Leaf(seconds, Mean(row, seconds), key=node.key)], evaluated=1)
 
@@ -116,7 +122,7 @@ def plan_lengths(request: PlanRequest, *, top: int) -> TrainingPlan:
     for recompute in (packed.fixed["recompute"],) if "recompute" in packed.fixed else ("none", "selective", "full"):
         alike = dataclasses.replace(packed, fixed={**packed.fixed, "recompute": recompute})
         results.append(search_layouts(alike, runner_ups=_MAX_ROWS))
-        rows += _rows(results[-1], workload.global_batch_size)
+        rows += _rows(results[-1], workload)
     if not rows:
         raise explain_infeasible(packed, results[-1])
     problem = LayoutsOverBatches(request, rows, _batches(workload))
@@ -154,21 +160,24 @@ def plan_lengths(request: PlanRequest, *, top: int) -> TrainingPlan:
     )
 
 
-def estimate_lengths(request: PlanRequest, layout: Layout) -> TrainingEstimate:
-    """Return the estimate of a layout over the drawn batches, as its plan has it.
+def estimate_lengths(request: PlanRequest, layout: Layout, stages: Sequence[Stage] = ()) -> TrainingEstimate:
+    """Return the estimate of a layout over the drawn batches, as its plan has it; of a pipeline cut into ``stages``, or anew.
 
     Raises:
-        ConfigError: its micro-batches have one shape.
+        ConfigError: its schedule is of one number of micro-batches, or its ranks make no groups.
         InfeasibleError: a rank holds no tokens, or all together not the longest sequence.
     """
     lengths, workload = request.workload.lengths, request.workload
     assert lengths is not None
+    candidate = expand_layout(_packed(request, lengths), layout)
+    stages = tuple(stages) or stages_of(request.model.staged(half_blocks=layout.half_blocks), candidate)
     costs = length_costs(
-        request.model, request.cluster, workload, layout, shortest=lengths.lengths[0], longest=workload.seq_len
-    )
+        request.model, request.cluster, workload, layout, shortest=lengths.lengths[0], longest=workload.seq_len,
+        stages=stages,
+    )  # fmt: skip
     batches = _batches(workload)
-    seconds = [schedule_batch(BatchInstance.under(costs, batch)).seconds for batch in batches]
-    row = _Row(expand_layout(_packed(request, lengths), layout), layout, costs)
+    seconds = [schedule_batch(instance_under(costs, batch)).seconds for batch in batches]
+    row = _Row(candidate, layout, stages, costs)
     return _estimate(request, Mean(row, costs.step_s + float(np.mean(seconds))), batches)
 
 
@@ -187,17 +196,21 @@ def _packed(request: PlanRequest, lengths: Lengths) -> PlanRequest:
     workload = request.workload.replace(
         lengths=None, seq_len=length, global_batch_size=batch, document_len=lengths.attended_len(length)
     )
-    return dataclasses.replace(request, task=workload, fixed={**request.fixed, "pp": 1, "cp": 1})
+    fixed = {"cp": 1, **request.fixed} if int(request.fixed.get("pp", 0) or 0) > 1 else {**request.fixed, "cp": 1}
+    return dataclasses.replace(request, task=workload, fixed={"schedule": DEFAULT.name, **fixed})
 
 
-def _rows(result: SearchResult, batch_size: int) -> list[_Row]:
-    """Return the layouts that groups leave open, each with its fastest candidate, fastest first."""
+def _rows(result: SearchResult, workload: Workload) -> list[_Row]:
+    """Return the layouts that groups and packs leave open, each with its fastest candidate, fastest first."""
     rows: dict[Layout, _Row] = {}
     for candidate in result.feasible:
         layout = candidate.layout(result.costs.layouts).replace(micro_batch_size=1)
-        if layout.dp > batch_size:
-            continue  # a plan has a sequence for each of them
-        rows.setdefault(layout, _Row(candidate, layout))
+        if layout.dp > workload.global_batch_size or candidate.tps:
+            continue  # a plan has a sequence for each of them, and packs have one shape in all stages
+        if layout.pp > 1 and layout.num_microbatches(workload.global_batch_size) < layout.pp:
+            continue
+        model = result.costs.model.staged(half_blocks=layout.half_blocks)
+        rows.setdefault(layout, _Row(candidate, layout, stages_of(model, candidate)))
     return list(rows.values())
 
 
@@ -205,22 +218,21 @@ def _estimate(request: PlanRequest, mean: Mean, batches: list[tuple[int, ...]]) 
     """Return the estimate of a layout over the batches: its memory with full micro-batches, its parts as those of packs.
 
     Compute makes up for what packs lack of the work of every sequence on one rank: attention over long ones. What is beyond that
-    work, evenly dealt, is context-parallel communication: exchange, and ranks that wait.
+    work, evenly dealt, is context-parallel communication (exchange, and ranks that wait), or of a pipeline its bubble.
     """
     packed, costs = mean.row.candidate.estimate, mean.costs
     tokens = request.workload.tokens_per_step
     packs = _packed(request, request.workload.lengths).workload  # type: ignore[arg-type]
     scale = tokens / packs.tokens_per_step
-    parts = {name: scale * value for name, value in packed.breakdown_s.model_dump().items()}
-    single_rank_s = (
-        float(np.mean([costs.seconds(np.array(batch, dtype=float), 1).sum() for batch in batches])) / costs.num_ranks
-    )
+    parts = {name: scale * value for name, value in packed.breakdown_s.model_dump().items()} | {"bubble": 0.0}
+    ranks = costs.num_ranks // (1 if costs.pipeline is None else costs.pipeline.cp)
+    single_rank_s = float(np.mean([costs.seconds(np.array(batch, dtype=float), 1).sum() for batch in batches])) / ranks
     even_s = min(single_rank_s + costs.step_s, mean.seconds)
     beyond = even_s - sum(parts.values())
     parts["compute"] += max(beyond, 0.0)
     shrunk = min(1.0, even_s / sum(parts.values()))
     parts = {name: value * shrunk for name, value in parts.items()}
-    parts["cp"] += mean.seconds - sum(parts.values())
+    parts["cp" if costs.pipeline is None else "bubble"] += mean.seconds - sum(parts.values())
     full = _full(request, mean)
     interval, ratio = packed.step_time_interval_s, mean.seconds / packed.step_time_s
     return full.replace(
@@ -236,6 +248,9 @@ def _estimate(request: PlanRequest, mean: Mean, batches: list[tuple[int, ...]]) 
 def _full(request: PlanRequest, mean: Mean) -> TrainingEstimate:
     """Return the estimate of a step whose ranks each hold all the tokens that they can."""
     layout, tokens = mean.row.layout, mean.costs.tokens_per_rank
+    if layout.pp > 1:
+        stages = mean.row.stages
+        return PackCosts(request.model, request.cluster, request.workload, layout, stages).estimate(tokens * layout.cp)
     workload = request.workload.replace(
         lengths=None, seq_len=tokens, global_batch_size=layout.dp, document_len=min(tokens, request.workload.seq_len)
     )
@@ -243,7 +258,7 @@ def _full(request: PlanRequest, mean: Mean) -> TrainingEstimate:
 
 
 def _note(best: Mean, seconds: float, problem: LayoutsOverBatches) -> str:
-    bounds = np.mean([lower_bound_s(BatchInstance.under(best.costs, batch)) for batch in problem.batches])
+    bounds = np.mean([batch_bound_s(instance_under(best.costs, batch)) for batch in problem.batches])
     beyond = format_percent(1 - (float(bounds) + best.costs.step_s) / seconds)
     return (
         f"the mean of {len(problem.batches)} batches drawn from the lengths, each scheduled by itself: {beyond} over their bounds; "

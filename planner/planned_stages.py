@@ -80,7 +80,7 @@ def reestimate(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingEstimate:
     if plan.workload.lengths is not None:
         from .lengths import estimate_lengths
 
-        return estimate_lengths(replace(PlanRequest.from_plan(plan), cluster=cluster), plan.layout)
+        return estimate_lengths(replace(PlanRequest.from_plan(plan), cluster=cluster), plan.layout, plan.stages)
     stages = _stages_of(plan, cluster)
     if counts := _micro_batches_of_pools(plan, stages):
         return estimate_on_replicas(stages.costs, 0, stages.boundaries, counts)

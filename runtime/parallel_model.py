@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -29,50 +28,16 @@ from .context_parallel import local_positions
 from .data_parallel import ReductionTimer, before_micro_batch
 from .documents.attention import DocumentAttention
 from .documents.packs import Batch, Pack, RankBatch, rank_batch
+from .loss_scale import LossScale
 from .mesh import EXPERT_AXES, ParallelMesh
 from .models.experts import Router
 from .models.layers import local_tensor
 from .offload.schedule import HostOffload
-from .pipeline_parallel import Copies, Schedule, build_schedule, reduce_shared_gradients, run_schedule
+from .pipeline_parallel import Copies, PackShape, Schedule, build_schedule, reduce_shared_gradients, run_schedule
 from .training.step_clock import StepClock
 
 BatchLoss = Callable[[Any, Any], Tensor]
 """What a module puts out for a micro-batch, and the micro-batch, to a mean loss."""
-
-INITIAL_SCALE = 2.0**16
-GROWTH_STEPS = 2000
-MIN_SCALE = 1.0
-"""Below it gradients overflow although nothing is multiplied any more."""
-
-
-@dataclass
-class LossScale:
-    """The factor on the loss under fp16-mixed, so that small gradients do not round to zero; one rank's copy.
-
-    It is halved when a gradient overflows (that step changes nothing) and doubled after `GROWTH_STEPS` steps without
-    (Micikevicius et al., arXiv:1710.03740). What decides is the norm of all gradients, which every rank knows: all of them skip
-    a step, or none. A power of two, so that it changes no digit; 1 in other precisions. ``steps`` are counted since it changed.
-    """
-
-    value: float
-    is_dynamic: bool
-    steps: int = 0
-
-    @classmethod
-    def from_plan(cls, plan: TrainingPlan) -> LossScale:
-        """Return the factor at the start of a run."""
-        is_dynamic = plan.workload.precision == "fp16-mixed"
-        return cls(INITIAL_SCALE if is_dynamic else 1.0, is_dynamic)
-
-    def update(self, *, overflowed: bool) -> None:
-        """Update the factor after a step; to be called with the same on all ranks."""
-        if not self.is_dynamic:
-            return
-        self.steps += 1
-        if overflowed:
-            self.value, self.steps = self.value / 2, 0
-        elif self.steps >= GROWTH_STEPS:
-            self.value, self.steps = self.value * 2, 0
 
 
 class BatchStages(Protocol):
@@ -193,7 +158,10 @@ class ParallelModel:
         self._schedule: Schedule | None = None
         if mesh.pp is not None:
             boundary = None if stages is None else stages.boundary
-            self._schedule = build_schedule(parts, mesh, plan, self.clock, lambda: scale.value, boundary=boundary)
+            self._build_schedule = partial(
+                build_schedule, parts, mesh, plan, self.clock, lambda: scale.value, boundary=boundary
+            )
+            self._schedule = self._build_schedule()
         self._positions = local_positions(mesh, plan).to(device) if plan.layout.cp > 1 else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -226,7 +194,7 @@ class ParallelModel:
         """Return this rank's part of a batch of documents, on the host; reads what it takes of them.
 
         Raises:
-            RuntimeMismatchError: the model was not made for documents, or groups name ranks that there are not.
+            RuntimeMismatchError: the model was not made for documents, or there are no such groups of ranks.
             ConfigError: the groups do not compute every document once.
         """
         if self.documents is None:
@@ -239,12 +207,18 @@ class ParallelModel:
                 f"the batch has groups on {last} ranks, the plan {self.documents.num_ranks} that share a batch"
             )
         layout = self.plan.layout
+        sizes = {group.size for groups in batch.micro_batches for group in groups}
+        if layout.pp > 1 and sizes - {layout.cp}:
+            raise RuntimeMismatchError(
+                f"groups of {sorted(sizes)} ranks; through a pipeline the {layout.cp} ranks of cp share a pack"
+            )
         return rank_batch(
             batch,
             self.documents.rank,
             ulysses_of=self.documents.ulysses_of,
             multiple=layout.tp,
             keeps_empty=passes_together(layout),
+            fills_up=layout.pp > 1,
         )
 
     def backward_batch(self, batch: Batch | RankBatch) -> Tensor:
@@ -260,8 +234,9 @@ class ParallelModel:
 
     def backward(self, tokens: Any) -> Tensor:
         """Do `forward_backward` without the last sum: return what this rank adds to the mean loss, [] on the device."""
-        if self._schedule is not None:
-            assert not isinstance(tokens, RankBatch)
+        if isinstance(tokens, RankBatch) and self._schedule is not None:
+            loss = self._run_packs(tokens)
+        elif self._schedule is not None:
             inputs, targets = self._inputs_and_targets(tokens)
             weights = torch.tensor([1 / inverse if inverse else 0.0 for inverse in self._inverse_weights])
             every, last = dict[str, Tensor](), dict[str, Tensor]()
@@ -276,6 +251,19 @@ class ParallelModel:
             loss = self._accumulate(self._passes(tokens))
         self._finish_gradients()
         return self._share_of_mean(loss)
+
+    def _run_packs(self, batch: RankBatch) -> Tensor:
+        """Run the packs of a batch through the pipeline; return the mean loss [] of this rank's share."""
+        assert self.documents is not None
+        passes = self._passes(batch)
+        packs = [each.pack for each in passes if each.pack is not None]
+        shape, enter = PackShape(len(packs), len(packs[0].inputs)), self.documents.enter
+        # Receive buffers are of one shape, and an order of one number of micro-batches: both change with the batch.
+        schedule = self._build_schedule(packs=shape, before_pass=lambda i: enter(packs[i]))
+        weights = torch.tensor([1 / each.inverse_weight if each.inverse_weight else 0.0 for each in passes])
+        inputs, targets = (torch.stack([getattr(pack, name) for pack in packs]) for name in ("inputs", "targets"))
+        last = {"targets": targets}
+        return run_schedule(schedule, self.mesh, self.loss_scale.value, inputs, weights, last=last, every={})
 
     @torch.no_grad()
     def forward(self, tokens: Tensor | RankBatch) -> Tensor:

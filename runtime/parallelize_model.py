@@ -139,7 +139,8 @@ def parallelize(
 
 def _document_groups(parts: Sequence[Decoder], mesh: ParallelMesh, plan: TrainingPlan) -> DocumentAttention:
     layout = plan.layout
-    ranks = [plan.rank_map[rank] for rank in range(mesh.tp_rank, layout.world_size, layout.tp)]
+    first = mesh.rank // layout.stage_ranks * layout.stage_ranks
+    ranks = [plan.rank_map[rank] for rank in range(first + mesh.tp_rank, first + layout.stage_ranks, layout.tp)]
     heads = (getattr(block.attention, "num_kv_heads", 1) for block, _ in plan.model.block_runs)
     return DocumentAttention(parts, mesh, ranks, math.gcd(*(max(count // layout.tp, 1) for count in heads)))
 

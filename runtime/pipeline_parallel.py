@@ -28,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
 
 from ..cost_models.pipeline.orders import Action, to_torch_csv
 from ..cost_models.pipeline.simulation import pipeline_order
+from ..schema.layout import Layout
 from ..schema.schedules import SCHEDULES
 from ..schema.training_plan import TrainingPlan
 from .data_parallel import compute_dtype
@@ -38,6 +39,13 @@ from .training.step_clock import StepClock
 Schedule = PipelineScheduleSingle | _PipelineScheduleRuntime
 
 
+class PackShape(NamedTuple):
+    """Packs of documents as micro-batches of a step: their number, and the tokens that a rank has of each."""
+
+    count: int
+    num_tokens: int
+
+
 def build_schedule(
     parts: Sequence[nn.Module],
     mesh: ParallelMesh,
@@ -46,14 +54,22 @@ def build_schedule(
     loss_scale: Callable[[], float],
     *,
     boundary: Callable[[int], Tensor] | None = None,
+    packs: PackShape | None = None,
+    before_pass: Callable[[int], None] | None = None,
 ) -> Schedule:
     """Build the schedule that runs this rank's stages; its losses are already multiplied by the weights of the micro-batches.
 
     Args:
         boundary: what a stage sends, on the meta device; unset, hidden states.
+        packs: the micro-batches, where they are not the plan's.
+        before_pass: called with the micro-batch of each pass.
     """
     assert mesh.pp is not None
-    last, local_tokens = len(plan.stages) - 1, plan.workload.seq_len // plan.layout.cp
+    last, count = len(plan.stages) - 1, plan.num_microbatches if packs is None else packs.count
+    local_tokens = plan.workload.seq_len // plan.layout.cp if packs is None else packs.num_tokens
+
+    def rows(layout: Layout) -> int:
+        return layout.micro_batch_size if packs is None else 1
 
     # Known shapes spare the trial run by which the stages would otherwise tell each other.
     def leaving(stage_idx: int) -> Tensor:
@@ -61,10 +77,10 @@ def build_schedule(
             return boundary(stage_idx)
         layout = mesh.layouts[stage_idx]
         hidden_tokens = local_tokens // (layout.tp if layout.sequence_parallel else 1)
-        shape = (layout.micro_batch_size, hidden_tokens, plan.model.hidden_dim)
+        shape = (rows(layout), hidden_tokens, plan.model.hidden_dim)
         return torch.empty(shape, dtype=compute_dtype(plan), device="meta", requires_grad=True)
 
-    tokens = torch.empty(mesh.layout.micro_batch_size, local_tokens, dtype=torch.long, device="meta")
+    tokens = torch.empty(rows(mesh.layout), local_tokens, dtype=torch.long, device="meta")
     loss = torch.empty(1, device="meta", requires_grad=True)
     stages = [
         _Stage(
@@ -74,12 +90,11 @@ def build_schedule(
         for part, idx in zip(parts, mesh.stage_idxs, strict=True)
     ]  # fmt: skip
     for stage in stages:
-        stage.clock = clock
+        stage.clock, stage.before_pass = clock, before_pass
     # Ranks within the pipeline's process group, by position along pp: the group counts by rank.
     group_ranks = [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pipeline_ranks]
-    # scale_grads would divide after the reduction; weighing the loss keeps the arithmetic of the other layouts.
-    count = plan.num_microbatches
 
+    # scale_grads would divide after the reduction; weighing the loss keeps the arithmetic of the other layouts.
     def loss_fn(loss: Tensor, weights: Tensor) -> Tensor:
         return loss.sum() * (weights[0] * loss_scale())
 
@@ -91,7 +106,7 @@ def build_schedule(
         )
         return single
     runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss_fn, scale_grads=False)  # type: ignore[arg-type]
-    _load_order(runtime, plan, group_ranks)
+    _load_order(runtime, plan, count, group_ranks)
     return runtime
 
 
@@ -152,9 +167,11 @@ class _Stage(PipelineStage):
     """
 
     clock: StepClock
+    before_pass: Callable[[int], None] | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run one forward pass."""
+        self._begin(fwd_chunk_id)
         with self.clock.part("forward", Action(self.stage_index, "F", fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -162,8 +179,13 @@ class _Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run one backward pass, or that of the activations only."""
+        self._begin(bwd_chunk_id)  # it may run forward again
         with self.clock.part("backward", Action(self.stage_index, "BW" if full_backward else "B", bwd_chunk_id)):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def _begin(self, micro_batch: int) -> None:
+        if self.before_pass is not None:
+            self.before_pass(micro_batch)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run one weight pass; FSDP's own hooks, which would move its gradients to fp32, do not run in it."""
@@ -184,22 +206,22 @@ def _sharded_parameters(module: torch.nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def _load_order(runtime: _PipelineScheduleRuntime, plan: TrainingPlan, group_ranks: Sequence[int]) -> None:
+def _load_order(
+    runtime: _PipelineScheduleRuntime, plan: TrainingPlan, num_microbatches: int, group_ranks: Sequence[int]
+) -> None:
     """Give the runtime the plan's order, with transfers, and the gathering and reduction of sharded parameters.
 
     torch's own lowering drops gathered parameters of all but three stages between their passes: split backward passes then lose
     gradients, and under a pipeline a step gathers once (zero_stage 1). So all stages of a rank stay active.
     """
-    lines = to_torch_csv(pipeline_order(plan)).splitlines()
+    lines = to_torch_csv(pipeline_order(plan, num_microbatches)).splitlines()
     actions = {
         group_rank: [_Action.from_str(cell) for cell in line.split(",")]
         for group_rank, line in sorted(zip(group_ranks, lines, strict=True))
     }
     runtime._validate_and_set_stage_mapping(actions)
     gathered = {
-        rank: _add_reduce_grad(
-            list(_add_unshard_reshard(row, len({a.stage_index for a in row}))), plan.num_microbatches
-        )
+        rank: _add_reduce_grad(list(_add_unshard_reshard(row, len({a.stage_index for a in row}))), num_microbatches)
         for rank, row in actions.items()
     }
     runtime.pipeline_order = actions

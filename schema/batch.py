@@ -13,10 +13,15 @@ from .base import Count, Frozen, read_json, shown
 from .csv_file import limited_lines
 from .errors import ConfigError
 from .limits import MAX_SEQUENCES
+from .schedules import SCHEDULES, ScheduleName
 from .units import FloatArray
 
 _MAX_DISTINCT = 256
 """Lengths that a distribution tells apart."""
+
+
+FILLING_LEN = 256
+"""What fills packs up to one shape attends in pieces of so many tokens: less than the squares of what lacks, with few kernels."""
 
 
 class SequenceCosts(Frozen):
@@ -112,6 +117,54 @@ class Lengths(Frozen):
         return tuple(np.random.default_rng(seed).choice(self.lengths, size=size, p=weights / weights.sum()).tolist())
 
 
+class PipelineCosts(Frozen):
+    """The pipeline that packs of sequences go through.
+
+    Attributes:
+        schedule, pp, num_model_chunks: as in `Layout`; cp: ranks of a stage that share a pack.
+        forward_s, backward_s, weight_s: of each stage, in the order of the model, of a pack that takes the busiest rank a second.
+    """
+
+    schedule: ScheduleName
+    pp: Annotated[int, Field(ge=2, le=2**16)]
+    num_model_chunks: Annotated[int, Field(ge=1, le=2**10)] = 1
+    cp: Count = 1
+    forward_s: tuple[NonNegativeFloat, ...] = Field(min_length=2)
+    backward_s: tuple[NonNegativeFloat, ...]
+    weight_s: tuple[NonNegativeFloat, ...]
+
+    @model_validator(mode="after")
+    def _one_of_each_stage(self) -> Self:
+        sizes = {len(self.forward_s), len(self.backward_s), len(self.weight_s)}
+        if sizes != {self.pp * self.num_model_chunks}:
+            raise ValueError(
+                f"{self.pp} x {self.num_model_chunks} stages have forward, backward and weight seconds each"
+            )
+        if why := why_no_packs(self.schedule):
+            raise ValueError(why[0])
+        return self
+
+    @property
+    def min_packs(self) -> int:
+        """Return the fewest micro-batches that the schedule takes."""
+        return self.pp if SCHEDULES[self.schedule].needs_full_pipeline else 1
+
+    @property
+    def unit(self) -> int:
+        """Return what the number of micro-batches is a multiple of."""
+        return 1 if self.num_model_chunks == 1 or SCHEDULES[self.schedule].any_num_microbatches else self.pp
+
+
+def why_no_packs(schedule: ScheduleName) -> tuple[str, ...]:
+    """Return why the packs of a batch, whose number differs from step to step, cannot go through a pipeline under a schedule."""
+    record = SCHEDULES[schedule]
+    if record.is_given:
+        return (f"schedule {schedule} is an order of one number of micro-batches, which changes with the batch",)
+    if record.all_forward_first:
+        return (f"schedule {schedule} holds all micro-batches at once, whose number changes with the batch",)
+    return ()
+
+
 class LengthCosts(Frozen):
     """What sequences cost under a plan: seconds a token on groups of each size, between the lengths in a line over the logarithm.
 
@@ -120,7 +173,9 @@ class LengthCosts(Frozen):
         fixed_s: of every micro-batch, besides its slowest group; step_s: of every step, besides its micro-batches.
         waits: ranks wait for each other after every micro-batch, not only after the last one.
         lengths: ascending.
-        token_s: seconds of a token of a sequence of each length, for groups of 1, 2, 4, .. ranks.
+        token_s: seconds of a token of a sequence of each length, for groups of 1, 2, 4, .. ranks; through a pipeline one row: on
+            the busiest rank, in a pack.
+        pipeline: that packs go through; None: groups are made anew for every batch.
     """
 
     num_ranks: Count
@@ -130,6 +185,7 @@ class LengthCosts(Frozen):
     waits: bool = True
     lengths: tuple[Count, ...] = Field(min_length=1)
     token_s: tuple[tuple[NonNegativeFloat, ...], ...] = Field(min_length=1, max_length=17)
+    pipeline: PipelineCosts | None = Field(default=None, exclude_if=lambda value: value is None)
 
     @model_validator(mode="after")
     def _is_a_table(self) -> Self:
@@ -139,6 +195,10 @@ class LengthCosts(Frozen):
             raise ValueError("lengths must ascend")
         if 2 ** (len(self.token_s) - 1) > self.num_ranks:
             raise ValueError(f"token_s has {len(self.token_s)} sizes of groups for {self.num_ranks} ranks")
+        if self.pipeline is not None and (len(self.token_s) > 1 or self.num_ranks % self.pipeline.cp):
+            raise ValueError(
+                f"packs of {self.pipeline.cp} ranks, with {len(self.token_s)} rows of token_s, on {self.num_ranks} ranks"
+            )
         return self
 
     def seconds(self, lengths: FloatArray, degree: int) -> FloatArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...schema.units import format_seconds
-from ...solvers.batch_groups import BatchInstance, BatchSchedule
+from ...solvers.batch_groups import BatchProblem, BatchSchedule
 
 _COLOURS = (
     "#4c78a8",
@@ -23,7 +23,7 @@ _COLOURS = (
 _WIDTH, _HEIGHT, _EDGE, _TOP, _BOTTOM = 960, 480, 64, 28, 56
 
 
-def batch_picture(name: str, instance: BatchInstance, schedule: BatchSchedule) -> str:
+def batch_picture(name: str, instance: BatchProblem, schedule: BatchSchedule) -> str:
     """Return the picture; where ranks wait for each other, a micro-batch begins when the slowest group of the one before ends."""
     from html import escape
 
@@ -65,7 +65,7 @@ def _ranks(first: int, size: int) -> str:
     return f"ranks {first} to {first + size - 1}" if size > 1 else f"rank {first}"
 
 
-def _bars(instance: BatchInstance, schedule: BatchSchedule) -> Iterator[tuple[float, float, int, int, int]]:
+def _bars(instance: BatchProblem, schedule: BatchSchedule) -> Iterator[tuple[float, float, int, int, int]]:
     """Yield start and end of each group, its first rank, its size and its tokens."""
     ready = [0.0] * instance.num_ranks
     for groups in schedule.micro_batches:

@@ -161,19 +161,22 @@ def _check_actions(pipeline: Pipeline, order: Order) -> None:
         raise ConfigError(f"the order holds {len(seen)} of the {expected} passes F, B and W of the step")
 
 
-def pipeline_order(plan: TrainingPlan) -> Order:
+def pipeline_order(plan: TrainingPlan, num_microbatches: int | None = None) -> Order:
     """Return the passes of each rank of a plan's pipeline, in its order: that of the schedule, or the one the plan brings along.
+
+    Args:
+        num_microbatches: where they are not the plan's.
 
     Raises:
         ConfigError: the schedule is not defined for these numbers, or a synthesised order lacks passes, would wait for ever, or
             takes the micro-batches of the last stage out of turn (torch finds the losses by their position).
     """
-    order, layout = planned_order(plan), plan.layout
+    order, layout, count = planned_order(plan), plan.layout, num_microbatches or plan.num_microbatches
     if order is None:
-        order = order_of_schedule(layout.schedule, layout.pp, plan.num_microbatches, layout.num_model_chunks)
+        order = order_of_schedule(layout.schedule, layout.pp, count, layout.num_model_chunks)
     ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
     of_a_second = Pipeline(
-        num_microbatches=plan.num_microbatches, rank_of_stage=plan.rank_of_stage, forward_s=ones, backward_s=ones,
+        num_microbatches=count, rank_of_stage=plan.rank_of_stage, forward_s=ones, backward_s=ones,
         weight_s=ones, transfer_s=zeros[1:], held_bytes=ones, backward_freed_bytes=zeros, weight_freed_bytes=ones,
     )  # fmt: skip
     simulate(of_a_second, order)  # raises where passes are missing or wait for ever

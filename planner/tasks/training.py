@@ -166,7 +166,7 @@ def plan_candidate(request: PlanRequest, layout: Layout, chosen: Candidate, cert
     return build_plan(
         request,
         layout,
-        _stages(request.model.staged(half_blocks=layout.half_blocks), chosen),
+        stages_of(request.model.staged(half_blocks=layout.half_blocks), chosen),
         chosen.estimate,
         certificate,
         nodes=chosen.nodes,
@@ -186,7 +186,7 @@ def _notes_on_gradients(request: PlanRequest, chosen: Candidate, result: SearchR
     return (f"gradients add up and are reduced in 16 bits, {gain}; --fix gradients=fp32 plans with fp32",)
 
 
-def _stages(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
+def stages_of(model: ModelSpec, chosen: Candidate) -> tuple[Stage, ...]:
     """Return the layers of each stage in order, as they were costed (Layout.num_model_chunks says which rank holds which)."""
     is_block, recomputes = [layer.is_block for layer in model.iter_layers()], [RECOMPUTES[o] for o in chosen.options]
     spans = itertools.pairwise(chosen.boundaries)

@@ -2,9 +2,9 @@
 
 A group of d ranks is a ring of d / u exchange groups of u ranks. Each document is filled up to a multiple of twice the ring's size
 R = d / u and cut as in context_parallel.py: place r of the ring has its pieces r and 2 R - 1 - r. What a place has of all documents
-stands in a row, and each of its u ranks takes a run of that row. A last document of filling makes runs equal. Filling has no
+stands in a row, and each of its u ranks takes a run of that row. Filling behind the last document makes runs equal. It has no
 targets, and comes after whatever attends; so does the last token of a document. A rank without a group in a micro-batch computes
-one token that counts nothing, where others wait for it.
+one token that counts nothing, where others wait for it. Through a pipeline all packs are filled up to the tokens of the largest.
 
 Everything follows from the lengths and the schedule: no message says who does what.
 """
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...schema.batch import FILLING_LEN
 from ...schema.errors import ConfigError
 from ...solvers.batch_groups import BatchGroup
 
@@ -106,7 +107,13 @@ class RankBatch:
 
 
 def rank_batch(
-    batch: Batch, rank: int, *, ulysses_of: Callable[[int], int], multiple: int = 1, keeps_empty: bool = True
+    batch: Batch,
+    rank: int,
+    *,
+    ulysses_of: Callable[[int], int],
+    multiple: int = 1,
+    keeps_empty: bool = True,
+    fills_up: bool = False,
 ) -> RankBatch:
     """Return what one data rank computes of a batch.
 
@@ -116,18 +123,25 @@ def rank_batch(
         keeps_empty: take part in micro-batches in which the rank has nothing. Where ranks need not, they still do for groups that
             do not come largest first: parameters are gathered with a rank's first pass and gradients reduced with its last, which
             must not be between the passes of a group. Largest first the first passes agree; the last one is then a rank's own.
+        fills_up: give all packs of the batch as many tokens, as a pipeline takes them.
 
     Raises:
         ConfigError: groups that overlap or lack documents, or a batch in which no token follows another.
     """
     _check(batch)
     packs, keeps_empty = [], keeps_empty or not _is_largest_first(batch)
+    tokens = multiple
+    if fills_up:
+        groups = [group for groups in batch.micro_batches for group in groups]
+        tokens = max(_tokens_of_rank(batch, group, ulysses_of(group.size), multiple) for group in groups)
     for groups in batch.micro_batches:
         group = next((group for group in groups if group.first <= rank < group.first + group.size), None)
         if group is not None and group.sequences:
-            packs.append(_pack(batch, group, rank - group.first, ulysses_of(group.size), multiple))
+            ulysses = ulysses_of(group.size)
+            filled = tokens if fills_up else _tokens_of_rank(batch, group, ulysses, multiple)
+            packs.append(_pack(batch, group, rank - group.first, ulysses, filled))
         elif keeps_empty:
-            packs.append(_empty(multiple))
+            packs.append(_empty(tokens))
     if not keeps_empty and packs and packs[-1].size > 1:
         packs.append(_empty(multiple))
     return RankBatch(tuple(packs or [_empty(multiple)]), sum(batch.lengths), batch.num_targets)
@@ -155,14 +169,23 @@ def _is_largest_first(batch: Batch) -> bool:
     return True
 
 
-def _pack(batch: Batch, group: BatchGroup, place: int, ulysses: int, multiple: int) -> Pack:
+def _tokens_of_rank(batch: Batch, group: BatchGroup, ulysses: int, multiple: int) -> int:
+    """Return the tokens of a rank of a group: what a place of its ring has, on the ranks of an exchange group."""
+    ring_size = group.size // ulysses
+    pieces = 2 * ring_size if ring_size > 1 else 1
+    tokens = sum(-(-batch.lengths[idx] // pieces) for idx in group.sequences) * (2 if ring_size > 1 else 1)
+    unit = int(np.lcm(2 if ring_size > 1 else 1, ulysses * multiple))
+    return -(-tokens // unit) * unit // ulysses
+
+
+def _pack(batch: Batch, group: BatchGroup, place: int, ulysses: int, num_tokens: int) -> Pack:
+    """Return the pack of so many tokens of the rank at a place of its group."""
     ring_rank, exchange_rank = divmod(place, ulysses)
     ring_size = group.size // ulysses
     parts = [_share(batch.read(idx).numpy(), ring_rank, ring_size) for idx in group.sequences]
     lengths = [part.shape[1] for part in parts]
-    unit = int(np.lcm(2 if ring_size > 1 else 1, ulysses * multiple))
-    if lacking := -sum(lengths) % unit:
-        lengths.append(lacking)
+    if lacking := num_tokens * ulysses - sum(lengths):
+        lengths += _pieces(lacking)
         parts.append(_filling(lacking))
     run = torch.from_numpy(np.concatenate(parts, axis=1)).chunk(ulysses, dim=1)[exchange_rank]
     inputs, targets, positions = run.contiguous()
@@ -184,12 +207,18 @@ def _share(tokens: np.ndarray, ring_rank: int, ring_size: int) -> np.ndarray:
     return np.concatenate((by_piece[:, ring_rank], by_piece[:, pieces - 1 - ring_rank]), axis=1)
 
 
+def _pieces(num_tokens: int) -> list[int]:
+    """Return the lengths in which filling attends."""
+    full, rest = divmod(num_tokens, FILLING_LEN)
+    return [FILLING_LEN] * full + [rest] * (rest > 0)
+
+
 def _filling(num_tokens: int) -> np.ndarray:
     rows = np.zeros((3, num_tokens), dtype=np.int64)
     rows[1] = NOTHING
     return rows
 
 
-def _empty(multiple: int) -> Pack:
-    inputs, targets, positions = torch.from_numpy(_filling(multiple))
-    return Pack(inputs, targets, positions, (multiple,), 1, counts=False)
+def _empty(num_tokens: int) -> Pack:
+    inputs, targets, positions = torch.from_numpy(_filling(num_tokens))
+    return Pack(inputs, targets, positions, tuple(_pieces(num_tokens)), 1, counts=False)

@@ -19,7 +19,7 @@ import torch
 
 from ...schema import ConfigError, TrainingPlan
 from ...schema.batch import LengthCosts
-from ...solvers.batch_groups import BatchInstance, BatchSchedule, schedule_batch
+from ...solvers.batch_groups import BatchSchedule, instance_under, schedule_batch
 from ..documents.packs import Batch, RankBatch
 from ..parallel_model import ParallelModel
 from .data_files import TokenFiles, TokenStream
@@ -108,7 +108,7 @@ class Documents:
             is_its = epochs == epoch
             pieces[is_its] = shuffled(positions[is_its], len(self._lengths), seed=self._seed, epoch=epoch)
         lengths, starts = self._lengths[pieces].tolist(), self._starts[pieces].tolist()
-        schedule = schedule_batch(BatchInstance.under(self._costs, lengths))
+        schedule = schedule_batch(instance_under(self._costs, lengths))
 
         def read(idx: int) -> torch.Tensor:
             return torch.from_numpy(self._stream.tokens(starts[idx], lengths[idx]).astype(np.int64))

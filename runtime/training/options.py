@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ...schema import ConfigError, RuntimeMismatchError, TrainingPlan
 from ...schema.base import Count, Frozen, OptionSpec
+from ...schema.batch import why_no_packs
 from ...schema.local_updates import MAX_STEPS
 from ...schema.schedules import SCHEDULES
 from ...schema.units import parse_count
@@ -211,14 +212,16 @@ def require_documents(plan: TrainingPlan, *, is_decoder: bool = True, compiles: 
     if not is_decoder:
         reasons.append("attention of another module than the plan's own model is that module's code")
     if plan.layout.pp > 1:
-        reasons.append(f"pp {plan.layout.pp}: the micro-batches of a pipeline have one shape")
+        reasons += why_no_packs(plan.layout.schedule)
+    if plan.degrees_by_stage:
+        reasons.append("stages of unlike tp deal out hidden states of one shape")
     if plan.offload is not None:
         reasons.append("an offload schedule is made for micro-batches of one shape")
     if compiles:
         reasons.append("a block that is compiled has one shape")
     if reasons:
         raise RuntimeMismatchError(
-            "the plan cannot be trained on documents", details=tuple(reasons), help="plan with --fix pp=1"
+            "the plan cannot be trained on documents", details=tuple(reasons), help="plan with --fix pp=1,schedule=1f1b"
         )
 
 

@@ -28,7 +28,7 @@ from ..documents.packs import RankBatch
 from ..job.events import JobEvent
 from ..job.machine import explain_out_of_memory
 from ..job.watch import FOLDER_VARIABLE, STOPPED_FILE, ProgressFile
-from ..parallel_model import MIN_SCALE
+from ..loss_scale import MIN_SCALE
 from ..weights.save import save_weights
 from .checkpoint import CheckpointWriter, TrainingProgress, load_newest
 from .checkpoint_files import checkpoints_to_resume

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from .bound import lower_bound_s
-from .instance import BatchGroup, BatchInstance, BatchSchedule, check_batch
-from .schedule import schedule_batch
+from .instance import BatchGroup, BatchInstance, BatchProblem, BatchSchedule, check_batch
+from .pipelined import PackInstance
+from .schedule import batch_bound_s, instance_under, schedule_batch
 
-__all__ = ["BatchGroup", "BatchInstance", "BatchSchedule", "check_batch", "lower_bound_s", "schedule_batch"]
+__all__ = [
+    "BatchGroup",
+    "BatchInstance",
+    "BatchProblem",
+    "BatchSchedule",
+    "PackInstance",
+    "batch_bound_s",
+    "check_batch",
+    "instance_under",
+    "lower_bound_s",
+    "schedule_batch",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,6 +30,20 @@ class Distinct:
         self.fastest: list[float] = instance.fastest_s[order].tolist()
         self.work = instance.rank_seconds.min(axis=1)[order]
         self.shortest_s = instance.seconds.min(axis=0).tolist()
+        # Ascending, for bisection.
+        self._below_lengths = [-length for length in self.lengths]
+        self._below_seconds = [[-each for each in column] for column in zip(*self.seconds, strict=True)]
+
+    def first_that_fits(self, widest: list[tuple[float, int]], deadline: float, free: int) -> int:
+        """Return the first entry that fits into one of the widest rooms of each degree, or into a group of ``free`` ranks."""
+        first = len(self.lengths)
+        for k, (seconds, tokens) in enumerate(widest):
+            if tokens > 0:
+                place = bisect_left(self._below_lengths, -tokens, 0, first)
+                first = min(first, bisect_left(self._below_seconds[k], -seconds, place, first))
+            if self.instance.degrees[k] <= free:
+                first = min(first, bisect_left(self._below_seconds[k], -deadline, 0, first))
+        return first
 
 
 Content = tuple[int, int, "Content"] | None
@@ -48,8 +63,14 @@ Filled = list[tuple[int, int, Content]]
 """Groups of a micro-batch: (index of the degree, how many, content)."""
 
 
-def fill(d: Distinct, deadline: float, waiting: list[int], next_deadline: float) -> tuple[float, Filled] | None:
-    """Fill a micro-batch with what is ``waiting``, less it; return its seconds and groups, None where a must does not fit."""
+def fill(
+    d: Distinct, deadline: float, waiting: list[int], next_deadline: float, remaining: list[int]
+) -> tuple[float, Filled] | None:
+    """Fill a micro-batch with what is ``waiting``, less it; return its seconds and groups, None where a must does not fit.
+
+    Args:
+        remaining: those of ``waiting`` that are not 0, ascending.
+    """
     i = d.instance
     deadline *= 1 + SUMMED
     free, degrees = i.num_ranks, range(len(i.degrees))
@@ -57,10 +78,10 @@ def fill(d: Distinct, deadline: float, waiting: list[int], next_deadline: float)
     widest = [(-1.0, -1)] * len(i.degrees)  # most seconds and most tokens of any room
     closed: Filled = []
     shortest, busy = d.lengths[-1], 0.0
-    for idx, count in enumerate(waiting):
-        if not count:
-            continue
-        length, seconds = d.lengths[idx], d.seconds[idx]
+    place = 0
+    while place < len(remaining):
+        idx = remaining[place]
+        count, length, seconds = waiting[idx], d.lengths[idx], d.seconds[idx]
         for k in degrees:
             each = seconds[k]
             if each > widest[k][0] or length > widest[k][1]:
@@ -87,9 +108,16 @@ def fill(d: Distinct, deadline: float, waiting: list[int], next_deadline: float)
             rooms[k].append(_Room(deadline - fit * seconds[k], size - fit * length, new, (idx, fit, None)))
             widest[k] = _widest(rooms[k])
             free, count = free - new * i.degrees[k], count - new * fit
-        if count and d.fastest[idx] > next_deadline:
-            return None
         waiting[idx] = count
+        if not count:
+            place += 1
+            continue
+        if d.fastest[idx] > next_deadline:
+            return None
+        following = bisect_left(remaining, d.first_that_fits(widest, deadline, free), place + 1)
+        if place + 1 < following and d.fastest[remaining[place + 1]] > next_deadline:
+            return None
+        place = following
     for k in degrees:
         closed += [(k, room.count, room.content) for room in rooms[k]]
     for k, _, content in closed:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -120,6 +121,21 @@ class BatchInstance:
         """Return the fewest micro-batches that hold all tokens."""
         return max(1, math.ceil(int(self.lengths.sum()) / (self.num_ranks * self.tokens_per_rank)))
 
+    def step_s(self, micro_batches: Sequence[Sequence[BatchGroup]]) -> float:
+        """Return (O) or (O') of a schedule, recomputed: a micro-batch takes as long as its slowest group (C4)."""
+        column = {degree: idx for idx, degree in enumerate(self.degrees)}
+        if not self.waits:
+            loads = np.zeros(self.num_ranks)
+            for group in (group for groups in micro_batches for group in groups):
+                seconds = float(self.seconds[list(group.sequences), column[group.size]].sum())
+                loads[group.first : group.first + group.size] += seconds + self.fixed_s
+            return float(loads.max())
+        slowest = (
+            max(float(self.seconds[list(group.sequences), column[group.size]].sum()) for group in groups)
+            for groups in micro_batches
+        )
+        return sum(seconds + self.fixed_s for seconds in slowest)
+
 
 @dataclass(frozen=True)
 class BatchGroup:
@@ -146,27 +162,42 @@ class BatchSchedule:
         return max(0.0, 1 - self.bound_seconds / self.seconds)
 
 
+class BatchProblem(Protocol):
+    """What a batch and its machine are to a checker."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """Return the tokens of each sequence [S]."""
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Return the sizes of groups."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the ranks that share the batch."""
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Return what one of them holds in a micro-batch."""
+
+    @property
+    def fixed_s(self) -> float:
+        """Return the seconds of every micro-batch, whatever is in it."""
+
+    @property
+    def waits(self) -> bool:
+        """Tell whether ranks wait for each other after every micro-batch."""
+
+    def step_s(self, micro_batches: Sequence[Sequence[BatchGroup]]) -> float:
+        """Return the objective of a schedule, recomputed from the sequences."""
+
+
 Groups = list[tuple[int, list[int]]]
 """Groups of a micro-batch: (index of the degree, sequences)."""
 
 
-def batch_seconds(instance: BatchInstance, micro_batches: Sequence[Sequence[BatchGroup]]) -> float:
-    """Return (O) or (O') of a schedule, recomputed from the sequences: a micro-batch takes as long as its slowest group (C4)."""
-    column = {degree: idx for idx, degree in enumerate(instance.degrees)}
-    if not instance.waits:
-        loads = np.zeros(instance.num_ranks)
-        for group in (group for groups in micro_batches for group in groups):
-            seconds = float(instance.seconds[list(group.sequences), column[group.size]].sum())
-            loads[group.first : group.first + group.size] += seconds + instance.fixed_s
-        return float(loads.max())
-    slowest = (
-        max(float(instance.seconds[list(group.sequences), column[group.size]].sum()) for group in groups)
-        for groups in micro_batches
-    )
-    return sum(seconds + instance.fixed_s for seconds in slowest)
-
-
-def check_batch(instance: BatchInstance, schedule: BatchSchedule) -> list[str]:
+def check_batch(instance: BatchProblem, schedule: BatchSchedule) -> list[str]:
     """Return the constraints that a schedule breaks, by label; empty where it is right."""
     broken = []
     if sorted(idx for groups in schedule.micro_batches for group in groups for idx in group.sequences) != list(
@@ -187,6 +218,6 @@ def check_batch(instance: BatchInstance, schedule: BatchSchedule) -> list[str]:
             taken |= ranks
             if group.first % group.size or group.size not in instance.degrees:
                 broken.append(f"(C6) micro-batch {number}: a group of {group.size} begins at rank {group.first}")
-    if not math.isclose(schedule.seconds, batch_seconds(instance, schedule.micro_batches), rel_tol=SUMMED):
+    if not math.isclose(schedule.seconds, instance.step_s(schedule.micro_batches), rel_tol=SUMMED):
         broken.append("(O) the seconds are others")
     return broken

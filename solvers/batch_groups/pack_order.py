@@ -17,6 +17,7 @@ Source: the replay is cost_models/pipeline/replay.py's, with seconds by micro-ba
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,8 +29,8 @@ from ...schema.errors import ConfigError
 from ...schema.units import FloatArray, IntArray
 from ..tolerances import SUMMED
 
-_MAX_PERMUTED, _MAX_REPLAYS = 6, 1_000
-"""Packs of a pipeline of which all orders are replayed; replays of one climb, after which none begins anew."""
+_MAX_PERMUTED, _MAX_REPLAYS = 6, 3_000
+"""Packs of a pipeline of which all orders are replayed; replays of a pipeline, shared out over the climbs."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,14 @@ class UnequalReplay:
         return max(ends)
 
 
-def order_packs(factors: Sequence[float], replay: UnequalReplay, *, num_pipelines: int = 1) -> PackOrder:
+def order_packs(
+    factors: Sequence[float], replay: UnequalReplay, *, num_pipelines: int = 1, max_replays: int = _MAX_REPLAYS
+) -> PackOrder:
     """Return the packs of each pipeline in their order.
+
+    Args:
+        factors: seconds of each pack over those of the mean one, or of one that takes a second.
+        max_replays: of a pipeline, after which no climb goes on; of fewer than all orders take, few packs are climbed as well.
 
     Raises:
         ConfigError: there are not as many packs as the pipelines have micro-batches, or one takes no time.
@@ -77,7 +84,7 @@ def order_packs(factors: Sequence[float], replay: UnequalReplay, *, num_pipeline
         raise ConfigError(f"{len(factors)} packs for {num_pipelines} pipelines of {count} micro-batches")
     if min(factors) <= 0:
         raise ConfigError(f"pack {int(np.argmin(factors))} takes {min(factors)} times the mean: a pack takes some time")
-    answers = [_ordered(list(packs), factors, replay) for packs in _dealt(factors, count, num_pipelines)]
+    answers = [_ordered(packs, factors, replay, max_replays) for packs in _dealt(factors, count, num_pipelines)]
     return PackOrder(tuple(tuple(packs) for packs, _ in answers), max(seconds for _, seconds in answers))
 
 
@@ -92,26 +99,28 @@ def _dealt(factors: Sequence[float], count: int, num_pipelines: int) -> list[lis
     return pipelines
 
 
-def _ordered(packs: list[int], factors: Sequence[float], replay: UnequalReplay) -> tuple[list[int], float]:
+def _ordered(
+    packs: list[int], factors: Sequence[float], replay: UnequalReplay, max_replays: int
+) -> tuple[list[int], float]:
     """Return packs, given longest first, in the best order that is met, with its seconds."""
 
     def makespan_s(order: list[int]) -> float:
         return replay.makespan_s([factors[pack] for pack in order])
 
-    if len(packs) <= _MAX_PERMUTED:
+    if math.factorial(min(len(packs), _MAX_PERMUTED + 1)) <= max_replays:
         order = min(map(list, itertools.permutations(packs)), key=makespan_s)
         return order, makespan_s(order)
     peaked = [*packs[1::2][::-1], *packs[0::2]]
-    climbed = (_climbed(start, makespan_s) for start in (packs, packs[::-1], peaked))
+    climbed = (_climbed(start, makespan_s, max_replays // 3) for start in (packs, packs[::-1], peaked))
     return min(climbed, key=lambda entry: entry[1])
 
 
-def _climbed(order: list[int], makespan_s: Callable[[list[int]], float]) -> tuple[list[int], float]:
+def _climbed(order: list[int], makespan_s: Callable[[list[int]], float], max_replays: int) -> tuple[list[int], float]:
     """Exchange two packs as long as that shortens the replay."""
     best, best_s, replays, improves = order, makespan_s(order), 0, True
-    while improves and replays < _MAX_REPLAYS:
+    while improves and replays < max_replays:
         improves = False
-        for i, j in itertools.combinations(range(len(best)), 2):
+        for i, j in itertools.islice(itertools.combinations(range(len(best)), 2), max_replays - replays):
             order = list(best)
             order[i], order[j] = order[j], order[i]
             seconds, replays = makespan_s(order), replays + 1

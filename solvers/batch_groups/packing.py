@@ -66,9 +66,18 @@ def pack_evenly(lengths: Sequence[int], capacity: int) -> Packing:
             help="cut sequences, or take larger packs",
         )
     number = max(1, math.ceil(int(given.sum()) / capacity))
-    while (packs := _dealt(given, number, capacity)) is None:
+    while (packing := pack_into(given, number, capacity)) is None:
         number += 1
+    return packing
+
+
+def pack_into(given: IntArray, number: int, capacity: int) -> Packing | None:
+    """Return so many packs, empty ones where sequences are fewer; None where one finds no room."""
+    packs = _dealt(given, number, capacity)
+    if packs is None:
+        return None
     _swap(given, packs)
+    packs += [[] for _ in range(number - len(packs))]
     return Packing(
         packs=tuple(tuple(sorted(pack)) for pack in packs),
         tokens=tuple(int(given[pack].sum()) for pack in packs),

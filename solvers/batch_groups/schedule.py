@@ -19,13 +19,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...schema.batch import LengthCosts
 from ...schema.errors import InfeasibleError
 from ..tolerances import SUMMED
 from .bound import lower_bound_s
 from .exact import MAX_STEPS, num_steps, solve_exactly
 from .filling import Distinct, Filled, entries, fill
-from .instance import BatchGroup, BatchInstance, BatchSchedule, Groups, batch_seconds
+from .instance import BatchGroup, BatchInstance, BatchSchedule, Groups
 from .meeting_once import solve_without_waits
+from .pipelined import PackInstance, pack_bound_s, schedule_packs
 
 _SPAN = 3
 """Numbers of micro-batches that are tried, from the fewest that the tokens allow."""
@@ -46,18 +48,35 @@ _MAX_CUTS = 256
 """Places of the sorted sequences where a micro-batch may begin, in the dynamic program."""
 
 
-def schedule_batch(instance: BatchInstance) -> BatchSchedule:
+def instance_under(costs: LengthCosts, lengths: Sequence[int]) -> BatchInstance | PackInstance:
+    """Return the problem of lengths under the costs of a plan.
+
+    Raises:
+        ConfigError: there are none, or one is not positive.
+        InfeasibleError: the longest sequence fits nowhere.
+    """
+    return (PackInstance if costs.pipeline is not None else BatchInstance).under(costs, lengths)
+
+
+def batch_bound_s(instance: BatchInstance | PackInstance) -> float:
+    """Return seconds that no schedule of a batch is below."""
+    return pack_bound_s(instance) if isinstance(instance, PackInstance) else lower_bound_s(instance)
+
+
+def schedule_batch(instance: BatchInstance | PackInstance) -> BatchSchedule:
     """Return the micro-batches and groups of a batch.
 
     Raises:
         InfeasibleError: no schedule within `_SPAN` micro-batches more than the tokens need.
     """
+    if isinstance(instance, PackInstance):
+        return schedule_packs(instance)
     start = time.perf_counter()
     if not instance.waits:
         rounds = solve_without_waits(instance)
         return BatchSchedule(
             micro_batches=rounds,
-            seconds=batch_seconds(instance, rounds),
+            seconds=instance.step_s(rounds),
             bound_seconds=lower_bound_s(instance),
             solve_seconds=time.perf_counter() - start,
         )
@@ -70,7 +89,7 @@ def schedule_batch(instance: BatchInstance) -> BatchSchedule:
     micro_batches = tuple(_placed(instance, groups) for groups in answer)
     return BatchSchedule(
         micro_batches=micro_batches,
-        seconds=batch_seconds(instance, micro_batches),
+        seconds=instance.step_s(micro_batches),
         bound_seconds=lower_bound_s(instance),
         solve_seconds=time.perf_counter() - start,
     )
@@ -86,16 +105,15 @@ class _Filling:
 
 def _under(d: Distinct, deadlines: Sequence[float]) -> _Filling | None:
     """Return what deadlines, longest first, come to; None where a sequence is left."""
-    waiting, filled = list(d.counts), []
+    waiting, filled, remaining = list(d.counts), [], list(range(len(d.counts)))
     for deadline, later in zip(deadlines, [*deadlines[1:], -1.0], strict=True):
-        micro_batch = fill(d, deadline, waiting, later)
+        micro_batch = fill(d, deadline, waiting, later, remaining)
         if micro_batch is None:
             return None
+        remaining = [idx for idx in remaining if waiting[idx]]
         filled.append(micro_batch)
     return (
-        None
-        if any(waiting)
-        else _Filling(sum(seconds for seconds, _ in filled), [entry for entry in filled if entry[1]])
+        None if remaining else _Filling(sum(seconds for seconds, _ in filled), [entry for entry in filled if entry[1]])
     )
 
 

@@ -13,7 +13,7 @@ from meshwright.planner import plan
 from meshwright.planner.batch import instance_of_plan
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.batch import Batch, SequenceCosts, read_lengths
-from meshwright.solvers.batch_groups import check_batch, schedule_batch
+from meshwright.solvers.batch_groups import BatchGroup, PackInstance, check_batch, schedule_batch
 from typer.testing import CliRunner
 
 LENGTHS = [700, 1_500, 3_000, 9_000, 2_000, 90_000, 400, 400]
@@ -90,16 +90,34 @@ def test_what_does_not_go_together_is_refused(trained: TrainingPlan, tmp_path: P
     refused = CliRunner().invoke(app, ["batch", str(path)])
     assert refused.exit_code == 2
     assert "--lengths" in refused.output
-    with pytest.raises(ConfigError, match="one shape"):
-        instance_of_plan(
-            plan(
-                trained.model,
-                trained.cluster,
-                Workload(seq_len=4_096, global_batch_size=64),
-                fixed={"pp": 2},
-            ),
-            LENGTHS,
-        )
+
+
+def test_batches_of_a_pipeline_are_packs_whose_seconds_are_those_of_its_stages() -> None:
+    model, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB")
+    workload = Workload(seq_len=4_096, global_batch_size=64)
+    staged = plan(
+        model,
+        cluster,
+        workload,
+        fixed={"pp": 2, "tp": 2, "schedule": "1f1b", "num_model_chunks": 1, "micro_batch_size": 1, "cp": 1},
+    )
+    instance = instance_of_plan(staged, [700, 1_500, 3_000, 9_000, 2_000, 400] * 8)
+    assert isinstance(instance, PackInstance)
+    assert instance.num_pipelines == staged.layout.dp
+    answer = schedule_batch(instance)
+    assert check_batch(instance, answer) == []
+    assert len(answer.micro_batches) >= 2
+    # Packs of one sequence each, all of one length, take what the plan's estimate says of such micro-batches.
+    equal = instance_of_plan(staged, [4_096] * 64)
+    dp = staged.layout.dp
+    one_by_one = [[BatchGroup(r, 1, (turn * dp + r,), 0.0) for r in range(dp)] for turn in range(64 // dp)]
+    assert isinstance(equal, PackInstance)
+    seconds = equal.step_s(one_by_one) + equal.costs.step_s
+    assert seconds == pytest.approx(staged.estimate.step_time_s, rel=0.03)
+    other = plan(model, cluster, workload, fixed={"pp": 2, "schedule": "gpipe"})
+    with pytest.raises(ConfigError, match="unequal lengths") as caught:
+        instance_of_plan(other, LENGTHS)
+    assert "schedule gpipe holds all micro-batches" in str(caught.value)
 
 
 def test_the_command_draws_a_batch(trained: TrainingPlan, tmp_path: Path) -> None:

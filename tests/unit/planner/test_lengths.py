@@ -12,7 +12,7 @@ from meshwright.planner import estimate, explain, plan
 from meshwright.planner.batch import instance_of_plan, length_costs
 from meshwright.planner.lengths import NUM_BATCHES, SEED
 from meshwright.planner.planned_stages import reestimate
-from meshwright.schema import ConfigError, InfeasibleError, Layout, ModelSpec, TrainingPlan, Workload
+from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.batch import Lengths
 from meshwright.solvers.batch_groups import BatchInstance, check_batch, schedule_batch
 from typer.testing import CliRunner
@@ -80,6 +80,26 @@ def test_the_plan_has_the_least_mean_of_its_layouts(tmp_path: Path) -> None:
             "8xH100-SXM-80GB",
             Workload(seq_len=10**8, global_batch_size=32, lengths=Lengths.of([10**8])),
         )
+
+
+def test_slow_links_between_nodes_make_a_pipeline_of_packs() -> None:
+    cluster = ClusterSpec.parse("2x4xA100-SXM-80GB")
+    inside, between = cluster.levels
+    ethernet = between.link.replace(bandwidth_bytes_per_s=6.25e8, group_bandwidth_bytes_per_s=None)
+    slow = cluster.replace(levels=(inside, between.replace(link=ethernet)))
+    lengths = Lengths.of(SAMPLES, max_len=4_096)
+    workload = Workload(seq_len=4_096, global_batch_size=64, lengths=lengths)
+    fixed = {"tp": 1, "num_model_chunks": 1, "recompute": "full", "zero_stage": 1, "dp_replicate": 1}
+    free, single = (plan("llama-3.1-8b", slow, workload, fixed={**fixed, **pp}) for pp in ({}, {"pp": 1}))
+    assert free.layout.pp == 2
+    assert free.estimate.step_time_s < single.estimate.step_time_s
+    assert free.estimate.breakdown_s.total == pytest.approx(free.estimate.step_time_s)
+    assert free.estimate.breakdown_s.bubble > 0
+    assert free.batches is not None
+    assert free.batches.pipeline is not None
+    for again in (reestimate(free, free.cluster), estimate(free.model, free.cluster, workload, free.layout)):
+        assert again.step_time_s == pytest.approx(free.estimate.step_time_s)
+    assert TrainingPlan.model_validate_json(free.model_dump_json()) == free
 
 
 def test_the_command_reads_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,5 +151,5 @@ def test_plans_that_documents_do_not_suit_are_refused(texts: Path) -> None:
     with pytest.raises(ConfigError, match="does not say what documents cost"):
         prepare_options(small_plan(), options)
     with pytest.raises(RuntimeMismatchError, match="cannot be trained on documents") as caught:
-        prepare_options(small_plan(Layout(pp=2)), options)
-    assert "pp 2" in str(caught.value)
+        prepare_options(small_plan(Layout(pp=2, schedule="gpipe")), options)
+    assert "schedule gpipe holds all micro-batches at once" in str(caught.value)

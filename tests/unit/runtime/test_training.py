@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.runtime import parallel_model, parallelize
+from meshwright.runtime import loss_scale, parallelize
 from meshwright.runtime.job.machine import explain_out_of_memory
-from meshwright.runtime.parallel_model import LossScale
+from meshwright.runtime.loss_scale import LossScale
 from meshwright.runtime.training.optimizer import RouterBalance, build_scheduler
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints, require_compilable
 from meshwright.schema import ConfigError, Layout, MeshwrightError, RuntimeMismatchError, TrainingPlan
@@ -38,7 +38,7 @@ def precision(name: str) -> TrainingPlan:
 
 
 def test_overflowed_steps_are_skipped_until_the_scale_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel_model, "INITIAL_SCALE", 2.0**30)
+    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**30)
     options = TrainOptions(steps=16, learning_rate=1e-2, checkpoint_dir=str(tmp_path / "c"))
     records = train_here(monkeypatch, precision("fp16-mixed"), options, tmp_path / "m.jsonl")[:-1]
     skipped = [record["grad_norm"] is None for record in records]
@@ -55,7 +55,7 @@ def test_overflowed_steps_are_skipped_until_the_scale_fits(tmp_path: Path, monke
 
 def test_scale_grows_after_a_while_and_is_one_elsewhere() -> None:
     scale = LossScale(8.0, is_dynamic=True)
-    for _ in range(parallel_model.GROWTH_STEPS):
+    for _ in range(loss_scale.GROWTH_STEPS):
         scale.update(overflowed=False)
     assert (scale.value, scale.steps) == (16.0, 0)
     other = LossScale.from_plan(small_plan())
