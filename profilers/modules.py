@@ -39,7 +39,7 @@ from .module.split_rules import Rule
 from .module.splits import Splits, storage_key
 from .module.stages import described_sample, why_not_cut
 from .module.structure import Structure, find_structure
-from .module.trials import first_line, split_facts, why_not_sharded
+from .module.trials import failure, split_facts, why_not_sharded
 from .placements.work import placed_units
 
 _STAND_INS = {
@@ -93,9 +93,7 @@ def profile_module(
             help="let it compute the same whatever the values, with masks for instance",
         ) from None
     except Exception as error:  # the module's own code
-        raise ConfigError(
-            f"{type(model).__name__} does not run on the sample batch: {type(error).__name__}: {first_line(error)}"
-        ) from None
+        raise ConfigError(f"{type(model).__name__} does not run on the sample batch: {failure(model, error)}") from None
     before, after = tracer.outside()
     # Parameters that both ends use (tied embeddings) are counted in the first.
     vocab_size = tracer.vocab_size(structure)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -175,6 +176,11 @@ class _Recorder(TorchFunctionMode):
                     f"{self._name} hands on tensors in a {type(leaf).__name__} ({where}), which torch's pytree does not know"
                 )
             return leaf
+        if isinstance(leaf.grad_fn, BackwardCFunction):  # whose steps were noted as they are without gradients
+            made_by = type(leaf.grad_fn).__name__.removesuffix("Backward")
+            raise ConfigError(
+                f"{self._name} calls {made_by}, a torch.autograd.Function, between its blocks, which is noted in blocks only"
+            )
         if id(leaf) in self._values:
             return Ref(self._values[id(leaf)])
         if id(leaf) in self._paths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,3 +88,12 @@ def why_not_sharded(module: nn.Module, read_outside: Sequence[str]) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def failure(module: nn.Module, error: Exception) -> str:
+    """Return which part of a module an error comes from, its class and the first line of its message."""
+    names = {part: name for name, part in module.named_modules()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    parts = [part for frame in frames if isinstance(part := frame.f_locals.get("self"), nn.Module) and names.get(part)]
+    where = f"in {names[parts[-1]]} ({type(parts[-1]).__name__}): " if parts else ""
+    return f"{where}{type(error).__name__}: {first_line(error)}"

@@ -97,12 +97,15 @@ class _Watch(TorchFunctionMode):
         self._owners, self._running = owners, running
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._running and getattr(func, "__name__", "") != "__get__":
+        made = func(*args, **(kwargs or {}))
+        # Of what is got of a parameter, only a tensor (its transpose) has its values.
+        is_fact = getattr(func, "__name__", "") == "__get__" and not isinstance(made, Tensor)
+        if not self._running and not is_fact:
             for leaf in tree_leaves((args, kwargs)):
                 if id(leaf) in self._owners:
                     unit, name = self._owners[id(leaf)]
                     unit.read_outside.add(name)
-        return func(*args, **(kwargs or {}))
+        return made
 
 
 def sample_run(module: nn.Module, units: Sequence[Unit], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

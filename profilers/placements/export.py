@@ -10,13 +10,14 @@ import operator
 import re
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import export
+from torch.export import ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._pytree import TreeSpec
 
@@ -116,6 +117,43 @@ def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], 
             program = export(module, tuple(args), dict(kwargs), strict=False)
     except Exception as error:  # the module's own code, or what torch does not trace
         raise ConfigError(f"{path or type(module).__name__} cannot be traced: {first_line(error)}") from None
+    graph = _graph_of(program, path)
+    if _what_is_written(graph):
+        with warnings.catch_warnings(), suppress(Exception):  # whatever stops it: then the reason is what is written
+            warnings.simplefilter("ignore")
+            graph = _graph_of(_without_writes(program), path)
+    if why := _what_is_written(graph):
+        raise ConfigError(f"{path}: {why}")
+    return graph
+
+
+def _without_writes(program: ExportedProgram) -> ExportedProgram:
+    """Return a program in which what is written in place is a new value, which whoever reads it later reads."""
+    program = program.run_decompositions({})
+    for node in list(program.graph.nodes):
+        if node.target is not torch.ops.aten.copy.default:
+            continue
+        made, read = node.meta["val"], node.args[1].meta["val"]  # a copy has no gradient in torch
+        value = node.args[1]
+        with program.graph.inserting_before(node):
+            if read.dtype != made.dtype:
+                value = program.graph.call_function(torch.ops.aten.to.dtype, (value, made.dtype))
+                value.meta["val"] = read.to(made.dtype)
+            if read.shape != made.shape:
+                value = program.graph.call_function(torch.ops.aten.expand.default, (value, list(made.shape)))
+                value.meta["val"] = made
+        node.replace_all_uses_with(value)
+        program.graph.erase_node(node)
+    program.graph.eliminate_dead_code()
+    return program
+
+
+def _graph_of(program: ExportedProgram, path: str) -> UnitGraph:
+    """Return what a program computes.
+
+    Raises:
+        ConfigError: it does what a graph cannot say.
+    """
     for node in list(program.graph.nodes):
         if (
             node.target is torch.ops.aten.contiguous.default
@@ -150,12 +188,10 @@ def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], 
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
         raise ConfigError(f"{path} changes its buffers in a way that is not placed")
     assert program.call_spec.out_spec is not None
-    graph = UnitGraph(
+    return UnitGraph(
         nodes, names, state, frozenset(parameters), constants, outputs, program.call_spec.out_spec,
         _shapes(program.graph),
     )  # fmt: skip
-    _require_no_writes(graph, path)
-    return graph
 
 
 def _shapes(graph: fx.Graph) -> dict[Value, tuple[int, ...]]:
@@ -168,8 +204,8 @@ def _shapes(graph: fx.Graph) -> dict[Value, tuple[int, ...]]:
     return shapes
 
 
-def _require_no_writes(graph: UnitGraph, path: str) -> None:
-    """Refuse operators that write into what is read again, or that others see as well."""
+def _what_is_written(graph: UnitGraph) -> str:
+    """Return the first operator that writes into what is read again, or that others see as well; empty where none does."""
     order = {node: idx for idx, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         assert isinstance(node.target, torch._ops.OpOverload)
@@ -186,4 +222,5 @@ def _require_no_writes(graph: UnitGraph, path: str) -> None:
         read_later = [user for user in target.users if user is not node and order.get(user, 0) > order[node]]
         has_twin = graph.calls[node.name].target is not node.target
         if target.op == "placeholder" or is_view or read_later or not has_twin:
-            raise ConfigError(f"{path}: {node.name} ({node.target}) writes into a value that is read elsewhere")
+            return f"{node.name} ({node.target}) writes into a value that is read elsewhere"
+    return ""

@@ -28,17 +28,18 @@ TOLERANCE = 1e-5
 
 
 class Wrong(NamedTuple):
-    """A node that computes something else where it is placed; empty where the gradients differ though every value is right."""
+    """A node that computes something else where it is placed; empty where its gradients differ and no node's do by themselves."""
 
     node: str
     why: str
 
 
 class Unsplit(NamedTuple):
-    """A graph on one rank: what it is given, in fp64, every value, gradients with these seeds of its outputs."""
+    """A graph on one rank: what it is given, in fp64, every value, which have gradients, those with these seeds of its outputs."""
 
     given: dict[str, Any]
     values: dict[Value, Any]
+    trained: frozenset[Value]
     seeds: list[Tensor | None]
     gradients: dict[str, Tensor]
 
@@ -59,7 +60,8 @@ class Unsplit(NamedTuple):
         torch.autograd.backward([o for o, _ in trained], [seed for _, seed in trained])
         has = {name: leaf.grad for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.grad is not None}
         detached = {value: t.detach() if isinstance(t, Tensor) else t for value, t in values.items()}
-        return cls(doubled, detached, drawn, has)
+        in_backward = frozenset(value for value, t in values.items() if isinstance(t, Tensor) and t.requires_grad)
+        return cls(doubled, detached, in_backward, drawn, has)
 
 
 def proved(
@@ -152,7 +154,8 @@ def why_wrong(
         for o in graph.outputs
         if isinstance(o, torch.fx.Node)
     ]
-    return _compare_gradients(unsplit, ends, inputs, parameters)
+    wrong = _compare_gradients(unsplit, ends, inputs, parameters)
+    return wrong and (_wrong_backward(graph, placed, unsplit, num_ranks) or wrong)
 
 
 def text(signature: Signature) -> str:
@@ -230,3 +233,57 @@ def _compare_gradients(
                 "", f"the gradient of {name}, {form}, differs by {worst / max(largest, 1e-12):.1e} of the largest"
             )
     return None
+
+
+def _wrong_backward(
+    graph: UnitGraph, placed: Mapping[str, Signature], unsplit: Unsplit, num_ranks: int
+) -> Wrong | None:
+    """Return the first node, from the end, whose gradients by themselves differ from the unsplit graph's."""
+    for node in reversed(graph.nodes):
+        signature = placed[node.name]
+        error = _backward_error(graph, node, signature, unsplit, num_ranks)
+        if error > TOLERANCE:
+            why = f"{node.name} ({node.target}) as {text(signature)}: a gradient differs by {error:.1e}"
+            return Wrong(node.name, why)
+    return None
+
+
+def _backward_error(
+    graph: UnitGraph, node: torch.fx.Node, signature: Signature, unsplit: Unsplit, num_ranks: int
+) -> float:
+    """Return the largest difference of a gradient that a node makes on parts, of outputs with random gradients."""
+    call = _as_tried(graph.calls[node.name])
+    refs = [graph.value_of(producer) for producer in call.producers]
+    values = [unsplit.values[ref] for ref in refs]
+    outs = [unsplit.values[Value(node.name, idx)] for idx in range(len(signature.outs))]
+    generator = torch.Generator().manual_seed(7)
+    seeds = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in outs]
+
+    def gradients(read: Sequence[Any], seeds: Sequence[Tensor], variant: str) -> list[Tensor]:
+        leaves = [
+            _leaf(value).requires_grad_(ref in unsplit.trained) if isinstance(value, Tensor) else value
+            for ref, value in zip(refs, read, strict=True)
+        ]
+        made = tensors_of(call.run(leaves, variant, num_ranks, outs[0].shape if len(outs) == 1 else None))
+        ends = [(t, seed) for t, seed in zip(made, seeds, strict=True) if t.requires_grad]
+        torch.autograd.backward([t for t, _ in ends], [seed for _, seed in ends])
+        trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained]
+
+    if not any(Value(node.name, idx) in unsplit.trained for idx in range(len(outs))):
+        return 0.0
+    duals = [form.dual for form in signature.outs]
+    of_ranks = [
+        gradients(_parts(values, signature.ins, r, num_ranks), _parts(seeds, duals, r, num_ranks), signature.variant)
+        for r in range(num_ranks)
+    ]
+    forms = [form.dual for ref, form in zip(refs, signature.ins, strict=True) if ref in unsplit.trained]
+    compared = zip(forms, zip(*of_ranks, strict=True), gradients(values, seeds, ""), strict=True)
+    return max((_difference(parts, form, entire) for form, parts, entire in compared), default=0.0)
+
+
+def _parts(values: Sequence[Any], forms: Sequence[Form], rank: int, num_ranks: int) -> list[Any]:
+    return [
+        part_of(value, form, rank, num_ranks) if isinstance(value, Tensor) else value
+        for value, form in zip(values, forms, strict=True)
+    ]

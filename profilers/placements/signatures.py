@@ -81,7 +81,8 @@ class Sample(NamedTuple):
             return (drawn.abs() + 0.5 if positive else drawn).to(self.dtype)
         if self.dtype == torch.bool:
             return torch.rand(self.shape, generator=generator) < 0.8
-        return torch.randint(self.low, self.high + 1, self.shape, generator=generator, dtype=self.dtype)
+        high = min(self.high + 1, torch.iinfo(torch.int64).max)
+        return torch.randint(self.low, high, self.shape, generator=generator, dtype=self.dtype)
 
 
 def entire_signatures(num_ins: int, num_outs: int) -> list[Signature]:

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ...schema.errors import ConfigError
 from ...schema.placement_forms import ENTIRE, REPEATED, Form
 from ...schema.placements import OperatorWork, UnitWork, WholeUnit
-from ..module.trials import first_line
+from ..module.trials import failure
 from ..module.units import Unit, find_units, sample_run, seeded
 from .export import UnitGraph, Value, export_unit, skeleton
+from .fidelity import require_equal_to_code
 from .gate import proved, text
 from .localise import Call, tensors_of
 from .parts import is_cut
@@ -108,7 +109,7 @@ def trace_units(
     try:
         sample_run(module, units, args, kwargs)
     except Exception as error:  # the module's own code
-        raise ConfigError(f"{type(module).__name__} does not run on the sample: {first_line(error)}") from None
+        raise ConfigError(f"{type(module).__name__} does not run on the sample: {failure(module, error)}") from None
     kinds: dict[str, TracedUnit | str] = {}
     for unit in units:
         why = "it is not called with this sample" if unit.call is None else ""
@@ -129,21 +130,33 @@ def trace_units(
 def _traced(unit: Unit) -> TracedUnit | str:
     assert unit.call is not None
     try:
-        graph = export_unit(unit.module, *unit.call, path=unit.path)
+        graph, given = _graph_of(unit)
     except ConfigError as error:
         return error.message
     if not any(node for node in graph.nodes):
         return "it computes nothing"
     read_outside = frozenset(unit.read_outside)
-    traced = TracedUnit([], graph, bind(graph, unit.module, unit.call), unit.module, read_outside)
+    traced = TracedUnit([], graph, given, unit.module, read_outside)
     unit.module.eval()
     with suppress(ConfigError):
-        evaluated = export_unit(unit.module, *unit.call, path=unit.path)
+        evaluated, given = _graph_of(unit)
         if skeleton(evaluated.described) != skeleton(graph.described):
-            given = bind(evaluated, unit.module, unit.call)
             traced.evaluation = TracedUnit(traced.paths, evaluated, given, unit.module, read_outside)
     unit.module.train()
     return traced
+
+
+def _graph_of(unit: Unit) -> tuple[UnitGraph, dict[str, Any]]:
+    """Return the graph of a unit's call, and the values of its placeholders.
+
+    Raises:
+        ConfigError: there is none that computes what the unit's code does.
+    """
+    assert unit.call is not None
+    graph = export_unit(unit.module, *unit.call, path=unit.path)
+    given = bind(graph, unit.module, unit.call)
+    require_equal_to_code(graph, unit.module, unit.call, given)
+    return graph, given
 
 
 def bind(graph: UnitGraph, module: nn.Module, call: Any) -> dict[str, Any]:

@@ -92,12 +92,13 @@ def by_world_size(*groups: Sequence[Any], long_from: int = 4) -> list[ParameterS
 
 @dataclass
 class Outcome:
-    """What one rank saw: the first step's gradients (before clipping), and loss and gradient norm of each step."""
+    """What one rank saw: the first step's gradients (before clipping), and loss and gradient norm of each step; or an error."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     stage: int = 0
+    error: str = ""
 
 
 def run_group(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import zoo
 from harness import Case, run_group
-from meshwright.planner import plan
-from meshwright.profilers import profile_module
-from meshwright.schema import TrainingPlan, Workload
-from plans import cpu_cluster
-from test_zoo import differences
+from zoo_plans import SHARDED, STAGED, differences, placed_plan, share_of_parameters
 
 QUICK = ("nanogpt", "dlrm", "lstm")
 """Fused projections with a tied head; tables and products of pairs; a graph that says whether this is training."""
@@ -23,38 +18,6 @@ RULED = ("neox", "gemma", "phi3", "olmo2", "cohere", "llama", "gemma3")
 
 PARTLY = ("qwen2_vl",)
 """A tower that the sample does not call is on both ranks."""
-
-
-def placed_plan(name: str, **fixed: int | str) -> TrainingPlan:
-    """A plan with tp 2 on as many ranks as its degrees make."""
-    model, inputs = zoo.build(name)
-    spec = profile_module(model, inputs if hasattr(model, "config") else list(inputs.values()), tp=(2,))
-    assert spec.traced_len is not None
-    workload = Workload(seq_len=spec.traced_len, global_batch_size=zoo.BATCH, precision="fp32")
-    degrees = {"tp": 2, "dp_shard": 1, "pp": 1, "dp_replicate": 1, **fixed}
-    ranks = math.prod(int(degrees[axis]) for axis in ("tp", "dp_shard", "pp", "dp_replicate"))
-    return plan(spec, cpu_cluster(ranks), workload, fixed={**degrees, "sequence_parallel": False})
-
-
-def share_of_parameters(name: str, found: TrainingPlan) -> float:
-    """What a rank holds of a model's parameters."""
-    assert found.model.code is not None
-    cut = {
-        f"{path}.{parameter}"
-        for placement in found.model.code.placements
-        for path in placement.paths
-        for parameter, form in placement.parameters
-        if form.startswith("S")
-    }
-    model, _ = zoo.build(name)
-    held, total, seen = 0.0, 0, set[int]()
-    paths = [(path, p) for path, p in model.named_parameters(remove_duplicate=False)]
-    for path, parameter in sorted(paths, key=lambda item: item[0] not in cut):
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            total += parameter.numel()
-            held += parameter.numel() / (2 if path in cut else 1)
-    return held / total
 
 
 @pytest.mark.parametrize(
@@ -85,8 +48,7 @@ def test_placed_modules_run_with_the_gradients_of_one_rank(names: Sequence[str],
 @pytest.mark.long
 def test_placed_modules_are_sharded_and_recomputed(tmp_path: Path) -> None:
     """Tp 2 and zero 3 over two more ranks, blocks computed again: a tied head, attention under a condition, a block of images."""
-    sharded = {"dp_shard": 2, "zero_stage": 3, "recompute": "full"}
-    plans = {name: placed_plan(name, **sharded) for name in ("nanogpt", "dit", "unet")}
+    plans = {name: placed_plan(name, **SHARDED) for name in ("nanogpt", "dit", "unet")}
     outcomes = run_group(4, [Case(name, plan, module=name, run=zoo.one_step) for name, plan in plans.items()], tmp_path)
     for name in plans:
         gradients = {key: grad for outcome in outcomes[name] for key, grad in outcome.gradients.items()}
@@ -96,8 +58,7 @@ def test_placed_modules_are_sharded_and_recomputed(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_placed_modules_are_stages_that_are_sharded(tmp_path: Path) -> None:
     """Tp 2 in two stages over two more ranks: a tied head, an encoder-decoder, a condition, blocks that hold lists."""
-    staged = {"pp": 2, "dp_shard": 2, "zero_stage": 1, "schedule": "1f1b", "num_model_chunks": 1}
-    plans = {name: placed_plan(name, **staged) for name in ("nanogpt", "t5", "dit", "swin")}
+    plans = {name: placed_plan(name, dp_shard=2, zero_stage=1, **STAGED) for name in ("nanogpt", "t5", "dit", "swin")}
     outcomes = run_group(8, [Case(name, plan, module=name, run=zoo.one_step) for name, plan in plans.items()], tmp_path)
     for name in plans:
         gradients = {key: grad for outcome in outcomes[name] for key, grad in outcome.gradients.items()}

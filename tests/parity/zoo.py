@@ -13,6 +13,7 @@ from meshwright.runtime import parallelize
 from meshwright.runtime.models.layers import full_tensor
 from torch import Tensor, nn
 from zoo_more import MORE
+from zoo_others import OTHERS
 
 BATCH, LENGTH = 4, 16
 TEXT: dict[str, Any] = {
@@ -159,6 +160,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "mixers": _plain(Mixers, images=_images()),
     "peeking": _plain(Peeking, tokens=_tokens()),
     **MORE,
+    **OTHERS,
 }
 
 

@@ -121,6 +121,7 @@ def test_a_gradient_that_is_a_part_where_all_is_asked_for_is_seen() -> None:
         graph, {name: parsed("I,S0>S2")}, {next(iter(graph.parameters)): Form("S", 0)}, Unsplit.of(graph, given), 2
     )
     assert wrong is not None
+    assert wrong.node == name
     assert "gradient" in wrong.why
 
 
