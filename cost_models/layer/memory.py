@@ -55,6 +55,8 @@ def tp_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray
     split = sum(op.num_params for op in products if op.shard in ("column", "row"))
     if isinstance(layer, Embedding):
         split = layer.vocab_size * hidden_dim
+    if isinstance(layer, Block) and isinstance(attention := layer.attention, SoftmaxAttention):
+        split += (attention.q_dim + attention.kv_dim) * (attention.qk_norm == "full")
     moe = layer.experts
     in_experts = moe.num_experts * moe.expert.num_params(hidden_dim) if moe else 0
     following = total - split + split / layouts.tp
