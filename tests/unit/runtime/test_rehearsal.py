@@ -28,6 +28,12 @@ def made(model: str | ModelSpec, cluster: str, fix: str, *, batch: int = 8, seq_
     return plan(model, cluster, global_batch_size=batch, seq_len=seq_len, fixed=parse_assignments(fix))
 
 
+def with_blocks(model: str, count: int) -> ModelSpec:
+    """Return a catalogue model with so many blocks of a kind at most."""
+    spec = resolve_model(model, None)
+    return spec.replace(layers=tuple(run.replace(count=min(run.count, count)) for run in spec.layers))
+
+
 @pytest.fixture(scope="module")
 def sharded() -> tuple[TrainingPlan, Rehearsal]:
     given = made(
@@ -117,9 +123,7 @@ COLLECTIVES = (
 @pytest.mark.long  # 2 CPU s each
 def test_bytes_of_collectives_are_those_of_the_formulas(model: str, fix: str, axes: set[str]) -> None:
     """To the byte, over blocks of a catalogue model; but not what all ranks vote on, nor one number between stages."""
-    spec = resolve_model(model, None)
-    layers = tuple(run.replace(count=min(run.count, 2)) for run in spec.layers)
-    given = made(spec.replace(layers=layers), "8xH100-SXM-80GB", f"{fix},micro_batch_size=1", batch=16)
+    given = made(with_blocks(model, 2), "8xH100-SXM-80GB", f"{fix},micro_batch_size=1", batch=16)
     counted = [one for kind in rehearse(given).kinds for one in kind.collectives if one.axis != "world"]
     assert {one.axis for one in counted} == axes
     for one in counted:
@@ -177,6 +181,22 @@ def test_ranks_in_the_middle_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch)
     assert [kind.rank for kind in kinds] == [1, 2]
     assert rehearsed == [1]
     assert kinds[0].module != kinds[1].module
+
+
+@pytest.mark.long  # 6 CPU s each: 24 micro-batches in full as well
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_many_micro_batches_are_as_a_few_and_a_round_more_say(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fix = f"pp=2,dp_shard=1,tp=1,micro_batch_size=1,num_model_chunks=1,recompute=none,schedule={schedule}"
+    given = made(with_blocks("smollm2-135m", 4), "2xH100-SXM-80GB", fix, batch=24)
+    few = rehearse(given)
+    monkeypatch.setattr(run, "with_few_passes", lambda _: None)
+    full = rehearse(given)
+    assert any("10 of 24 micro-batches" in note for note in few.notes)
+    for one, other in zip(few.kinds, full.kinds, strict=True):
+        assert one.peak_allocated_bytes == pytest.approx(other.peak_allocated_bytes, rel=1e-3)
+        assert one.peak_reserved_bytes == pytest.approx(other.peak_reserved_bytes, rel=0.02)
+        assert one.collectives == other.collectives
+        assert one.flops == other.flops
 
 
 class Sound(torch.nn.Module):
