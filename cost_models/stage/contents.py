@@ -121,6 +121,7 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         prefix = costs.prefix(name, idx)
         return np.asarray(prefix[last] - prefix[first])
 
+    keeps_outputs = costs.workload.engine_facts.memory is None and costs.workload.has_backward
     roots = np.concatenate([[0.0], np.cumsum(costs.per_layer("num_params", idx) * ~costs.is_block)])
     contents = StageContents(
         params=span("num_params"),
@@ -137,6 +138,8 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         block_activation_bytes=np.asarray(costs.block_activation_bytes[idx]),
         logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
+        read_bytes=span("read_bytes"),
+        output_bytes=keeps_outputs * (1 * (last < len(costs.kind_of_layer)) - (first > 0)) * costs.boundary_bytes[idx],
         ends_are_one=costs.model.tie_embeddings & (costs.layouts.pp[idx] == 1),
     )
     return with_vocabulary(costs, contents, idx)
@@ -176,7 +179,8 @@ def contents_of_ranks(costs: CostTable, idx: int, contents: StageContents) -> St
     shape = pipeline_shape(costs, idx)
     on_rank = np.array(shape.rank_of_stage)[:, None] == np.arange(shape.pp)
     summed = (
-        "params", "trained", "expert_params", "frozen_bytes", "root_params", "activation_bytes", "pending_bytes", "logits"
+        "params", "trained", "expert_params", "frozen_bytes", "root_params", "activation_bytes", "pending_bytes", "logits",
+        "output_bytes",
     )  # fmt: skip
     of_ranks = replace(contents, **{name: np.asarray(getattr(contents, name)) @ on_rank for name in summed})
     return replace(of_ranks, root_params=np.minimum(of_ranks.root_params, costs.root_params[idx]))
@@ -230,6 +234,7 @@ def _fullest_terms(
     """Return the memory terms of ranks [...] with chunks [..., v] that hold most at one of the moments [..., K]."""
     workload = costs.workload
     if workload.engine_facts.memory is None and workload.has_backward:
+        chunks = replace(chunks, activation_bytes=chunks.activation_bytes + chunks.output_bytes)
         return stage_memory(contents, step, costs.scenario, fullest_moment(chunks, step, costs.scenario, holding))
     peak, saved = stored_activations(chunks, holding).max(axis=-1), contents.activation_bytes
     flight = np.divide(peak, saved, out=np.ones_like(peak), where=saved > 0)
@@ -299,6 +304,7 @@ def chunks_may_fit(costs: CostTable) -> BoolArray:
             split_working_bytes=none,
             block_activation_bytes=none,
             boundary_bytes=boundary,
+            output_bytes=-boundary * (costs.workload.engine_facts.memory is None),
             **of_each,
         )
         return np.asarray(required_by_terms(stage_memory(stage, shape, costs.scenario), costs.scenario) <= cap)

@@ -17,7 +17,8 @@ r = 1 where a block is recomputed:
                   R - 1 times forward and 2 R - 1 times backward, and R - 1 times again under full recompute
     ep            rows to their experts and back: 4 + 2 r of b T k D, each rank's own, and how many there are for each expert
     etp           2 + r all-gathers and 2 + r reduce-scatters of b D times the tokens of its ranks, of the last part 2
-    pp            hidden states to and from each neighbour, gradients the other way; once a step the gradient of a tied embedding
+    pp            hidden states to and from each neighbour on another rank, gradients the other way; once a step the gradient of a
+                  tied embedding
 
 Norms of gradients and votes of all ranks have no formula here, nor have plans whose experts have slots or whose stages differ.
 """
@@ -212,13 +213,18 @@ class _Traffic:
 
     def over_stages(self, stages: Sequence[int]) -> None:
         """Count hidden states and their gradients, and the gradient of a tied embedding that two ranks have."""
-        layout, last = self.layout, len(self.plan.stages) - 1
+        layout, holders = self.layout, self.plan.rank_of_stage
         if self.plan.model.tie_embeddings and self.num_ends == 1:
             vocabulary = self.plan.model.vocab_size * self.width
             self.add("pp", "all_reduce", 4.0 * vocabulary / layout.tp / int(layout.num_shards))
         boundary = self.b * self.tokens * self.width / (layout.tp if layout.sequence_parallel else 1)
+        others = sum(
+            0 <= other < len(holders) and holders[other] != holders[stage]
+            for stage in stages
+            for other in (stage - 1, stage + 1)
+        )
         for op in ("send", "recv"):
-            self.add("pp", op, self.passes * boundary * sum((stage > 0) + (stage < last) for stage in stages))
+            self.add("pp", op, self.passes * boundary * others)
 
 
 def _vectors(norm: str) -> int:
