@@ -1,12 +1,12 @@
 """The memory model against rehearsals: layouts drawn at random over catalogue models at their real size.
 
-    python benchmarks/rehearsal.py OUT.jsonl [--layouts 300] [--seed 21] [--seconds 3600] [--kinds fullest] [--models A,B]
+    python benchmarks/rehearsal.py OUT.jsonl [--layouts 300] [--seed 21] [--max-work 24] [--kinds fullest] [--summary FILE]
 
 Each layout is one that `plan` chooses with some fields fixed at random: sizes of axes, ZeRO stage, recompute, schedule. Rehearsed
 is the rank with the highest prediction, or the first, a middle and the last stage (--kinds some), or all; one line each in OUT;
-stdout has the errors of the peak,
-predicted over rehearsed less one, and how many plans failed. What a plan counts for libraries (cuBLAS), which a rehearsal does not
-see, is taken off the prediction first. Lines that OUT has already are not done again.
+the summary has the errors of the peak, predicted over rehearsed less one, how many plans failed, and how many kinds of collectives
+have the bytes of their formula. What a plan counts for libraries (cuBLAS), which a rehearsal does not see, is taken off the
+prediction first. Where OUT has lines already, it goes on after the last of them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ MODELS = (
 FIXED = 0.75
 """Part of the fields of a layout that are drawn; the others are chosen by `plan`."""
 
+FEW_NUMBERS = 2e-4
+"""Part of the bytes over an axis that losses, votes and counts of rows may be, which no formula counts."""
+
 DEVICES = ("H100-SXM-80GB", "H200-SXM-141GB", "A100-SXM-80GB", "B200-SXM-180GB")
 
 
-def drawn(rng: random.Random, models: tuple[str, ...]) -> tuple[dict[str, Any], TrainingPlan | None]:
-    """Draw a problem and some fixed fields; return them and what `plan` makes of them, None where nothing fits."""
+def drawn(rng: random.Random, models: tuple[str, ...]) -> dict[str, Any]:
+    """Draw a problem and some fixed fields."""
     model, ranks = rng.choice(models), 2 ** rng.randint(3, 14)
     fixed: dict[str, Any] = {}
     for name, values in {
@@ -49,17 +52,22 @@ def drawn(rng: random.Random, models: tuple[str, ...]) -> tuple[dict[str, Any], 
         if rng.random() < FIXED:
             fixed[name] = rng.choice(values)
     passes = rng.choice((1, 2, 4, 8))
-    problem = {
+    return {
         "model": model, "cluster": f"{ranks}x{rng.choice(DEVICES)}", "seq_len": rng.choice((1024, 2048, 4096, 8192, 16384)),
-        "global_batch_size": ranks * passes // rng.choice((1, 2, 4, 8)), "precision": rng.choice(("bf16-mixed",) * 4 + ("fp32",)),
-        "fixed": fixed,
+        "global_batch_size": max(1, ranks * passes // rng.choice((1, 2, 4, 8))),
+        "precision": rng.choice(("bf16-mixed",) * 4 + ("fp32",)), "fixed": fixed,
     }  # fmt: skip
-    problem["global_batch_size"] = max(problem["global_batch_size"], 1)
+
+
+def planned(problem: dict[str, Any], max_work: int) -> TrainingPlan | None:
+    """Return what `plan` makes of a problem; None where nothing fits, or it is more work than that."""
+    options = {name: value for name, value in problem.items() if name not in ("model", "cluster")}
     try:
-        options = {name: value for name, value in problem.items() if name not in ("model", "cluster")}
-        return problem, plan(model, problem["cluster"], **options, runnable=True, time_limit_s=5.0)
+        given = plan(problem["model"], problem["cluster"], **options, runnable=True, time_limit_s=5.0)
     except (InfeasibleError, ConfigError, SolverLimitError):
-        return problem, None
+        return None
+    work = min(given.num_microbatches, 4) * given.model.num_blocks // given.layout.pp
+    return given if work <= max_work else None
 
 
 def main() -> None:
@@ -72,27 +80,28 @@ def main() -> None:
     parser.add_argument("--max-work", type=int, default=10**9, help="skip ranks with more passes through blocks")
     parser.add_argument("--kinds", choices=("fullest", "some", "all"), default="fullest")
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--summary", type=Path, help="write the summary there as well")
     options = parser.parse_args()
     done = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    known, rng, begun_s = {row["number"] for row in done}, random.Random(options.seed), time.monotonic()
-    number = 0
+    rng, begun_s, models = random.Random(options.seed), time.monotonic(), tuple(options.models.split(","))
+    while done and drawn(rng, models) != done[-1]["problem"]:
+        pass
+    numbers = range(done[-1]["number"] + 1 if done else 0, options.layouts)
     with options.out.open("a") as file:
-        while number < options.layouts and time.monotonic() - begun_s < options.seconds:
-            problem, given = drawn(rng, tuple(options.models.split(",")))
-            if given is None:
-                continue
-            work = min(given.num_microbatches, 4) * given.model.num_blocks // given.layout.pp
-            if work > options.max_work:
-                continue
-            number += 1
-            if number - 1 in known:
-                continue
+        for number in numbers:
+            if time.monotonic() - begun_s > options.seconds:
+                break
+            while (given := planned(problem := drawn(rng, models), options.max_work)) is None:
+                pass
             for row in compared(given, which=options.kinds):
-                row = {"number": number - 1, "problem": problem, "layout": str(given.layout), **row}
+                row = {"number": number, "problem": problem, "layout": str(given.layout), **row}
                 done.append(row)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-    print(json.dumps(summary(done), indent=2))
+    about = {"seed": options.seed, "max_work": options.max_work, "kinds": options.kinds} | summary(done)
+    print(text := json.dumps(about, indent=1))
+    if options.summary is not None:
+        options.summary.write_text(text + "\n")
 
 
 def compared(given: TrainingPlan, *, which: str) -> list[dict[str, Any]]:
@@ -118,7 +127,8 @@ def compared(given: TrainingPlan, *, which: str) -> list[dict[str, Any]]:
             "off": (kind.predicted_allocated_bytes - library) / kind.peak_allocated_bytes - 1,
             "reserved": kind.peak_reserved_bytes, "moment": kind.moment, "operator": kind.operator, "module": kind.module,
             "memory": kind.memory_bytes, "predicted_memory": kind.predicted_memory_bytes,
-            "largest": [list(one.model_dump().values()) for one in kind.largest[:6]],
+            "largest": [list(one.model_dump().values()) for one in kind.largest[:12]],
+            "collectives": [(one.axis, one.op, one.bytes, one.predicted_bytes) for one in kind.collectives],
         }
         for kind in rehearsal.kinds
     ]  # fmt: skip
@@ -126,20 +136,25 @@ def compared(given: TrainingPlan, *, which: str) -> list[dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the errors over plans, each by its fullest rank, and over all ranks."""
+    """Return the errors over plans, each by its fullest rank, and how many sums of collectives are those of the formulas."""
     failed = {row["number"] for row in rows if "failure" in row}
     fullest: dict[int, dict[str, Any]] = {}
     for row in rows:
         if "off" in row and row["rehearsed"] > fullest.get(row["number"], {"rehearsed": 0})["rehearsed"]:
             fullest[row["number"]] = row
-    off = [row["off"] for row in fullest.values()]
-    if not off:
-        return {"plans": 0, "failed": len(failed)}
-    return {
-        "plans": len(fullest | dict.fromkeys(failed)), "failed": len(failed),
-        "mean_error": sum(map(abs, off)) / len(off), "within_5_percent": sum(abs(one) <= 0.05 for one in off) / len(off),
-        "lowest": min(off), "highest": max(off),
-    }  # fmt: skip
+    off = sorted(row["off"] for row in fullest.values())
+    counts = {"equal": 0, "other": 0, "without_formula": 0}
+    for _, _, counted, predicted in (one for row in rows for one in row.get("collectives", ())):
+        if predicted is None:
+            counts["without_formula"] += 1
+        else:  # a few numbers a message: losses, votes, counts of rows
+            counts["equal" if abs(counted - predicted) <= FEW_NUMBERS * counted else "other"] += 1
+    errors = {
+        "mean_error": round(sum(map(abs, off)) / len(off), 4),
+        "within_5_percent": round(sum(abs(one) <= 0.05 for one in off) / len(off), 4),
+        "lowest": round(off[0], 4), "highest": round(off[-1], 4),
+    } if off else {}  # fmt: skip
+    return {"plans": len(fullest | dict.fromkeys(failed)), "failed": len(failed), **errors, "collectives": counts}
 
 
 if __name__ == "__main__":

@@ -157,7 +157,9 @@ def enumerate_sizes(
             rate = sum(g.num_devices * peak_flops_per_s(g.device, workload.precision) for g in cluster.groups)
             on_size = replace(request, cluster=cluster)
             fair_s = fair_s * (num_nodes - 1) / num_nodes or perfect_scaling_s(on_size)  # nodes of an offer are alike
-            size = Size(len(sizes), offer.name, on_size, slowest_s * part, peak_s=flops / rate, fair_s=fair_s, goodput=part)
+            size = Size(
+                len(sizes), offer.name, on_size, slowest_s * part, peak_s=flops / rate, fair_s=fair_s, goodput=part
+            )
             sizes.append(size)
     return sizes
 
@@ -392,7 +394,11 @@ def summarise_cost(
 
 def _joules_per_token(breakdown_s: TimeBreakdown, size: Size) -> float | None:
     cluster = size.request.cluster
-    return energy_j(breakdown_s, cluster) / size.goodput / size.request.workload.tokens_per_step if has_power_limits(cluster) else None
+    return (
+        energy_j(breakdown_s, cluster) / size.goodput / size.request.workload.tokens_per_step
+        if has_power_limits(cluster)
+        else None
+    )
 
 
 def _size_tried(size: Size, tokens_per_step: int) -> SizeTried:

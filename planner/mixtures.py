@@ -58,7 +58,9 @@ class Mixtures:
 
     def __init__(self, offers: Sequence[Offer], sizes: Sequence[Size], mix: int, slowest_s: float) -> None:
         """Enumerate them, given the sizes of all offers, whose requests they share."""
-        self.offers = [offer for offer in offers if len(offer.cluster.groups) == 1 and not offer.cluster.bandwidth_matrix]
+        self.offers = [
+            offer for offer in offers if len(offer.cluster.groups) == 1 and not offer.cluster.bandwidth_matrix
+        ]
         self._sizes = [[size for size in sizes if size.offer == offer.name] for offer in self.offers]
         self._slowest_s, self._request = slowest_s, sizes[0].request
         self._batch = self._request.workload.global_batch_size
@@ -133,7 +135,11 @@ class Mixtures:
         rates = dict[int, float]()
         for nodes in _that_divide_well(self._batch, sum(offer.sizes[-1] for offer in self.offers)):
             size = next((size for size in self._sizes[o] if size.nodes == nodes), None) or Size(
-                0, "", replace(self._request, cluster=with_more_nodes(self.offers[o].cluster, nodes)), np.inf, peak_s=0.0
+                0,
+                "",
+                replace(self._request, cluster=with_more_nodes(self.offers[o].cluster, nodes)),
+                np.inf,
+                peak_s=0.0,
             )
             if size.bound_s is None and size.outcome in ("not examined", "too slow"):
                 bound_size(size)
@@ -157,9 +163,7 @@ def _counts(offers: Sequence[Offer], mix: int) -> IntArray:
     step = 1
     while True:
         options = [sorted({*offer.sizes[step - 1 :: step], offer.sizes[-1]}) for offer in offers]
-        chosen = [
-            used for kinds in range(2, mix + 1) for used in itertools.combinations(range(len(offers)), kinds)
-        ]
+        chosen = [used for kinds in range(2, mix + 1) for used in itertools.combinations(range(len(offers)), kinds)]
         if sum(int(np.prod([len(options[o]) for o in used])) for used in chosen) <= MAX_MIXTURES:
             break
         step += 1

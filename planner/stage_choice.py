@@ -392,7 +392,8 @@ def order_instance(costs: CostTable, idx: int, boundaries: tuple[int, ...]) -> O
     shape, first, last = pipeline_shape(row, 0), np.array(boundaries[:-1]), np.array(boundaries[1:])
     contents, passes = contents_between(row, 0, first, last), pass_seconds(row, 0, boundaries)
     each_way_s = np.full(shape.num_stages, float(row.transfer_s[0]) / shape.num_model_chunks)
-    pipeline = build_pipeline(shape, passes, each_way_s, contents.activation_bytes, contents.pending_bytes)
+    retained = contents.activation_bytes + contents.output_bytes
+    pipeline = build_pipeline(shape, passes, each_way_s, retained, contents.pending_bytes)
     headroom = rank_headroom_bytes(row, 0, contents, cap_bytes=row.cluster.memory_budget_bytes)
     outside_s = outside_passes_s(row, 0, contents, passes)
     return OrderInstance(row, boundaries, pipeline, tuple(float(bytes_) for bytes_ in headroom), outside_s)

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -38,6 +37,7 @@ from ..schema.errors import RuntimeMismatchError
 from ..schema.training_plan import TrainingPlan
 from .data_parallel import compute_dtype
 from .mesh import ParallelMesh
+from .models.attention import grouped_attention
 from .models.decoder import Decoder, DecoderBlock
 
 
@@ -55,8 +55,7 @@ class ContextRanks:
         if self.ring is not None:
             out = ring_attention(query, key, value, [query.shape[2]], self.ring.group_name)[0]
         else:
-            key, value = (repeated_heads(x, query.shape[1], dim=1) for x in (key, value))
-            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            out = grouped_attention(query, key, value)
         return out if self.exchange is None else heads_for_tokens(out, self.exchange)
 
 
@@ -245,10 +244,10 @@ def _by_document(
     return zip(*queries, *keys, strict=True)
 
 
-def repeated_heads(key_value: Tensor, num_heads: int, dim: int = 2) -> Tensor:
+def repeated_heads(key_value: Tensor, num_heads: int) -> Tensor:
     """Repeat each kv head as often as queries use it: [2, B, H, S, C]."""
-    groups = num_heads // key_value.shape[dim]
-    return key_value.repeat_interleave(groups, dim) if groups > 1 else key_value
+    groups = num_heads // key_value.shape[2]
+    return key_value.repeat_interleave(groups, 2) if groups > 1 else key_value
 
 
 ring_attention.register_autograd(_backward_ring, setup_context=_setup)

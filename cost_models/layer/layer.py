@@ -25,7 +25,7 @@ from ..measured import attention_ratio, layer_ratios
 from . import recurrences as _registered  # noqa: F401  operators and saved tensors of those kinds
 from .adapters import with_adapters
 from .data import data_parallel_s, has_copies
-from .memory import MODULES, activation_bytes, tp_params, trained_and_frozen
+from .memory import MODULES, activation_bytes, read_bytes, tp_params, trained_and_frozen
 from .operators import (
     CORE_ATTENTION,
     CostInputs,
@@ -65,6 +65,7 @@ class LayerCost:
         expert_params: those of the trained ones that are routed experts'.
         activation_bytes: saved from forward to backward.
         pending_bytes: what waits from its input pass to its weight pass where a schedule splits the backward pass.
+        read_bytes: of the activations what goes as gradients of weights are made.
         working_bytes: alive only while this layer runs backward, of our runtime with gradients of its weights;
             split_working_bytes: while it runs an input pass.
     """
@@ -90,6 +91,7 @@ class LayerCost:
     expert_params: FloatArray
     activation_bytes: FloatArray
     pending_bytes: FloatArray
+    read_bytes: FloatArray
     working_bytes: FloatArray
     split_working_bytes: FloatArray
 
@@ -213,6 +215,7 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         expert_params=expert_params(layer, hidden_dim, layouts) if workload.adapters is None else none,
         activation_bytes=saved * (1 - layouts.offload_activations),
         pending_bytes=pending_bytes(layer, inputs),
+        read_bytes=read_bytes(layer, inputs),
         working_bytes=again + in_use[0],
         split_working_bytes=in_use[1],
     )
@@ -225,6 +228,7 @@ def _forward_only(cost: LayerCost, workload: Workload) -> LayerCost:
     return replace(
         cost, backward_s=again * cost.forward_s, weight_s=none, recompute_s=none, tp_backward_s=again * cost.tp_forward_s,
         cp_backward_s=again * cost.cp_forward_s, ep_backward_s=again * cost.ep_forward_s, activation_bytes=none, pending_bytes=none,
+        read_bytes=none,
     )  # fmt: skip
 
 

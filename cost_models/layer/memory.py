@@ -55,6 +55,8 @@ def tp_params(layer: Layer, hidden_dim: int, layouts: LayoutTable) -> FloatArray
     split = sum(op.num_params for op in products if op.shard in ("column", "row"))
     if isinstance(layer, Embedding):
         split = layer.vocab_size * hidden_dim
+    if isinstance(layer, Block) and isinstance(attention := layer.attention, SoftmaxAttention):
+        split += (attention.q_dim + attention.kv_dim) * (attention.qk_norm == "full")
     moe = layer.experts
     in_experts = moe.num_experts * moe.expert.num_params(hidden_dim) if moe else 0
     following = total - split + split / layouts.tp
@@ -106,6 +108,7 @@ class SavedElements:
         tp, tp_fp32: split by heads or feed-forward width.
         tokens, fp32: split along the sequence under sequence parallelism.
         routed: unsharded vectors of the rows that reach a rank's experts.
+        exchanged: split by heads, and only where cp exchanges tokens for them.
     """
 
     unsharded: float = 0.0
@@ -114,6 +117,7 @@ class SavedElements:
     tp_fp32: float = 0.0
     fp32: float = 0.0
     routed: float = 0.0
+    exchanged: float = 0.0
 
     def __add__(self, other: SavedElements) -> SavedElements:
         return SavedElements(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -181,7 +185,8 @@ def bytes_of(saved: SavedElements, inputs: CostInputs) -> FloatArray:
     layouts, workload = inputs.layouts, inputs.workload
     along_sequence = np.where(layouts.sequence_parallel == 1, layouts.tp, 1)
     unsharded = saved.unsharded + saved.routed * stored_share(layouts, workload)
-    elements = unsharded + saved.tp / layouts.tp + saved.tokens / along_sequence
+    of_heads = saved.tp + np.where(layouts.cp_ulysses > 1, saved.exchanged, 0.0)
+    elements = unsharded + of_heads / layouts.tp + saved.tokens / along_sequence
     fp32 = saved.tp_fp32 / layouts.tp + saved.fp32 / along_sequence
     return np.asarray(inputs.tokens * (workload.compute_bytes * elements + 4 * fp32), dtype=np.float64)
 
@@ -209,6 +214,14 @@ def _saved_for_weights(layer: Layer, hidden_dim: int, recompute: Recompute) -> S
     mlp = layer.mlp
     down = mlp.ffn_dim if isinstance(mlp, DenseMLP) else mlp.top_k * mlp.ffn_dim + (mlp.shared_ffn_dim or 0)
     return SavedElements(tp=down, unsharded=min(layer.num_norms, 2) * hidden_dim)
+
+
+def read_bytes(layer: Layer, inputs: CostInputs) -> FloatArray:
+    """Return the bytes that products of a layer read and only gradients of their weights need: they go as these are made [N]."""
+    read = _saved_for_weights(layer, inputs.hidden_dim, "none")
+    if (moe := layer.experts) is not None:
+        read += SavedElements(routed=moe.top_k * inputs.hidden_dim)
+    return bytes_of(read, inputs)
 
 
 @cache
@@ -318,7 +331,9 @@ def _(attention: SoftmaxAttention, hidden_dim: int, recompute: Recompute, rules:
     normed = q + kv if attention.qk_norm != "none" else 0
     # The gate and what it multiplied; what a norm before the output projection read.
     gate_and_norm = attention.gate_dim + q * (attention.gate != "none") + q * attention.out_norm
-    return qkv_and_output + SavedElements(tp=normed + gate_and_norm)
+    # Outputs of a kernel over other heads come back as copies, of which the last product saves one.
+    exchanged = 0.0 if rules.workload.engine_facts.memory is not None else float(q)
+    return qkv_and_output + SavedElements(tp=normed + gate_and_norm, exchanged=exchanged)
 
 
 @saved_by.register

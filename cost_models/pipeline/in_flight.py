@@ -23,7 +23,7 @@ from .replay import PipelineShape, rows_of
 Moment = Literal["forward", "backward", "input", "weight", "end"]
 """Where in a pass: at the end of a forward pass (over the last stage, or before a weight pass: any other is followed by more); at
 the start of a backward pass; at the end of an input pass; in a weight pass that has made its gradients, from all that was pending,
-before its graph goes; at the end of a chunk's last pass, before its gradients are reduced."""
+before its graph goes and they are added to earlier ones; at the end of a chunk's last pass, before its gradients are reduced."""
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 FORWARD, BACKWARD, INPUT, WEIGHT, END = range(len(MOMENTS))
@@ -91,7 +91,9 @@ def _moments(rows: Sequence[Row], shape: PipelineShape) -> tuple[IntArray, IntAr
     after = np.concatenate([stored, pending, summed, reduced], axis=1).astype(np.int64)
     before = np.concatenate([np.zeros((1, 4 * v), dtype=np.int64), after[:-1]])
     before[before_rank + 1 == positions] = 0
-    with_gradients = np.concatenate([before[:, :v], after[:, v:]], axis=1)
+    with_gradients = np.concatenate(
+        [before[:, :v], after[:, v : 2 * v], before[:, 2 * v : 3 * v], after[:, 3 * v :]], axis=1
+    )
     is_end = np.isin(positions, last)
     frees = (kind == W) | ((kind == B) & (stage == 0))  # or makes nothing that is pending
     is_last = np.append(rank[1:] != rank[:-1], True)

@@ -13,7 +13,7 @@ import numpy as np
 from ...schema.layout_table import MIXED, distinct_rows
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..pipeline.in_flight import holdings, in_flight_of_stage, summed_in_flight
-from .contents import fullest_terms, pipeline_shape, shape_of_ranks, step_shape
+from .contents import fullest_terms, outputs_kept, pipeline_shape, shape_of_ranks, step_shape
 from .memory import required_by_terms, stage_memory
 from .passing import StageContents
 from .table import CostTable
@@ -78,10 +78,15 @@ def _required_by_blocks(costs: CostTable, rows: IntArray) -> Callable[[IntArray]
         idx=at,
     )  # fmt: skip
     smallest = {name: costs.of_blocks(name).min(axis=0)[costs.case_idx[rows]][:, None, None] for name in _OF_ONE_BLOCK}
-    boundary = costs.boundary_bytes[at]
+    read = costs.of_blocks("read_bytes").max(axis=0)[costs.case_idx[rows]][:, None, None]
+    boundary, stages = (
+        costs.boundary_bytes[at],
+        np.argsort(np.array(shape.rank_of_stage), kind="stable").reshape(shape.pp, -1),
+    )
+    kept = outputs_kept(costs.workload, stages > 0, stages < shape.num_stages - 1)
 
-    def contents(blocks: IntArray, in_each: IntArray) -> StageContents:
-        """Return what [N, R, C] blocks hold, of which so many are certain to be in each chunk."""
+    def contents(blocks: IntArray, in_each: IntArray, outputs: IntArray) -> StageContents:
+        """Return what [N, R, C] blocks hold, of which so many are certain to be in each chunk, and the outputs that they keep."""
         none = np.zeros(blocks.shape)
         return StageContents(
             params=blocks * smallest["num_params"],
@@ -98,16 +103,18 @@ def _required_by_blocks(costs: CostTable, rows: IntArray) -> Callable[[IntArray]
             root_params=none,
             logits=none,
             boundary_bytes=boundary,
+            read_bytes=in_each * read,
+            output_bytes=outputs * boundary,
         )
 
     def required(blocks: IntArray) -> FloatArray:
         in_each = (blocks // chunks)[..., None]
-        ranks = contents(blocks[..., None], in_each * chunks)
+        ranks = contents(blocks[..., None], in_each * chunks, kept.sum(axis=1, keepdims=True))
         if holding is None:
             terms = stage_memory(ranks, step, costs.scenario)
         else:
             of_chunks = np.broadcast_to(in_each, (*blocks.shape, chunks))
-            terms = fullest_terms(costs, at, ranks, contents(of_chunks, of_chunks), step, holding)
+            terms = fullest_terms(costs, at, ranks, contents(of_chunks, of_chunks, kept), step, holding)
         return np.asarray(required_by_terms(terms, costs.scenario)[..., 0])
 
     return required

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...schema import Workload
 from ...schema.layout_table import LayoutTable
 from ...schema.schedules import by_schedule
 from ...schema.units import BoolArray, FloatArray, IntArray
@@ -137,9 +138,18 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         block_activation_bytes=np.asarray(costs.block_activation_bytes[idx]),
         logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
+        read_bytes=span("read_bytes"),
+        output_bytes=outputs_kept(costs.workload, first > 0, last < len(costs.kind_of_layer))
+        * costs.boundary_bytes[idx],
         ends_are_one=costs.model.tie_embeddings & (costs.layouts.pp[idx] == 1),
     )
     return with_vocabulary(costs, contents, idx)
+
+
+def outputs_kept(workload: Workload, receives: BoolArray, sends: BoolArray) -> IntArray:
+    """Return how many outputs a stage of our runtime keeps more than it has inputs in a buffer: -1, 0 or 1."""
+    keeps = workload.engine_facts.memory is None and workload.has_backward
+    return keeps * (1 * np.asarray(sends) - receives)
 
 
 def _working_between(costs: CostTable, idx: int, first: IntArray, last: IntArray) -> FloatArray:
@@ -176,7 +186,8 @@ def contents_of_ranks(costs: CostTable, idx: int, contents: StageContents) -> St
     shape = pipeline_shape(costs, idx)
     on_rank = np.array(shape.rank_of_stage)[:, None] == np.arange(shape.pp)
     summed = (
-        "params", "trained", "expert_params", "frozen_bytes", "root_params", "activation_bytes", "pending_bytes", "logits"
+        "params", "trained", "expert_params", "frozen_bytes", "root_params", "activation_bytes", "pending_bytes", "logits",
+        "output_bytes",
     )  # fmt: skip
     of_ranks = replace(contents, **{name: np.asarray(getattr(contents, name)) @ on_rank for name in summed})
     return replace(of_ranks, root_params=np.minimum(of_ranks.root_params, costs.root_params[idx]))
@@ -238,6 +249,7 @@ def fullest_terms(
     """
     workload, shape = costs.workload, np.shape(contents.params)
     if workload.engine_facts.memory is None and workload.has_backward:
+        chunks = replace(chunks, activation_bytes=chunks.activation_bytes + chunks.output_bytes)
         moment = fullest_moment(chunks, step, costs.scenario, holding)
         return stage_memory(
             contents, step, costs.scenario, {name: np.reshape(term, shape) for name, term in moment.items()}

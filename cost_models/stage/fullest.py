@@ -7,8 +7,9 @@ At each moment of `pipeline.in_flight.holdings` a rank of chunks c holds
     gradients    sum_c summed[c] 4 P[c] + reduced[c] 4 P[c] / N
     unsharded    sum_c (1 - reduced[c]) b P[c]
     temporary    of the pass that runs: what the loss makes of the logits in a forward pass; the working set of a layer, or
-                 gradients of the head, in a backward pass; gradients of all parameters, before they add up in fp32, in a weight
-                 pass; input and output of the largest unit's reduction at the end of all
+                 gradients of the head, in a backward pass; gradients of all parameters, before they add up in fp32, less what was
+                 read for them, in a weight pass, or those of one matrix and all that is pending; input and output of the largest
+                 unit's reduction at the end of all
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ def fullest_moment(chunks: StageContents, step: StepShape, scenario: Scenario, h
     workload, copies = scenario.workload, has_copies(step, scenario.workload)
     b, master = workload.compute_bytes, float(workload.master_bytes)
     logits = b * np.asarray(chunks.logits) if workload.loss == "engine" else 0.0 * np.asarray(chunks.logits)
+    # The gradients of a first weight pass are those that later ones are added to, unless they are cast before.
+    is_made = np.eye(np.shape(holding.summed)[-1])[holding.chunk] * (holding.moment == WEIGHT)[..., None]
+    summed = np.maximum(holding.summed, is_made) if workload.is_full_precision else holding.summed
     copied = np.where(copies, b * chunks.trained + chunks.frozen_bytes, 0.0)
     terms = {
-        "gradients": _sum(holding.summed, master * chunks.trained)
-        + _sum(holding.reduced, master * chunks.reduced(step)),
+        "gradients": _sum(summed, master * chunks.trained) + _sum(holding.reduced, master * chunks.reduced(step)),
         "unsharded": _sum(1 - holding.reduced, copied),
         "activations": scenario.cluster.calibration.activations * stored_activations(chunks, holding),
         "logits": _sum(holding.stored, logits),
@@ -56,16 +59,20 @@ def _temporary(chunks: StageContents, step: StepShape, scenario: Scenario, holdi
     b, logits = workload.compute_bytes, np.asarray(chunks.logits)
     stored = b * logits if workload.loss == "engine" else 0.0 * logits
     of_head = b * np.where(logits > 0, chunks.root_params, 0.0)
+    # Made last, when the pass has let go of what it saved.
+    of_embedding = np.where(logits > 0, 0.0, b * chunks.root_params - chunks.activation_bytes)
     unit = np.minimum(np.maximum(chunks.root_params, chunks.block_params), chunks.trained)
     shards = step.gradient_shards[0]
     gloo = np.where(shards > 1, 4.0, 0.0) if is_host(scenario) else 0.0
     # Gradients that are cast add up after the pass; others right away.
     uncast = b * np.maximum(of_head / b, chunks.block_params / 3)
+    # A weight pass frees what it reads, matrix by matrix.
+    made = np.maximum(b * chunks.trained - chunks.read_bytes, uncast + chunks.pending_bytes)
     by_moment = {
         FORWARD: loss_bytes(logits, workload, chunks.boundary_bytes, step.tp) - stored,
-        BACKWARD: np.maximum(of_head, chunks.working_bytes - stored),
+        BACKWARD: np.maximum.reduce(np.broadcast_arrays(of_head, chunks.working_bytes - stored, of_embedding)),
         INPUT: chunks.split_working_bytes,
-        WEIGHT: uncast if workload.is_full_precision else b * chunks.trained,
+        WEIGHT: uncast if workload.is_full_precision else made,
         END: np.where(copies, (4.0 + gloo + 4.0 / shards - b) * unit, 0.0),
     }
     of_moments = np.stack(np.broadcast_arrays(*(by_moment[idx] for idx in range(len(MOMENTS)))), axis=-1)

@@ -10,7 +10,7 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
     with levels  gradients and states have an N each (gradient_shard, optimizer_shard), masters that of the states; parameters that
                  stay within fewer ranks (zero 3) are a copy of b P / N besides, counted as unsharded
     unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: this unit and the block gathered in advance
-    activations  i * (saved by the stage's layers)
+    activations  i * (saved by the stage's layers, and what it sends on: torch's pipelining keeps it; less what it received)
     logits       b T V / tp on the stage with the head, turned into their gradient in place; of every micro-batch between its
                  forward and its backward pass there (all of them under gpipe)
     temporary    of the moment (`transients`): what the loss makes of a chunk, the gradients of the head and their reduction, or
@@ -72,7 +72,8 @@ def stage_memory(
         fullest: terms of the fullest moment of an order of passes (fullest.py), of which the step does not know.
     """
     workload = scenario.workload
-    stage = replace(stage, activation_bytes=stage.activation_bytes * scenario.cluster.calibration.activations)
+    activations = scenario.cluster.calibration.activations * (stage.activation_bytes + stage.output_bytes)
+    stage = replace(stage, activation_bytes=activations)
     if workload.engine_facts.memory is not None:
         return _other_engine(stage, step, scenario)
     if not workload.has_backward:
@@ -142,9 +143,13 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
         "logits": 0.0 * passing["logits"],
         "temporary": stage.working_bytes + np.where(copies & ~step.is_piped, 4.0 * stage.block_trained, 0.0),
     }
+    # Under a pipeline a backward pass ends with the gradient of the embedding, before it is added to those of earlier passes.
+    embedded = moment(np.maximum(step.in_flight - 1, 0), before)
+    is_embedding = step.is_piped & (stage.logits == 0) & (workload.adapters is None)
+    embedded["temporary"] = np.where(is_embedding, b * stage.root_params, 0.0) + 0.0 * passing["temporary"]
     summed = step.summed_in_flight
     first = moment(step.in_flight, np.where(summed < step.in_flight, 0.0, before))
-    return [first, moment(np.maximum(summed, 0), np.where(summed < 0, 0.0, before)), late, update]
+    return [first, moment(np.maximum(summed, 0), np.where(summed < 0, 0.0, before)), embedded, late, update]
 
 
 def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:

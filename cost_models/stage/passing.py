@@ -91,6 +91,9 @@ class StageContents:
     """What a stage holds, per tensor-parallel rank and micro-batch; floats or arrays; ``expert_params`` are part of ``params``.
 
     ``working_bytes`` and ``block_activation_bytes`` are those of the block with most.
+    ``read_bytes``: of the activations what products read that nothing but the gradients of their weights needs.
+    ``output_bytes``: what the stage sends on, which torch's pipelining keeps until the backward pass, less what it saves of what it
+        received, which stays in the buffer that it arrived in.
     ``ends_are_one``: embedding and head are one parameter, whose gradient is reduced after the last block's.
     """
 
@@ -108,6 +111,8 @@ class StageContents:
     block_activation_bytes: Array
     logits: Array
     boundary_bytes: Array
+    read_bytes: Array = 0.0
+    output_bytes: Array = 0.0
     ends_are_one: Array = False
 
     def frozen(self, step: StepShape, workload: Workload) -> Array:

@@ -222,15 +222,20 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind, cont
     """Attend causally: query [B, H, S, C], key and value [B, K, S, C] to [B, H, S, C]."""
     if context is not None:
         return context.attend(query, key, value)
+    backend: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if kind == "math" else nullcontext()
+    with backend:
+        return grouped_attention(query, key, value)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend causally where all tokens are here, to keys and values that groups of heads share."""
     groups = query.shape[1] // key.shape[1]
     # On CUDA only the flash and cuDNN kernels read grouped heads; for fp32 they do not exist, and the fallback would hold
     # [S, S] matrices, which costs more than repeating the heads.
     native = query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
     if groups > 1 and not native:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    backend: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if kind == "math" else nullcontext()
-    with backend:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1 and native)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=groups > 1 and native)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -48,10 +50,37 @@ class RMSNorm(LocalModule):
         weight = self.local(self.weight)
         if self.tp is None:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        squares = x.float().square().mean(dim=-1, keepdim=True) / self.tp.size()
-        # Every rank's part of the output depends on the full sum, so the gradients of the sum are parts as well.
-        mean = gathered(squares, self.tp, Partial())
-        return (x.float() * torch.rsqrt(mean + self.eps)).to(x.dtype) * weight
+        result: Tensor = _SplitNorm.apply(x, weight, self.eps, self.tp.get_group())  # type: ignore[no-untyped-call]
+        return result
+
+
+class _SplitNorm(torch.autograd.Function):
+    """RMSNorm over a dimension of which each rank of a group has an equal part; saves its input and 1 / rms, as the kernel of an
+    entire one does: autograd would save the input twice and its normalised copy, in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+        wide = x.float()
+        mean = wide.square().mean(dim=-1, keepdim=True) / group.size()
+        dist.all_reduce(mean, group=group)
+        inverse = torch.rsqrt(mean + eps)
+        ctx.group = group
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).to(x.dtype) * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        normed = x * inverse  # in fp32, as the latter is
+        grad_weight = (grad_output * normed.to(x.dtype)).flatten(0, -2).sum(0)
+        grad_normed = (grad_output * weight).float()
+        # The mean over all parts of the gradient times what it is the gradient of.
+        dot = torch.einsum("...d,...d->...", grad_normed, normed)[..., None] / (x.shape[-1] * ctx.group.size())
+        dist.all_reduce(dot, group=ctx.group)
+        grad = grad_normed.sub_(normed.mul_(dot)).mul_(inverse)
+        return grad.to(x.dtype), grad_weight, None, None
 
 
 class LayerNorm(LocalModule):

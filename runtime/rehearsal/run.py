@@ -10,6 +10,7 @@ from ...schema.errors import MeshwrightError, RuntimeMismatchError
 from ...schema.rehearsal import CollectiveCount, Failure, LargestTensors, Rehearsal, RehearsedKind
 from ...schema.training_plan import TrainingPlan
 from .kinds import RankKind, rank_kinds
+from .many_passes import Extrapolation, with_few_passes
 from .peak import Peak, find_peak
 from .rank import RehearsalError, Setting, rehearse_rank
 from .recorder import Log
@@ -51,6 +52,10 @@ def rehearse(
         raise RuntimeMismatchError(
             "`meshwright apply` cannot run this plan, so that there is nothing to rehearse", details=lacking
         )
+    short = None if setting.script else with_few_passes(plan)
+    if short is not None:
+        few, more = (rehearse(one, ranks=ranks, setting=setting, progress=progress, worst=worst) for one in short)
+        return Extrapolation(*short, plan).of(few, more)
     kinds = rank_kinds(plan, ranks)
     rehearsed, failures = list[RehearsedKind](), list[Failure]()
     capacity = plan.cluster.weakest_device.memory_bytes

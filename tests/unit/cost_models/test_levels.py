@@ -220,6 +220,14 @@ def test_what_torch_and_this_version_lack_is_named() -> None:
     assert any("[levels_of_this_version]" in reason for reason in not_executed(LLAMA, NODES, WORKLOAD, second))
 
 
+@pytest.mark.parametrize(("dp_shard", "cp", "is_refused"), [(4096, 1, False), (8192, 1, True), (4096, 2, True)])
+def test_more_shards_than_the_hidden_width_are_refused(dp_shard: int, cp: int, is_refused: bool) -> None:
+    many = ClusterSpec.parse("1024x8xA100-SXM-80GB/eth25")
+    layout = Layout(dp_shard=dp_shard, cp=cp, dp_replicate=8192 // dp_shard // cp, zero_stage=3)
+    reasons = not_executed(LLAMA, many, WORKLOAD.replace(global_batch_size=8192), layout)
+    assert any("[shards_of_matrices]" in reason for reason in reasons) == is_refused
+
+
 def test_given_levels_are_kept() -> None:
     fixed = {"dp_shard": 8, "optimizer_shard": 64, "tp": 1, "pp": 1, "cp": 1}
     batch = build_space(PlanRequest(LLAMA, NODES, WORKLOAD, fixed)).batch
