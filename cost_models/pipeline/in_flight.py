@@ -91,9 +91,9 @@ def _moments(rows: Sequence[Row], shape: PipelineShape) -> tuple[IntArray, IntAr
     after = np.concatenate([stored, pending, summed, reduced], axis=1).astype(np.int64)
     before = np.concatenate([np.zeros((1, 4 * v), dtype=np.int64), after[:-1]])
     before[before_rank + 1 == positions] = 0
-    with_gradients = np.concatenate(
-        [before[:, :v], after[:, v : 2 * v], before[:, 2 * v : 3 * v], after[:, 3 * v :]], axis=1
-    )
+    # Gradients of a chunk's first pass are made, and add to nothing.
+    added = summed & (positions[:, None] != first[rank])
+    with_gradients = np.concatenate([before[:, :v], after[:, v : 2 * v], added, after[:, 3 * v :]], axis=1)
     is_end = np.isin(positions, last)
     frees = (kind == W) | ((kind == B) & (stage == 0))  # or makes nothing that is pending
     is_last = np.append(rank[1:] != rank[:-1], True)
