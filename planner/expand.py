@@ -109,20 +109,17 @@ def expand_with_fp32_gradients(costs: CostTable, row: int) -> Candidate | None:
     return None if candidate is None else replace(candidate, idx=row, gradients="fp32")
 
 
-def expand_with_new_order(
-    costs: CostTable, row: int, *, bound_s: float, below_s: float = np.inf, quick: bool = False
-) -> Candidate | None:
-    """`expand_fitting` one layout of a large space with an order of passes made for it.
+def expand_with_new_order(costs: CostTable, row: int, *, bound_s: float, below_s: float = np.inf) -> Candidate | None:
+    """`expand_fitting` one layout of a large space with the first order of passes that is made for it (`improve_order`).
 
     Args:
         costs: of the space.
         row: the layout.
         bound_s: under any order.
         below_s: seconds of a step that matter.
-        quick: the first order of each cut is enough (`improve_order`).
     """
     only = costs.select(np.array([row])).compacted()
-    candidate = _expand_with_order(only, 0, bound_s, below_s, quick=quick)
+    candidate = _expand_with_order(only, 0, bound_s, below_s, quick=True)
     return candidate and replace(candidate, idx=row, any_order_s=bound_s)
 
 

@@ -271,9 +271,7 @@ class LayoutProblem:
 
     def _make_order(self, scout: Candidate, incumbent: float) -> LayoutStep:
         """Make the first order of passes that comes to hand; what is left of the scouts waits for a better one."""
-        candidate = expand_with_new_order(
-            self.pool.costs, scout.idx, bound_s=scout.any_order_s, below_s=incumbent, quick=True
-        )
+        candidate = expand_with_new_order(self.pool.costs, scout.idx, bound_s=scout.any_order_s, below_s=incumbent)
         self._row_to_improve = None if candidate is None else scout.idx
         return self._with_order(scout.idx, candidate, incumbent)
 

@@ -34,7 +34,7 @@ from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.schedules import OVER_A_V
 from ...schema.units import format_bytes, format_percent
 from ..choice import Choice, add_half_blocks, choose, lacks_headroom
-from ..expand import Candidate, expand_with_fp32_gradients, expand_with_new_order, with_best_map
+from ..expand import Candidate, expand_with_fp32_gradients, expand_with_new_order, improve_order, with_best_map
 from ..request import Deadline, PlanRequest
 from ..search import MAX_SHORTENED, REL_GAP, SearchResult, early_answer, search
 from ..space import Space, build_space
@@ -415,6 +415,8 @@ def add_synthesised_orders(result: SearchResult, deadline: Deadline, *, worse_th
         candidate = expand_with_new_order(result.costs, row, bound_s=any_order_s, below_s=best_s)
         if candidate is None:
             continue
+        if candidate.step_time_s <= MAX_SHORTENED * best_s:
+            candidate = improve_order(result.costs, candidate, below_s=best_s)
         num_fitting, longer = num_fitting + 1, candidate.step_time_s / any_order_s
         if candidate.step_time_s < best_s * (1 - REL_GAP):
             ordered.append(candidate)
