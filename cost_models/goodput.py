@@ -25,7 +25,6 @@ from scipy.special import lambertw
 
 from ..schema.units import FloatArray
 
-
 SAVE_S, RESTART_S = 30.0, 300.0
 """Of a checkpoint and of a restart, where nothing says what they take; `meshwright goodput` takes measured ones."""
 

@@ -15,9 +15,9 @@ Constraints
     (C1) floor: TOKENS / T[k] >= FLOOR
     (C2) memory: some layout of the size fits
 
-Method: a size has a bound on its step, and with it on (O): first perfect scaling of the best micro-batch (variants.py), once its turn
-comes the least over its space. Sizes are searched in the order of these bounds, each only for what is faster than the floor and
-cheaper than the incumbent, until no bound is below the incumbent: what was not searched cannot be cheaper.
+Method: a size has a bound on its step, and with it on (O): first perfect scaling of the best micro-batch (variants.py), once its
+turn comes the least over its space. Sizes are searched in the order of these bounds, each only for what is faster than the floor
+and cheaper than the incumbent, until no bound is below the incumbent: what was not searched cannot be cheaper.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def cheapest(
     slowest_s = workload.tokens_per_step / floor * (1 + FLOOR_ROUNDING) if floor > 0 else math.inf
     if not (mix == 1 or (2 <= mix <= MAX_MIX and objective == "cost" and len(offers) > 1)):
         raise ConfigError(
-            f"mix {mix} with {counted(len(offers), 'offer')} for the objective {objective}: mixtures are of 2 to {MAX_MIX} of several "
-            "offers, for the objective cost",
+            f"mix {mix} with {counted(len(offers), 'offer')} for the objective {objective}: it is for the cost of several offers, "
+            f"and 1 to {MAX_MIX}",
             help="leave out --mix, or give --offers with two offers or more",
         )
     request = PlanRequest.create(model, offers[0].with_size(offers[0].sizes[0]), workload, **options)
@@ -151,14 +151,16 @@ def enumerate_sizes(
             rate = sum(g.num_devices * peak_flops_per_s(g.device, workload.precision) for g in cluster.groups)
             on_size = replace(request, cluster=cluster)
             fair_s = fair_s * (num_nodes - 1) / num_nodes or perfect_scaling_s(on_size)  # nodes of an offer are alike
-            size = Size(len(sizes), offer.name, on_size, slowest_s * part, peak_s=flops / rate, fair_s=fair_s, goodput=part)
+            size = Size(
+                len(sizes), offer.name, on_size, slowest_s * part, peak_s=flops / rate, fair_s=fair_s, goodput=part
+            )
             sizes.append(size)
     return sizes
 
 
 class _SizeProblem:
-    """The sizes as a problem of solvers/branch_and_bound.py: a node is a size with the bound of its step, opened by a search, or all
-    mixtures that wait.
+    """The sizes as a problem of solvers/branch_and_bound.py: a node is a size with the bound of its step, opened by a search, or
+    all mixtures that wait.
 
     The results of searches are large: only that of the best size is retained.
     """
@@ -179,10 +181,13 @@ class _SizeProblem:
 
     def expand(self, node: Node[Size | Mixtures], incumbent: float) -> Step[Size | Mixtures, Size]:
         if isinstance(node.state, Mixtures):
-            mixtures, made = node.state, node.state.open(incumbent)
-            rest = [self._block(mixtures)] if math.isfinite(mixtures.bound) else []
+            made = node.state.open(incumbent)
+            rest = [self._block(node.state)] if math.isfinite(node.state.bound) else []
             return Step([*rest, *([] if made is None else [self._node(made)])])
         size = node.state
+        mixtures = self._mixtures if size.bound_s is None and math.isfinite(incumbent) else None
+        if mixtures is not None and (mixtures.raise_size(size) or node.bound < size.bound(self._objective)):
+            return Step([self._node(size)])
         if size.bound_s is None:
             deadline = size.request.deadline
             if math.isinf(incumbent) and deadline.remaining_s <= (1 - SHARE_OF_BOUNDS) * deadline.limit_s:
@@ -386,7 +391,11 @@ def summarise_cost(
 
 def _joules_per_token(breakdown_s: TimeBreakdown, size: Size) -> float | None:
     cluster = size.request.cluster
-    return energy_j(breakdown_s, cluster) / size.goodput / size.request.workload.tokens_per_step if has_power_limits(cluster) else None
+    return (
+        energy_j(breakdown_s, cluster) / size.goodput / size.request.workload.tokens_per_step
+        if has_power_limits(cluster)
+        else None
+    )
 
 
 def _size_tried(size: Size, tokens_per_step: int) -> SizeTried:

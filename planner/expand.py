@@ -171,9 +171,7 @@ def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0, below_s:
 
 
 def _expand_on_pools(costs: CostTable, idx: int, bound_s: float, below_s: float) -> Candidate | None:
-    placed = expand_on_pools(
-        costs, idx, lambda pool, row, cap: stage_fits(pool, row, cap_bytes=cap), below_s=below_s
-    )
+    placed = expand_on_pools(costs, idx, lambda pool, row, cap: stage_fits(pool, row, cap_bytes=cap), below_s=below_s)
     if placed is None:
         return None
     if costs.cluster.bandwidth_matrix is None:

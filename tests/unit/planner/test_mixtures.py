@@ -19,7 +19,7 @@ from meshwright.planner.space import build_space
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Offer, Workload
 from meshwright.schema.offers import mixture, mixture_name
 
-MODEL = ModelSpec.named("gpt2-large")
+MODEL = ModelSpec.named("gpt2")
 WORKLOAD = Workload(seq_len=1024, global_batch_size=64, precision="fp16-mixed")
 KINDS = {"a100": ("A100-SXM-40GB", 1.5), "v100": ("V100-SXM2-32GB", 0.6), "l4": ("L4", 0.3)}
 OFFERS = tuple(
@@ -51,7 +51,7 @@ def every_mixture() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", [0.5, 0.85, 0.97])
+@pytest.mark.parametrize("part", [0.6, 0.97])
 def test_cheapest_mixture_equals_a_search_of_every_mixture(part: float) -> None:
     fastest = min(map(step_s, every_mixture()))
     floor = part * WORKLOAD.tokens_per_step / fastest
