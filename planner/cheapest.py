@@ -198,11 +198,11 @@ class _SizeProblem:
                 return Step()
             if math.isfinite(incumbent):  # else it is searched at once: bounds need something to be compared with
                 return Step([self._node(size)])
-        worth = incumbent * (1 - size.min_gain)
-        if size.bound(self._objective) >= worth:
+        limit = incumbent * (1 - size.min_gain)
+        if size.bound(self._objective) >= limit:
             size.close("dearer", "by its bound")
             return Step()
-        limit_s = min(size.slowest_s, size.longest_s(self._objective, worth))
+        limit_s = min(size.slowest_s, size.longest_s(self._objective, limit))
         if not search_size(size, limit_s) or size.estimate is None:
             return Step()
         value = size.value(self._objective)

@@ -47,6 +47,9 @@ EXACT_MIXTURES, GAP = 1000, 0.02
 MAX_OPENED = 12
 """Mixtures that are looked at of more than EXACT_MIXTURES: each takes a tenth of a second to bound, and more to search."""
 
+MARGIN = 0.1
+"""Part of the floor's seconds of a step that a mixture has to spare by (B), so that it is likely to reach the floor."""
+
 MAX_MIXTURES = 1 << 20
 """Rows; of more nodes of each offer so many are tried that there are no more: multiples of a step, and all of them."""
 
@@ -83,11 +86,13 @@ class Mixtures:
         self.opened: list[Size] = []
         self._min_closed = np.inf
 
-    def values(self) -> FloatArray:
-        """Return (B) as USD of a step [M]; infinite where it misses the floor (C1)."""
-        rates = sum(self.counts[:, o] * rate[self.counts[:, o]] for o, rate in enumerate(self._rates))
-        step_s = self._batch / rates if len(self.counts) else np.zeros(0)
-        reaches = step_s <= self._slowest_s * self._goodput
+    def values(self, margin: float = 0.0) -> FloatArray:
+        """Return (B) as USD of a step [M]; infinite where it misses the floor (C1), or is not so much of it faster."""
+        rates = np.zeros(len(self.counts))
+        for o, rate in enumerate(self._rates):
+            rates += self.counts[:, o] * rate[self.counts[:, o]]
+        step_s = self._batch / rates
+        reaches = step_s <= self._slowest_s * self._goodput * (1 - margin)
         return np.where(reaches, self._usd_per_s * step_s / self._goodput, np.inf)
 
     @property
@@ -106,12 +111,12 @@ class Mixtures:
         is_open = values < incumbent * (1 - self.min_gain)
         self._min_closed = min(self._min_closed, np.min(values[~is_open], initial=np.inf))
         self._select(is_open)
-        if self.are_many and len(self.opened) == MAX_OPENED:
+        if self.are_many and len(self.opened) >= MAX_OPENED and np.isfinite(incumbent):
             self._min_closed = min(self._min_closed, self.bound)
             self._select(np.zeros(len(self.counts), dtype=bool))
         if not len(self.counts):
             return None
-        row = int(np.argmin(values[is_open]))
+        row = self._next()
         used = np.flatnonzero(self.counts[row])
         if not all(self._is_close[o] for o in used):
             for o in used:
@@ -133,6 +138,14 @@ class Mixtures:
         )
         self.opened.append(made)
         return made
+
+    def _next(self) -> int:
+        """Return the cheapest row; of many every second time one that reaches the floor with some margin, if there is one."""
+        if self.are_many and len(self.opened) % 2 == 0:
+            values = self.values(MARGIN)
+            if np.isfinite(values.min()):
+                return int(np.argmin(values))
+        return int(np.argmin(self.values()))
 
     def raise_size(self, size: Size) -> bool:
         """Return whether a size of an offer that has no bound yet got a higher first one, from RATE."""

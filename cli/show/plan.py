@@ -345,10 +345,10 @@ def money_table(cost: CostSummary) -> Table:
     if cost.goodput < 1:
         lost = "of the time makes progress that stays: money and hours count what spot nodes lose"
         table.add_row("[bold]goodput", "", f"{format_percent(cost.goodput, 1)} {lost}")
-    looked_at = counted(len(cost.sizes), "size")
+    examined = counted(len(cost.sizes), "size")
     if cost.num_mixtures:
-        looked_at += f", {counted(cost.num_mixtures, 'mixture')} bounded"
-    took = f"{looked_at} in {format_seconds(cost.search_s)}"
+        examined += f", {counted(cost.num_mixtures, 'mixture')} bounded"
+    took = f"{examined} in {format_seconds(cost.search_s)}"
     table.add_row("[bold]search", "", f"[bold]{cost.verdict}[/]: {took}")
     return table
 
