@@ -15,9 +15,9 @@ Constraints
     (C1) floor: TOKENS / T[k] >= FLOOR
     (C2) memory: some layout of the size fits
 
-Method: a size has a bound on its step, and with it on (O): first perfect scaling of the best micro-batch (variants.py), once its turn
-comes the least over its space. Sizes are searched in the order of these bounds, each only for what is faster than the floor and
-cheaper than the incumbent, until no bound is below the incumbent: what was not searched cannot be cheaper.
+Method: a size has a bound on its step, and with it on (O): first perfect scaling of the best micro-batch (variants.py), once its
+turn comes the least over its space. Sizes are searched in the order of these bounds, each only for what is faster than the floor
+and cheaper than the incumbent, until no bound is below the incumbent: what was not searched cannot be cheaper.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def cheapest(
     slowest_s = workload.tokens_per_step / floor * (1 + FLOOR_ROUNDING) if floor > 0 else math.inf
     if not (mix == 1 or (2 <= mix <= MAX_MIX and objective == "cost" and len(offers) > 1)):
         raise ConfigError(
-            f"mix {mix} with {counted(len(offers), 'offer')} for the objective {objective}: mixtures are of 2 to {MAX_MIX} of several "
-            "offers, for the objective cost",
+            f"mix {mix} with {counted(len(offers), 'offer')} for the objective {objective}: it is for the cost of several offers, "
+            f"and 1 to {MAX_MIX}",
             help="leave out --mix, or give --offers with two offers or more",
         )
     request = PlanRequest.create(model, offers[0].with_size(offers[0].sizes[0]), workload, **options)
@@ -165,8 +165,8 @@ def enumerate_sizes(
 
 
 class _SizeProblem:
-    """The sizes as a problem of solvers/branch_and_bound.py: a node is a size with the bound of its step, opened by a search, or all
-    mixtures that wait.
+    """The sizes as a problem of solvers/branch_and_bound.py: a node is a size with the bound of its step, opened by a search, or
+    all mixtures that wait.
 
     The results of searches are large: only that of the best size is retained.
     """
@@ -187,10 +187,13 @@ class _SizeProblem:
 
     def expand(self, node: Node[Size | Mixtures], incumbent: float) -> Step[Size | Mixtures, Size]:
         if isinstance(node.state, Mixtures):
-            mixtures, made = node.state, node.state.open(incumbent)
-            rest = [self._block(mixtures)] if math.isfinite(mixtures.bound) else []
+            made = node.state.open(incumbent)
+            rest = [self._block(node.state)] if math.isfinite(node.state.bound) else []
             return Step([*rest, *([] if made is None else [self._node(made)])])
         size = node.state
+        mixtures = self._mixtures if size.bound_s is None and math.isfinite(incumbent) else None
+        if mixtures is not None and (mixtures.raise_size(size) or node.bound < size.bound(self._objective)):
+            return Step([self._node(size)])
         if size.bound_s is None:
             deadline = size.request.deadline
             if math.isinf(incumbent) and deadline.remaining_s <= (1 - SHARE_OF_BOUNDS) * deadline.limit_s:
@@ -201,11 +204,11 @@ class _SizeProblem:
                 return Step()
             if math.isfinite(incumbent):  # else it is searched at once: bounds need something to be compared with
                 return Step([self._node(size)])
-        worth = incumbent * (1 - size.min_gain)
-        if size.bound(self._objective) >= worth:
+        limit = incumbent * (1 - size.min_gain)
+        if size.bound(self._objective) >= limit:
             size.close("dearer", "by its bound")
             return Step()
-        limit_s = min(size.slowest_s, size.longest_s(self._objective, worth))
+        limit_s = min(size.slowest_s, size.longest_s(self._objective, limit))
         if not search_size(size, limit_s) or size.estimate is None:
             return Step()
         value = size.value(self._objective)

@@ -17,13 +17,14 @@ Constraints
 Bound
     (B)  T[n] >= B / sum_o n[o] RATE[o, n[o]]        no node is faster in a mixture than alone
 
-RATE is first perfect scaling (variants.py). Once a mixture comes to be the cheapest by it, the nodes of its offers get the best rate
-that the bounds of clusters of their own kind allow, at numbers of nodes from n / 2 to all that the offers have together, those that
-divide well: in a mixture nodes share their states with more of others and communicate over no faster links. That this holds for
-layouts of a mixture is an assumption, not a theorem: tests compare with searches of every mixture.
+RATE is first perfect scaling (variants.py). Once a mixture comes to be the cheapest by it, the nodes of its offers get the best
+rate that the bounds of clusters of their kind allow, at numbers of nodes from n / 2 to all that the offers have together, those
+that divide the batch well: nodes of a mixture communicate over no faster links. That none of its layouts is faster is an
+assumption, not a theorem: tests compare with searches of every mixture.
 
 All mixtures are one block of a search: its node opens the cheapest row, and stands for the rest. Where there are more than
-EXACT_MIXTURES, those within GAP of the incumbent stay closed.
+EXACT_MIXTURES, those within GAP of the incumbent stay closed, MAX_OPENED are looked at, what others could gain is in the
+certificate's gap, and sizes of one offer start with RATE as well.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ from .sizes import HOUR_S, Size, bound_size, goodput, price_per_hour
 EXACT_MIXTURES, GAP = 1000, 0.02
 """Mixtures up to which the cheapest is proved to the same gap as a size; part of the cost that may be left to gain of more."""
 
+MAX_OPENED = 12
+"""Mixtures that are looked at of more than EXACT_MIXTURES: each takes a tenth of a second to bound, and more to search."""
+
+MARGIN = 0.1
+"""Part of the floor's seconds of a step that a mixture has to spare by (B), so that it is likely to reach the floor."""
+
 MAX_MIXTURES = 1 << 20
 """Rows; of more nodes of each offer so many are tried that there are no more: multiples of a step, and all of them."""
 
@@ -52,7 +59,8 @@ class Mixtures:
 
     Attributes:
         counts: nodes of each offer [M, O].
-        num_mixtures: that there were; ``min_gain``: part of the cost that one must save to be looked at.
+        num_mixtures: that there were; ``are_many``: more than EXACT_MIXTURES.
+        min_gain: part of the cost that one must save to be looked at.
         opened: those that were; ``is_stopped``: a deadline came first.
     """
 
@@ -66,7 +74,8 @@ class Mixtures:
         self._batch = self._request.workload.global_batch_size
         self.counts = _counts(self.offers, mix)
         self.num_mixtures, self.is_stopped = len(self.counts), False
-        self.min_gain = GAP if self.num_mixtures > EXACT_MIXTURES else REL_GAP
+        self.are_many = self.num_mixtures > EXACT_MIXTURES
+        self.min_gain = GAP if self.are_many else REL_GAP
         prices = [price_per_hour(offer.with_size(offer.sizes[-1])) / offer.sizes[-1] / HOUR_S for offer in self.offers]
         self._usd_per_s = self.counts @ np.array(prices)
         self._goodput = goodput(self.counts @ np.array([offer.losses_per_node_day for offer in self.offers]))
@@ -77,11 +86,13 @@ class Mixtures:
         self.opened: list[Size] = []
         self._min_closed = np.inf
 
-    def values(self) -> FloatArray:
-        """Return (B) as USD of a step [M]; infinite where it misses the floor (C1)."""
-        rates = sum(self.counts[:, o] * rate[self.counts[:, o]] for o, rate in enumerate(self._rates))
-        step_s = self._batch / rates if len(self.counts) else np.zeros(0)
-        reaches = step_s <= self._slowest_s * self._goodput
+    def values(self, margin: float = 0.0) -> FloatArray:
+        """Return (B) as USD of a step [M]; infinite where it misses the floor (C1), or is not so much of it faster."""
+        rates = np.zeros(len(self.counts))
+        for o, rate in enumerate(self._rates):
+            rates += self.counts[:, o] * rate[self.counts[:, o]]
+        step_s = self._batch / rates
+        reaches = step_s <= self._slowest_s * self._goodput * (1 - margin)
         return np.where(reaches, self._usd_per_s * step_s / self._goodput, np.inf)
 
     @property
@@ -100,9 +111,12 @@ class Mixtures:
         is_open = values < incumbent * (1 - self.min_gain)
         self._min_closed = min(self._min_closed, np.min(values[~is_open], initial=np.inf))
         self._select(is_open)
+        if self.are_many and len(self.opened) >= MAX_OPENED and np.isfinite(incumbent):
+            self._min_closed = min(self._min_closed, self.bound)
+            self._select(np.zeros(len(self.counts), dtype=bool))
         if not len(self.counts):
             return None
-        row = int(np.argmin(values[is_open]))
+        row = self._next()
         used = np.flatnonzero(self.counts[row])
         if not all(self._is_close[o] for o in used):
             for o in used:
@@ -124,6 +138,24 @@ class Mixtures:
         )
         self.opened.append(made)
         return made
+
+    def _next(self) -> int:
+        """Return the cheapest row; of many every second time one that reaches the floor with some margin, if there is one."""
+        if self.are_many and len(self.opened) % 2 == 0:
+            values = self.values(MARGIN)
+            if np.isfinite(values.min()):
+                return int(np.argmin(values))
+        return int(np.argmin(self.values()))
+
+    def raise_size(self, size: Size) -> bool:
+        """Return whether a size of an offer that has no bound yet got a higher first one, from RATE."""
+        o = next((o for o, offer in enumerate(self.offers) if offer.name == size.offer), None)
+        if o is None or not self.are_many or self._is_close[o]:
+            return False
+        self._bound_rates(o)
+        for other in self._sizes[o]:
+            other.fair_s = max(other.fair_s, self._batch / (other.nodes * float(self._rates[o][other.nodes])))
+        return True
 
     def _select(self, rows: BoolArray) -> None:
         self.counts, self._usd_per_s, self._goodput = self.counts[rows], self._usd_per_s[rows], self._goodput[rows]

@@ -467,6 +467,7 @@ def _are_alike(one: NodeGroup, other: NodeGroup) -> bool:
     links = zip(one.levels, other.levels, strict=False)
     same_links = bool(one.levels) == bool(other.levels) and all(a.link == b.link for a, b in links)
     first, second = (
-        group.replace(num_nodes=1, levels=(), device=group.device.replace(price_per_hour=None)) for group in (one, other)
+        group.replace(num_nodes=1, levels=(), device=group.device.replace(price_per_hour=None))
+        for group in (one, other)
     )
     return same_links and first == second

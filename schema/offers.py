@@ -319,7 +319,9 @@ def _losses_per_node_day(table: Mapping[str, Any], where: str, folder: Path) -> 
     if "trace" not in table:
         losses = table.get("losses_per_node_day", 0.0)
         if type(losses) not in (int, float) or not 0 <= losses <= MAX_LOSSES_PER_NODE_DAY:
-            raise ConfigError(f"{where}: losses_per_node_day = {shown(losses)} is no rate from 0 to {MAX_LOSSES_PER_NODE_DAY:g}")
+            raise ConfigError(
+                f"{where}: losses_per_node_day = {shown(losses)} is no rate from 0 to {MAX_LOSSES_PER_NODE_DAY:g}"
+            )
         return float(losses)
     if not isinstance(table["trace"], str) or "losses_per_node_day" in table:
         raise ConfigError(f"{where}: `trace` is the name of a file, in place of losses_per_node_day")

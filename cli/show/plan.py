@@ -342,7 +342,13 @@ def money_table(cost: CostSummary) -> Table:
         table.add_row("[bold]energy", "", f"{cost.joules_per_token:.3g} J a token, of the devices alone")
     if cost.total is not None and cost.tokens is not None and cost.hours is not None:
         table.add_row("[bold]whole run", f"{cost.total:,.0f}", f"for {cost.tokens:.3g} tokens in {cost.hours:,.1f} h")
-    took = f"{counted(len(cost.sizes), 'size')} in {format_seconds(cost.search_s)}"
+    if cost.goodput < 1:
+        lost = "of the time makes progress that stays: money and hours count what spot nodes lose"
+        table.add_row("[bold]goodput", "", f"{format_percent(cost.goodput, 1)} {lost}")
+    examined = counted(len(cost.sizes), "size")
+    if cost.num_mixtures:
+        examined += f", {counted(cost.num_mixtures, 'mixture')} bounded"
+    took = f"{examined} in {format_seconds(cost.search_s)}"
     table.add_row("[bold]search", "", f"[bold]{cost.verdict}[/]: {took}")
     return table
 

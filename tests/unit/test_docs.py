@@ -99,9 +99,10 @@ def test_offers_of_the_document_are_read(tmp_path: Path) -> None:
     blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/cluster.md").read_text(), flags=re.DOTALL)
     (text,) = (block for block in blocks if "[[offers]]" in block)
     (tmp_path / "offers.toml").write_text(text)
-    spot, lab = offers_from_file(str(tmp_path / "offers.toml"))
-    assert spot.with_size(2).price_per_hour == pytest.approx(2 * 8 * 2.1)
+    h100, lab, spot = offers_from_file(str(tmp_path / "offers.toml"))
+    assert h100.with_size(2).price_per_hour == pytest.approx(2 * 8 * 2.1)
     assert list(lab.sizes) == [lab.cluster.num_nodes]
+    assert spot.losses_per_node_day == 3
 
 
 def test_the_front_page_has_a_figure_in_every_cell_of_its_accuracies() -> None:

@@ -45,6 +45,27 @@ def test_offers_are_compared_and_the_json_has_the_money(tmp_path) -> None:
     assert {"chosen", "on the front"} & {size["outcome"] for size in plan["cost"]["sizes"]}
 
 
+def test_a_mixture_of_spot_and_on_demand_is_rented_where_neither_is_enough(tmp_path) -> None:
+    (tmp_path / "pool.csv").write_text("time_s,available\n0,4\n43200,3\n86400,4\n")
+    offer = '[[offers]]\nname = "{}"\ndevice = "A100-SXM-80GB"\ndevices_per_node = 2\nnum_nodes = 2\nprice_per_device_hour = {}\n'
+    (tmp_path / "offers.toml").write_text(
+        offer.format("sure", 2.0) + offer.format("spot", 1.0) + 'trace = "pool.csv"\n'
+    )
+    arguments = [*PLAN, *COST, "--offers", "offers.toml", "--mix", "2", "--tokens", "1e10", "--deadline-h"]
+    assert CliRunner().invoke(app, [*arguments, "70"]).exit_code == 0
+    alone = TrainingPlan.load(tmp_path / "plan.json").cost
+    assert alone.offer == "spot"
+    assert 0.9 < alone.goodput < 1
+    hours = alone.hours * alone.num_nodes / 3.5  # more than two nodes
+    result = CliRunner().invoke(app, [*arguments, str(hours)])
+    assert result.exit_code == 0, result.output
+    plan = TrainingPlan.load(tmp_path / "plan.json")
+    assert plan.cost.offer == "2 sure + 2 spot"
+    assert plan.cost.hours <= hours
+    assert not plan.cluster.is_mixed
+    assert "mixtures bounded" in result.stdout
+
+
 def test_pareto_front_is_part_of_the_plan(tmp_path) -> None:
     result = CliRunner().invoke(app, [*PLAN, "--cluster", "4xA100-SXM-80GB", "--pareto"])
     assert result.exit_code == 0, result.output
