@@ -62,7 +62,8 @@ def parallelize(
             cross entropy of the next tokens, given logits [B, S, V] (or an object that has them as ``logits``).
         batch_loss: of another module than a Decoder, for any batch and any layout: what the module puts out for a micro-batch, and
             the micro-batch, to a mean loss. `ParallelModel.forward_backward` then takes such batches.
-        documents: train on batches of documents (`ParallelModel.backward_batch`, docs/batch.md).
+        documents: train on batches of documents (`ParallelModel.backward_batch`, docs/batch.md): the plan's model, or one of
+            transformers.
         on_split: called when every axis is applied and nothing has memory yet; a rehearsal takes it from there (rehearsal/).
 
     Raises:
@@ -75,7 +76,7 @@ def parallelize(
     set_products(plan)
     device = device or _default_device(plan)
     if documents:
-        require_documents(plan, is_decoder=model is None or isinstance(model, Decoder), compiles=compile_blocks)
+        require_documents(plan, compiles=compile_blocks)
     if model is not None and not isinstance(model, Decoder):
         return parallelize_user_module(
             model,
@@ -86,6 +87,7 @@ def parallelize(
             loss_fn=loss_fn,
             batch_loss=batch_loss,
             on_split=on_split,
+            documents=documents,
         )
     mesh = build_mesh(plan, device.type)
     batch_parts = mesh.layout.tp // plan.layout.tp
@@ -138,11 +140,10 @@ def parallelize(
 
 
 def _document_groups(parts: Sequence[Decoder], mesh: ParallelMesh, plan: TrainingPlan) -> DocumentAttention:
-    layout = plan.layout
-    first = mesh.rank // layout.stage_ranks * layout.stage_ranks
-    ranks = [plan.rank_map[rank] for rank in range(first + mesh.tp_rank, first + layout.stage_ranks, layout.tp)]
     heads = (getattr(block.attention, "num_kv_heads", 1) for block, _ in plan.model.block_runs)
-    return DocumentAttention(parts, mesh, ranks, math.gcd(*(max(count // layout.tp, 1) for count in heads)))
+    documents = DocumentAttention.of_plan(plan, mesh, math.gcd(*heads))
+    documents.attach(parts)
+    return documents
 
 
 def _default_device(plan: TrainingPlan) -> torch.device:

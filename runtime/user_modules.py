@@ -19,6 +19,8 @@ from ..schema.errors import ConfigError, RuntimeMismatchError
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
 from .data_parallel import compute_dtype, shard_units
+from .documents.attention import DocumentAttention
+from .documents.user_attention import attach, document_loss, require_user_documents
 from .loss import cross_entropy
 from .mesh import ParallelMesh, build_mesh, group_of_stages
 from .models.decoder import init_weights
@@ -51,11 +53,14 @@ def parallelize_user_module(
     loss_fn: LossFunction | None = None,
     batch_loss: BatchLoss | None = None,
     on_split: Callable[[ParallelMesh], object] | None = None,
+    documents: bool = False,
 ) -> ParallelModel:
     """Apply a plan to a module that is no Decoder; see `parallelize`."""
     _check_size(module, plan)
     structure = find_structure(module, None if plan.model.code is None else plan.model.code.blocks)
     _check(module, structure, plan)
+    if documents:
+        require_user_documents(module, structure, plan, has_loss=loss_fn is not None or batch_loss is not None)
     is_meta = any(parameter.is_meta for parameter in module.parameters())
     if is_meta and not structure.is_transformers and on_split is None:
         raise RuntimeMismatchError(
@@ -98,11 +103,22 @@ def parallelize_user_module(
         init_weights(module_of_rank, seed, aliases=aliases)
     shared, not_counted = _copies(stages, parts, module_of_rank, plan, mesh) if stages is not None else ([], set())
     of_batch = None if batch_loss is None else _of_module(batch_loss, plan.model)
+    groups = _document_groups(module_of_rank, plan, mesh) if documents else None
+    if groups is not None:
+        loss_fn = document_loss(groups)
     return ParallelModel(
         plan, mesh, module_of_rank, device, parts=parts, shared=shared, not_counted=not_counted,
         loss_fn=of_batch or loss_fn or next_token_loss, batch_loss=batch_loss,
-        stages=stages,
+        stages=stages, documents=groups,
     )  # fmt: skip
+
+
+def _document_groups(module: nn.Module, plan: TrainingPlan, mesh: ParallelMesh) -> DocumentAttention:
+    config: Any = module.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    groups = DocumentAttention.of_plan(plan, mesh, heads)
+    attach(module, groups)
+    return groups
 
 
 def _stages(module: nn.Module, structure: Structure, plan: TrainingPlan, mesh: ParallelMesh) -> UserStages | None:

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...schema.errors import RuntimeMismatchError
+from ...schema.training_plan import TrainingPlan
 from ..context_parallel import heads_for_tokens, repeated_heads, ring_attention, tokens_for_heads
 from ..mesh import ParallelMesh
 from ..models.attention import Rotary
 from ..models.decoder import Decoder, DecoderBlock
+from ..models.layers import PositionEmbedding
 from .packs import Pack
 
 
@@ -39,9 +41,7 @@ class DocumentAttention:
     The groups of every size are made once, by those ranks that are in them: about 2 log2(R) a rank.
     """
 
-    def __init__(
-        self, decoders: Sequence[Decoder], mesh: ParallelMesh, ranks: Sequence[int], num_kv_heads: int
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], num_kv_heads: int) -> None:
         """Make the groups.
 
         Args:
@@ -58,7 +58,24 @@ class DocumentAttention:
         self._groups = {1: GroupRanks()}
         self._lengths: list[int] = []
         self._entered = self._groups[1]
-        self._decoders, self._rotaries = decoders, set[Rotary]()
+        self.positions = torch.zeros(0, dtype=torch.long)
+        self._learned, self._rotaries = list[PositionEmbedding](), set[Rotary]()
+        size = 2
+        while size <= self.num_ranks:
+            self._groups[size] = self._made(size, ranks)
+            size *= 2
+
+    @classmethod
+    def of_plan(cls, plan: TrainingPlan, mesh: ParallelMesh, num_kv_heads: int) -> DocumentAttention:
+        """Make the groups of this rank's stage; ``num_kv_heads`` of the model."""
+        layout = plan.layout
+        first = mesh.rank // layout.stage_ranks * layout.stage_ranks
+        ranks = [plan.rank_map[rank] for rank in range(first + mesh.tp_rank, first + layout.stage_ranks, layout.tp)]
+        return cls(ranks, max(num_kv_heads // layout.tp, 1))
+
+    def attach(self, decoders: Sequence[Decoder]) -> None:
+        """Let all blocks of decoders attend so."""
+        self._learned += [decoder.model.embed_positions for decoder in decoders if decoder.model.embed_positions]
         for block in (block for decoder in decoders for block in decoder.model.layers.values()):
             assert isinstance(block, DecoderBlock)
             if block.self_attn is None:
@@ -66,10 +83,6 @@ class DocumentAttention:
             block.self_attn.context = self
             if block.self_attn.rotary is not None:
                 self._rotaries.add(block.self_attn.rotary)
-        size = 2
-        while size <= self.num_ranks:
-            self._groups[size] = self._made(size, ranks)
-            size *= 2
 
     def ulysses_of(self, size: int) -> int:
         """Return the ranks of an exchange group in a group of a size: as many as the heads of keys and values allow (C5)."""
@@ -87,12 +100,11 @@ class DocumentAttention:
 
     def enter(self, pack: Pack) -> None:
         """Let the next passes be over a pack."""
-        self._lengths, self._entered = list(pack.lengths), self._groups[pack.size]
+        self._lengths, self._entered, self.positions = list(pack.lengths), self._groups[pack.size], pack.positions
         for rotary in self._rotaries:
             rotary.move(pack.positions)
-        for decoder in self._decoders:
-            if decoder.model.embed_positions is not None:
-                decoder.model.embed_positions.positions = pack.positions
+        for learned in self._learned:
+            learned.positions = pack.positions
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend: query [1, H, S, C] of this rank's tokens, key and value [1, K, S, C] to [1, H, S, C]."""

@@ -206,11 +206,9 @@ def require_compilable(plan: TrainingPlan) -> None:
         )
 
 
-def require_documents(plan: TrainingPlan, *, is_decoder: bool = True, compiles: bool = False) -> None:
+def require_documents(plan: TrainingPlan, *, compiles: bool = False) -> None:
     """Refuse plans that cannot be trained on batches of documents."""
     reasons = []
-    if not is_decoder:
-        reasons.append("attention of another module than the plan's own model is that module's code")
     if plan.layout.pp > 1:
         reasons += why_no_packs(plan.layout.schedule)
     if plan.degrees_by_stage:

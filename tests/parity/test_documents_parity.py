@@ -7,6 +7,7 @@ gradient agree to 1e-5 (seen: 1e-6), whatever the groups and the number of ranks
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,21 +15,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from foreign_models import build, spec_of
 from harness import LEARNING_RATE, SEED, Case, Outcome, by_world_size, run_group
 from meshwright.planner.batch import with_length_costs
+from meshwright.profilers.module.structure import find_structure
 from meshwright.runtime import Decoder, build_optimizer, parallelize
 from meshwright.runtime.documents.packs import Batch
+from meshwright.runtime.documents.user_attention import require_user_documents
 from meshwright.runtime.models.decoder import init_weights
 from meshwright.runtime.models.layers import full_tensor
 from meshwright.runtime.training.memory import MemoryMeter
 from meshwright.runtime.training.options import TrainOptions
 from meshwright.runtime.training.rank_part import build_part
 from meshwright.runtime.training.train import TrainingRun, train_to_the_end
-from meshwright.schema import Layout
+from meshwright.schema import Layout, RuntimeMismatchError
 from meshwright.schema.layers import MoE
 from meshwright.solvers.batch_groups import BatchGroup
 from plans import gpt2_model, make_plan, tiny_model
 from test_parity import MODELS, Setup
+from torch import nn
 
 TOLERANCE = 1e-5
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
@@ -87,15 +92,22 @@ def tokens_of(step: int) -> torch.Tensor:
 
 def one_by_one(case: Case, folder: Path) -> Outcome:
     """Train on one document after the other, two steps of SGD."""
+    if case.module:
+        foreign = build(case.module)
+        return _one_by_one(case, foreign, lambda tokens: foreign(tokens).logits)
     decoder = Decoder(case.plan.model)
     init_weights(decoder, SEED)
+    return _one_by_one(case, decoder, decoder)
+
+
+def _one_by_one(case: Case, decoder: nn.Module, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> Outcome:
     outcome = Outcome()
     for step in range(case.num_steps):
         documents = tokens_of(step).split(list(LENGTHS))
         total = torch.zeros(())
         for document in documents:
             if len(document) > 1:
-                logits = decoder(document[None, :-1])
+                logits = logits_of(document[None, :-1])
                 total += F.cross_entropy(logits[0].float(), document[1:], reduction="sum")
         decoder.zero_grad()
         loss = total / (sum(LENGTHS) - len(LENGTHS))
@@ -112,7 +124,8 @@ def one_by_one(case: Case, folder: Path) -> Outcome:
 def on_groups(case: Case, folder: Path) -> Outcome:
     """Do the same by `backward_batch`, in a loop of one's own."""
     plan = case.plan
-    model = parallelize(None, plan, device=torch.device("cpu"), seed=SEED, documents=True)
+    module = build(case.module) if case.module else None
+    model = parallelize(module, plan, device=torch.device("cpu"), seed=SEED, documents=True)
     optimizer = build_optimizer(model, learning_rate=LEARNING_RATE, weight_decay=0.0)
     ends = torch.tensor(LENGTHS).cumsum(0).tolist()
     outcome = Outcome()
@@ -222,20 +235,60 @@ def test_documents_on_groups_train_as_one_after_the_other(
     cases = [Case(setup.name, setup.plan, num_steps=setup.num_steps, run=on_groups) for setup in setups]
     outcomes = run_group(setups[0].layout.world_size, cases, tmp_path)
     for setup in setups:
-        expected = references[setup.model]
-        tied = f" {TIED[0]}" if f"0 {TIED[0]}" not in expected.gradients else ""
-        for outcome in outcomes[setup.name]:
-            if tied:  # the last stage has a copy of the embedding
-                outcome.gradients = {
-                    name.replace(tied, f" {TIED[1]}"): gradient for name, gradient in outcome.gradients.items()
-                }
-            assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE), setup.name
-            assert set(outcome.gradients) <= set(expected.gradients)
-            for name, gradient in outcome.gradients.items():
-                difference = (gradient - expected.gradients[name]).abs().max().item()
-                assert difference <= TOLERANCE * max(1.0, expected.gradients[name].abs().max().item()), (
-                    setup.name,
-                    name,
-                )
-        names = {name for outcome in outcomes[setup.name] for name in outcome.gradients}
-        assert names == set(expected.gradients), setup.name
+        require_alike(setup.name, outcomes[setup.name], references[setup.model])
+
+
+def require_alike(name: str, outcomes: list[Outcome], expected: Outcome) -> None:
+    is_tied = f"0 {TIED[0]}" not in expected.gradients
+    seen = set()
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE), name
+        for key, gradient in outcome.gradients.items():
+            parameter = key.replace(*TIED) if is_tied else key  # the last stage has a copy of the embedding
+            seen.add(parameter)
+            largest = max(1.0, expected.gradients[parameter].abs().max().item())
+            difference = (gradient - expected.gradients[parameter]).abs().max().item()
+            assert difference <= TOLERANCE * largest, (name, parameter)
+    assert seen == set(expected.gradients), name
+
+
+FOREIGN = (
+    ("llama", Layout(dp_shard=2)),
+    ("qwen3", Layout(dp_shard=2, zero_stage=1, recompute="full")),
+    ("qwen3", Layout(tp=2, sequence_parallel=False)),
+    ("gpt2", Layout(dp_shard=2, zero_stage=2, recompute="selective")),
+)
+
+
+@pytest.mark.long
+def test_models_of_transformers_train_on_documents_as_on_one_after_the_other(tmp_path: Path) -> None:
+    workload = Packed("", Layout()).workload
+
+    def case(name: str, layout: Layout) -> Case:
+        plan = make_plan(spec_of(name), layout, workload=workload)
+        return Case(f"{name} {layout}", plan, 2, module=name, run=on_groups)
+
+    cases = [case(*pair) for pair in FOREIGN]
+    references = {each.module: one_by_one(each, tmp_path) for each in cases}
+    outcomes = run_group(2, cases, tmp_path)
+    for each in cases:
+        require_alike(each.name, outcomes[each.name], references[each.module])
+
+
+def test_modules_that_documents_do_not_suit_are_refused_by_name() -> None:
+    import transformers
+
+    sizes = {"vocab_size": 98, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    window = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8)
+    )
+    both_ways = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    for module, why in (
+        (build("plain"), "attention of PlainModel is its own code"),
+        (window, "within a window of 8 tokens"),
+        (both_ways, "blocks of BertForMaskedLM attend causally"),
+    ):
+        plan = make_plan(spec_of("plain"), Layout(), workload=Packed("", Layout()).workload)
+        with pytest.raises(RuntimeMismatchError, match="cannot be trained on documents") as caught:
+            require_user_documents(module, find_structure(module, None), plan)
+        assert why in str(caught.value)
