@@ -1,6 +1,6 @@
 """What copies of states for a peer take of a training: predicted by the planner, by the run itself, and measured.
 
-    python benchmarks/peer_copies.py OUT.json [--steps 600] [--every N]
+    python benchmarks/peer_copies.py OUT.json [--steps 600] [--every N ...]
 
 Four gloo ranks train a tiny model, sharded over all of them, so that each part of the states is on one rank alone. Blocks of steps
 with copies, as often as the run decides, and without any take turns; a block's time is from the end of a step to the end of its
@@ -100,13 +100,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--every", type=int)
+    parser.add_argument("--every", type=int, nargs="*", default=(None,))
     options = parser.parse_args()
     if options.out.endswith("job.json"):
         serve_rank(be_a_rank)
-    answer = train(options.steps, options.every)
-    Path(options.out).write_text(json.dumps(answer, indent=1) + "\n")
-    print(json.dumps(answer, indent=1))
+    answers = [train(options.steps, every) for every in options.every]
+    Path(options.out).write_text(json.dumps(answers, indent=1) + "\n")
+    print(json.dumps(answers, indent=1))
 
 
 if __name__ == "__main__":

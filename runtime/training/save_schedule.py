@@ -90,15 +90,15 @@ def expected_mtbf_s(given_s: float | None, *, faults: int, seconds: float, devic
 
     What was given counts as one fault in that time (a Gamma prior of shape 1), M = (given + seconds) / (1 + faults), until faults
     speak against it: where as many or more had a probability below `DOUBT`, what was seen counts alone. Where nothing was given,
-    nobody knows of a job more than that it has run for some time: M = seconds / (1 + faults), at most what is usual of its devices.
-    For the first month of a job that costs sqrt(2 save seconds), some thousandths of it.
+    nobody knows of a job more than what it has shown: M = seconds / (1/2 + faults) (Jeffreys' prior of a rate), at most what is
+    usual of its devices.
 
     Args:
         given_s: mean seconds between faults of the job, as somebody said before.
         seconds: in which so many faults were seen.
     """
     if given_s is None:
-        return min(seconds / (1 + faults), MTBF_HOURS_PER_DEVICE * 3600 / devices)
+        return min(seconds / (0.5 + faults), MTBF_HOURS_PER_DEVICE * 3600 / devices)
     expected = seconds / given_s
     fewer = (
         sum(math.exp(i * math.log(expected) - expected - math.lgamma(i + 1)) for i in range(faults)) if expected else 0

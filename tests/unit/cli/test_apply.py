@@ -247,7 +247,7 @@ def test_two_nodes_meet_and_train_together(tmp_path: Path, monkeypatch: pytest.M
 def test_options_end_at_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script, jobs = tmp_path / "train.py", []
     script.touch()
-    monkeypatch.setattr("meshwright.runtime.job.launch.launch", lambda plan, job, rendezvous: jobs.append(job))
+    monkeypatch.setattr("meshwright.runtime.job.run.launch", lambda plan, job, **_: jobs.append(job))
     plan = saved(small_plan(), tmp_path)
     assert in_process(plan, "--collective-timeout-s", "7", str(script), "--steps", "3", "--", "x") == (0, "")
     assert in_process("--collective-timeout-s=7", plan, str(script), "--help") == (0, "")

@@ -16,7 +16,7 @@ import pytest
 import rank_with_faults
 import torch
 import torch.distributed as dist
-from meshwright.runtime.job import machine
+from meshwright.runtime.job import JobEvent, apply, machine
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.run import write_event
 from meshwright.runtime.job.worker import Job
@@ -255,3 +255,35 @@ def test_last_step_of_a_report(tmp_path: Path) -> None:
     assert last_step(report) == 0
     report.write_text("".join(json.dumps(line) + "\n" for line in ({"step": 3}, {"event": "went on"})))
     assert last_step(report) == 3
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_job_that_starts_again_tells_what_it_lost_and_where_it_went_on(
+    expected: list[float], faults: Path, tmp_path: Path
+) -> None:
+    """Steps after the last checkpoint are done again; what a callback raises ends the run."""
+    (faults / "die-5-1").touch()
+    heard, records = list[JobEvent](), list[dict[str, Any]]()
+    settings = {"steps": 6, "checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 2, "max_restarts": 1}
+    apply(plan_of(dp_replicate=2), on_event=heard.append, on_record=records.append, **settings)
+    told = [(event.event, event.ranks, event.after_step) for event in heard]
+    assert told == [
+        ("checkpoint", (), 2), ("checkpoint", (), 4), ("lost", (1,), None), ("restarted", (), None), ("checkpoint", (), 6),
+    ]  # fmt: skip
+    assert heard[3].sentence().endswith("restart 1 of 1")
+    assert "rank 1 of 2 was killed by signal 9 (SIGKILL)" in heard[2].causes[0]
+    assert [record["step"] for record in records if "step" in record] == [1, 2, 3, 4, 5, 6]
+    assert losses(records)[:2] == pytest.approx(expected[:2], rel=0.1)  # another schedule of the learning rate
+
+    def refuse(event: JobEvent) -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        apply(
+            plan_of(dp_replicate=2),
+            steps=50,
+            checkpoint_dir=str(tmp_path / "more"),
+            checkpoint_every=1,
+            on_event=refuse,
+        )

@@ -27,8 +27,8 @@ def test_what_was_given_is_believed_until_faults_speak_against_it() -> None:
 
 
 def test_without_a_word_a_job_lasts_as_long_as_it_has_at_most_as_its_devices_usually_do() -> None:
-    assert expected_mtbf_s(None, faults=0, seconds=100, devices=2) == 100
-    assert expected_mtbf_s(None, faults=3, seconds=100, devices=2) == 25
+    assert expected_mtbf_s(None, faults=0, seconds=100, devices=2) == 200
+    assert expected_mtbf_s(None, faults=2, seconds=100, devices=2) == 40
     usual_s = MTBF_HOURS_PER_DEVICE * 3600 / 16_384
     assert expected_mtbf_s(None, faults=0, seconds=1e9, devices=16_384) == usual_s
 
@@ -49,7 +49,7 @@ def test_a_run_that_goes_on_saves_by_what_a_save_took_before(restarts: int, monk
     options = TrainOptions(steps=1000, checkpoint_dir="d", checkpoint_every="auto")
     schedule, times = SaveSchedule(options, done=40, begun_s=now_s, save_s=0.5), [0.1] * 60
     due = next(step for step in range(41, 500) if schedule.is_due(step, times[: step - 40]))
-    expected = best_interval_s(mtbf_s=100 / (1 + restarts), save_s=0.5) / 0.1
+    expected = best_interval_s(mtbf_s=100 / (0.5 + restarts), save_s=0.5) / 0.1
     assert due == pytest.approx(40 + expected, abs=1.5)
     first = SaveSchedule(options, done=0)
     assert [first.is_due(step, times[:step]) for step in range(1, FIRST_STEPS + 1)] == [False] * (FIRST_STEPS - 1) + [
