@@ -1,6 +1,7 @@
 """The small models of tests/parity/zoo.py on gloo ranks: who has a plan, what runs with one rank's gradients, who holds how much.
 
     python benchmarks/module_zoo.py OUT.json [name ...] [--ranks N ...]
+    python benchmarks/module_zoo.py - --blocks 48
 
 Of each model: CPU seconds from its code to a plan with tp 2; every layout that `plan` offers for two ranks, with the largest
 difference of a gradient in parts of the largest one; where operators are placed, what a rank of tp 2 holds of the parameters, and
@@ -23,10 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "parity"))
 
+import torch
 import zoo
 from harness import Case, Outcome, run_group
+from meshwright.planner import plan
+from meshwright.profilers import profile_module
 from meshwright.schema import MeshwrightError, TrainingPlan
-from zoo_plans import SHARDED, STAGED, errors, placed_plan, plans_of, share_of_parameters
+from plans import cpu_cluster
+from zoo_plans import SHARDED, STAGED, errors, placed_plan, plans_of, share_of_parameters, workload_of
 
 TOLERANCE = 1e-5
 """Of the largest gradient, in fp32."""
@@ -83,10 +88,10 @@ def add_differences(
 ) -> None:
     """Add, of each model and plan for so many ranks, the largest difference of a gradient, or how the run ended."""
     cases = [
-        Case(f"{name}: {layout}", plan, module=name, run=attempt)
+        Case(f"{name}: {layout}", found, module=name, run=attempt)
         for name, of_model in plans.items()
-        for layout, plan in of_model.items()
-        if plan.layout.world_size == size
+        for layout, found in of_model.items()
+        if found.layout.world_size == size
     ]
     if cases:
         with tempfile.TemporaryDirectory() as folder:
@@ -98,6 +103,19 @@ def add_differences(
         largest = 0.0 if error else max(errors(gradients, zoo.alone(case.module)).values())
         rows[case.module]["differences"][layout] = error or float(f"{largest:.1e}")
         print(size, case.name, rows[case.module]["differences"][layout], flush=True)
+
+
+def deep(num_blocks: int) -> dict[str, float]:
+    """Return CPU seconds of a profile for tp 2, 4 and 8, and of a plan for eight ranks, of a BERT 256 wide."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 1024}
+    model = BertForMaskedLM(BertConfig(num_hidden_layers=num_blocks, **sizes))
+    start = time.process_time()
+    spec = profile_module(model, {"input_ids": torch.zeros(2, 64, dtype=torch.long)}, tp=(2, 4, 8))
+    profiled = time.process_time()
+    plan(spec, cpu_cluster(8), workload_of(spec), time_limit_s=600.0)
+    return {"profile_cpu_s": round(profiled - start, 1), "plan_cpu_s": round(time.process_time() - profiled, 1)}
 
 
 def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -122,7 +140,11 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("names", nargs="*", help="all models where none is given; rows of others in OUT.json stay")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="run the layouts of so many")
+    parser.add_argument("--blocks", type=int, help="time the profile and the plan of a BERT of so many, nothing else")
     given = parser.parse_args()
+    if given.blocks:
+        print(json.dumps({f"{given.blocks} blocks": deep(given.blocks)}))
+        return
     rows = json.loads(given.out.read_text())["rows"] if given.out.exists() else {}
     plans: dict[str, dict[str, TrainingPlan]] = {}
     for name in given.names or zoo.MODELS:
