@@ -1,6 +1,7 @@
 """The small models of tests/parity/zoo.py on gloo ranks: who has a plan, what runs with one rank's gradients, who holds how much.
 
-    python benchmarks/module_zoo.py OUT.json [name ...]
+    python benchmarks/module_zoo.py OUT.json [name ...] [--ranks N ...]
+    python benchmarks/module_zoo.py - --blocks 48
 
 Of each model: CPU seconds from its code to a plan with tp 2; every layout that `plan` offers for two ranks, with the largest
 difference of a gradient in parts of the largest one; where operators are placed, what a rank of tp 2 holds of the parameters, and
@@ -23,10 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "parity"))
 
+import torch
 import zoo
 from harness import Case, Outcome, run_group
-from meshwright.schema import ConfigError, TrainingPlan
-from zoo_plans import SHARDED, STAGED, errors, placed_plan, plans_of, share_of_parameters
+from meshwright.planner import plan
+from meshwright.profilers import profile_module
+from meshwright.schema import MeshwrightError, TrainingPlan
+from plans import cpu_cluster
+from zoo_plans import SHARDED, STAGED, errors, placed_plan, plans_of, share_of_parameters, workload_of
 
 TOLERANCE = 1e-5
 """Of the largest gradient, in fp32."""
@@ -45,7 +50,7 @@ def planned(name: str) -> tuple[dict[str, TrainingPlan], dict[str, Any]]:
     start = time.process_time()
     try:
         plans, refused = plans_of(name)
-    except ConfigError as error:
+    except MeshwrightError as error:
         return {}, {"refused": {"all": reason(error)}}
     row: dict[str, Any] = {
         "plan_cpu_s": round(time.process_time() - start, 1),
@@ -56,7 +61,7 @@ def planned(name: str) -> tuple[dict[str, TrainingPlan], dict[str, Any]]:
             start = time.process_time()
             try:
                 plans[layout] = placed_plan(name, **fixed)
-            except ConfigError as error:
+            except MeshwrightError as error:
                 row["refused"][layout] = reason(error)
             if layout == "tp 2":
                 row["placed_cpu_s"] = round(time.process_time() - start, 1)
@@ -65,7 +70,7 @@ def planned(name: str) -> tuple[dict[str, TrainingPlan], dict[str, Any]]:
     return plans, row
 
 
-def reason(error: ConfigError) -> str:
+def reason(error: MeshwrightError) -> str:
     """Return the line of a message that says why."""
     return (str(error).splitlines()[1:2] or [str(error)])[0].strip()
 
@@ -78,28 +83,39 @@ def attempt(case: Case, folder: Path) -> Outcome:
         return Outcome(error=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
 
 
-def differences_of(plans: Mapping[str, Mapping[str, TrainingPlan]]) -> dict[str, dict[str, float | str]]:
-    """Return, of each model and plan, the largest difference of a gradient, or how the run ended."""
-    results: dict[str, dict[str, float | str]] = {name: {} for name in plans}
-    for size in (1, 2, 4, 8):
-        cases = [
-            Case(f"{name}: {layout}", plan, module=name, run=attempt)
-            for name, of_model in plans.items()
-            for layout, plan in of_model.items()
-            if plan.layout.world_size == size
-        ]
-        if not cases:
-            continue
+def add_differences(
+    rows: Mapping[str, dict[str, Any]], plans: Mapping[str, Mapping[str, TrainingPlan]], size: int
+) -> None:
+    """Add, of each model and plan for so many ranks, the largest difference of a gradient, or how the run ended."""
+    cases = [
+        Case(f"{name}: {layout}", found, module=name, run=attempt)
+        for name, of_model in plans.items()
+        for layout, found in of_model.items()
+        if found.layout.world_size == size
+    ]
+    if cases:
         with tempfile.TemporaryDirectory() as folder:
             outcomes = run_group(size, cases, Path(folder), timeout_s=3600.0)
-        for case in cases:
-            of_ranks, layout = outcomes[case.name], case.name.removeprefix(f"{case.module}: ")
-            gradients = {key: grad for outcome in of_ranks for key, grad in outcome.gradients.items()}
-            error = next((outcome.error for outcome in of_ranks if outcome.error), "")
-            largest = max(errors(gradients, zoo.alone(case.module)).values())
-            results[case.module][layout] = error or float(f"{largest:.1e}")
-            print(size, case.name, results[case.module][layout], flush=True)
-    return results
+    for case in cases:
+        of_ranks, layout = outcomes[case.name], case.name.removeprefix(f"{case.module}: ")
+        gradients = {key: grad for outcome in of_ranks for key, grad in outcome.gradients.items()}
+        error = next((outcome.error for outcome in of_ranks if outcome.error), "")
+        largest = 0.0 if error else max(errors(gradients, zoo.alone(case.module)).values())
+        rows[case.module]["differences"][layout] = error or float(f"{largest:.1e}")
+        print(size, case.name, rows[case.module]["differences"][layout], flush=True)
+
+
+def deep(num_blocks: int) -> dict[str, float]:
+    """Return CPU seconds of a profile for tp 2, 4 and 8, and of a plan for eight ranks, of a BERT 256 wide."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 1024}
+    model = BertForMaskedLM(BertConfig(num_hidden_layers=num_blocks, **sizes))
+    start = time.process_time()
+    spec = profile_module(model, {"input_ids": torch.zeros(2, 64, dtype=torch.long)}, tp=(2, 4, 8))
+    profiled = time.process_time()
+    plan(spec, cpu_cluster(8), workload_of(spec), time_limit_s=600.0)
+    return {"profile_cpu_s": round(profiled - start, 1), "plan_cpu_s": round(time.process_time() - profiled, 1)}
 
 
 def summary(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -123,15 +139,21 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("names", nargs="*", help="all models where none is given; rows of others in OUT.json stay")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="run the layouts of so many")
+    parser.add_argument("--blocks", type=int, help="time the profile and the plan of a BERT of so many, nothing else")
     given = parser.parse_args()
+    if given.blocks:
+        print(json.dumps({f"{given.blocks} blocks": deep(given.blocks)}))
+        return
     rows = json.loads(given.out.read_text())["rows"] if given.out.exists() else {}
     plans: dict[str, dict[str, TrainingPlan]] = {}
     for name in given.names or zoo.MODELS:
         plans[name], rows[name] = planned(name)
         print(name, json.dumps(rows[name]), flush=True)
-    for name, of_model in differences_of(plans).items():
-        rows[name]["differences"] = of_model
-    given.out.write_text(json.dumps({"summary": summary(rows), "rows": rows}, indent=1) + "\n")
+        rows[name]["differences"] = {}
+    for size in given.ranks:
+        add_differences(rows, plans, size)
+        given.out.write_text(json.dumps({"summary": summary(rows), "rows": rows}, indent=1) + "\n")
     print(json.dumps(summary(rows), indent=1))
 
 

@@ -83,7 +83,7 @@ def _ran(run: Callable[[], list[Tensor]], trained: Sequence[Tensor]) -> tuple[li
     ]
 
 
-def _alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    pairs = [(a.detach(), b.detach()) for a, b in zip(some, others, strict=True) if a.is_floating_point()]
+def _alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    pairs = [(a.detach(), b.detach()) for a, b in zip(first, second, strict=True) if a.is_floating_point()]
     largest = max((scale_of(a) for a, _ in pairs), default=0.0)
     return all(a.shape == b.shape and scale_of(a - b) <= TOLERANCE * largest for a, b in pairs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 QUICK = ("nanogpt", "t5", "dit", "unet")
 """A tied head, an encoder that every block of the decoder reads, a condition, and what blocks far ahead read."""
 
-NO_STAGES = ("llava", "convnet", "mlp", "lstm")
+NO_STAGES = ("llava", "convnet", "mlp", "lstm", "shared")
 """One that looks at how many of its tokens stand for images, and those without repeated blocks."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import zoo
@@ -22,15 +23,19 @@ WISHES: dict[str, dict[str, Any]] = {
     "stages": {"pp": 2, "schedule": "1f1b", "num_model_chunks": 1},
 }
 
+LIMIT_S = 600.0
+"""Of a search, on a busy machine."""
+
 SHARDED = {"dp_shard": 2, "zero_stage": 3, "recompute": "full"}
 STAGED = {"pp": 2, "schedule": "1f1b", "num_model_chunks": 1}
 """Beside tp 2: each on four ranks, or both."""
 
 
-def spec_of(name: str, **profiled: Any) -> ModelSpec:
-    """A model of the zoo as one to plan."""
+@cache
+def spec_of(name: str, *tp: int) -> ModelSpec:
+    """A model of the zoo as one to plan, with operators placed for these degrees."""
     model, inputs = zoo.build(name)
-    return profile_module(model, inputs if hasattr(model, "config") else list(inputs.values()), **profiled)
+    return profile_module(model, inputs if hasattr(model, "config") else list(inputs.values()), tp=tp)
 
 
 def plans_of(name: str) -> tuple[dict[str, TrainingPlan], dict[str, str]]:
@@ -39,7 +44,7 @@ def plans_of(name: str) -> tuple[dict[str, TrainingPlan], dict[str, str]]:
     offered, refused = dict[str, TrainingPlan](), dict[str, str]()
     for wish, fixed in WISHES.items():
         try:
-            offered[wish] = plan(spec, cpu_cluster(2), workload_of(spec), fixed=fixed)
+            offered[wish] = plan(spec, cpu_cluster(2), workload_of(spec), fixed=fixed, time_limit_s=LIMIT_S)
         except ConfigError as error:
             refused[wish] = str(error)
     return offered, refused
@@ -53,10 +58,10 @@ def workload_of(spec: ModelSpec) -> Workload:
 
 def placed_plan(name: str, **fixed: int | str) -> TrainingPlan:
     """A plan with tp 2 on as many ranks as its degrees make."""
-    spec = spec_of(name, tp=(2,))
-    degrees = {"tp": 2, "dp_shard": 1, "pp": 1, "dp_replicate": 1, **fixed}
+    spec = spec_of(name, 2)
+    degrees = {"tp": 2, "dp_shard": 1, "pp": 1, "dp_replicate": 1, "sequence_parallel": False, **fixed}
     ranks = math.prod(int(degrees[axis]) for axis in ("tp", "dp_shard", "pp", "dp_replicate"))
-    return plan(spec, cpu_cluster(ranks), workload_of(spec), fixed={**degrees, "sequence_parallel": False})
+    return plan(spec, cpu_cluster(ranks), workload_of(spec), fixed=degrees, time_limit_s=LIMIT_S)
 
 
 def share_of_parameters(name: str, found: TrainingPlan) -> float:

@@ -1,4 +1,4 @@
-"""Modules whose code does what most do not: it is placed as it computes, or stays whole, or is refused with the part that is named."""
+"""Modules whose code does what most do not: placed as it computes, or whole, or refused with the name of the part."""
 
 from __future__ import annotations
 
