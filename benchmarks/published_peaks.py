@@ -3,7 +3,7 @@
     python benchmarks/published_peaks.py RUNS.csv [--json FILE]
 
 RUNS.csv is a table as `meshwright validate` reads it, with ``peak_mem_gib`` that torchtitan logs as reserved. Of its runs those are
-rehearsed that train in bf16 under FSDP2 alone: the Llama of torchtitan in eager code (benchmarks/published_peaks.py is its block,
+rehearsed that train in bf16 under FSDP2 alone and whose notes say in what code: the Llama of torchtitan in eager code (benchmarks/published_peaks.py is its block,
 its loss and its selective recompute, which saves every second product), sharded by `parallelize`. Compiled ones are rehearsed in
 eager code too and set apart: a compiler merges what a rehearsal sees as tensors. Products in fp8, tp and pipelines are left out.
 """
@@ -145,7 +145,8 @@ def runs(path: Path) -> Iterator[dict[str, str]]:
     with path.open() as file:
         for row in csv.DictReader(file):
             plain = all(row[axis] in ("", "1") for axis in ("tp", "pp", "cp", "ep"))
-            if row["source_set"] != "torchtitan" or not row["peak_mem_gib"] or not plain:
+            is_said = row["notes"].startswith("FSDP") and row["recompute_class"]
+            if row["source_set"] != "torchtitan" or not row["peak_mem_gib"] or not (plain and is_said):
                 continue
             if row["model"] in CATALOGUE and row["precision"] == "bf16":
                 yield row
