@@ -2,10 +2,10 @@
 
     python benchmarks/published_peaks.py RUNS.csv [--json FILE]
 
-RUNS.csv is a table as `meshwright validate` reads it, with ``peak_mem_gib`` that torchtitan logs as reserved. Of its runs those are
-rehearsed that train in bf16 under FSDP2 alone and whose notes say in what code: the Llama of torchtitan in eager code, with its loss
-and its selective recompute, which saves every second product, sharded by `parallelize`. Compiled ones are rehearsed in eager code too
-and set apart: a compiler merges what a rehearsal sees as tensors. Products in fp8, tp and pipelines are left out.
+RUNS.csv is a table as `meshwright validate` reads it, with ``peak_mem_gib`` that torchtitan logs as reserved. Of its runs those
+are rehearsed that train in bf16 under FSDP2 alone and whose notes say in what code: the Llama of torchtitan in eager code, with its
+loss and its selective recompute, which saves every second product, sharded by `parallelize`. Compiled ones are rehearsed in eager
+code too and set apart: a compiler merges what a rehearsal sees as tensors. Products in fp8, tp and pipelines are left out.
 """
 
 from __future__ import annotations
