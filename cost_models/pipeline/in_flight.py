@@ -75,9 +75,8 @@ def _of_row(row: Row, shape: PipelineShape) -> IntArray:
     reduced = positions[:, None] > last
     after = np.concatenate([stored, pending, summed, reduced], axis=1).astype(np.int64)
     before = np.concatenate([np.zeros((1, 4 * v), dtype=np.int64), after[:-1]])
-    with_gradients = np.concatenate(
-        [before[:, :v], after[:, v : 2 * v], before[:, 2 * v : 3 * v], after[:, 3 * v :]], axis=1
-    )
+    has_begun = summed & (positions[:, None] > first)
+    with_gradients = np.concatenate([before[:, :v], after[:, v : 2 * v], has_begun, reduced], axis=1)
     is_end = makes.any(axis=1) & (positions == last[chunk])
     frees = (kind == W) | ((kind == B) & (stage == 0))  # or makes nothing that is pending
     matters = (kind == F) & ((stage == shape.num_stages - 1) | np.append(frees[1:], True))
