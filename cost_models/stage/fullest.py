@@ -66,8 +66,8 @@ def _temporary(chunks: StageContents, step: StepShape, scenario: Scenario, holdi
     gloo = np.where(shards > 1, 4.0, 0.0) if is_host(scenario) else 0.0
     # Gradients that are cast add up after the pass; others right away.
     uncast = b * np.maximum(of_head / b, chunks.block_params / 3)
-    # A weight pass frees what it reads, matrix by matrix.
-    made = np.maximum(b * chunks.trained - chunks.read_bytes, uncast + chunks.pending_bytes)
+    # A weight pass frees what it reads, matrix by matrix: its end, or its start, when all is pending still.
+    made = np.maximum(b * chunks.trained - chunks.read_bytes, b * chunks.block_params / 3 + chunks.pending_bytes)
     by_moment = {
         FORWARD: loss_bytes(logits, workload, chunks.boundary_bytes, step.tp) - stored,
         BACKWARD: np.maximum.reduce(np.broadcast_arrays(of_head, chunks.working_bytes - stored, of_embedding)),

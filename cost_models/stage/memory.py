@@ -144,12 +144,13 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
         "temporary": stage.working_bytes + np.where(copies & ~step.is_piped, 4.0 * stage.block_trained, 0.0),
     }
     # Under a pipeline a backward pass ends with the gradient of the embedding, before it is added to those of earlier passes.
-    embedded = moment(np.maximum(step.in_flight - 1, 0), before)
+    summed = step.summed_in_flight
+    all_summed = np.where(summed < 0, 0.0, before)
+    embedded = moment(np.where(summed < 0, 0, np.maximum(step.in_flight - 1, 0)), all_summed)
     is_embedding = step.is_piped & (stage.logits == 0) & (workload.adapters is None)
     embedded["temporary"] = np.where(is_embedding, b * stage.root_params, 0.0) + 0.0 * passing["temporary"]
-    summed = step.summed_in_flight
     first = moment(step.in_flight, np.where(summed < step.in_flight, 0.0, before))
-    return [first, moment(np.maximum(summed, 0), np.where(summed < 0, 0.0, before)), embedded, late, update]
+    return [first, moment(np.maximum(summed, 0), all_summed), embedded, late, update]
 
 
 def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:

@@ -50,37 +50,36 @@ class RMSNorm(LocalModule):
         weight = self.local(self.weight)
         if self.tp is None:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        result: Tensor = _SplitNorm.apply(x, weight, self.eps, self.tp.get_group())  # type: ignore[no-untyped-call]
-        return result
+        normed: Tensor = _SplitNorm.apply(x, self.eps, self.tp.get_group())  # type: ignore[no-untyped-call]
+        return normed * weight
 
 
 class _SplitNorm(torch.autograd.Function):
-    """RMSNorm over a dimension of which each rank of a group has an equal part; saves its input and 1 / rms, as the kernel of an
-    entire one does: autograd would save the input twice and its normalised copy, in fp32.
+    """``x / rms(x)`` over a dimension of which each rank of a group has an equal part.
+
+    It saves what it puts out, as the product with the weight does: autograd would save its input twice as well, in fp32.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float, group: dist.ProcessGroup) -> Tensor:
         wide = x.float()
         mean = wide.square().mean(dim=-1, keepdim=True) / group.size()
         dist.all_reduce(mean, group=group)
         inverse = torch.rsqrt(mean + eps)
+        normed = (wide * inverse).to(x.dtype)
         ctx.group = group
-        ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).to(x.dtype) * weight
+        ctx.save_for_backward(normed, inverse)
+        return normed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight, inverse = ctx.saved_tensors
-        normed = x * inverse  # in fp32, as the latter is
-        grad_weight = (grad_output * normed.to(x.dtype)).flatten(0, -2).sum(0)
-        grad_normed = (grad_output * weight).float()
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        normed, inverse = ctx.saved_tensors
         # The mean over all parts of the gradient times what it is the gradient of.
-        dot = torch.einsum("...d,...d->...", grad_normed, normed)[..., None] / (x.shape[-1] * ctx.group.size())
-        dist.all_reduce(dot, group=ctx.group)
-        grad = grad_normed.sub_(normed.mul_(dot)).mul_(inverse)
-        return grad.to(x.dtype), grad_weight, None, None
+        mean = (grad_output * normed).sum(dim=-1, keepdim=True, dtype=torch.float32)
+        mean /= normed.shape[-1] * ctx.group.size()
+        dist.all_reduce(mean, group=ctx.group)
+        return ((grad_output - normed * mean) * inverse).to(normed.dtype), None, None
 
 
 class LayerNorm(LocalModule):

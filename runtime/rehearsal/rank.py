@@ -113,6 +113,7 @@ def _rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting, *, copies: b
             pass
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(recorder)
+        stack.enter_context(recorder.without_trials())
 
     try:
         with stack, joined_in_one(), contextlib.nullcontext() if is_host else gpu_kernels():

@@ -357,10 +357,20 @@ class Recorder(TorchDispatchMode):
         return self._path[-1][0] if self._path else ""
 
     @contextlib.contextmanager
+    def without_trials(self) -> Iterator[None]:
+        """Write nothing down of what DTensor runs on entire shapes, to learn those of outputs, while inside."""
+        lock = ShardingPropagator._fake_mode_lock
+        ShardingPropagator._fake_mode_lock = _Pause(self)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            ShardingPropagator._fake_mode_lock = lock
+
+    @contextlib.contextmanager
     def watching(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Know the modules by name, and when a storage is resized, while inside."""
         names = {id(module): name for name, module in modules.items()}
-        resize, lock = torch.UntypedStorage.resize_, ShardingPropagator._fake_mode_lock
+        resize = torch.UntypedStorage.resize_
 
         def enter(module: nn.Module, _: Any) -> None:
             if (name := names.get(id(module))) is not None:
@@ -377,12 +387,10 @@ class Recorder(TorchDispatchMode):
             nn.modules.module.register_module_forward_pre_hook(enter),
             nn.modules.module.register_module_forward_hook(leave, always_call=True),
         ]
-        ShardingPropagator._fake_mode_lock = _Pause(self)  # type: ignore[assignment]
         torch.UntypedStorage.resize_ = lambda storage, size: self._resize(storage, resize, size)  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            ShardingPropagator._fake_mode_lock = lock
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
@@ -398,7 +406,7 @@ def tensors_of(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 class _Pause:
-    """Lets a recorder write nothing down while inside: DTensor runs operators on entire shapes to learn those of their outputs."""
+    """Lets a recorder write nothing down while inside."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._before = recorder, list[bool]()

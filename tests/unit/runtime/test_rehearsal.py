@@ -82,6 +82,14 @@ def test_stages_are_kinds_of_their_own() -> None:
     assert {"send", "recv"} & {one.op for one in rehearsal.kinds[0].collectives if one.axis == "pp"}
 
 
+def test_trials_of_entire_shapes_are_not_counted() -> None:
+    """DTensor learns the shape of a share of the embedding on all of it; to draw its values one such tensor is enough."""
+    fix = "tp=8,dp_shard=1,pp=1,cp=1,micro_batch_size=1"
+    given = made(with_blocks("llama-3.2-1b", 1), "8xH100-SXM-80GB", fix, batch=1, seq_len=128)
+    entire = 4 * given.model.vocab_size * given.model.hidden_dim
+    assert entire < rehearse(given).kinds[0].peak_allocated_bytes < 1.5 * entire
+
+
 def test_only_kinds_of_given_ranks() -> None:
     given = made("llama-3.2-1b", "4xH100-SXM-80GB", "pp=2,tp=2,num_model_chunks=1", batch=4)
     assert [kind.rank for kind in rank_kinds(given, [3])] == [3]
