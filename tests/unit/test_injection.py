@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 from meshwright.cli.main import app
-from meshwright.engines import export
+from meshwright.engines import RL_TARGETS, export
 from meshwright.engines.registry import SERVING_TARGETS, TARGETS
 from meshwright.schema import Layout, MeshwrightError, ServingPlan, Workload
 from meshwright.schema.engine_facts import PLANNED_ENGINES
 from plans import make_plan, tiny_model
+from rl_plans import rl_plan
 from targets import LLAMA
 from typer.testing import CliRunner
 
@@ -107,6 +108,7 @@ def require_inert(script: str, folder: Path) -> None:
         "nemo",
         "srun",
         "numactl",
+        "uv",
         "git",
         "pip",
     ):
@@ -116,6 +118,19 @@ def require_inert(script: str, folder: Path) -> None:
     command = ["timeout", "10", "bash", "script.sh"]
     subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False, stdin=subprocess.DEVNULL)
     assert not (folder / "executed").exists()
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml"])
+@pytest.mark.parametrize("engine", RL_TARGETS)
+def test_what_trains_after_training_runs_no_name(name: str, engine: str, tmp_path: Path) -> None:
+    plan = rl_plan([(4, ("generator", "actor", "reference"))], {}, generation_engine="vllm")
+    work = plan.post_training
+    models = tuple(each.replace(model=each.model.replace(name=name)) for each in work.models)
+    named = plan.replace(post_training=work.replace(models=models, reward_function=name), model=models[0].model)
+    files = export(named, engine).files
+    assert files
+    for _, text in files:
+        require_inert(text, tmp_path)
 
 
 @pytest.fixture(scope="module")
