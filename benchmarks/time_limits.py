@@ -115,7 +115,8 @@ def write_inputs(folder: Path) -> None:
     )
     (folder / "offers.toml").write_text("".join(offers))
     np.savez(folder / "loads.npz", load=drawn.lognormal(size=(61, 1024)))
-    np.savez(folder / "trace.npz", routed_experts=drawn.integers(0, 256, size=(20_000, 58, 8)).astype(np.int16))
+    routed = drawn.integers(0, 32, size=(20_000, 58, 8)) + 32 * np.arange(8)  # no expert twice
+    np.savez(folder / "trace.npz", routed_experts=routed.astype(np.int16))
 
 
 def measured(words: list[str], folder: Path) -> tuple[float, float, int, str]:

@@ -178,9 +178,9 @@ def run(endpoint: Endpoint, listening: socket.socket, *, drain_s: float) -> None
     from ..runtime.serving.connection import connections_within
 
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = min(endpoint.bounds.connections, max(descriptors // 2, 1))
+    limit = min(endpoint.bounds.connections, max(descriptors // 2, 1))
     config = uvicorn.Config(
-        endpoint, http=connections_within(head_s=endpoint.bounds.head_s, most=most), log_level="critical",
+        endpoint, http=connections_within(head_s=endpoint.bounds.head_s, limit=limit), log_level="critical",
         access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30, lifespan="off",
         ws="none", server_header=False, h11_max_incomplete_event_size=2**16,
     )  # fmt: skip

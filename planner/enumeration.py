@@ -255,7 +255,7 @@ class Enumeration:
         request = self.request
         c = self._cross({}, "tp", tps, lambda c: request.cluster.num_devices % c["tp"] == 0)
         c = self._cross(c, "cp", cps, self._divides("cp"))
-        c = self._cross(c, "cp_ulysses", cps, _all_rows)
+        c = self._cross(c, "cp_ulysses", cps, lambda c: c["cp"] % c["cp_ulysses"] == 0)
         if "cp_ulysses" in request.fixed:
             return c, np.ones((len(c["tp"]), len(sizes)), dtype=bool)
         # A cp that the engine does not take at all is left to the rules, which say so.

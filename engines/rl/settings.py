@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from ...schema.rl_plan import RlPlan
 from ...schema.training_plan import TrainingPlan
-from ..adapter import Limit
+from ..adapter import Limit, comment
 
 SCRIPT = "run.sh"
 
@@ -43,12 +44,16 @@ def script(head: str, command: str, settings: Mapping[str, Any]) -> str:
     """Return a shell script that calls a command with overrides, one a line."""
     lines = [f"{name}={_text(value)}" for name, value in settings.items()]
     arguments = " \\\n  ".join(map(shlex.quote, lines))
-    return f'#!/usr/bin/env bash\n# {head}\nset -euo pipefail\n\nexec {command} \\\n  {arguments} \\\n  "$@"\n'
+    return f'#!/usr/bin/env bash\n{comment(head)}set -euo pipefail\n\nexec {command} \\\n  {arguments} \\\n  "$@"\n'
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value)
+    if isinstance(value, str) and not re.fullmatch(
+        r"[\w./:-]*", value
+    ):  # Hydra's grammar: quoted, nothing is interpolated
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${").replace("\n", " ") + "'"
     return "null" if value is None else str(value)
 
 

@@ -1,18 +1,19 @@
 """What a process takes for training besides its tensors: code that is loaded at the first pass, threads, buffers of gloo.
 
-It is much the same for every model, so a few sharded steps of a tiny one measure it: the growth of the resident set less what its
-tensors hold. It begins where `apply` begins to measure, after one step of a single layer.
+It is much the same for every model, so a few sharded steps of a tiny one measure it: the growth of the resident set, pages of files
+left out, less what its tensors hold. It begins where `apply` begins to measure, after one step of a single layer.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from .resident import file_bytes, peak_bytes, reset_peak
 
 if TYPE_CHECKING:
     from .timing import Bench, Points
@@ -44,10 +45,10 @@ def measure_process(bench: Bench, _: Points) -> Points:
     """Return the most that any rank's process grows by, as AllocatorMemory; nothing where the kernel does not say it."""
     with torch.random.fork_rng(devices=()), torch.enable_grad():
         _train(nn.Sequential(nn.Linear(_DIM, _VOCAB)), torch.ones(1, _DIM))
-        before = psutil.Process().memory_info().rss
-        is_known = _reset_peak()
+        before = psutil.Process().memory_info().rss - file_bytes()
+        is_known = reset_peak()
         tensor_bytes = _train(_sharded(_Tiny()), torch.zeros(1, _LEN, dtype=torch.int64))
-        grown = max(0, _peak_bytes() - before - tensor_bytes) if is_known else 0
+        grown = max(0, peak_bytes() - file_bytes() - before - tensor_bytes) if is_known else 0
     grown = max(int(value) for value in bench.gather(grown))
     record = {"context_bytes": psutil.Process().memory_info().rss, "process_bytes": grown}
     return {"allocator": [] if dist.get_rank() else [record]}
@@ -75,17 +76,3 @@ def _train(model: nn.Module, inputs: torch.Tensor) -> int:
         optimizer.step()
         optimizer.zero_grad()
     return sum(4 * parameter.nbytes for parameter in model.parameters())
-
-
-def _reset_peak() -> bool:
-    """Start the peak again from the present resident set; False where this system does not allow it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _peak_bytes() > 0
-    except (OSError, StopIteration):
-        return False
-
-
-def _peak_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024

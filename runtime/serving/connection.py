@@ -12,15 +12,15 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
-def connections_within(*, head_s: float, most: int) -> type[H11Protocol]:
-    """Return the kind of connection for `uvicorn.Config(http=...)`: further ones than ``most`` are closed at once."""
+def connections_within(*, head_s: float, limit: int) -> type[H11Protocol]:
+    """Return the kind of connection for `uvicorn.Config(http=...)`: further ones than ``limit`` are closed at once."""
 
     class Connection(H11Protocol):
         _waits: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > most:
+            if len(self.connections) > limit:
                 transport.abort()
             else:
                 self._watch()

@@ -2,11 +2,13 @@
 
 CUDA: the caching allocator's own peaks, exact, and what plans predict.
 
-CPU: torch counts nothing. Reserved is the highest resident set since the baseline minus the one at the baseline. The kernel stores
-that highest value (VmHWM) and resets it on a write to ``/proc/self/clear_refs``; where that is not allowed, the process's lifetime
-peak (``ru_maxrss``) stands in, an upper bound. Code and buffers of libraries that load later count as well, some tens of MiB, and
-so does what the C allocator keeps. Allocated is the same, unless tensors are counted: torch's profiler notes each one that is made
-or freed. A tensor's end is noted only where its beginning was, so that counting begins before the model exists; it slows code down.
+CPU: torch counts nothing. Reserved is the highest resident set since the baseline less the one at the baseline, and less the
+pages of files that came since: code that is run for the first time, some ten MiB, and mapped data
+(profilers/measure/resident.py). The kernel stores that highest value (VmHWM) and resets it on a write to
+``/proc/self/clear_refs``; where that is not allowed, the process's lifetime peak (``ru_maxrss``) stands in, an upper bound. What
+the C allocator keeps counts as well. Allocated is the same, unless tensors are counted: torch's profiler notes each one that is
+made or freed. A tensor's end is noted only where its beginning was, so that counting begins before the model exists; it slows
+code down.
 """
 
 from __future__ import annotations
@@ -17,15 +19,14 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
 
+from ...profilers.measure.resident import file_bytes, peak_bytes, reset_peak
+
 MemorySource = Literal["cuda-allocator", "resident-growth", "lifetime-resident-growth"]
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
 
 
 class MemoryMeter:
@@ -44,8 +45,8 @@ class MemoryMeter:
             return
         _load_libraries()
         gc.collect()
-        self.source = "resident-growth" if _reset_high_water() else "lifetime-resident-growth"
-        self._baseline = psutil.Process().memory_info().rss
+        self.source = "resident-growth" if reset_peak() else "lifetime-resident-growth"
+        self._baseline = psutil.Process().memory_info().rss - file_bytes()
         self._count = AllocationCount() if count else None
 
     def stop_counting(self) -> None:
@@ -72,15 +73,15 @@ class MemoryMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            _reset_high_water()
+            reset_peak()
 
     def _read(self) -> None:
         if self._device.type == "cuda":
             self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self._device))
             self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
             return
-        high_water = _high_water_bytes() if self.source == "resident-growth" else _lifetime_peak_bytes()
-        self._allocated = self._reserved = max(self._allocated, high_water - self._baseline)
+        peak = peak_bytes() if self.source == "resident-growth" else _lifetime_peak_bytes()
+        self._allocated = self._reserved = max(self._allocated, peak - file_bytes() - self._baseline)
 
 
 def _load_libraries() -> None:
@@ -90,23 +91,6 @@ def _load_libraries() -> None:
         optimizer = torch.optim.AdamW(layer.parameters())
         torch.nn.functional.cross_entropy(layer(torch.ones(64, 64)), torch.zeros(64, dtype=torch.int64)).backward()
         optimizer.step()
-
-
-def _reset_high_water() -> bool:
-    """Start VmHWM again from the present resident set; False where this system does not allow it."""
-    try:
-        _CLEAR_REFS.write_text("5")
-        _high_water_bytes()
-    except (OSError, LookupError):
-        return False
-    return True
-
-
-def _high_water_bytes() -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError("no VmHWM in /proc/self/status")
 
 
 def _lifetime_peak_bytes() -> int:

@@ -5,6 +5,7 @@ For minutes, and by the thousand: tests/fuzz/fuzz_commands.py, which the long te
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,10 +35,16 @@ REFUSED = [
     "experts bench loads.csv --num-gpus 9223372036854775807",
     "experts bench loads.csv --num-gpus 50000000",
     "experts evaluate placed.npz loads.csv",
+    "plan smollm2-135m --cluster zones.toml --global-batch-size 8 --seq-len 64",
+    "plan smollm2-135m --cluster matrix.toml --global-batch-size 8 --seq-len 64",
+    "validate --serve load_tests.csv",
+    "plan smollm2-135m --serve --cluster 2xH100-SXM-80GB --requests long.csv",
+    "batch blank.txt.gz --pack 64",
     "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m",
 ]
 """Lines that once ended in a traceback, or took all memory."""
 
+GROUPS = '[[groups]]\ndevice = "H100-SXM-80GB"\nnum_nodes = 1\n' * 2
 MEGATRON = (
     "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1"
     " --global-batch-size 8 --optimizer adam sgd\n"
@@ -58,6 +65,13 @@ def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("loads.csv").write_text("1,2,3\n4,5,6\n")
     Path("profile.json").write_text(small_profile().model_dump_json())
     Path("train.sh").write_text(MEGATRON)
+    Path("zones.toml").write_text(GROUPS.replace("[[groups]]", "[[groups]]\nzone = [1]"))
+    Path("matrix.toml").write_text(f"bandwidth_matrix = []\n{GROUPS}")
+    Path("load_tests.csv").write_text(
+        "model,gpu,engine,mode,gemm_dtype,isl,osl\nllama-3.1-8b,H200,vllm,agg,bf16,128,-1\n"
+    )
+    Path("long.csv").write_text("arrival_s,prompt_tokens,output_tokens\n1,2," + "3" * 200_000)
+    Path("blank.txt.gz").write_bytes(gzip.compress(b"\n" * 5_000_000))
     with_a_dead_gpu("placed.npz")
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 2, result.output

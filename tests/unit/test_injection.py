@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 from meshwright.cli.main import app
-from meshwright.engines import export
+from meshwright.engines import RL_TARGETS, export
 from meshwright.engines.registry import SERVING_TARGETS, TARGETS
-from meshwright.schema import Layout, MeshwrightError, ServingPlan, Workload
+from meshwright.schema import Layout, MeshwrightError, RlPlan, ServingPlan, Workload
 from meshwright.schema.engine_facts import PLANNED_ENGINES
 from plans import make_plan, tiny_model
+from rl_plans import rl_plan
 from targets import LLAMA
 from typer.testing import CliRunner
 
@@ -107,6 +108,7 @@ def require_inert(script: str, folder: Path) -> None:
         "nemo",
         "srun",
         "numactl",
+        "uv",
         "git",
         "pip",
     ):
@@ -116,6 +118,22 @@ def require_inert(script: str, folder: Path) -> None:
     command = ["timeout", "10", "bash", "script.sh"]
     subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False, stdin=subprocess.DEVNULL)
     assert not (folder / "executed").exists()
+
+
+def rl_plan_named(name: str) -> RlPlan:
+    plan = rl_plan([(4, ("generator", "actor", "reference"))], {}, generation_engine="vllm")
+    work = plan.post_training
+    models = tuple(each.replace(model=each.model.replace(name=name)) for each in work.models)
+    return plan.replace(post_training=work.replace(models=models, reward_function=name), model=models[0].model)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml"])
+@pytest.mark.parametrize("engine", RL_TARGETS)
+def test_what_trains_after_training_runs_no_name(name: str, engine: str, tmp_path: Path) -> None:
+    files = export(rl_plan_named(name), engine).files
+    assert files
+    for _, text in files:
+        require_inert(text, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +161,27 @@ def test_what_serves_runs_no_name(name: str, serving_plan: ServingPlan, tmp_path
             list(yaml.safe_load_all(text))
         if path.endswith(".sh"):
             require_inert(text, tmp_path)
+
+
+def test_pages_of_other_tasks_have_the_same_elements_whatever_names_are(
+    serving_plan: ServingPlan, tmp_path: Path
+) -> None:
+    def serving_named(name: str) -> ServingPlan:
+        return serving_plan.replace(model=serving_plan.model.replace(name=name), notes=(name,))
+
+    for named in (serving_named, rl_plan_named):
+        pages = []
+        for name in ("plain", HTML):
+            named(name).save(tmp_path / "plan.json")
+            words = [
+                "report",
+                str(tmp_path / "plan.json"),
+                "--report",
+                str(tmp_path / "p.html"),
+                "--explain-limit-s",
+                "1",
+            ]
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, result.output
+            pages.append(tags_of((tmp_path / "p.html").read_text()))
+        assert pages[0] == pages[1]

@@ -1,4 +1,5 @@
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,9 +43,17 @@ def test_pause_leaves_out_what_happens_meanwhile() -> None:
 
 
 def test_lifetime_peak_stands_in_where_the_mark_cannot_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_reset_high_water", lambda: False)
+    monkeypatch.setattr(memory, "reset_peak", lambda: False)
     meter = MemoryMeter(CPU)
     allocate_and_free(100 * MIB)
     assert meter.source == "lifetime-resident-growth"
     assert meter.peak_allocated_bytes() > 100 * MIB - SLACK
     assert meter.peak_reserved_bytes() == meter.peak_allocated_bytes()
+
+
+def test_pages_of_files_are_no_memory_of_the_process(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(64 * MIB))
+    meter = MemoryMeter(CPU)
+    with (tmp_path / "data").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0
+        assert meter.peak_reserved_bytes() < SLACK

@@ -52,7 +52,7 @@ def served(*, text: Text | None = None, bounds: Bounds | None = None, **engine: 
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listening.bind(("127.0.0.1", 0))
         listening.listen(512)
-        http = connections_within(head_s=endpoint.bounds.head_s, most=endpoint.bounds.connections)
+        http = connections_within(head_s=endpoint.bounds.head_s, limit=endpoint.bounds.connections)
         server = uvicorn.Server(
             uvicorn.Config(endpoint, http=http, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
         )
