@@ -82,7 +82,12 @@ def run_case(case: Case, cluster: str, folder: Path) -> dict[str, object]:
     records = [json.loads(line) for line in applied.stdout.splitlines()]
     estimate = json.loads(plan.read_text())["estimate"]
     terms = {name: estimate[name] for name in ("breakdown_s", "memory_bytes")}
-    return {**case._asdict(), **records[-1], **terms, "losses": [record["loss"] for record in records[:-1]]}
+    return {
+        **case._asdict(),
+        **records[-1],
+        **terms,
+        "losses": [record["loss"] for record in records if "step" in record],
+    }
 
 
 def main() -> None:

@@ -152,7 +152,7 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, monk
     newest = list_checkpoints(tmp_path / "c")[-1]
     newest.rename(newest.with_name("elsewhere"))
     resumed = train_here(monkeypatch, plan, options.replace(resume=True), tmp_path / "resumed.jsonl")
-    assert [record["step"] for record in resumed[:-1]] == [5]
+    assert [record["step"] for record in resumed if "step" in record] == [5]
     assert losses(resumed) == whole[4:]
     with pytest.raises(ConfigError, match="--steps 5 leaves none"):
         train_here(monkeypatch, plan, options.replace(resume=True), tmp_path / "again.jsonl")

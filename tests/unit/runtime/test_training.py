@@ -40,7 +40,8 @@ def precision(name: str) -> TrainingPlan:
 def test_overflowed_steps_are_skipped_until_the_scale_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**30)
     options = TrainOptions(steps=16, learning_rate=1e-2, checkpoint_dir=str(tmp_path / "c"))
-    records = train_here(monkeypatch, precision("fp16-mixed"), options, tmp_path / "m.jsonl")[:-1]
+    lines = train_here(monkeypatch, precision("fp16-mixed"), options, tmp_path / "m.jsonl")
+    records = [record for record in lines if "step" in record]
     skipped = [record["grad_norm"] is None for record in records]
     # Near the limit one step's gradients may overflow after another's did not: that depends on the order of sums in threads.
     assert skipped[:2] == [True, True] and not all(skipped)
@@ -93,7 +94,7 @@ def test_other_data_need_to_be_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
         train_here(monkeypatch, small_plan(), other, tmp_path / "2.jsonl")
     dist.destroy_process_group()
     records = train_here(monkeypatch, small_plan(), other.replace(restart_data=True), tmp_path / "3.jsonl")
-    assert [record["step"] for record in records[:-1]] == [2]
+    assert [record["step"] for record in records if "step" in record] == [2]
 
 
 def test_measurements_agree_with_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
