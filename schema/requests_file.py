@@ -150,7 +150,7 @@ def read_trace(path: str | Path) -> Trace:
             digest.update(line)
             yield line
 
-    arrivals, lengths, seen, prefixes = [], [], set[str](), []
+    arrivals, lengths, seen, prefixes = list[float](), list[tuple[int, int]](), set[str](), list[int]()
     for line, row in table_rows(path, _COLUMNS, form=_EXAMPLE, lines=digested()):
         if len(arrivals) >= MAX_REQUESTS:
             raise ConfigError(f"{path} has more than {MAX_REQUESTS:,} requests", help="cut it")
