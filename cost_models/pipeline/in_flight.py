@@ -102,9 +102,9 @@ def _moments(rows: Sequence[Row], shape: PipelineShape) -> tuple[IntArray, IntAr
         (after, matters), (before, is_undivided), (after, (kind == B) & (stage > 0)), (with_gradients, (kind == W) & (stage > 0)),
         (after, is_end),
     )  # fmt: skip
-    states = np.concatenate([of_all[at] for of_all, at in moments])
-    position = np.concatenate([np.flatnonzero(at) for _, at in moments])
-    moment = np.repeat(np.arange(len(MOMENTS)), [np.count_nonzero(at) for _, at in moments])
+    states = np.concatenate([of_all[rows] for of_all, rows in moments])
+    position = np.concatenate([np.flatnonzero(rows) for _, rows in moments])
+    moment = np.repeat(np.arange(len(MOMENTS)), [np.count_nonzero(rows) for _, rows in moments])
     order = np.lexsort((position, chunk[position], moment, rank[position]))
     position = position[order]
     return states[order], rank[position], moment[order], chunk[position]

@@ -13,7 +13,7 @@ import numpy as np
 from ...schema.layout_table import MIXED, distinct_rows
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..pipeline.in_flight import holdings, in_flight_of_stage, summed_in_flight
-from .contents import fullest_terms, outputs_kept, pipeline_shape, shape_of_ranks, step_shape
+from .contents import fullest_terms, outputs_retained, pipeline_shape, shape_of_ranks, step_shape
 from .memory import required_by_terms, stage_memory
 from .passing import StageContents
 from .table import CostTable
@@ -35,8 +35,8 @@ def stages_may_fit(costs: CostTable) -> BoolArray:
     more than the sum of these. A block counts as the smallest of all kinds in everything, embedding and head as nothing.
     """
     b, may_fit = costs.layouts, np.ones(len(costs.layouts), dtype=bool)
-    is_looked_at = (b.pp > 1) & (b.recompute < MIXED) & (b.vocabulary == 0) & ~b.schedule_fact("is_given")
-    rows = np.flatnonzero(is_looked_at)
+    is_judged = (b.pp > 1) & (b.recompute < MIXED) & (b.vocabulary == 0) & ~b.schedule_fact("is_given")
+    rows = np.flatnonzero(is_judged)
     if not len(rows) or costs.device_pools or not costs.workload.has_backward:
         return may_fit
     # Only under split backward passes the moments depend on how many micro-batches there are.
@@ -44,11 +44,11 @@ def stages_may_fit(costs: CostTable) -> BoolArray:
     first, group = distinct_rows([b.schedule[rows], b.pp[rows], b.num_model_chunks[rows], passes])
     for number in range(len(first)):
         of_group = rows[group == number]
-        may_fit[of_group] = _most_blocks(costs, of_group).sum(axis=1) >= costs.model.num_blocks
+        may_fit[of_group] = _max_blocks(costs, of_group).sum(axis=1) >= costs.model.num_blocks
     return may_fit
 
 
-def _most_blocks(costs: CostTable, rows: IntArray) -> IntArray:
+def _max_blocks(costs: CostTable, rows: IntArray) -> IntArray:
     """Return the blocks that each rank may hold at most [N, R], no chunk being empty, of layouts with the same moments."""
     cap, required = costs.cluster.memory_budget_bytes, _required_by_blocks(costs, rows)
     pp, chunks = int(costs.layouts.pp[rows[0]]), int(costs.layouts.num_model_chunks[rows[0]])
@@ -59,31 +59,31 @@ def _most_blocks(costs: CostTable, rows: IntArray) -> IntArray:
         middle = (low + high + 1) // 2
         holds = required(middle) <= cap
         low, high = np.where(holds, middle, low), np.where(holds, high, middle - 1)
-    most = np.where(low == enough, costs.model.num_blocks, low)
-    return np.where(low >= chunks, most, -costs.model.num_blocks * pp)
+    max_blocks = np.where(low == enough, costs.model.num_blocks, low)
+    return np.where(low >= chunks, max_blocks, -costs.model.num_blocks * pp)
 
 
 def _required_by_blocks(costs: CostTable, rows: IntArray) -> Callable[[IntArray], FloatArray]:
     """Return the function that says what the ranks of layouts with the same moments require at least, given their blocks [N, R]."""
-    b, shape, at = costs.layouts, pipeline_shape(costs, int(rows[0])), rows[:, None, None]
+    b, shape, idx = costs.layouts, pipeline_shape(costs, int(rows[0])), rows[:, None, None]
     of_rank, chunks = shape_of_ranks(costs, int(rows[0]), np.ones(shape.pp)), shape.num_model_chunks
     by_moments = shape.record.splits_backward
     holding = holdings(shape) if by_moments else None
-    flight = in_flight_of_stage(b.schedule[at], b.num_microbatches[at], shape.pp, np.arange(shape.pp)[:, None], chunks)
+    flight = in_flight_of_stage(
+        b.schedule[idx], b.num_microbatches[idx], shape.pp, np.arange(shape.pp)[:, None], chunks
+    )
     step = step_shape(
         b, flight,
         num_neighbours=np.asarray(of_rank.num_neighbours)[:, None],
         input_gradients=np.asarray(of_rank.input_gradients)[:, None],
-        summed_in_flight=np.where(b.num_microbatches[at] > shape.pp, summed_in_flight(b.num_microbatches[at], flight), -1),
-        idx=at,
+        summed_in_flight=np.where(b.num_microbatches[idx] > shape.pp, summed_in_flight(b.num_microbatches[idx], flight), -1),
+        idx=idx,
     )  # fmt: skip
     smallest = {name: costs.of_blocks(name).min(axis=0)[costs.case_idx[rows]][:, None, None] for name in _OF_ONE_BLOCK}
     read = costs.of_blocks("read_bytes").max(axis=0)[costs.case_idx[rows]][:, None, None]
-    boundary, stages = (
-        costs.boundary_bytes[at],
-        np.argsort(np.array(shape.rank_of_stage), kind="stable").reshape(shape.pp, -1),
-    )
-    kept = outputs_kept(costs.workload, stages > 0, stages < shape.num_stages - 1)
+    boundary = costs.boundary_bytes[idx]
+    stages = np.argsort(np.array(shape.rank_of_stage), kind="stable").reshape(shape.pp, -1)
+    retained = outputs_retained(costs.workload, stages > 0, stages < shape.num_stages - 1)
 
     def contents(blocks: IntArray, in_each: IntArray, outputs: IntArray) -> StageContents:
         """Return what [N, R, C] blocks hold, of which so many are certain to be in each chunk, and the outputs that they keep."""
@@ -109,12 +109,12 @@ def _required_by_blocks(costs: CostTable, rows: IntArray) -> Callable[[IntArray]
 
     def required(blocks: IntArray) -> FloatArray:
         in_each = (blocks // chunks)[..., None]
-        ranks = contents(blocks[..., None], in_each * chunks, kept.sum(axis=1, keepdims=True))
+        ranks = contents(blocks[..., None], in_each * chunks, retained.sum(axis=1, keepdims=True))
         if holding is None:
             terms = stage_memory(ranks, step, costs.scenario)
         else:
             of_chunks = np.broadcast_to(in_each, (*blocks.shape, chunks))
-            terms = fullest_terms(costs, at, ranks, contents(of_chunks, of_chunks, kept), step, holding)
+            terms = fullest_terms(costs, idx, ranks, contents(of_chunks, of_chunks, retained), step, holding)
         return np.asarray(required_by_terms(terms, costs.scenario)[..., 0])
 
     return required

@@ -139,14 +139,14 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
         read_bytes=span("read_bytes"),
-        output_bytes=outputs_kept(costs.workload, first > 0, last < len(costs.kind_of_layer))
+        output_bytes=outputs_retained(costs.workload, first > 0, last < len(costs.kind_of_layer))
         * costs.boundary_bytes[idx],
         ends_are_one=costs.model.tie_embeddings & (costs.layouts.pp[idx] == 1),
     )
     return with_vocabulary(costs, contents, idx)
 
 
-def outputs_kept(workload: Workload, receives: BoolArray, sends: BoolArray) -> IntArray:
+def outputs_retained(workload: Workload, receives: BoolArray, sends: BoolArray) -> IntArray:
     """Return how many outputs a stage of our runtime keeps more than it has inputs in a buffer: -1, 0 or 1."""
     keeps = workload.engine_facts.memory is None and workload.has_backward
     return keeps * (1 * np.asarray(sends) - receives)
