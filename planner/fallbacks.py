@@ -15,12 +15,13 @@ For f = 1..F lost units (nodes, or devices where the cluster is one node) the fa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..schema import ClusterSpec, ConfigError, InfeasibleError, SolverLimitError, TrainingPlan
 from ..schema.layout import parse_assignments
 from ..schema.shares import state_copies
 from .plan import plan as make_plan
-from .request import Deadline, OffloadRequest, RequestOptions
+from .request import Deadline, OffloadRequest
 from .variants import resized
 
 RETAINED_FIELDS = frozenset({"recompute", "sequence_parallel", "micro_batch_size", "offload_fraction"})
@@ -36,13 +37,19 @@ def plan_on(plan: TrainingPlan, cluster: ClusterSpec, deadline: Deadline | None 
     """
     given = parse_assignments(plan.provenance.fixed) if plan.provenance is not None else {}
     fixed = {name: value for name, value in given.items() if name in RETAINED_FIELDS}
-    options: RequestOptions = {"runnable": True, "offload": OffloadRequest.from_plan(plan), "deadline": deadline}
+    offload = OffloadRequest.from_plan(plan)
+
+    def planned(fixed: dict[str, Any]) -> TrainingPlan:
+        return make_plan(
+            plan.model, cluster, plan.workload, fixed=fixed, runnable=True, offload=offload, deadline=deadline
+        )
+
     try:
-        return make_plan(plan.model, cluster, plan.workload, fixed=fixed, **options)
+        return planned(fixed)
     except (InfeasibleError, ConfigError):
         if not fixed:
             raise
-        return make_plan(plan.model, cluster, plan.workload, **options)
+        return planned({})
 
 
 def num_units(cluster: ClusterSpec) -> int:

@@ -294,11 +294,11 @@ class LayoutProblem:
             self._feasible_degrees.add(self._degrees(row)[0])
 
     def _expand_first(self, node: Node[None], below_s: float) -> LayoutStep:
-        row = int(self.frontier.rows[0])
-        is_new = row not in self.scouted
-        if is_new:
+        row, evaluated, candidate = int(self.frontier.rows[0]), 0, None
+        if row not in self.scouted:
             window, idx = self._costed(row)
-            candidate = expand_fitting(window, idx, bound_s=node.bound, below_s=below_s) if self._may_fit[idx] else None
+            if self._may_fit[idx]:
+                candidate, evaluated = expand_fitting(window, idx, bound_s=node.bound, below_s=below_s), 1
             any_order_s = self.any_order_s.get(row, node.bound)
             candidate = candidate and replace(candidate, idx=row, any_order_s=any_order_s)
         else:
@@ -310,7 +310,7 @@ class LayoutProblem:
             self._rejected_degrees.add(memory_degrees)
         else:
             self._feasible_degrees.add(degrees)
-        return self._rest(_leaves(candidate), evaluated=int(is_new), effort=1)
+        return self._rest(_leaves(candidate), evaluated=evaluated, effort=1)
 
     def _costed(self, row: int) -> tuple[CostTable, int]:
         """Return costs that hold the first layout of the frontier, and its index there; the next few are costed with it."""
