@@ -136,8 +136,8 @@ class _Traffic:
                 self._over_tp_part(hidden, one.again, is_last=True)
         if any(isinstance(one.layer, Head) for one in self.members):  # largest; sums and logits of the targets
             self.add("tp", "all_reduce", self.passes * 3 * 4 * self.tokens)
-        # Gradients add up in fp32 over the passes of a step.
-        adds_up = self.reductions < self.passes
+        # Gradients add up in fp32 over the passes of a step, under a pipeline from the first one on.
+        adds_up = self.layout.pp > 1 or self.reductions < self.passes
         in_parts = sum(self._in_parts(one.layer) for one in self.members)
         self.add("tp", "all_reduce", self.reductions * (4 if adds_up else self.b) * in_parts)
 

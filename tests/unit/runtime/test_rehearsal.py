@@ -118,6 +118,7 @@ COLLECTIVES = (
     ("llama-3.2-1b", "dp_shard=8,zero_stage=3,recompute=none", {"dp_shard"}),
     ("llama-3.1-8b", "dp_shard=4,dp_replicate=2,zero_stage=2,recompute=none", {"dp_shard", "dp_replicate"}),
     ("llama-3.2-1b", "tp=2,pp=2,num_model_chunks=1,half_blocks=true,recompute=full", {"dp_shard", "tp", "pp"}),
+    ("llama-3.2-1b", "tp=2,pp=2,num_model_chunks=1,schedule=gpipe,micro_batch_size=8,recompute=none", {"dp_shard", "tp", "pp"}),
     ("qwen3-8b", "tp=4,dp_shard=2,pp=1,sequence_parallel=false,recompute=full,zero_stage=1", {"dp_shard", "tp"}),
     ("llama-3.1-8b", "cp=4,cp_ulysses=2,dp_shard=2,tp=1,pp=1,zero_stage=1,recompute=full", {"dp_shard", "cp"}),
     ("olmoe-1b-7b", "tp=2,ep=1,dp_shard=4,pp=1,recompute=selective", {"dp_shard", "tp"}),
@@ -131,7 +132,8 @@ COLLECTIVES = (
 @pytest.mark.long  # 2 CPU s each
 def test_bytes_of_collectives_are_those_of_the_formulas(model: str, fix: str, axes: set[str]) -> None:
     """To the byte, over blocks of a catalogue model; but not what all ranks vote on, nor one number between stages."""
-    given = made(with_blocks(model, 2), "8xH100-SXM-80GB", f"{fix},micro_batch_size=1", batch=16)
+    fix += "" if "micro_batch_size" in fix else ",micro_batch_size=1"
+    given = made(with_blocks(model, 2), "8xH100-SXM-80GB", fix, batch=16)
     counted = [one for kind in rehearse(given).kinds for one in kind.collectives if one.axis != "world"]
     assert {one.axis for one in counted} == axes
     for one in counted:
