@@ -9,7 +9,7 @@ import typer
 
 from ..schema.errors import ConfigError
 from ..schema.units import format_percent, format_seconds
-from .options import JsonOption, TimeLimitOption, command
+from .options import JsonOption, OptionModel, TimeLimitOption, command, option
 from .terminal import Table, headed_table, show_answer
 
 if TYPE_CHECKING:
@@ -20,11 +20,20 @@ if TYPE_CHECKING:
     from ..schema.training_plan import TrainingPlan
 
 
+class MachineOptions(OptionModel):
+    """What faults cost a training that is replayed over machines that come and go."""
+
+    save_s: float = option(30.0, "of training: seconds that a checkpoint stops it.", ge=1e-3, le=1e6, metavar="S")
+    restart_s: float = option(300.0, "of training: seconds of a restart.", ge=1e-3, le=1e6, metavar="S")
+    usd_per_hour: float | None = option(None, "of training: price of a machine.", ge=0, le=1e6, metavar="USD")
+
+
 @command()
 def replay(
     plan: Annotated[
         Path, typer.Argument(metavar="PLAN", help="A plan of `meshwright plan`, of serving or of training.")
     ],
+    machines: MachineOptions,
     requests: Annotated[
         Path | None,
         typer.Option(
@@ -41,15 +50,6 @@ def replay(
     ] = None,
     concurrency: Annotated[
         int | None, typer.Option(metavar="N", help="Keep N requests in flight instead.", min=1, max=10**6)
-    ] = None,
-    save_s: Annotated[
-        float, typer.Option(metavar="S", help="Of training: seconds that a checkpoint stops it.", min=1e-3, max=1e6)
-    ] = 30.0,
-    restart_s: Annotated[
-        float, typer.Option(metavar="S", help="Of training: seconds of a restart.", min=1e-3, max=1e6)
-    ] = 300.0,
-    usd_per_hour: Annotated[
-        float | None, typer.Option(metavar="USD", help="Of training: price of a machine.", min=0, max=1e6)
     ] = None,
     time_limit_s: TimeLimitOption = 60.0,
     json: JsonOption = False,
@@ -71,7 +71,7 @@ def replay(
         raise ConfigError("--rate (requests arrive) and --concurrency (requests in flight) exclude each other")
     document = Plan.load(plan)
     if isinstance(document, TrainingPlan) and trace is not None and requests is None:
-        costs = Costs(save_s=save_s, restart_s=restart_s, usd_per_unit_hour=usd_per_hour)
+        costs = Costs(save_s=machines.save_s, restart_s=machines.restart_s, usd_per_unit_hour=machines.usd_per_hour)
         _replay_machines(document, trace, costs, Deadline(time_limit_s), as_json=json)
         return
     if not isinstance(document, ServingPlan) or requests is None or trace is not None:

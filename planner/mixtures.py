@@ -106,7 +106,7 @@ class Mixtures:
         return min(self.bound, self._min_closed)
 
     def open(self, incumbent: float) -> Size | None:
-        """Return the cheapest mixture by its bound; None where that became closer, or no mixture may save enough."""
+        """Return the mixture with the least (B), whose (O) a search tells; None where that rose, or none may save enough."""
         values = self.values()
         is_open = values < incumbent * (1 - self.min_gain)
         self._min_closed = min(self._min_closed, np.min(values[~is_open], initial=np.inf))

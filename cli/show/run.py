@@ -82,7 +82,7 @@ class Screen:
             return
         predicted, measured, ratio = (self._comparison[name] for name in ("predicted", "measured", "ratio"))
         title = f"predicted and measured, median of {measured['steps'] - measured['warmup_steps']} steps"
-        table = headed_table(title, "", "predicted", "measured", "measured / predicted")
+        table = headed_table(title, "", "predicted", "measured", "ratio")
         rows = [
             ("step time", "step_time_s", format_seconds),
             ("tokens/s", "tokens_per_s", format_count),

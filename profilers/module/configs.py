@@ -100,7 +100,7 @@ def _without_code(value: Any) -> Any:
         return [_without_code(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {key: _without_code(each) for key, each in value.items() if key.lstrip("_") not in NAMES_OF_CODE}
+    return {key: _without_code(each) for key, each in value.items() if str(key).lstrip("_") not in NAMES_OF_CODE}
 
 
 def default_model_types() -> list[str]:

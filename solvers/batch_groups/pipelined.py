@@ -198,7 +198,7 @@ def _best(tried: dict[int, BatchSchedule | None]) -> BatchSchedule | None:
 
 
 def _packed(instance: PackInstance, count: int, *, max_replays: int) -> BatchSchedule | None:
-    """Return the schedule with so many packs a pipeline; None where a sequence finds no room."""
+    """Return the schedule with so many packs a pipeline, each sequence in one of them (C1); None where one has no room (C2)."""
     number, cp = count * instance.num_pipelines, instance.pipeline.cp
     packing = pack_into(instance.lengths, number, instance.capacity)
     if packing is None:

@@ -102,7 +102,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     ]  # fmt: skip
     messages = [node.communicate(timeout=200)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], messages
-    assert "measured /" in messages[0]
+    assert "peak memory" in messages[0]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003"]
 
 

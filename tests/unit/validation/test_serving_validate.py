@@ -73,7 +73,7 @@ def test_what_is_not_known_is_refused_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_unreadable_tables_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no column 'model'"):
+    with pytest.raises(ConfigError, match="no column model"):
         read_serving(table(tmp_path, "a,b\n1,2\n"))
     with pytest.raises(ConfigError, match="not a number"):
         read_serving(table(tmp_path, f"{HEADER}\n{AGG.replace(',512,', ',many,')}\n"))
