@@ -66,6 +66,7 @@ def energy_of_every_size(workload: Workload) -> Answers:
     return joules
 
 
+@pytest.mark.long
 def test_size_of_least_energy_equals_exhaustive_search_and_needs_no_price() -> None:
     workload = Workload(seq_len=2048, global_batch_size=48)
     joules = energy_of_every_size(workload)
@@ -143,6 +144,7 @@ def test_what_was_said_of_each_size_is_true() -> None:
             assert seconds is None or usd(size.offer, size.num_nodes, seconds) >= cost.usd_per_step * (1 - 0.011)
 
 
+@pytest.mark.long
 def test_front_of_sizes_equals_pairwise_comparison() -> None:
     workload = Workload(seq_len=2048, global_batch_size=48)
     times = every_size(workload)
@@ -196,6 +198,7 @@ def test_floor_out_of_reach_names_the_fastest_size() -> None:
     assert cheapest(MODEL, OFFERS, workload, min_tokens_per_s=advised).estimate.tokens_per_s >= advised
 
 
+@pytest.mark.long
 def test_nothing_that_fits_is_explained_as_by_plan() -> None:
     offer = Offer.from_cluster(ClusterSpec.parse("2x1xA100-SXM-40GB"))
     with pytest.raises(InfeasibleError, match=r"memory \(C2\)"):

@@ -104,6 +104,7 @@ def test_a_zone_that_slows_the_others_down_is_left_out_and_the_plan_says_what_it
     assert TrainingPlan.load(path) == found
 
 
+@pytest.mark.long
 def test_apply_on_all_nodes_leaves_those_idle_that_the_plan_leaves_out(tmp_path: Path) -> None:
     """The far zone stands between the others."""
     groups = ZONES.split("[[groups]]")

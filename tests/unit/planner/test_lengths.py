@@ -82,6 +82,7 @@ def test_the_plan_has_the_least_mean_of_its_layouts(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.long
 def test_slow_links_between_nodes_make_a_pipeline_of_packs() -> None:
     cluster = ClusterSpec.parse("2x4xA100-SXM-80GB")
     inside, between = cluster.levels

@@ -67,7 +67,9 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
     return spec, workload, cluster, Space(batch.select(np.sort(np.concatenate(rows))), {})
 
 
-@pytest.mark.parametrize("group", range(NUM_GROUPS))
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=[pytest.mark.long] if group > 1 else []) for group in range(NUM_GROUPS)]
+)
 def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

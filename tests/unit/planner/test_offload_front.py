@@ -27,6 +27,7 @@ def front(*, offload: bool) -> tuple[ParetoPoint, ...]:
     return pareto(MODEL, TIGHT, STEP, offload=HOST if offload else None)
 
 
+@pytest.mark.long
 def test_each_point_needs_less_and_takes_longer_and_no_bound_is_above_what_was_found() -> None:
     points = front(offload=True)
     assert len(points) > 3
@@ -69,6 +70,7 @@ SMALL = ONE.weakest_device.memory_bytes - 14 * GIB
 OFFER = Offer.from_cluster(ClusterSpec.parse("2x1xH100-SXM-80GB").replace(reserved_bytes=SMALL), name="singles")
 
 
+@pytest.mark.long
 def test_the_cheapest_size_is_that_of_searching_every_size_with_schedules() -> None:
     found = cheapest(MODEL, (OFFER,), STEP, offload=HOST)
     assert pareto(MODEL, OFFER.with_size(1), STEP) == ()  # nothing fits without

@@ -41,6 +41,7 @@ def test_an_even_layout_that_is_the_fastest_settles_how_many_devices_are_used() 
     assert _is_settled(request, uneven.replace(fastest=fastest))
 
 
+@pytest.mark.long
 def test_more_devices_that_do_not_divide_are_never_slower() -> None:
     for engine in (WORK, MEGATRON):
         before = None

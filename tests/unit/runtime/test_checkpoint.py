@@ -159,6 +159,7 @@ def test_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, monk
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_automatic_saves_are_as_frequent_as_faults_make_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = TrainOptions(
         steps=24, checkpoint_dir=str(tmp_path / "c"), checkpoint_every="auto", keep_checkpoints=24,

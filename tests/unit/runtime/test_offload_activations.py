@@ -124,7 +124,7 @@ def test_offload_changes_no_bit(offloads: tuple[LayerOffload, ...], model: Any) 
         assert found.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("offloads", CASES)
+@pytest.mark.parametrize("offloads", [CASES[0], *(pytest.param(case, marks=pytest.mark.long) for case in CASES[1:])])
 def test_what_goes_down_is_freed_and_comes_up_once(offloads: tuple[LayerOffload, ...]) -> None:
     run, reference = Run(offloads), plain(offloads)
     run.step(seed=1, watch=True)
@@ -135,6 +135,7 @@ def test_what_goes_down_is_freed_and_comes_up_once(offloads: tuple[LayerOffload,
     assert freed == moved.to_host_bytes
 
 
+@pytest.mark.long
 def test_traffic_is_what_autograd_keeps() -> None:
     """All blocks on the host against none: at most 1 % above the bytes of the distinct storages that blocks keep."""
     everything, nothing = ("activations",) * 4, ("none",) * 4

@@ -66,6 +66,7 @@ def layer_bytes(plan: TrainingPlan, layer: int) -> int:
 
 
 @pytest.mark.usefixtures("file_size_limit")
+@pytest.mark.long
 def test_a_full_drive_ends_the_run_and_its_checkpoint_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without, with_ = plans(tmp_path)
     expected = losses(train_here(monkeypatch, without, TrainOptions(steps=3), tmp_path / "reference.jsonl"))

@@ -226,7 +226,7 @@ class Sound(torch.nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("grows", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_passes_that_differ_are_all_run(grows: bool) -> None:
     given = made("smollm2-135m", "2xH100-SXM-80GB", "pp=1,dp_shard=2,zero_stage=3,micro_batch_size=1", batch=16)
     passes = [0]

@@ -68,6 +68,7 @@ def test_colocated_and_split_are_the_same_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.long
 def test_layouts_and_placements_are_the_same_on_four_ranks(tmp_path: Path) -> None:
     fields = {"loss": RlLoss(temperature=0.7), "responses": 5}  # drawn by sample; shares that are not even
     alone = run(tmp_path / "one", rl_plan([(1, ("generator", "actor"))], {}, **fields))
