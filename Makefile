@@ -1,5 +1,5 @@
 # make demo   plan a small published model for this machine and train it with that plan
-# make test   run the short tier of the test suite, in about five minutes on two cores
+# make test   run the short tier of the test suite, in about nine minutes on two cores
 # make test-all   run all of it
 # make test-failed  run what failed last time once more, one test at a time
 # make check  lint, types, and words that the glossary replaces
