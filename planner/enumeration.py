@@ -8,7 +8,7 @@ a ring and an exchange (`exchanges_worth_trying`), and switches by which layers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,11 +26,8 @@ from ..schema.layout_rules import ENGINE_RULES, ProblemFacts, Rule, problem_fact
 from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, RECOMPUTES, LayoutTable, column_of, distinct_rows
 from ..schema.schedules import DEFAULT, FOR_FEW_MICROBATCHES, GIVEN, SCHEDULES, by_schedule
 from ..schema.units import FloatArray, IntArray
+from .columns import Allowed, Columns, Rows, cross, select, stack, take
 from .request import PlanRequest
-
-Columns = dict[str, IntArray]
-Rows = Mapping[str, IntArray]
-Allowed = Callable[[Rows], NDArray[np.bool_]]
 
 MAX_MICRO_BATCH_SIZE = 64
 """Sequences; larger micro-batches only add memory once the matrix products are saturated."""
@@ -76,46 +73,6 @@ def _smallest_micro_batch(share: Any, size: int) -> Any:
 def uneven_micro_batches(share: int) -> list[int]:
     """Return the micro-batches tried for a share of a batch that does not divide: divisors, and what replaces 1, 2, 4, .."""
     return [*divisors(share), *(_smallest_micro_batch(share, few) for few in _FEW)]
-
-
-def cross(columns: Columns, name: str, options: Sequence[int], allowed: Allowed | None = None) -> Columns:
-    """Return every row with every option of a new column; those that are ``allowed``."""
-    size = len(next(iter(columns.values()))) if columns else 1
-    rows = np.repeat(np.arange(size), len(options))
-    values = np.tile(np.asarray(options, dtype=np.int64), size)
-    if allowed is not None:
-        selected = allowed(_Crossed(columns, rows, name, values))
-        rows, values = rows[selected], values[selected]
-    return {key: column[rows] for key, column in columns.items()} | {name: values}
-
-
-class _Crossed(Rows):
-    """Rows of some columns with a new one; a column is made on demand, because few are needed."""
-
-    def __init__(self, columns: Columns, rows: IntArray, name: str, values: IntArray) -> None:
-        self._columns, self._rows, self._new = columns, rows, {name: values}
-
-    def __getitem__(self, name: str) -> IntArray:
-        return self._new[name] if name in self._new else self._columns[name][self._rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._columns, **self._new})
-
-    def __len__(self) -> int:
-        return len({**self._columns, **self._new})
-
-
-def select(columns: Columns, mask: NDArray[np.bool_]) -> Columns:
-    """Return the rows of a mask."""
-    return columns if mask.all() else _take(columns, np.flatnonzero(mask))
-
-
-def _take(columns: Columns, rows: IntArray) -> Columns:
-    return {name: column[rows] for name, column in columns.items()}
-
-
-def _stack(blocks: Sequence[Columns]) -> Columns:
-    return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def _all_rows(c: Rows) -> NDArray[np.bool_]:
@@ -188,7 +145,7 @@ class Enumeration:
             self.request.deadline.require(f"enumerating layouts ({size} up to {name})")
             block = {key: column[start : start + step] for key, column in c.items()}
             blocks.append(cross(block, name, options, allowed))
-        return blocks[0] if len(blocks) == 1 else _stack(blocks)
+        return blocks[0] if len(blocks) == 1 else stack(blocks)
 
     def degrees(self, admitted: Callable[[Columns], Columns], *, costed: bool = True) -> Columns:
         """Return every combination of degrees: what layers and stages are, and ``dp``, the ranks that see different sequences.
@@ -265,7 +222,7 @@ class Enumeration:
         c = select(c, holds | (~is_taken & (c["cp_ulysses"] == 1)))
         worth_trying = exchanges_worth_trying(c, sizes, request)
         rows = np.flatnonzero(worth_trying.any(axis=1))
-        return _take(c, rows), worth_trying[rows]
+        return take(c, rows), worth_trying[rows]
 
     def _equal_chunks(self, c: Rows) -> NDArray[np.bool_]:
         """Return where so many chunks divide the blocks of a stage, or the two of our V schedules; each of them has a block."""
@@ -297,9 +254,9 @@ class Enumeration:
         )
         choice = np.flatnonzero(split & without & request.workload.engine_facts.plans_whole_sequence)
         if len(choice) and costed and not request.fixed.keys() & _IN_LAYERS:
-            choice = choice[may_gain(_take(c, choice), "sequence_parallel", 0, request)]
+            choice = choice[may_gain(take(c, choice), "sequence_parallel", 0, request)]
         has_it = np.concatenate([split, np.zeros(len(choice), dtype=bool)]).astype(np.int64)
-        return _take(c, np.concatenate([np.arange(len(tp)), choice])) | {"sequence_parallel": has_it}
+        return take(c, np.concatenate([np.arange(len(tp)), choice])) | {"sequence_parallel": has_it}
 
     def _with_switch(self, c: Columns, name: str, *, costed: bool) -> Columns:
         """Add a switch: off and, where the rules allow it and layers may take less by it, on."""
@@ -313,8 +270,8 @@ class Enumeration:
         rules = [rule for rule in (*ENGINE_RULES, *(engine.rules or ())) if name in rule.needs.split()]
         rows = np.flatnonzero(self._all_hold(on, [rule for rule in rules if rule.is_decided(known)]))
         if len(rows) and costed and not request.fixed.keys() & _IN_LAYERS:
-            rows = rows[may_gain(_take(c, rows), name, 1, request)]
-        return _take(c, np.concatenate([np.arange(len(off)), rows])) | {name: np.concatenate([off, np.ones_like(rows)])}
+            rows = rows[may_gain(take(c, rows), name, 1, request)]
+        return take(c, np.concatenate([np.arange(len(off)), rows])) | {name: np.concatenate([off, np.ones_like(rows)])}
 
     def options(self, c: Columns) -> Columns:
         """Cross the degrees with what does not change their layers: how states are sharded, and the schedule."""
@@ -344,7 +301,7 @@ class Enumeration:
             return c | {"gradients": column_of("gradients", request.fixed.get("gradients", "fp32"), len(in_fp32))}
         unsharded = np.flatnonzero(c["zero_stage"] == 0)
         in_compute_dtype = np.concatenate([in_fp32 + 1, in_fp32[unsharded]])
-        return _take(c, np.concatenate([np.arange(len(in_fp32)), unsharded])) | {"gradients": in_compute_dtype}
+        return take(c, np.concatenate([np.arange(len(in_fp32)), unsharded])) | {"gradients": in_compute_dtype}
 
     def _fills(self, c: Rows, domains: Sequence[int]) -> NDArray[np.bool_]:
         """dp_shard is 1, all, or as many ranks of a stage as one domain of some link level holds."""
@@ -370,7 +327,7 @@ class Enumeration:
             levels = {"optimizer_shard": width, "gradient_shard": np.where(c["zero_stage"] == 3, width, 1)}
             levels |= {name: np.full_like(dp, fixed[name]) for name in levels if name in fixed}
             blocks.append(select(c | levels, np.broadcast_to(is_new, dp.shape)))
-        return _stack(blocks)
+        return stack(blocks)
 
     def _with_schedules(self, c: Columns) -> Columns:
         fixed, engine = self.request.fixed, self.request.workload.engine
@@ -394,7 +351,7 @@ class Enumeration:
             if other not in (DEFAULT, FOR_FEW_MICROBATCHES, GIVEN) and engine in other.engines:
                 block = select(c, fills & defined[other.chunks])
                 blocks.append(block | {"schedule": np.full_like(block["pp"], other.idx)})
-        return _stack(blocks)
+        return stack(blocks)
 
     def recomputes(self, c: Columns) -> Columns:
         """Cross the options with what is recomputed.

@@ -256,7 +256,7 @@ class LayoutProblem:
 
     def _cut_scout(self, scouts: Scouts, row: int, bound_s: float, below_s: float) -> Candidate | None:
         only = self.pool.costs.select(np.array([row])).compacted()
-        candidate = expand_fitting(only, 0, bound_s=bound_s, below_s=below_s) if stages_may_fit(only)[0] else None
+        candidate = expand_fitting(only, 0, bound_s=bound_s, below_s=below_s)
         scouts.learn(row, np.inf if candidate is None else candidate.step_time_s)
         return candidate and replace(candidate, idx=row, any_order_s=bound_s)
 

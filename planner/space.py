@@ -40,7 +40,8 @@ from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, Rule
 from ..schema.layout_table import MIXED, LayoutTable, distinct_rows
 from ..schema.schedules import GIVEN
 from ..schema.units import BoolArray, FloatArray, IntArray
-from .enumeration import Columns, Enumeration, select
+from .columns import Columns, select
+from .enumeration import Enumeration
 from .rank_map import best_case
 from .request import PlanRequest
 

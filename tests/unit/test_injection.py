@@ -16,6 +16,7 @@ from meshwright.engines import RL_TARGETS, export
 from meshwright.engines.registry import SERVING_TARGETS, TARGETS
 from meshwright.schema import Layout, MeshwrightError, RlPlan, ServingPlan, Workload
 from meshwright.schema.engine_facts import PLANNED_ENGINES
+from meshwright.schema.plan import Plan
 from plans import make_plan, tiny_model
 from rl_plans import rl_plan
 from targets import LLAMA
@@ -45,6 +46,22 @@ def tags_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
     return parser.found
 
 
+def page_of(plan: Plan, folder: Path, *, explain_limit_s: int) -> str:
+    """What `meshwright report` writes of a plan."""
+    plan.save(folder / "plan.json")
+    words = [
+        "report",
+        str(folder / "plan.json"),
+        "--report",
+        str(folder / "page.html"),
+        "--explain-limit-s",
+        str(explain_limit_s),
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return (folder / "page.html").read_text()
+
+
 def plan_named(name: str, layout: Layout | None = None):
     plan = make_plan(tiny_model(num_blocks=4), layout or Layout(dp_shard=2, zero_stage=3), workload=WORK)
     group = plan.cluster.groups[0]
@@ -54,20 +71,7 @@ def plan_named(name: str, layout: Layout | None = None):
 
 @pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml"])
 def test_a_page_has_the_same_elements_whatever_names_are(name: str, tmp_path: Path) -> None:
-    pages = []
-    for each in ("plain", name):
-        plan_named(each).save(tmp_path / "plan.json")
-        words = [
-            "report",
-            str(tmp_path / "plan.json"),
-            "--report",
-            str(tmp_path / "page.html"),
-            "--explain-limit-s",
-            "0",
-        ]
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, result.output
-        pages.append((tmp_path / "page.html").read_text())
+    pages = [page_of(plan_named(each), tmp_path, explain_limit_s=0) for each in ("plain", name)]
     kinds = [set(tags_of(page)) for page in pages]
     assert kinds[1] == kinds[0]
     assert "<script>alert(1)" not in pages[1]
@@ -170,18 +174,5 @@ def test_pages_of_other_tasks_have_the_same_elements_whatever_names_are(
         return serving_plan.replace(model=serving_plan.model.replace(name=name), notes=(name,))
 
     for named in (serving_named, rl_plan_named):
-        pages = []
-        for name in ("plain", HTML):
-            named(name).save(tmp_path / "plan.json")
-            words = [
-                "report",
-                str(tmp_path / "plan.json"),
-                "--report",
-                str(tmp_path / "p.html"),
-                "--explain-limit-s",
-                "1",
-            ]
-            result = CliRunner().invoke(app, words)
-            assert result.exit_code == 0, result.output
-            pages.append(tags_of((tmp_path / "p.html").read_text()))
+        pages = [tags_of(page_of(named(name), tmp_path, explain_limit_s=1)) for name in ("plain", HTML)]
         assert pages[0] == pages[1]

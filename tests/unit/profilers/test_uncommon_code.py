@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from meshwright.profilers.placements.export import export_unit
 from meshwright.profilers.placements.work import bind, placed_units, trace_units, values_of
 from meshwright.schema import ConfigError
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[2] / "parity"))
+from zoo_others import Straight
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -46,18 +50,6 @@ def writes(x: Tensor) -> Tensor:
     table = torch.zeros_like(x)
     table[:, 1:] = torch.relu_(x)[:, :-1]
     return table.add_(x.mean())
-
-
-class Straight(torch.autograd.Function):
-    """Rounds; the gradient passes as if it did not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (x * 8).round() / 8
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0]
 
 
 def test_what_is_written_in_place_is_a_value_of_the_graph() -> None:
