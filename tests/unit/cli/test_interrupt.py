@@ -80,6 +80,7 @@ def test_second_interrupt_ends_at_once() -> None:
 
 STARTING = """
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # of a suite in the background it is ignored
 sys.argv = ["meshwright", "models"]
 from meshwright.cli import entry
 class Pressing:
