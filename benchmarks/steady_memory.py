@@ -9,6 +9,7 @@ tenth is the warm-up. Written to benchmarks/steady_memory.md: the largest differ
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -65,10 +66,10 @@ def measured(steps: int, folder: Path) -> dict[str, list[tuple[int, int, int]]]:
             continue
         due += steps // LOOKS
         for name, each in zip(looks, (process, *process.children()), strict=False):
-            try:
-                looks[name].append((step, each.memory_info().rss, each.num_fds()))
-            except psutil.NoSuchProcess:  # it has just ended
-                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                resident, descriptors = each.memory_info().rss, each.num_fds()
+                if resident:  # a process that has just ended holds nothing
+                    looks[name].append((step, resident, descriptors))
     if launcher.returncode:
         raise SystemExit(launcher.stderr.read() if launcher.stderr else "the run failed")
     return looks
