@@ -55,7 +55,7 @@ class RoutingOptions(OptionModel):
 class PlacementOptions(OptionModel):
     """What a placement is to be."""
 
-    num_gpus: int = option(8, "GPUs that share the experts of a layer.", metavar="G")
+    num_gpus: int = option(8, "GPUs that share the experts of a layer.", metavar="G", ge=1)
     num_slots: int | None = option(None, "experts that all GPUs hold. Default: no replicas.", metavar="S")
     num_groups: int | None = option(None, "groups of experts that stay on one node each.")
     sources: Path | None = option(
@@ -297,7 +297,7 @@ def synth(
 class BenchOptions(OptionModel):
     """The cases of a comparison."""
 
-    num_gpus: int = option(32, "GPUs that share the experts of a layer.", metavar="G")
+    num_gpus: int = option(32, "GPUs that share the experts of a layer.", metavar="G", ge=1)
     num_slots: int | None = option(None, "experts that all GPUs hold. Default: 9 for every 8 experts.", metavar="S")
     key: str = option("", _KEY_HELP, metavar="NAME,...")
     seed: int = option(0, "of random choices.", ge=0)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from ...schema.base import read_json, shown
 from ...schema.errors import ConfigError
+from ...schema.limits import MAX_LAYERS
 from ...schema.model import ModelSpec
 from ..modules import profile_module
 from .trials import first_line
@@ -88,10 +89,22 @@ def build_model(content: dict[str, Any], *, where: str = "config") -> Any:
         )
     try:
         config = kind.from_dict(_without_code(content))
+        _check_layers(config, where)
         with _quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    except ConfigError:
+        raise
     except Exception as error:  # transformers checks its settings as it builds a model, with errors of any kind
         raise ConfigError(f"{where}: transformers {version} cannot build {model_type}: {first_line(error)}") from None
+
+
+def _check_layers(config: Any, where: str) -> None:
+    """Raise ConfigError where a part of a configuration has more layers than can be made one by one."""
+    parts = [config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}) if hasattr(config, name))]
+    for part in parts:
+        count = getattr(part, "num_hidden_layers", None)
+        if isinstance(count, int) and count > MAX_LAYERS:
+            raise ConfigError(f"{where}: num_hidden_layers: {count} layers are more than {MAX_LAYERS}")
 
 
 def _without_code(value: Any) -> Any:

@@ -34,6 +34,7 @@ REFUSED = [
     "profile merge profile.json profile.json --out " + "x" * 300,
     "experts bench loads.csv --num-gpus 9223372036854775807",
     "experts bench loads.csv --num-gpus 50000000",
+    "experts bench loads.csv --num-gpus 0",
     "experts evaluate placed.npz loads.csv",
     "plan smollm2-135m --cluster zones.toml --global-batch-size 8 --seq-len 64",
     "plan smollm2-135m --cluster matrix.toml --global-batch-size 8 --seq-len 64",

@@ -96,6 +96,7 @@ def test_config_of_no_known_family_is_planned_from_its_path(tmp_path: Path) -> N
         ({"model_type": "vit"}, "'vit' is no language model"),
         ({"architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not supported; of model_type helium Helium"),
         ({"model_type": "helium", "hidden_size": -1}, "cannot build helium"),
+        ({"model_type": "helium", "num_hidden_layers": 2**53 + 1}, "9007199254740993 layers are more than 512"),
         ({"model_type": None, "architectures": ["Xyz"]}, "there is no model_type"),
     ],
 )
