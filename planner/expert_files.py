@@ -38,7 +38,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schema.base import read_json, read_text, write_atomically
+from ..schema.base import read_json, read_text, shown, write_atomically
 from ..schema.errors import ConfigError
 from ..schema.limits import MAX_LOADS
 from ..schema.units import FloatArray, IntArray
@@ -369,7 +369,10 @@ def _stored(arrays: dict[str, Any], path: Path) -> ExpertPlacement:
         raise ConfigError(f"{path} lacks {', '.join(missing)}")
     values: dict[str, Any] = {name: arrays.get(name) for name in fields}
     for name, scalar in (("num_nodes", int), ("solve_s", float), ("split", str)):
-        values[name] = scalar(arrays[name])
+        try:
+            values[name] = scalar(arrays[name])
+        except (TypeError, ValueError):
+            raise ConfigError(f"{path}: {name} = {shown(arrays[name])} is not one {scalar.__name__}") from None
     placement = ExpertPlacement(**values)
     if not _belong_together(placement):
         raise ConfigError(f"{path}: its arrays do not belong together")

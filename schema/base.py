@@ -171,7 +171,12 @@ def read_json(path: str | Path) -> Any:
     if not text.strip():
         raise ConfigError(f"{path} is empty")
     try:
-        return json.loads(text)
+        content = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(content, ensure_ascii=False).encode()
+        return content
+    except UnicodeEncodeError:
+        raise ConfigError(f"{path} has half of a character (\\ud800 to \\udfff), which is no text") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}",

@@ -310,7 +310,9 @@ def _tables(data: Table, key: str) -> list[Table]:
 
 
 def check_keys(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
-    """Refuse what is none of ``keys``, naming the nearest."""
+    """Refuse what is no table, or has a key that is none of ``keys``, naming the nearest."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"`{where}` must be a table: write [{where}]")
     for key in table:
         if key not in keys:
             hint = did_you_mean(key, keys, limit=1, cutoff=0.6) or "one of " + ", ".join(keys)

@@ -18,6 +18,9 @@ MAX_LINE_BYTES = 2**20
 MAX_COUNT = 10**9
 """Of sizes that a user states: a width, a vocabulary, tokens, sequences of a batch."""
 
+MAX_GENERATED = 2**20
+"""Tokens of an answer, each a pass."""
+
 MAX_LAYERS = 512
 """Blocks of a model: four times the deepest that are published. Cutting them into stages takes time and memory by the square."""
 

@@ -12,6 +12,7 @@ from .base import Count, Frozen, OptionSpec
 from .batch import Lengths
 from .engine_facts import ENGINES, OWN_ENGINE, Engine, EngineFacts
 from .errors import ConfigError
+from .limits import MAX_GENERATED
 
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp8", "nvfp4", "tf32", "fp32"]
 Optimizer = Literal["adamw", "adamw-8bit", "sgd", "muon"]
@@ -294,7 +295,7 @@ class Generation(Task):
     fixable: ClassVar[frozenset[str] | None] = frozenset({"batch_size"})
 
     prompt_len: Count
-    generate_len: Count
+    generate_len: Annotated[Count, Field(le=MAX_GENERATED)]
     precision: Literal["bf16", "fp16", "tf32", "fp32"] = "bf16"
 
     @property

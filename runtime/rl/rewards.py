@@ -45,7 +45,7 @@ def split_name(text: str) -> tuple[str, str]:
     home, colon, name = text.rpartition(":")
     if not colon or not home or not name.isidentifier():
         raise ConfigError(f"--reward {text!r} names no function", help="rewards.py:exact, or package.module:exact")
-    if home.endswith(".py") and not Path(home).is_file():
+    if home.endswith(".py") and not os.path.isfile(home):
         raise ConfigError(f"--reward {text}: there is no file {home}")
     return home, name
 

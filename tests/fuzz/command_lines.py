@@ -268,7 +268,9 @@ def documents(run: Callable[[Sequence[str], Path], Any]) -> dict[str, Document]:
     run(("experts", "place", "loads.csv", "--num-gpus", "2", "--num-slots", "8", "--out", "made.npz"), folder)
     (folder / "cpus.toml").write_bytes(_CPUS)
     for name, cluster, engine in (("rl-plan", "2xH100-SXM-80GB", "vllm"), ("rl-own", "cpus.toml", "meshwright")):
-        (folder / "rl.toml").write_text(_NAMED.replace("meshwright", engine))
+        # What runs has a model of a few kilobytes: the limit of memory is that of the command.
+        model = "plain.json" if name == "rl-own" else "smollm2-135m"
+        (folder / "rl.toml").write_text(_NAMED.replace("meshwright", engine).replace("smollm2-135m", model))
         run(("plan-rl", "rl.toml", "--cluster", cluster, "--time-limit-s", "5", "--out", f"{name}.json"), folder)
         found[name] = Document(".json", [(folder / f"{name}.json").read_bytes()], mutations.JSON)
     serving = [path.read_bytes() for path in sorted(folder.glob("*-serving.json"))]

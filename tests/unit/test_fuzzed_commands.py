@@ -35,6 +35,10 @@ REFUSED = [
     "experts bench loads.csv --num-gpus 9223372036854775807",
     "experts bench loads.csv --num-gpus 50000000",
     "experts bench loads.csv --num-gpus 0",
+    "experts evaluate split.npz loads.csv",
+    "export surrogate.json --to kubernetes",
+    "plan smollm2-135m --cluster region.toml --global-batch-size 8 --seq-len 64",
+    "plan smollm2-135m --infer --cluster 2xH100-SXM-80GB --prompt-len 16 --generate-len 1000000000",
     "experts evaluate placed.npz loads.csv",
     "plan smollm2-135m --cluster zones.toml --global-batch-size 8 --seq-len 64",
     "plan smollm2-135m --cluster matrix.toml --global-batch-size 8 --seq-len 64",
@@ -73,7 +77,10 @@ def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     Path("long.csv").write_text("arrival_s,prompt_tokens,output_tokens\n1,2," + "3" * 200_000)
     Path("blank.txt.gz").write_bytes(gzip.compress(b"\n" * 5_000_000))
+    Path("surrogate.json").write_text('{"name": "\\ud800"}')
+    Path("region.toml").write_text(f"regions = true\n{GROUPS}")
     with_a_dead_gpu("placed.npz")
+    np.savez("split.npz", **(dict(np.load("placed.npz")) | {"solve_s": np.ones(2)}))
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
