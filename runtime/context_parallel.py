@@ -137,7 +137,8 @@ def ring_attention(
         scaled = out[:, :, rows] * (lse[:, :, rows] - merged).exp()[..., None]
         out[:, :, rows] = scaled.addcmul_(part.float(), (part_lse - merged).exp()[..., None])
         lse[:, :, rows] = merged
-    return out.to(query.dtype), lse
+    # Head by head within a token, so that the product after it reads this tensor and no copy of it.
+    return out.transpose(1, 2).to(query.dtype).contiguous().transpose(1, 2), lse
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, list[int], str], output: tuple[Tensor, Tensor]) -> None:

@@ -39,7 +39,8 @@ class RehearsedKind(Frozen):
     Attributes:
         stage: of the pipeline; the first one where a rank has several, which are ``stages``.
         ranks: of the plan; ``rank`` is the one that was rehearsed.
-        peak_allocated_bytes: at the fullest moment, of all storages.
+        peak_allocated_bytes: at the fullest moment of a step, of all storages; ``initial_allocated_bytes`` before it, while initial
+            weights and optimizer states are made.
         peak_reserved_bytes: the most that torch's caching allocator reserves for the same sequence, as it is by default;
             ``expandable_reserved_bytes`` with expandable segments.
         predicted_allocated_bytes: of the plan; ``off_ratio`` is it over the rehearsed peak, less one.
@@ -56,6 +57,7 @@ class RehearsedKind(Frozen):
     rank: NonNegativeInt
     ranks: tuple[NonNegativeInt, ...] = Field(min_length=1)
     peak_allocated_bytes: NonNegativeInt
+    initial_allocated_bytes: NonNegativeInt = 0
     peak_reserved_bytes: NonNegativeInt
     expandable_reserved_bytes: NonNegativeInt
     predicted_allocated_bytes: NonNegativeInt

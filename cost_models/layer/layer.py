@@ -44,7 +44,7 @@ from .parallel import (
     state_passing_s,
     token_share,
 )
-from .working_set import pending_bytes, working_bytes
+from .working_set import last_pending_bytes, pending_bytes, working_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ class LayerCost:
         num_trained: those of them, or of their adapters, that are trained.
         expert_params: those of the trained ones that are routed experts'.
         activation_bytes: saved from forward to backward.
-        pending_bytes: what waits from its input pass to its weight pass where a schedule splits the backward pass.
+        pending_bytes: what waits from its input pass to its weight pass where a schedule splits the backward pass;
+            last_pending_bytes: if it is the last layer of its stage.
         read_bytes: of the activations what goes as gradients of weights are made.
         working_bytes: alive only while this layer runs backward, of our runtime with gradients of its weights;
             split_working_bytes: while it runs an input pass.
@@ -91,6 +92,7 @@ class LayerCost:
     expert_params: FloatArray
     activation_bytes: FloatArray
     pending_bytes: FloatArray
+    last_pending_bytes: FloatArray
     read_bytes: FloatArray
     working_bytes: FloatArray
     split_working_bytes: FloatArray
@@ -215,6 +217,7 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         expert_params=expert_params(layer, hidden_dim, layouts) if workload.adapters is None else none,
         activation_bytes=saved * (1 - layouts.offload_activations),
         pending_bytes=pending_bytes(layer, inputs),
+        last_pending_bytes=last_pending_bytes(layer, inputs),
         read_bytes=read_bytes(layer, inputs),
         working_bytes=again + in_use[0],
         split_working_bytes=in_use[1],
@@ -228,7 +231,7 @@ def _forward_only(cost: LayerCost, workload: Workload) -> LayerCost:
     return replace(
         cost, backward_s=again * cost.forward_s, weight_s=none, recompute_s=none, tp_backward_s=again * cost.tp_forward_s,
         cp_backward_s=again * cost.cp_forward_s, ep_backward_s=again * cost.ep_forward_s, activation_bytes=none, pending_bytes=none,
-        read_bytes=none,
+        last_pending_bytes=none, read_bytes=none,
     )  # fmt: skip
 
 

@@ -109,6 +109,7 @@ class SavedElements:
         tokens, fp32: split along the sequence under sequence parallelism.
         routed: unsharded vectors of the rows that reach a rank's experts.
         exchanged: split by heads, and only where cp exchanges tokens for them.
+        apart: as routed, and only where experts are cut over ranks of their own.
     """
 
     unsharded: float = 0.0
@@ -118,6 +119,7 @@ class SavedElements:
     fp32: float = 0.0
     routed: float = 0.0
     exchanged: float = 0.0
+    apart: float = 0.0
 
     def __add__(self, other: SavedElements) -> SavedElements:
         return SavedElements(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -184,7 +186,8 @@ def bytes_of(saved: SavedElements, inputs: CostInputs) -> FloatArray:
     """Return the bytes of a micro-batch's tensors on one rank [N]."""
     layouts, workload = inputs.layouts, inputs.workload
     along_sequence = np.where(layouts.sequence_parallel == 1, layouts.tp, 1)
-    unsharded = saved.unsharded + saved.routed * stored_share(layouts, workload)
+    is_apart = ~np.asarray(layouts.experts_follow_tp, dtype=bool) & (layouts.expert_tp > 1)
+    unsharded = saved.unsharded + (saved.routed + is_apart * saved.apart) * stored_share(layouts, workload)
     of_heads = saved.tp + np.where(layouts.cp_ulysses > 1, saved.exchanged, 0.0)
     elements = unsharded + of_heads / layouts.tp + saved.tokens / along_sequence
     fp32 = saved.tp_fp32 / layouts.tp + saved.fp32 / along_sequence
@@ -299,11 +302,12 @@ def _(layer: Block, hidden_dim: int, recompute: Recompute, rules: SavedTensorRul
     if workload.code == "eager":
         saved += _eager_code(layer, hidden_dim, workload)
     # What the column-parallel products read: the outputs of the norms before attention and feed-forward, gathered over tp;
-    # where experts are alone only over the ranks that cut them.
+    # where experts are alone only over the ranks that cut them. Next to shared ones the router reads a tensor of its own there.
     has_no_shared = isinstance(mlp, MoE) and mlp.shared is None and layer.num_norms > 0
     gathered = SavedElements(
-        unsharded=(min(layer.num_norms, 2) - has_no_shared) * hidden_dim, routed=has_no_shared * hidden_dim
-    )
+        unsharded=(min(layer.num_norms, 2) - has_no_shared) * hidden_dim, routed=has_no_shared * hidden_dim,
+        apart=(isinstance(mlp, MoE) and mlp.shared is not None) * hidden_dim,
+    )  # fmt: skip
     return saved + gathered
 
 

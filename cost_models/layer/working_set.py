@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 
 from ...schema.layers import Block, DenseMLP, LatentAttention, MoE, NoMixer, SoftmaxAttention
+from ...schema.layout_table import RECOMPUTES
 from ...schema.units import Array, BoolArray, FloatArray
 from .memory import SavedElements, bytes_of
 from .operators import CostInputs, Gemm, Layer, OperatorRules, layer_operators
@@ -17,6 +18,25 @@ from .parallel import stored_share
 def pending_bytes(layer: Layer, inputs: CostInputs) -> FloatArray:
     """Return what waits from the input pass of a layer to its weight pass, next to all that it saved [N]."""
     return bytes_of(pending_elements(layer, inputs.hidden_dim), inputs)
+
+
+def last_pending_bytes(layer: Layer, inputs: CostInputs) -> FloatArray:
+    """Return what waits of the last layer of a stage, less what was saved after its last product and is gone by then [N].
+
+    An input pass lets go of the stage's output, and with it of all that its graph saved above the products: outputs of experts,
+    which gradients of their weights read. The gradient that arrives is in its receive buffer, unless it is gathered first.
+    """
+    layouts, pending = inputs.layouts, pending_bytes(layer, inputs)
+    block = layer.inner_block
+    if block is None or layer.counted is not None:
+        return pending
+    is_sequence_cut = (layouts.tp > 1) & (layouts.sequence_parallel == 1)
+    ends_in_product = not isinstance(block.mlp, MoE) or block.mlp.shared is not None
+    arrives = bytes_of(SavedElements(unsharded=ends_in_product * inputs.hidden_dim), inputs)
+    moe = block.mlp if isinstance(block.mlp, MoE) else None
+    put_out = bytes_of(SavedElements(routed=0 if moe is None else moe.top_k * inputs.hidden_dim), inputs)
+    is_saved = layouts.recompute != RECOMPUTES.index("full")
+    return np.maximum(pending - np.where(is_sequence_cut, 0.0, arrives) - np.where(is_saved, put_out, 0.0), 0.0)
 
 
 @cache

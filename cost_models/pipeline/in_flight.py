@@ -159,8 +159,11 @@ def in_flight_of_stage(
 
 
 def summed_in_flight(num_microbatches: Array, in_flight: Array) -> Array:
-    """Return how many of the micro-batches in flight are so beside gradients under gpipe or 1f1b: the first pass makes those."""
-    return np.minimum(in_flight, num_microbatches - 1)
+    """Return how many of the micro-batches in flight are so beside gradients under gpipe or 1f1b: the first pass makes those.
+
+    -1 where there is one pass only.
+    """
+    return np.where(num_microbatches > 1, np.minimum(in_flight, num_microbatches - 1), -1)
 
 
 def min_in_flight(schedule: Array, num_microbatches: Array, pp: Array, num_model_chunks: Array) -> Array:

@@ -427,7 +427,7 @@ def _lines(costs: CostTable, kind: int, pp: int) -> tuple[FloatArray, FloatArray
     headroom, static = np.maximum(none[0], 0.0), none[0] - one[0]
     m = b.num_microbatches[:, None]
     flight = in_flight_of_stage(b.schedule[:, None], m, pp, np.arange(pp))  # [N, S]
-    flight = summed_in_flight(m, flight)  # beside the gradients that are static
+    flight = np.where(m > 1, summed_in_flight(m, flight), flight)  # beside the gradients that are static
     taken = flight * saved[:, :, None] + static[:, None]  # [O, N, S]
     times = np.broadcast_to(seconds[:, :, None], taken.shape)
     zero = np.zeros(taken.shape[1:])
@@ -471,7 +471,8 @@ def _block_headroom_bytes(costs: CostTable, kind: int, count: float) -> tuple[Fl
         logits=none,
         boundary_bytes=costs.boundary_bytes,
     )
-    shape = step_shape(costs.layouts, np.ones(len(rows)), num_neighbours=np.ones(len(rows), dtype=np.int64))
+    summed, neighbours = np.where(costs.layouts.num_microbatches > 1, 1, -1), np.ones(len(rows), dtype=np.int64)
+    shape = step_shape(costs.layouts, np.ones(len(rows)), num_neighbours=neighbours, summed_in_flight=summed)
     headroom = memory.activation_headroom_bytes(contents, shape, costs.scenario, cap_bytes=cap_bytes)
     required = memory.required_by_terms(memory.stage_memory(contents, shape, costs.scenario), costs.scenario)
     return np.asarray(headroom), np.asarray(cap_bytes - required)

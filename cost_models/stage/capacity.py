@@ -13,7 +13,7 @@ import numpy as np
 from ...schema.layout_table import MIXED, distinct_rows
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..pipeline.in_flight import holdings, in_flight_of_stage, summed_in_flight
-from .contents import fullest_terms, outputs_retained, pipeline_shape, shape_of_ranks, step_shape
+from .contents import fullest_terms, handed_on, outputs_retained, pipeline_shape, shape_of_ranks, step_shape
 from .memory import required_by_terms, stage_memory
 from .passing import StageContents
 from .table import CostTable
@@ -22,8 +22,8 @@ ENOUGH = 3
 """Times its share of the blocks from which on a rank counts as able to hold all: no need to know how many more."""
 
 _OF_ONE_BLOCK = (
-    "num_params", "num_trained", "expert_params", "frozen_bytes", "activation_bytes", "pending_bytes", "working_bytes",
-    "split_working_bytes",
+    "num_params", "num_trained", "expert_params", "frozen_bytes", "activation_bytes", "pending_bytes",
+    "last_pending_bytes", "working_bytes", "split_working_bytes",
 )  # fmt: skip
 """Fields of LayerCost that say what a block holds."""
 
@@ -84,10 +84,12 @@ def _required_by_blocks(costs: CostTable, rows: IntArray) -> Callable[[IntArray]
     boundary = costs.boundary_bytes[idx]
     stages = np.argsort(np.array(shape.rank_of_stage), kind="stable").reshape(shape.pp, -1)
     retained = outputs_retained(costs.workload, stages > 0, stages < shape.num_stages - 1)
+    retained = retained - handed_on(costs, shape)[stages]
 
     def contents(blocks: IntArray, in_each: IntArray, outputs: IntArray) -> StageContents:
         """Return what [N, R, C] blocks hold, of which so many are certain to be in each chunk, and the outputs that they keep."""
         none = np.zeros(blocks.shape)
+        pending = (in_each - 1) * smallest["pending_bytes"] + smallest["last_pending_bytes"]
         return StageContents(
             params=blocks * smallest["num_params"],
             trained=blocks * smallest["num_trained"],
@@ -96,7 +98,7 @@ def _required_by_blocks(costs: CostTable, rows: IntArray) -> Callable[[IntArray]
             block_trained=smallest["num_trained"],
             block_params=smallest["num_params"],
             activation_bytes=in_each * smallest["activation_bytes"],
-            pending_bytes=in_each * smallest["pending_bytes"] * by_moments,
+            pending_bytes=np.where(in_each > 0, pending, 0.0) * by_moments,
             working_bytes=smallest["working_bytes"],
             split_working_bytes=smallest["split_working_bytes"] * by_moments,
             block_activation_bytes=none,

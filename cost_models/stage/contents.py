@@ -58,6 +58,7 @@ def step_shape(
         logits_in_flight=logits_in_flight,
         summed_in_flight=in_flight if summed_in_flight is None else summed_in_flight,
         reduces_apart=(layouts.num_model_chunks[idx] > 1) & (layouts.pp[idx] > 1),
+        num_sequences=layouts.num_microbatches[idx] * layouts.micro_batch_size[idx],
         num_neighbours=num_neighbours,
         input_gradients=input_gradients,
         offload=layouts.offload[idx],
@@ -123,6 +124,8 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         return np.asarray(prefix[last] - prefix[first])
 
     roots = np.concatenate([[0.0], np.cumsum(costs.per_layer("num_params", idx) * ~costs.is_block)])
+    less = costs.per_layer("last_pending_bytes", idx) - costs.per_layer("pending_bytes", idx)
+    last_pending = np.where(last > first, less[last - 1], 0.0)
     contents = StageContents(
         params=span("num_params"),
         trained=span("num_trained"),
@@ -132,7 +135,7 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         root_params=np.minimum(roots[last] - roots[first], costs.root_params[idx]),
         block_params=costs.block_params[idx],
         activation_bytes=span("activation_bytes"),
-        pending_bytes=np.where(first > 0, span("pending_bytes"), 0.0),
+        pending_bytes=np.where(first > 0, span("pending_bytes") + last_pending, 0.0),
         working_bytes=_working_between(costs, idx, first, last),
         split_working_bytes=np.asarray(costs.split_working_bytes[idx]),
         block_activation_bytes=np.asarray(costs.block_activation_bytes[idx]),
@@ -150,6 +153,15 @@ def outputs_retained(workload: Workload, receives: BoolArray, sends: BoolArray) 
     """Return how many outputs a stage of our runtime keeps more than it has inputs in a buffer: -1, 0 or 1."""
     keeps = workload.engine_facts.memory is None and workload.has_backward
     return keeps * (1 * np.asarray(sends) - receives)
+
+
+def handed_on(costs: CostTable, shape: PipelineShape) -> IntArray:
+    """Return which stages [S] of our runtime hand what they put out to the next one on the same rank: it takes the place of a
+    receive buffer, as the gradient that comes back does.
+    """
+    rank = np.array(shape.rank_of_stage)
+    is_handed = np.append(rank[1:] == rank[:-1], False) & (shape.pp > 1)
+    return (is_handed & costs.workload.engine_facts.receives_by_stage & costs.workload.has_backward).astype(np.int64)
 
 
 def _working_between(costs: CostTable, idx: int, first: IntArray, last: IntArray) -> FloatArray:
@@ -200,7 +212,8 @@ def shape_of_ranks(costs: CostTable, idx: int, in_flight: FloatArray) -> StepSha
     neighbours = (stages > 0).astype(np.int64) + (stages < shape.num_stages - 1)
     if costs.workload.engine_facts.receives_by_stage:
         neighbours = np.bincount(np.array(shape.rank_of_stage), neighbours, shape.pp).astype(np.int64)
-    inputs = np.bincount(np.array(shape.rank_of_stage), (stages > 0) & shape.record.splits_backward, shape.pp)
+    has_inputs = (stages > 0) & shape.record.splits_backward & ~np.roll(handed_on(costs, shape), 1).astype(bool)
+    inputs = np.bincount(np.array(shape.rank_of_stage), has_inputs, shape.pp)
     return step_shape(
         costs.layouts,
         in_flight,
@@ -224,6 +237,9 @@ def rank_memory_terms(costs: CostTable, idx: int, contents: StageContents) -> tu
     """Return contents and memory terms of each rank [..., pp] of layout ``idx``, given the contents of its stages [..., S]."""
     shape = pipeline_shape(costs, idx)
     by_rank = np.argsort(np.array(shape.rank_of_stage), kind="stable").reshape(shape.pp, -1)
+    contents = replace(
+        contents, output_bytes=contents.output_bytes - handed_on(costs, shape) * costs.boundary_bytes[idx]
+    )
     of_ranks, step = contents_of_ranks(costs, idx, contents), shape_of_ranks(costs, idx, np.ones(shape.pp))
     return of_ranks, fullest_terms(costs, idx, of_ranks, _by_chunk(contents, ..., by_rank), step, holdings(shape))
 

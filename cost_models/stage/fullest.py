@@ -8,8 +8,8 @@ At each moment of `pipeline.in_flight.holdings` a rank of chunks c holds
     unsharded    sum_c (1 - reduced[c]) b P[c]
     temporary    of the pass that runs: what the loss makes of the logits in a forward pass; the working set of a layer, or
                  gradients of the head, in a backward pass; gradients of all parameters, before they add up in fp32, less what was
-                 read for them, in a weight pass, or those of one matrix and all that is pending; input and output of the largest
-                 unit's reduction at the end of all
+                 read for them, in a weight pass, or those of one matrix and all that is pending; the input of a unit's reduction at
+                 the end of all
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...schema.units import Array, FloatArray, IntArray
 from ..coefficients import Scenario
 from ..layer.data import has_copies
 from ..pipeline.in_flight import BACKWARD, END, FORWARD, INPUT, MOMENTS, WEIGHT, Holding
-from .passing import MemoryTerms, StageContents, StepShape, is_host, loss_bytes
+from .passing import MemoryTerms, StageContents, StepShape, final_reduction_bytes, loss_bytes
 
 
 def stored_activations(chunks: StageContents, holding: Holding) -> FloatArray:
@@ -39,8 +39,9 @@ def fullest_moment(chunks: StageContents, step: StepShape, scenario: Scenario, h
     b, master = workload.compute_bytes, float(workload.master_bytes)
     logits = b * np.asarray(chunks.logits) if workload.loss == "engine" else 0.0 * np.asarray(chunks.logits)
     # The gradients of a first weight pass are those that later ones are added to, unless they are cast before.
-    is_made = np.eye(np.shape(holding.summed)[-1])[holding.chunk] * (holding.moment == WEIGHT)[..., None]
-    summed = np.maximum(holding.summed, is_made) if workload.is_full_precision else holding.summed
+    made = np.eye(np.shape(holding.summed)[-1])[holding.chunk] * (holding.moment == WEIGHT)[..., None]
+    made = made * (1 - holding.summed) * workload.is_full_precision
+    summed = holding.summed + made
     copied = np.where(copies, b * chunks.trained + chunks.frozen_bytes, 0.0)
     terms = {
         "gradients": _sum(summed, master * chunks.trained) + _sum(holding.reduced, master * chunks.reduced(step)),
@@ -49,6 +50,9 @@ def fullest_moment(chunks: StageContents, step: StepShape, scenario: Scenario, h
         "logits": _sum(holding.stored, logits),
         "temporary": _temporary(chunks, step, scenario, holding),
     }
+    next_to_all = np.where(made.any(axis=-1), _taken(_first_weights(chunks, b), holding.chunk), terms["temporary"])
+    terms["temporary"] = np.maximum(next_to_all, 0.0)
+    terms["activations"] = terms["activations"] + np.minimum(next_to_all, 0.0)  # read and gone
     largest = np.asarray(sum(terms.values())).argmax(axis=-1)[..., None]
     return {name: np.take_along_axis(values, largest, axis=-1)[..., 0] for name, values in terms.items()}
 
@@ -61,23 +65,28 @@ def _temporary(chunks: StageContents, step: StepShape, scenario: Scenario, holdi
     of_head = b * np.where(logits > 0, chunks.root_params, 0.0)
     # Made last, when the pass has let go of what it saved.
     of_embedding = np.where(logits > 0, 0.0, b * chunks.root_params - chunks.activation_bytes)
-    unit = np.minimum(np.maximum(chunks.root_params, chunks.block_params), chunks.trained)
-    shards = step.gradient_shards[0]
-    gloo = np.where(shards > 1, 4.0, 0.0) if is_host(scenario) else 0.0
     # Gradients that are cast add up after the pass; others right away.
     uncast = b * np.maximum(of_head / b, chunks.block_params / 3)
-    # A weight pass frees what it reads, matrix by matrix: its end, or its start, when all is pending still.
-    made = np.maximum(b * chunks.trained - chunks.read_bytes, b * chunks.block_params / 3 + chunks.pending_bytes)
+    made = b * chunks.trained + _first_weights(chunks, b)
     by_moment = {
         FORWARD: loss_bytes(logits, workload, chunks.boundary_bytes, step.tp) - stored,
         BACKWARD: np.maximum.reduce(np.broadcast_arrays(of_head, chunks.working_bytes - stored, of_embedding)),
         INPUT: chunks.split_working_bytes,
         WEIGHT: uncast if workload.is_full_precision else made,
-        END: np.where(copies, (4.0 + gloo + 4.0 / shards - b) * unit, 0.0),
+        END: np.where(copies, final_reduction_bytes(chunks, step, scenario), 0.0),
     }
     of_moments = np.stack(np.broadcast_arrays(*(by_moment[idx] for idx in range(len(MOMENTS)))), axis=-1)
     flat = of_moments.reshape(*of_moments.shape[:-2], -1)
     return _taken(flat, holding.chunk * len(MOMENTS) + holding.moment)
+
+
+def _first_weights(chunks: StageContents, b: int) -> FloatArray:
+    """Return the bytes of a weight pass next to gradients of all its parameters [..., v].
+
+    It frees what it reads, matrix by matrix: its end, or its start, when all is pending still.
+    """
+    of_one = b * (np.asarray(chunks.block_params) / 3 - chunks.trained) + chunks.pending_bytes
+    return np.maximum(-np.asarray(chunks.read_bytes), of_one)
 
 
 def _taken(values: FloatArray, idx: IntArray) -> FloatArray:

@@ -15,7 +15,7 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
                  forward and its backward pass there (all of them under gpipe)
     temporary    of the moment (`transients`): what the loss makes of a chunk, the gradients of the head and their reduction, or
                  the working set of one layer, its gradients and theirs; under a pipeline the receive buffers of all m
-                 micro-batches, hidden states from one side and gradients from the other
+                 micro-batches, hidden states from one side and gradients from the other; the tokens of all sequences of the step
 
 fully_shard is used whenever ranks share data parallelism or parameters are cast, but for fp32 replicas, which DDP reduces:
 their gradients end in its buckets, 4 P that are always present. Without either nothing is gathered or reduced.
@@ -53,13 +53,16 @@ from .passing import (
     MemoryTerms,
     StageContents,
     StepShape,
+    final_reduction_bytes,
     gathered_bytes,
     is_host,
+    last_reduction_bytes,
     loss_bytes,
     reduction_bytes,
     transients,
 )
 
+_TOKEN_BYTES = 8  # runtime/training/train.py gives a step all its sequences at once, as torch.long
 _MORE_THAN_ANY = float(2**52)  # bytes beyond any device's, whose sum with its terms is exact to less than one
 
 
@@ -80,10 +83,11 @@ def stage_memory(
         return _zeroth_order(stage, step, scenario)
     moments = _moments(stage, step, scenario) if fullest is None else [fullest]
     receive = (step.num_neighbours + step.input_gradients) * step.num_microbatches * stage.boundary_bytes
+    tokens = _TOKEN_BYTES * (workload.seq_len + 1) * step.num_sequences
     return {
         "parameters": _parameters(stage, step, workload),
         "optimizer": _states(stage.owned(step), step, workload),
-        **_fullest(moments, also_temporary=_workspace_bytes(scenario) + receive),
+        **_fullest(moments, also_temporary=_workspace_bytes(scenario) + receive + tokens),
     }
 
 
@@ -97,20 +101,23 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     passing = _fullest(transients(stage, step, scenario))
     of_one = b * stage.logits if workload.loss == "engine" else 0.0
     unit = np.maximum(stage.root_params, stage.block_params)
-    # Under a pipeline one unit's sum in fp32 is reduced, which is counted, after its copy in the compute dtype is dropped.
-    added = np.where(step.is_piped & copies, b * np.minimum(unit, stage.trained), 0.0)
-    gathered = np.where(
-        step.is_piped, gathered_bytes(stage.trained, stage, step, workload) - added, b * stage.root_params
-    )
     # Of several chunks the others have been reduced by then; how much the last one has is not known here.
+    gathered = np.where(step.is_piped, gathered_bytes(stage.trained, stage, step, workload), b * stage.root_params)
     gathered = np.where(step.reduces_apart, 0.0, gathered)
+    if workload.update == "in_backward":
+        reduced = reduction_bytes(unit, stage, step, scenario)
+    else:
+        reduced = last_reduction_bytes(unit, stage, step, scenario)
+    # The last one of several chunks has all its gradients still: no less than the input of a unit's sum.
+    at_end = np.where(step.reduces_apart, 4.0 * unit, final_reduction_bytes(stage, step, scenario))
+    reduced = np.where(step.is_piped, np.where(copies, at_end, b * unit), reduced)
     sharded = float(workload.master_bytes) * stage.reduced(step)
     update = {
         "gradients": np.where(step.reduces_apart, sharded, final),
         "unsharded": np.where(copies, gathered, 0.0),
         "activations": 0.0 * stage.activation_bytes,
         "logits": 0.0 * passing["logits"],
-        "temporary": reduction_bytes(unit, stage, step, scenario) - added,
+        "temporary": reduced,
     }
 
     def moment(in_flight: Array, gradients: Array) -> MemoryTerms:
@@ -125,9 +132,9 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
 
     # As the first block runs backward nearly all gradients are there; of a single pass its neighbours' are still to come.
     block = np.minimum(stage.block_params, stage.trained)
-    to_come = np.where(
-        step.is_piped, 0.0, np.minimum(block + stage.root_params, stage.trained) / np.maximum(stage.trained, 1.0)
-    )
+    is_repeated = step.is_piped & (step.num_microbatches > 1)
+    later = block + np.where(step.is_piped, 0.0, stage.root_params)
+    to_come = np.where(is_repeated, 0.0, np.minimum(later, stage.trained) / np.maximum(stage.trained, 1.0))
     pieces = gathered_bytes(block, stage, step, workload)
     copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
     all_copies = gathered_bytes(stage.trained, stage, step, workload)
@@ -150,7 +157,11 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     is_embedding = step.is_piped & (stage.logits == 0) & (workload.adapters is None)
     embedded["temporary"] = np.where(is_embedding, b * stage.root_params, 0.0) + 0.0 * passing["temporary"]
     first = moment(step.in_flight, np.where(summed < step.in_flight, 0.0, before))
-    return [first, moment(np.maximum(summed, 0), all_summed), embedded, late, update]
+    # The gradient of the head is cast before there are any of the blocks.
+    of_head = np.where(step.is_piped & copies & (stage.logits > 0), np.minimum(stage.root_params, stage.trained), 0.0)
+    cast = {**first, "gradients": float(workload.master_bytes) * of_head, "logits": 0.0 * first["logits"]}
+    cast["temporary"] = b * of_head + 0.0 * first["temporary"]
+    return [first, cast, moment(np.maximum(summed, 0), all_summed), embedded, late, update]
 
 
 def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:

@@ -34,6 +34,7 @@ class StepShape:
         is_replicated: ranks hold replicas of one stage and nothing more.
         tp_overlap, cuda_graphs, reduces_in_compute_dtype: as of a LayoutTable.
         tp, experts: ranks that share a stage's matrices; its experts, and one of them (ep, expert_tp).
+        num_sequences: of a step, whose tokens a rank has on its device.
         in_flight: micro-batches whose activations are stored; ``logits_in_flight`` those whose logits are; ``summed_in_flight`` of
             the former at a moment at which all gradients add up, -1 where there is none before the last backward pass.
         reduces_apart: ranks have several chunks, whose gradients are reduced one after the other.
@@ -55,6 +56,7 @@ class StepShape:
     tp: Array
     experts: tuple[Array, Array]
     num_microbatches: Array
+    num_sequences: Array
     in_flight: Array
     logits_in_flight: Array
     summed_in_flight: Array
@@ -222,6 +224,36 @@ def reduction_bytes(params: Array, stage: StageContents, step: StepShape, scenar
     unit = params if workload.adapters is None else np.minimum(params, stage.block_trained)
     copy = np.where(shards > 1, 4.0, 0.0) if is_host(scenario) else 0.0
     return np.where(has_copies(step, workload), b + 4.0 + copy + 4.0 / shards, b) * unit
+
+
+def last_reduction_bytes(params: Array, stage: StageContents, step: StepShape, scenario: Scenario) -> Array:
+    """Return what the last unit's reduction in a backward pass takes, next to the gradients that remain after it.
+
+    Gradients that added up in fp32 move into its input; others are there in the compute dtype as it is made, and gone when its
+    output, the shard that remains, is. gloo copies its input.
+    """
+    workload, shards = scenario.workload, step.gradient_shards[0]
+    b, copy = workload.compute_bytes, np.where(shards > 1, 4.0, 0.0) * is_host(scenario)
+    unit = params if workload.adapters is None else np.minimum(params, stage.block_trained)
+    is_summed = (step.num_microbatches > 1) & (step.zero_stage <= 1)
+    summed = np.maximum(4.0, copy + 4.0 / shards)
+    single = np.maximum(b + 4.0 - 4.0 / shards, 4.0 + copy)
+    return np.where(has_copies(step, workload), np.where(is_summed, summed, single), b) * unit
+
+
+def final_reduction_bytes(stage: StageContents, step: StepShape, scenario: Scenario) -> Array:
+    """Return what the sums over data at the end of a pipeline's step take, next to the gradients and copies of all units.
+
+    Unit by unit the copies go, the gradients move into the input of their sum in fp32, and a shard of it remains. The embedding is
+    first, the head last. gloo copies its input.
+    """
+    b, shards = scenario.workload.compute_bytes, step.gradient_shards[0]
+    root, has_head = np.minimum(stage.root_params, stage.trained), np.asarray(stage.logits) > 0
+    block = np.minimum(stage.block_params, stage.trained)
+    width = 4.0 + np.where(shards > 1, 4.0 / shards, 0.0) * is_host(scenario)
+    first = (width - b) * np.where(has_head, block, np.maximum(root, block))
+    last = width * root - b * stage.trained - (4.0 - 4.0 / shards) * (stage.trained - root)
+    return np.maximum(first, np.where(has_head, last, 0.0))
 
 
 def is_host(scenario: Scenario) -> bool:

@@ -225,9 +225,14 @@ def init_weights(
         source = "model.embed_tokens.weight" if tied and name == "lm_head.weight" else (aliases or {}).get(name, name)
         generator_device = device or parameter.device
         generator = torch.Generator(generator_device).manual_seed(parameter_seed(seed, source))
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator_device)
-        full.normal_(0.0, STD, generator=generator)
-        local_tensor(parameter).copy_(local_part(full, parameter))
+        _draw(parameter, generator)
+
+
+def _draw(parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Fill a parameter, or the part of it that is here, from normal(0, 0.02); the full tensor goes before the next one is made."""
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
+    full.normal_(0.0, STD, generator=generator)
+    local_tensor(parameter).copy_(local_part(full, parameter))
 
 
 def is_adapter(name: str) -> bool:

@@ -12,9 +12,10 @@ from .recorder import CATEGORIES, Category, Log
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment of a rank.
+    """The fullest moment of a rank's step.
 
     Attributes:
+        initial_bytes: the most before it, while weights and optimizer states are made.
         by_category: bytes; they add up to ``allocated_bytes``.
         moment, operator, module: where in the step it is, what was allocated there, and in whose pass.
         reserved_bytes, expandable_bytes: the most that the caching allocator reserves, without and with expandable segments.
@@ -22,6 +23,7 @@ class Peak:
     """
 
     allocated_bytes: int
+    initial_bytes: int
     by_category: dict[Category, int]
     moment: str
     operator: str
@@ -36,7 +38,8 @@ def find_peak(log: Log, *, capacity: int | None = None) -> Peak:
     events, num_bytes = np.asarray(log.events), np.asarray(log.num_bytes)
     entries = np.where(events >= 0, events, ~events)
     present = np.cumsum(np.where(events >= 0, num_bytes[entries], -num_bytes[entries]))
-    position = int(present.argmax())
+    start = next((phase.start for phase in log.phase_list if phase.kind != "init"), 0)
+    position = start + int(present[start:].argmax())
     begins, ends = np.zeros(len(num_bytes), dtype=np.int64), np.full(len(num_bytes), len(events))
     where, has_begun = np.arange(len(events)), events >= 0
     begins[entries[has_begun]] = where[has_begun]
@@ -56,7 +59,7 @@ def find_peak(log: Log, *, capacity: int | None = None) -> Peak:
         for on in (False, True)
     )
     return Peak(
-        allocated_bytes=int(present[position]), by_category=by_category,
+        allocated_bytes=int(present[position]), initial_bytes=int(present[:start].max(initial=0)), by_category=by_category,
         moment=log.phase_list[log.phases[last]].name, operator=log.ops[last], module=log.module_of(last),
         reserved_bytes=reserved, expandable_bytes=expandable, largest=tuple(largest[:12]),
     )  # fmt: skip

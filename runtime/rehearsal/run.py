@@ -125,7 +125,8 @@ def _compared(plan: TrainingPlan, kind: RankKind, log: Log, peak: Peak, worst: i
     formulas = collective_bytes(plan, kind.stages)
     return RehearsedKind(
         stage=kind.stages[0], stages=kind.stages, rank=kind.rank, ranks=kind.ranks,
-        peak_allocated_bytes=peak.allocated_bytes, peak_reserved_bytes=peak.reserved_bytes,
+        peak_allocated_bytes=peak.allocated_bytes, initial_allocated_bytes=peak.initial_bytes,
+        peak_reserved_bytes=peak.reserved_bytes,
         expandable_reserved_bytes=peak.expandable_bytes, predicted_allocated_bytes=predicted.total,
         worst_allocated_bytes=worst, memory_bytes=dict(peak.by_category),
         predicted_memory_bytes=predicted.model_dump(), moment=peak.moment, operator=peak.operator, module=peak.module,

@@ -45,7 +45,11 @@ def split_name(text: str) -> tuple[str, str]:
     home, colon, name = text.rpartition(":")
     if not colon or not home or not name.isidentifier():
         raise ConfigError(f"--reward {text!r} names no function", help="rewards.py:exact, or package.module:exact")
-    if home.endswith(".py") and not os.path.isfile(home):
+    try:
+        is_missing = home.endswith(".py") and not Path(home).is_file()
+    except OSError:  # no name that a file may have
+        is_missing = True
+    if is_missing:
         raise ConfigError(f"--reward {text}: there is no file {home}")
     return home, name
 
