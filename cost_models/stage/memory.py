@@ -161,7 +161,12 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     of_head = np.where(step.is_piped & copies & (stage.logits > 0), np.minimum(stage.root_params, stage.trained), 0.0)
     cast = {**first, "gradients": float(workload.master_bytes) * of_head, "logits": 0.0 * first["logits"]}
     cast["temporary"] = b * of_head + 0.0 * first["temporary"]
-    return [first, cast, moment(np.maximum(summed, 0), all_summed), embedded, late, update]
+    # The gradients of embedding and head, if they are one, and their sum.
+    is_one = np.where(stage.ends_are_one & ~step.is_piped, stage.root_params, 0.0)
+    of_blocks = 1.0 - np.where(step.num_microbatches > 1, 0.0, np.minimum(is_one / np.maximum(stage.trained, 1.0), 1.0))
+    tied = {**update, "gradients": update["gradients"] * of_blocks, "temporary": 3.0 * b * is_one}
+    tied["temporary"] = tied["temporary"] + np.where(copies & (is_one > 0), 4.0 * stage.block_trained, 0.0)
+    return [first, cast, tied, moment(np.maximum(summed, 0), all_summed), embedded, late, update]
 
 
 def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> MemoryTerms:

@@ -229,15 +229,17 @@ def reduction_bytes(params: Array, stage: StageContents, step: StepShape, scenar
 def last_reduction_bytes(params: Array, stage: StageContents, step: StepShape, scenario: Scenario) -> Array:
     """Return what the last unit's reduction in a backward pass takes, next to the gradients that remain after it.
 
-    Gradients that added up in fp32 move into its input; others are there in the compute dtype as it is made, and gone when its
-    output, the shard that remains, is. gloo copies its input.
+    Gradients that added up in fp32 move into its input; others are there in the compute dtype as it is made. They are gone when its
+    output is, the shard that remains; but for the unit's last parameter, which torch's foreach_reduce holds where ranks share the
+    sum: all of an embedding or a head. gloo copies its input.
     """
     workload, shards = scenario.workload, step.gradient_shards[0]
     b, copy = workload.compute_bytes, np.where(shards > 1, 4.0, 0.0) * is_host(scenario)
     unit = params if workload.adapters is None else np.minimum(params, stage.block_trained)
     is_summed = (step.num_microbatches > 1) & (step.zero_stage <= 1)
-    summed = np.maximum(4.0, copy + 4.0 / shards)
-    single = np.maximum(b + 4.0 - 4.0 / shards, 4.0 + copy)
+    is_held = (shards > 1) & (stage.root_params >= stage.block_params)
+    summed = np.maximum(4.0, copy + 4.0 / shards + 4.0 * is_held)
+    single = np.maximum(b + 4.0 - 4.0 / shards, 4.0 + copy + b * is_held)
     return np.where(has_copies(step, workload), np.where(is_summed, summed, single), b) * unit
 
 
@@ -245,14 +247,15 @@ def final_reduction_bytes(stage: StageContents, step: StepShape, scenario: Scena
     """Return what the sums over data at the end of a pipeline's step take, next to the gradients and copies of all units.
 
     Unit by unit the copies go, the gradients move into the input of their sum in fp32, and a shard of it remains. The embedding is
-    first, the head last. gloo copies its input.
+    first, the head last; their gradients are held until the shard is there (`last_reduction_bytes`). gloo copies its input.
     """
     b, shards = scenario.workload.compute_bytes, step.gradient_shards[0]
     root, has_head = np.minimum(stage.root_params, stage.trained), np.asarray(stage.logits) > 0
     block = np.minimum(stage.block_params, stage.trained)
-    width = 4.0 + np.where(shards > 1, 4.0 / shards, 0.0) * is_host(scenario)
-    first = (width - b) * np.where(has_head, block, np.maximum(root, block))
-    last = width * root - b * stage.trained - (4.0 - 4.0 / shards) * (stage.trained - root)
+    host, output = is_host(scenario), np.where(shards > 1, 4.0 / shards, 0.0)
+    of_root, of_block = 4.0 + output + np.where(shards > 1, 4.0, 0.0) * host, 4.0 + output * host
+    first = np.maximum((of_block - b) * block, np.where(has_head, 0.0, (of_root - b) * root))
+    last = of_root * root - b * stage.trained - (4.0 - 4.0 / shards) * (stage.trained - root)
     return np.maximum(first, np.where(has_head, last, 0.0))
 
 

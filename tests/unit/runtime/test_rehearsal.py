@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.cost_models.coefficients import packaged_coefficients
 from meshwright.planner import plan, rehearse
 from meshwright.planner.rehearse import first_that_runs
 from meshwright.planner.request import resolve_model
@@ -55,6 +56,34 @@ def test_states_of_a_sharded_model_are_counted_exactly(sharded: tuple[TrainingPl
 
 def test_peak_is_near_the_prediction(sharded: tuple[TrainingPlan, Rehearsal]) -> None:
     assert abs(sharded[1].kinds[0].off_ratio) < 0.1  # a short sequence: 256 MiB of libraries count among 9 GiB
+
+
+MOMENTS = [
+    ("qwen3-30b-a3b", 4, "pp=4,schedule=zb-h1", 6),
+    ("qwen2.5-32b", 4, "pp=2,tp=2,sequence_parallel=false,schedule=zb-v,num_model_chunks=2", 6),
+    ("llama-3.2-1b", 8, "pp=4,dp_shard=2,schedule=gpipe", 8),
+    ("llama-3.2-1b", 4, "pp=4,schedule=gpipe", 1),
+    ("llama-3.2-1b", 4, "pp=1,dp_replicate=4,zero_stage=0", 4),
+    ("llama-3.2-1b", 4, "pp=1,cp=4,cp_ulysses=1", 1),
+]
+"""Experts after an input pass; the turn of a V; the embedding reduced first and the head last; a single micro-batch; gradients of a
+tied embedding, of replicas and of a ring."""
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "fix", "batch"),
+    [pytest.param(*one, marks=pytest.mark.long) for one in MOMENTS[:3]] + MOMENTS[3:],
+)
+def test_memory_model_has_the_fullest_moment(model: str, ranks: int, fix: str, batch: int) -> None:
+    """Each was off by 5 to 27 % before the moment was in the model."""
+    for name, value in {"tp": 1, "cp": 1, "dp_shard": 1, "ep": 1, "recompute": "none", "micro_batch_size": 1}.items():
+        fix += "" if f"{name}=" in fix else f",{name}={value}"
+    given = made(with_blocks(model, 8), f"{ranks}xH200-SXM-141GB", fix, batch=batch, seq_len=4096)
+    library = packaged_coefficients()["memory"]["workspace_bytes"]
+    for kind in rehearse(given).kinds:
+        assert kind.predicted_allocated_bytes - library == pytest.approx(kind.peak_allocated_bytes, rel=0.035), (
+            kind.stage
+        )
 
 
 def test_every_unit_is_gathered_twice_and_reduced_once(sharded: tuple[TrainingPlan, Rehearsal]) -> None:
