@@ -29,6 +29,10 @@ from ..search import SearchResult
 from ..serving.space import InstanceKind, ServingSpace
 from ..tasks.training import plan_candidate, search_layouts
 
+GENERATION = 1.61
+"""Times as long generation takes inside post-training engines as by the models of serving, updates as long as predicted: tokens'
+log-probabilities, uneven prompts, the driver. [fitted: benchmarks/post_training.py, median over verl's colocated runs]"""
+
 PACK_MULTIPLE = 128
 """Packs have a multiple of so many tokens, which every degree of context and sequence parallelism divides."""
 
@@ -247,7 +251,7 @@ class CostBook:
         samples = math.ceil(workload.samples / (replicas * kind.model.lanes))
         result = steady_rollout(
             kind.model, workload.lengths, workload.prompt_len, samples, oversample=workload.oversample,
-            shared_prompts=min(workload.responses, samples),
+            shared_prompts=min(workload.responses, samples), among=workload.samples,
         )  # fmt: skip
         rows = min(
             concurrent_rows(kind.model, workload.lengths, workload.prompt_len), math.ceil(samples * workload.oversample)
@@ -262,8 +266,12 @@ class CostBook:
             + memory.graph_bytes
             + max(memory.context_bytes - CONTEXT_BYTES, 0)
         )
+        slower = 1.0 if workload.generation_engine == "meshwright" else GENERATION
         return CopyCosts(
-            seconds={"generate": result.seconds}, live_bytes={"generate": live + cache}, kind=kind, replicas=replicas
+            seconds={"generate": slower * result.seconds},
+            live_bytes={"generate": live + cache},
+            kind=kind,
+            replicas=replicas,
         )
 
     def send_s(self, trained_devices: int, generator_devices: int) -> float:
