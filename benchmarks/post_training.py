@@ -34,13 +34,13 @@ from meshwright.validation.post_training import (
     Run,
     explainable,
     factors,
-    held_out_r_squared,
     pairs,
     predict,
     predictions,
     r_squared,
     read_runs,
     scored,
+    unseen_r_squared,
 )
 
 OUT = Path(__file__).resolve().parent / "post_training.json"
@@ -164,7 +164,7 @@ def steps_report(folder: Path) -> dict[str, Any]:
         explained[name] = {"steps": len(rows), "r2": r_squared(columns["lengths"], seconds)}
         for title, given in columns.items():
             explained[name] |= {
-                f"{title}: trees fitted on half": held_out_r_squared(given, seconds),
+                f"{title}: trees fitted on half": unseen_r_squared(given, seconds),
                 f"{title}: explainable": explainable(given, seconds),
             }
         print(name, {key: round(value, 2) for key, value in explained[name].items()})

@@ -174,7 +174,7 @@ class RlPlan(Plan):
             "pools": pools_text(self.pools),
             "step time": format_seconds(cost.step_time_s),
             "rate": f"{cost.samples_per_s:.4g} responses/s, {cost.tokens_per_s_per_device:,.0f} tokens/s per device",
-            "generation": f"{format_seconds(generation_s)}, {format_percent(generation_s / self.waiting_s, 0)} of a step that waits",
+            "generation": f"{format_seconds(generation_s)}, {format_percent(generation_s / self.waiting_s, 0)} of a waiting step",
         }
 
 

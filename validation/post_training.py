@@ -245,7 +245,7 @@ def explainable(columns: Iterable[Iterable[float]], values: Iterable[float]) -> 
     return 1 - noise / float(measured.var())
 
 
-def held_out_r_squared(columns: Iterable[Iterable[float]], values: Iterable[float]) -> float:
+def unseen_r_squared(columns: Iterable[Iterable[float]], values: Iterable[float]) -> float:
     """Return the share of the variance of every second value that boosted trees explain that were fitted on the others."""
     measured, table = _arrays(columns, values)
     trees = HistGradientBoostingRegressor(

@@ -111,13 +111,18 @@ class CostBook:
     ) -> None:
         self.request, self.workload, self.cluster = request, workload, request.cluster
         self.fixed, self.instances = fixed or {}, instances or {}
-        self._known: dict[tuple[str, bool, int], CopyCosts | None] = {}
+        self._known: dict[tuple[object, ...], CopyCosts | None] = {}
         self.reasons: dict[Role, str] = {}
 
     def costs(self, role: Role, num_devices: int, *, below_s: float = math.inf) -> CopyCosts | None:
         """Return what a copy costs on so many devices; None where it does not fit there, or its calls take ``below_s`` or more."""
         model = self.workload.model_of(role)
-        key = ("generator" if role == "generator" else model.content, role in TRAINED, num_devices)
+        key = (
+            "generator" if role == "generator" else model.content,
+            role in TRAINED,
+            *self._degrees_of(role),
+            num_devices,
+        )
         if key not in self._known:
             self.request.deadline.require(f"costing the {role} on {num_devices} devices")
             make = self._generator if role == "generator" else self._trained if role in TRAINED else self._scoring
@@ -164,7 +169,7 @@ class CostBook:
         self, role: Role, workload: Workload, num_devices: int, below_s: float
     ) -> tuple[PlanRequest, SearchResult]:
         model, cluster = self.workload.model_of(role), pool_cluster(self.cluster, num_devices)
-        fixed = self.fixed if role in TRAINED else {}
+        fixed = {**(self.fixed if role in TRAINED else {}), **dict.fromkeys(self._degrees_of(role), 1)}
         request = replace(
             PlanRequest.create(model, cluster, workload, fixed=fixed, runnable=self.request.runnable or None),
             deadline=self.request.deadline,
@@ -173,6 +178,12 @@ class CostBook:
         if not result.feasible:
             raise InfeasibleError(f"no layout of {model.name} fits {num_devices} devices")
         return request, result
+
+    def _degrees_of(self, role: Role) -> tuple[str, ...]:
+        """Return the degrees that are one on CPUs, where `apply-rl` runs the plan (runtime/rl/copies.py)."""
+        if not self.cluster.weakest_device.backend.is_host:
+            return ()
+        return ("pp", "cp", "tp") if role == "critic" else ("pp", "cp")
 
     def _trained(self, role: Role, num_devices: int, below_s: float) -> CopyCosts:
         """Return the fastest layout that trains, with scores of the same layout."""

@@ -213,8 +213,8 @@ class RlRun:
             drawn = self._everyone.share_rows([(one.number, one.log_probs) for one in made]) if self._logs else {}
             num_steps = 0 if self._generator is None else self._generator.num_steps
             before, self._used_s = self._used_s, time.process_time()
-            told = torch.tensor([num_steps, self._used_s - before], dtype=torch.float64)
-            steps, seconds = zip(*(row.tolist() for row in self._everyone.gather(told)), strict=True)
+            counts = torch.tensor([num_steps, self._used_s - before], dtype=torch.float64)
+            steps, seconds = zip(*(row.tolist() for row in self._everyone.gather(counts)), strict=True)
             self._engine_steps, self._cpu_s = int(max(steps)), sum(seconds)
         return {number: [int(token) for token in tokens] for number, tokens in shared.items()}, drawn
 
@@ -241,24 +241,19 @@ class RlRun:
                 score = None if copy is None else copy.values if role == "critic" else copy.log_probs
                 known[role] = self._circle.share_rows([] if score is None else score(samples))
         values, old = known.get("critic", {}), known.get("actor", drawn)
-        if values:
-            advantages, returns = token_advantages(rewards, [values[one.number] for one in samples], self._work.loss)
-        else:
-            each = group_advantages(rewards, self._work.responses)
-            advantages = [[a] * len(one.response) for a, one in zip(each, samples, strict=True)]
-            returns = [[] for _ in samples]
+        advantages, returns = self._advantages(samples, rewards, values)
+        if teacher := known.get("teacher"):
+            self._teacher_gap = _mean_gap(old, teacher)
+            advantages = [
+                taught(row, old[one.number], teacher[one.number], self._work.loss)
+                for row, one in zip(advantages, samples, strict=True)
+            ]
         if drawn and "actor" in known:
             cap = self._work.loss.ratio_cap
             self._ratios = [importance_ratios(old[one.number], drawn[one.number], cap) for one in samples]
             advantages = [
                 [a * ratio for a, ratio in zip(row, ratios, strict=True)]
                 for row, ratios in zip(advantages, self._ratios, strict=True)
-            ]
-        if teacher := known.get("teacher"):
-            self._teacher_gap = _mean_gap(old, teacher)
-            advantages = [
-                taught(row, old[one.number], teacher[one.number], self._work.loss)
-                for row, one in zip(advantages, samples, strict=True)
             ]
         reference = known.get("reference", {})
         return [
@@ -268,6 +263,15 @@ class RlRun:
             )
             for one, advantage, of_values in zip(samples, advantages, returns, strict=True)
         ]  # fmt: skip
+
+    def _advantages(
+        self, samples: Sequence[Sample], rewards: Sequence[float], values: Rows
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Return the advantages of every token, and the returns that a critic learns."""
+        if values:
+            return token_advantages(rewards, [values[one.number] for one in samples], self._work.loss)
+        each = group_advantages(rewards, self._work.responses)
+        return [[a] * len(one.response) for a, one in zip(each, samples, strict=True)], [[] for _ in samples]
 
     def _scoring(self) -> tuple[Role, ...]:
         """Return the copies that score; reference and teacher where the loss reads them."""
