@@ -119,7 +119,8 @@ class RlRun:
         self._orders: dict[int, list[int]] = {}
         self._ratios: list[list[float]] = []
         self._teacher_gap = math.nan
-        self._engine_steps, self._cpu_s, self._used_s = 0, 0.0, time.process_time()
+        self._engine_steps, self._used_s = 0, time.process_time()
+        self._cpu_s: list[float] = []
 
     def run(self) -> None:
         """Do all steps."""
@@ -215,7 +216,7 @@ class RlRun:
             before, self._used_s = self._used_s, time.process_time()
             counts = torch.tensor([num_steps, self._used_s - before], dtype=torch.float64)
             steps, seconds = zip(*(row.tolist() for row in self._everyone.gather(counts)), strict=True)
-            self._engine_steps, self._cpu_s = int(max(steps)), sum(seconds)
+            self._engine_steps, self._cpu_s = int(max(steps)), list(seconds)
         return {number: [int(token) for token in tokens] for number, tokens in shared.items()}, drawn
 
     def _reward(self, responses: Responses, rewards: RewardProcess | None) -> list[float]:

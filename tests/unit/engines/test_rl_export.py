@@ -55,7 +55,10 @@ def test_a_critic_has_names_of_its_own() -> None:
 def test_log_probabilities_of_the_generator_are_for_verl_and_parts_of_a_step_for_neither() -> None:
     noted = plan(TOGETHER, log_probs="generator")
     assert settings(noted, "verl")[1]["algorithm.rollout_correction.bypass_mode"] == "True"
-    for target, made in (("nemo-rl", noted), *((target, plan(TOGETHER, updates=2, fetches=2)) for target in RL_TARGETS)):
+    for target, made in (
+        ("nemo-rl", noted),
+        *((target, plan(TOGETHER, updates=2, fetches=2)) for target in RL_TARGETS),
+    ):
         with pytest.raises(ConfigError, match="cannot run"):
             export(made, target)
 

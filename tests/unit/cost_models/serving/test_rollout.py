@@ -55,7 +55,9 @@ def test_the_longest_response_decides_where_all_run_at_once() -> None:
 def test_the_longest_of_many_responses_is_expected_on_a_lane_with_few_of_them() -> None:
     lengths = lengths_of_mean(1000, 100_000)
     few, many = (stratified(lengths, 16, among=count).max() for count in (16, 4096))
-    drawn = np.random.default_rng(0).choice(lengths.lengths, (400, 4096), p=np.array(lengths.counts) / sum(lengths.counts))
+    drawn = np.random.default_rng(0).choice(
+        lengths.lengths, (400, 4096), p=np.array(lengths.counts) / sum(lengths.counts)
+    )
     assert few < many == pytest.approx(np.median(drawn.max(axis=1)), rel=0.1)
 
 
