@@ -122,6 +122,7 @@ def test_log_probabilities_that_the_generator_notes_are_those_that_the_actor_com
     assert abs(noted[0]["loss"][1]) > 1e-3 and "mean_ratio" not in noted[0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_teacher_draws_the_actor_to_it_without_rewards(tmp_path: Path) -> None:
     roles: tuple[Role, ...] = ("generator", "actor", "teacher")
