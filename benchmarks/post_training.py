@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 from meshwright.planner import plan_rl
+from meshwright.planner.post_training.costs import GENERATION
 from meshwright.planner.request import PlanRequest
-from meshwright.planner.tasks.post_training import TURNS, search_post_training
+from meshwright.planner.tasks.post_training import search_post_training
 from meshwright.schema import ClusterSpec, ModelSpec
 from meshwright.schema.rl import RlModel, RlWorkload, lengths_of_mean
 from meshwright.solvers.pools import PlacedPools, PoolsInstance, check, partitions, period
@@ -31,6 +32,7 @@ from meshwright.validation.post_training import (
     MODELS,
     Prediction,
     Run,
+    explainable,
     factors,
     pairs,
     predict,
@@ -38,10 +40,12 @@ from meshwright.validation.post_training import (
     r_squared,
     read_runs,
     scored,
+    unseen_r_squared,
 )
 
 OUT = Path(__file__).resolve().parent / "post_training.json"
 FEATURES = ("gpu", "model", "placement", "version")
+LENGTHS = ("response_mean", "response_max")
 RESPONSE_LIMIT = {"mi300-ppo-7b": 512.0}
 """Of runs whose share of cut responses is known, from which the spread of lengths is fitted."""
 
@@ -57,16 +61,6 @@ def runs_report(folder: Path) -> dict[str, Any]:
         else:
             without[answer[0].name] = answer[1]
     factor = factors(made)
-    ratios = {
-        placement: [
-            each.run.step_s / each.step_s * (TURNS if placement == "colocated" else 1.0)
-            for each in made
-            if each.run.version == "NeMo RL v0.4" and each.run.fields["placement"] == placement
-        ]
-        for placement in ("colocated", "split")
-    }
-    turns = median(ratios["colocated"]) / median(ratios["split"])
-    print(f"by turns: calls take {turns:.2f} times as long (NeMo RL v0.4; weights left out), TURNS is {TURNS}")
     print(f"{'run':14} {'model':13} {'gpu':8} {'n':>4} {'placement':10} {'measured':>8} {'predicted':>9} {'ratio':>6}")
     for each in made:
         run = each.run
@@ -95,15 +89,14 @@ def runs_report(folder: Path) -> dict[str, Any]:
         print(
             f"{shared.run.name:14} {split.run.name:14} split / colocated: measured {measured:.2f}, predicted {predicted:.2f}"
         )
-    later = [row for row in rows if not row["colocated"].startswith("nemo-v0.4")]
     for title, chosen in (
         ("all", rows),
         ("NeMo RL", [row for row in rows if row["colocated"].startswith("nemo")]),
-        ("not fitted on", later),
+        ("verl", [row for row in rows if row["colocated"].startswith("verl")]),
     ):
         print(title, sides(chosen))
     return {
-        "factors": factor, "turns": turns, "median_error": median(errors), "rows_scored": len(errors),
+        "factors": factor, "median_error": median(errors), "rows_scored": len(errors),
         "residuals": residuals, "pairs": rows,
         "runs": [{"run": e.run.name, "measured_s": e.run.step_s, "predicted_s": e.step_s, "parts_s": e.parts_s} for e in made],
     }  # fmt: skip
@@ -119,7 +112,7 @@ def sides(rows: list[dict[str, Any]]) -> str:
 def inferred_pairs(runs: list[Run]) -> list[tuple[Prediction, Prediction]]:
     """Return pairs of runs with one unknown: the mean length, from the update of the colocated one."""
     usable = [run for run in runs if run.number("samples") and run.number("max_len") and run.fields["model"] in MODELS]
-    found = []
+    found, ratios = [], []
     for shared in (run for run in usable if not run.is_split and run.number("update_actor_s")):
         low, high = 100.0, float(shared.number("max_len") or 0) / 2
         for _ in range(6):
@@ -128,10 +121,17 @@ def inferred_pairs(runs: list[Run]) -> list[tuple[Prediction, Prediction]]:
             low, high = (middle, high) if seconds < (shared.number("update_actor_s") or 0) else (low, middle)
         mean = math.sqrt(low * high)
         split = [
-            run for run in usable if run.is_split and run.gpus == shared.gpus and "staleness 0.5" in run.fields["note"]
+            run for run in usable if run.is_split and run.gpus == shared.gpus and "staleness" in run.fields["note"]
         ]
         print(f"{shared.name}: mean length {mean:.0f} by its update")
-        found += [(predict(shared, mean), predict(run, mean)) for run in split]
+        both = [(predict(shared, mean), predict(run, mean)) for run in split]
+        for each in {each.run.name: each for pair in both for each in pair}.values():
+            phases = {key: each.run.number(key) for key in ("gen_s", "logprob_s", "update_actor_s")}
+            parts = {name: round(seconds, 1) for name, seconds in each.parts_s.items()}
+            print(f"{each.run.name}: measured {each.run.step_s:.0f} s {phases}, predicted {each.step_s:.0f} s {parts}")
+        found += both
+        ratios.append((shared.number("gen_s") or 0) / both[0][0].parts_s["generate"] * GENERATION)
+    print(f"generation, measured / predicted: {[round(r, 2) for r in ratios]}; GENERATION is {GENERATION}")
     return found
 
 
@@ -141,31 +141,39 @@ def number(text: str) -> float:
 
 
 def steps_report(folder: Path) -> dict[str, Any]:
-    """Explain generation step by step by mean and longest response, in each run and in all, and fit the spread of lengths."""
+    """Explain generation step by step by lengths, in each run and in all, and fit the spread of lengths.
+
+    Decoding takes a step until the longest response ends, and each its rows: seconds are linear in longest and mean.
+    """
     by_run = defaultdict(list)
     with (folder / "rl_steps.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             by_run[row["run"]].append(row)
-    explained, sigmas = {}, []
-    columns: list[list[float]] = [[], [], []]
-    for name, rows in by_run.items():
-        kept = [row for row in rows[2:] if row["gen_s"] and row["response_mean"] and row["response_max"]]
-        seconds, mean, longest = (
-            [number(row[key]) for row in kept] for key in ("gen_s", "response_mean", "response_max")
-        )
-        explained[name] = {"steps": len(kept), "r2": r_squared([mean, longest], seconds)}
-        columns = [old + new for old, new in zip(columns, (seconds, mean, longest), strict=True)]
-        limit = RESPONSE_LIMIT.get(name)
-        sigmas += [
-            sigma_of(number(row["response_mean"]), number(row["clip_ratio"]), limit)
-            for row in kept
-            if limit and number(row["clip_ratio"]) > 0.003
-        ]
-    explained["all"] = {"steps": len(columns[0]), "r2": r_squared(columns[1:], columns[0])}
-    print(
-        "generation seconds explained by mean and longest response:",
-        {k: round(v["r2"], 3) for k, v in explained.items()},
-    )
+    runs = {
+        name: [row for row in rows[2:] if all(row[key] for key in ("gen_s", *LENGTHS))] for name, rows in by_run.items()
+    }
+    explained = {}
+    print(f"generation seconds by step; {', '.join(LENGTHS)}; all columns: those that every step of the run has")
+    for name, rows in {**runs, "all": [row for each in runs.values() for row in each]}.items():
+        seconds = [number(row["gen_s"]) for row in rows]
+        every = [key for key in rows[0] if key not in ("run", "step_s", "gen_s") and all(row[key] for row in rows)]
+        columns = {
+            "lengths": [[number(row[key]) for row in rows] for key in LENGTHS],
+            "all columns": [[number(row[key]) for row in rows] for key in every],
+        }
+        explained[name] = {"steps": len(rows), "r2": r_squared(columns["lengths"], seconds)}
+        for title, given in columns.items():
+            explained[name] |= {
+                f"{title}: trees fitted on half": unseen_r_squared(given, seconds),
+                f"{title}: explainable": explainable(given, seconds),
+            }
+        print(name, {key: round(value, 2) for key, value in explained[name].items()})
+    sigmas = [
+        sigma_of(number(row["response_mean"]), number(row["clip_ratio"]), limit)
+        for name, limit in RESPONSE_LIMIT.items()
+        for row in runs[name]
+        if number(row["clip_ratio"]) > 0.003
+    ]
     print(f"spread of lengths: sigma {median(sigmas):.2f} (median of {len(sigmas)} steps with cut responses)")
     return {"explained": explained, "sigma": median(sigmas)}
 

@@ -1,10 +1,15 @@
 """Post-training of a tiny model on this machine: what over-sampling, one step off and the plan's prediction are worth here.
 
     python benchmarks/post_training_run.py [--ranks 4] [--steps 20] [--only oversample] [--out benchmarks/post_training_run.json]
+    python benchmarks/post_training_run.py --config-out counter
+    meshwright profile --model counter --seq-len 512 --serve --weights fp32 --ranks 2 --out p.json
+    python benchmarks/post_training_run.py --ranks 2 --profile p.json
 
-A model of 78,000 parameters with 16 tokens answers prompts; responses end at one of the tokens: lengths have a long tail.
+A model of 84,000 parameters with 64 tokens answers prompts; responses end at one of the tokens: lengths have a long tail.
 Prints responses a second without and with 1.5 times as many under way, and the period of split pools that wait and that may be a
-step off, each beside the plan's. The median over steps after the second one counts.
+step off, each beside the plan's. The median over steps after the second one counts. Steps of the slowest engine and seconds of all
+processors are told as well, which other work on the machine hardly changes: beside the plan's period stands the one of the
+busiest ranks' processors.
 """
 
 from __future__ import annotations
@@ -17,19 +22,20 @@ from statistics import median
 from typing import Any
 
 from meshwright.planner import plan_rl
+from meshwright.profilers.profiled_cluster import profiled_cluster
 from meshwright.runtime.rl.launch import launch_rl
 from meshwright.runtime.rl.run import RlJob, RlOptions
-from meshwright.schema import ClusterSpec, ModelSpec, RlWorkload
+from meshwright.schema import ClusterSpec, ModelSpec, Profile, RlPlan, RlWorkload
 from meshwright.schema.batch import Lengths
 from meshwright.schema.rl import RlModel
 
 OUT = Path(__file__).resolve().parent / "post_training_run.json"
 CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 10000.0, "hidden_act": "silu",
 }  # fmt: skip
-MAX_LEN, END = 128, 3
+MAX_LEN, END, MEAN = 512, 3, 64
 REWARD = "def even(sample):\n    return sum(token % 2 for token in sample['response']) / len(sample['response'])\n"
 CASES: dict[str, dict[str, Any]] = {
     "colocated": {"placement": "colocated"},
@@ -40,9 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def lengths() -> Lengths:
-    """Return geometric lengths, of responses that end with a probability of 1/16 at each token."""
+    """Return geometric lengths, of responses that end with a probability of 1/64 at each token."""
+    stay = 1 - 1 / MEAN
     values = [
-        min(length, MAX_LEN) for length in range(1, 400) for _ in range(round(4000 / 16 * (15 / 16) ** (length - 1)))
+        min(length, MAX_LEN) for length in range(1, 1000) for _ in range(round(16000 / MEAN * stay ** (length - 1)))
     ]
     return Lengths.of(values)
 
@@ -71,6 +78,10 @@ def run(folder: Path, name: str, fields: dict[str, Any], cluster: ClusterSpec, s
         "step_s": median(record["step_time_s"] for record in records),
         "planned_s": plan.estimate.step_time_s,
         "engine_steps": sum(record["engine_steps"] for record in records) / len(records),
+        "samples": workload.samples,
+        "cpu_s": sum(sum(record["cpu_s"]) for record in records) / len(records),
+        "period_cpu_s": period_cpu_s(plan, records),
+        "carried": sum("mean_ratio" in record for record in records),
         "parts_s": {
             part: median(record["parts_s"].get(part, 0) for record in records) for part in records[0]["parts_s"]
         },
@@ -78,9 +89,20 @@ def run(folder: Path, name: str, fields: dict[str, Any], cluster: ClusterSpec, s
     parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in result["parts_s"].items())
     print(
         f"{name:24} {result['samples_per_s']:7.1f} responses/s, step {result['step_s']:.3f} s, "
-        f"planned {result['planned_s']:.3f} s, {result['engine_steps']:.1f} engine steps; {parts}"
+        f"planned {result['planned_s']:.3f} s; {result['period_cpu_s']:.3f} of processors; "
+        f"{result['engine_steps']:.1f} engine steps, {result['cpu_s']:.2f} CPU s; {parts}"
     )
     return result
+
+
+def period_cpu_s(plan: RlPlan, records: list[dict[str, Any]]) -> float:
+    """Return the period in processor seconds of ranks: pools one after the other, or side by side a step off."""
+    pools, first = [], 0
+    for pool in plan.pools:
+        ranks = slice(first, first + pool.num_devices)
+        pools.append(sum(max(record["cpu_s"][ranks]) for record in records) / len(records))
+        first += pool.num_devices
+    return max(pools) if plan.post_training.staleness else sum(pools)
 
 
 def main() -> None:
@@ -89,9 +111,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="")
+    parser.add_argument("--profile", type=Path, help="of this machine, with steps of our serving engine")
+    parser.add_argument(
+        "--config-out", type=Path, help="write the model there, for meshwright profile, and nothing else"
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
+    if given.config_out is not None:
+        given.config_out.mkdir(parents=True, exist_ok=True)
+        (given.config_out / "config.json").write_text(json.dumps(CONFIG))
+        return
     cluster = ClusterSpec.parse(f"local:{given.ranks}")
+    if given.profile is not None:
+        cluster = profiled_cluster(Profile.load(given.profile))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "rewards.py").write_text(REWARD)

@@ -32,6 +32,9 @@ class RlRunOptions(OptionModel):
     weights: Path | None = option(
         None, "folder of Hugging Face safetensors to start from. Default: made weights.", metavar="FOLDER"
     )
+    teacher_weights: Path | None = option(
+        None, "folder of the teacher's weights. Default: made weights.", metavar="FOLDER"
+    )
     save_weights: Path | None = option(None, "where the actor's weights go at the end.", metavar="FOLDER")
     report: Path | None = option(None, "file that each step appends a JSON object to.")
     timeout_s: float = option(600.0, "how long a rank may wait for another one.", ge=1, metavar="S")

@@ -9,6 +9,7 @@ A step has three levels, each of which waits for the one before it:
 
 from __future__ import annotations
 
+import itertools
 import math
 from statistics import NormalDist
 from typing import Annotated, ClassVar, Literal
@@ -27,6 +28,7 @@ Algorithm = Literal["grpo", "ppo"]
 Role = Literal["generator", "actor", "critic", "reference", "reward", "teacher"]
 CallName = Literal["generate", "log_probs", "reference", "teacher", "values", "reward", "update_actor", "update_critic"]
 RlPlacement = Literal["auto", "colocated", "split"]
+LogProbs = Literal["actor", "generator"]
 
 CALLS: dict[CallName, tuple[Role, int]] = {
     "generate": ("generator", 0),
@@ -47,7 +49,9 @@ LENGTH_SIGMA = 0.5
 """Standard deviation of the logarithm of the lengths of responses where only their mean is known. [fitted:
 benchmarks/post_training.py, median over the steps of a published run whose share of cut responses is known]"""
 
-_NUM_LENGTHS = 128
+_NUM_LENGTHS, _NUM_HALVES = 128, 10
+"""Intervals of equal share in a distribution of lengths, and how often the last is halved: the longest of many responses decides
+when a rollout ends."""
 
 
 class RlModel(Frozen):
@@ -63,6 +67,8 @@ class RlLoss(Frozen):
     Attributes:
         clip: the ratio of probabilities counts from 1 - clip to 1 + clip (PPO, arXiv:1707.06347).
         reference_weight: of the divergence from the reference, estimated as in GRPO (arXiv:2402.03300).
+        teacher_weight: of the teacher's log-probability less the actor's in the advantage of each token: distillation on samples
+            of the actor (arXiv:2306.13649).
         value_weight, value_clip: of the critic's loss, and how far its values may move in a step.
         discount, trace: gamma and lambda of the advantages of PPO (arXiv:1506.02438).
         temperature: of generation; 0: the likeliest token.
@@ -71,6 +77,7 @@ class RlLoss(Frozen):
 
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
     reference_weight: NonNegativeFloat = 0.0
+    teacher_weight: NonNegativeFloat = 0.0
     value_weight: NonNegativeFloat = 0.5
     value_clip: PositiveFloat = 0.2
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -90,6 +97,9 @@ class RlWorkload(Task):
         updates: optimizer steps over the samples of a step, each with an equal part of them.
         staleness: steps by which the weights that generate may be behind those that are updated; 0: none.
         oversample: responses under way for each that a step takes; the others are carried over (APRIL, arXiv:2509.18521).
+        fetches: equal parts of a step's samples, each scored and updated on as soon as it is generated; 1: all together.
+        log_probs: whose log-probabilities of drawn tokens a step's ratios begin at: the actor's, in a call of its own, or those
+            that the generator notes as it draws.
         placement: colocated or split: only placements where the generator shares the actor's devices, or where it does not.
         engine, generation_engine: whose costs hold; precision: of training.
     """
@@ -107,6 +117,8 @@ class RlWorkload(Task):
     updates: Count = 1
     staleness: Annotated[float, Field(ge=0, le=16)] = 0.0
     oversample: Annotated[float, Field(ge=1, le=8)] = 1.0
+    fetches: Count = 1
+    log_probs: LogProbs = "actor"
     placement: RlPlacement = "auto"
     engine: Engine = OWN_ENGINE
     generation_engine: ServingEngine = "vllm"
@@ -126,13 +138,16 @@ class RlWorkload(Task):
             raise ValueError("grpo compares the responses to one prompt: responses must be at least 2")
         if self.samples % self.updates:
             raise ValueError(f"{self.samples} responses are not dealt evenly over {self.updates} updates")
+        if self.updates % self.fetches:
+            raise ValueError(f"{self.updates} updates are not dealt evenly over {self.fetches} fetches")
         if self.lengths.lengths[-1] > self.max_len:
             raise ValueError(f"the longest response has {self.lengths.lengths[-1]} tokens, max_len is {self.max_len}")
         vocabularies = {entry.model.vocab_size for entry in self.models if entry.role != "reward"}
         if len(vocabularies) > 1:
             raise ValueError(f"the models have vocabularies of {sorted(vocabularies)} tokens: one is needed")
-        if self.loss.reference_weight and not {"reference", "teacher"} & set(roles):
-            raise ValueError("reference_weight without a reference or a teacher: add [reference]")
+        for role, weight in (("reference", self.loss.reference_weight), ("teacher", self.loss.teacher_weight)):
+            if weight and role not in roles:
+                raise ValueError(f"{role}_weight without a {role}: add [{role}]")
         return self
 
     @property
@@ -165,7 +180,8 @@ class RlWorkload(Task):
     @property
     def calls(self) -> tuple[CallName, ...]:
         """Return the calls of a step, level by level."""
-        return tuple(name for name, (role, _) in CALLS.items() if role in self.roles)
+        unused = "log_probs" if self.log_probs == "generator" else ""
+        return tuple(name for name, (role, _) in CALLS.items() if role in self.roles and name != unused)
 
     def model_of(self, role: Role) -> ModelSpec:
         """Return the model of a role; the generator's is the actor's."""
@@ -208,9 +224,14 @@ def lengths_of_mean(mean: float, longest: int, *, sigma: float = LENGTH_SIGMA) -
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if _cut_mean(middle, sigma, longest) < mean else (low, middle)
-    shares = ((idx + 0.5) / _NUM_LENGTHS for idx in range(_NUM_LENGTHS))
-    values = [math.exp(low + sigma * NormalDist().inv_cdf(share)) for share in shares]
-    return Lengths.of([min(max(1, round(value)), longest) for value in values])
+    widths = [1 << _NUM_HALVES] * (_NUM_LENGTHS - 1) + [1 << idx for idx in reversed(range(_NUM_HALVES))] + [1]
+    ends, total = itertools.accumulate(widths), sum(widths)
+    counts: dict[int, int] = {}
+    for end, width in zip(ends, widths, strict=True):
+        value = math.exp(low + sigma * NormalDist().inv_cdf((end - width / 2) / total))
+        length = min(max(1, round(value)), longest)
+        counts[length] = counts.get(length, 0) + width
+    return Lengths(lengths=tuple(counts), counts=tuple(counts.values()))
 
 
 def _cut_mean(mu: float, sigma: float, longest: int) -> float:

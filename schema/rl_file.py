@@ -19,9 +19,19 @@ _FIELDS: dict[str, frozenset[str]] = {
     "teacher": frozenset({"model"}),
     "reward": frozenset({"model", "function"}),
     "batch": frozenset({"prompts", "responses", "prompt_len", "mean_len", "lengths", "max_len", "updates"}),
-    "policy": frozenset({"staleness", "oversample", "placement"}),
+    "policy": frozenset({"staleness", "oversample", "fetches", "log_probs", "placement"}),
     "loss": frozenset(
-        {"clip", "reference_weight", "value_weight", "value_clip", "discount", "trace", "temperature", "ratio_cap"}
+        {
+            "clip",
+            "reference_weight",
+            "teacher_weight",
+            "value_weight",
+            "value_clip",
+            "discount",
+            "trace",
+            "temperature",
+            "ratio_cap",
+        }
     ),
     "engines": frozenset({"training", "generation", "precision"}),
 }

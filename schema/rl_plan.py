@@ -155,6 +155,11 @@ class RlPlan(Plan):
         """Tell whether the generator shares the actor's devices."""
         return self.copy_of("generator").pool == self.copy_of("actor").pool
 
+    @property
+    def waiting_s(self) -> float:
+        """Return the seconds of a step whose levels wait for each other, as its calls and moves have them."""
+        return max(span.end_s for span in (*self.calls, *self.moves))
+
     def copy_of(self, role: Role) -> RlCopy:
         """Return the copy of a role."""
         return next(copy for copy in self.copies if copy.role == role)
@@ -169,7 +174,7 @@ class RlPlan(Plan):
             "pools": pools_text(self.pools),
             "step time": format_seconds(cost.step_time_s),
             "rate": f"{cost.samples_per_s:.4g} responses/s, {cost.tokens_per_s_per_device:,.0f} tokens/s per device",
-            "generation": f"{format_seconds(generation_s)}, {format_percent(generation_s / cost.path_s, 0)} of a step that waits",
+            "generation": f"{format_seconds(generation_s)}, {format_percent(generation_s / self.waiting_s, 0)} of a waiting step",
         }
 
 

@@ -10,14 +10,15 @@ Data
     STATE[a,n], MOVE[a,n]      bytes of a device that the copy needs between its calls, seconds to bring them to the host or back
     SEND[n,n']                 of new weights, from the copy that is updated to the one that generates
     BUDGET, HOST, N            bytes of a device, of the host for a device, devices
+    FETCHES                    equal parts of a step's samples, each passed on to the next level as soon as it is there
     AHEAD                      steps by which weights that generate may be behind
-    TURNS                      times as long take calls on devices that both generate and do something else
 Variables
     partition, n[b], offloaded[a]
 Objective
     (O)  min  T = max(max_b busy[b], path / (1 + AHEAD))
-    busy[b] = sum over calls of b (TURNS where b generates besides) and moves
-    path    = sum over levels of the longest pool of that level
+    busy[b] = sum over calls of b and moves
+    path    = sum over levels of the longest pool of that level / FETCHES + (1 - 1 / FETCHES) max_b (calls and moves of b):
+              the first part passes all levels, and the busiest pool then does the others
 Constraints
     (C1) devices: sum_b n[b] <= N
     (C2) memory: LIVE[q,n] + sum of STATE[a] over the others of b that stay <= BUDGET;  sum of STATE[a] over offloaded <= HOST
@@ -54,7 +55,7 @@ class PoolsInstance:
         sizes: of pools, ascending [S].
         seconds, live_bytes: of calls [Q, S]; state_bytes, move_s: of copies [A, S].
         send_s: [S, S] by the sizes of the sender's and the generator's pools; sender, generator: which copies they are.
-        turns: TURNS.
+        fetches: FETCHES; ahead: AHEAD.
         shares: True: the generator is with the sender; False: it is not; None: either.
     """
 
@@ -70,7 +71,7 @@ class PoolsInstance:
     host_bytes: float
     num_devices: int
     ahead: float = 0.0
-    turns: float = 1.0
+    fetches: int = 1
     sender: int = 1
     generator: int = 0
     shares: bool | None = None
@@ -79,10 +80,6 @@ class PoolsInstance:
     def num_copies(self) -> int:
         """Return the copies of models."""
         return len(self.state_bytes)
-
-    def ratio_of(self, block: Sequence[int]) -> float:
-        """Return times as long calls take on the devices of a pool."""
-        return self.turns if self.generator in block and len(block) > 1 else 1.0
 
     @property
     def num_levels(self) -> int:
@@ -191,7 +188,7 @@ class PoolsProblem:
             rows.append(tuple(levels))
             totals.append(total)
         send_s = self._send_s(partition, size_idxs)
-        path_s = send_s + sum(max(row[level] for row in rows) for level in range(i.num_levels))
+        path_s = send_s + passed_s(i, np.array(rows), np.array(totals)) if rows else math.inf
         return max(path_s / (1 + i.ahead), *totals) if rows else math.inf
 
     def _send_s(self, partition: Partition, size_idxs: tuple[int, ...]) -> float:
@@ -240,7 +237,7 @@ def pool_costs(instance: PoolsInstance, block: Sequence[int], size: int) -> Pool
                 continue
             level_s = [0.0] * instance.num_levels
             for q in calls:
-                level_s[instance.level_of[q]] += instance.ratio_of(block) * float(instance.seconds[q, size])
+                level_s[instance.level_of[q]] += float(instance.seconds[q, size])
             for copy in offloaded:
                 for level in {instance.level_of[q] for q in calls if instance.copy_of[q] == copy}:
                     level_s[level] += 2 * float(instance.move_s[copy, size])
@@ -262,28 +259,47 @@ def fits_memory_C2(instance: PoolsInstance, block: Sequence[int], size: int, off
     return True
 
 
+def passed_s(instance: PoolsInstance, level_s: FloatArray, totals: FloatArray) -> float:
+    """Return the path without the sending of weights: of pools with seconds by level [B, L] and in all [B]."""
+    first = float(level_s.max(axis=0).sum()) / instance.fetches
+    return first + (1 - 1 / instance.fetches) * float(totals.max())
+
+
+def path_s(instance: PoolsInstance, answer: PlacedPools) -> float:
+    """Return the seconds from the first token of a step to its last update, new weights included."""
+    rows, send_s = _rows(instance, answer)
+    return passed_s(instance, rows, rows.sum(axis=1)) + send_s
+
+
 def period(instance: PoolsInstance, answer: PlacedPools) -> float:
     """Return (O) of an answer from its definition.
 
     Without steps ahead it is the path itself, which ends with new weights (C3); SECONDS of generation count every token (C4).
     """
+    rows, send_s = _rows(instance, answer)
+    busy = rows.sum(axis=1)
+    path = passed_s(instance, rows, busy) + send_s
+    for pool, block in enumerate(answer.partition):
+        if instance.sender in block or instance.generator in block:
+            busy[pool] += send_s
+    return max(float(busy.max()), path / (1 + instance.ahead))
+
+
+def _rows(instance: PoolsInstance, answer: PlacedPools) -> tuple[FloatArray, float]:
+    """Return the seconds of each pool by level [B, L], and of the sending of weights."""
     rows = np.zeros((len(answer.partition), instance.num_levels))
     of: dict[int, int] = {}
     for pool, (block, size) in enumerate(zip(answer.partition, answer.size_idxs, strict=True)):
         of |= dict.fromkeys(block, pool)
         for q, copy in enumerate(instance.copy_of):
             if copy in block:
-                rows[pool, instance.level_of[q]] += instance.ratio_of(block) * instance.seconds[q, size]
+                rows[pool, instance.level_of[q]] += instance.seconds[q, size]
         for copy in set(block) & answer.offloaded:
             for level in {instance.level_of[q] for q, owner in enumerate(instance.copy_of) if owner == copy}:
                 rows[pool, level] += 2 * instance.move_s[copy, size]
     sender, receiver = of[instance.sender], of[instance.generator]
     send_s = float(instance.send_s[answer.size_idxs[sender], answer.size_idxs[receiver]])
-    busy = rows.sum(axis=1)
-    for pool in {sender, receiver}:
-        busy[pool] += send_s
-    path_s = float(rows.max(axis=0).sum()) + send_s
-    return max(float(busy.max()), path_s / (1 + instance.ahead))
+    return rows, send_s
 
 
 def check(instance: PoolsInstance, answer: PlacedPools) -> tuple[str, ...]:

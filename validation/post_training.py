@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from sklearn.ensemble import HistGradientBoostingRegressor
 
 from ..planner.post_training.costs import CostBook
 from ..planner.request import PlanRequest
@@ -23,6 +24,7 @@ from ..planner.tasks.post_training import instance_of
 from ..schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec
 from ..schema.rl import RlModel, RlWorkload, lengths_of_mean
 from ..schema.task import Precision
+from ..schema.units import FloatArray
 from ..solvers.pools import Partition, PlacedPools, period
 
 MODELS = {
@@ -33,6 +35,11 @@ DEVICES = {"H100-80": "H100-SXM-80GB", "GB200": "GB200-186GB", "H20": "H20-96GB"
 
 UNKNOWN_PROMPT = 200
 """Tokens of a prompt where a run does not say."""
+
+
+FETCHES = 4
+"""Of a step by verl's fully asynchronous trainer in the runs that it publishes (fully_async.md: a fetch takes 4 of 16
+mini-batches)."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,9 @@ def workload_of(run: Run, mean_len: float) -> RlWorkload:
     longest = max(longest - prompt, math.ceil(mean_len))  # the published limit is of prompt and response
     precision: Precision = "fp8" if "Training FP8" in run.fields["precision"] else "bf16-mixed"
     is_verl = run.fields["framework"] == "verl"
+    staleness = staleness_of(run)
+    # verl's fully asynchronous trainer takes the generator's log-probabilities and interrupts rollouts (its fully_async.md).
+    is_partial = is_verl and 0 < staleness < 1
     models = (RlModel(role="actor", model=actor), RlModel(role="reference", model=actor))
     return RlWorkload(
         models=models[: 1 if is_verl else 2],
@@ -112,10 +122,19 @@ def workload_of(run: Run, mean_len: float) -> RlWorkload:
         lengths=lengths_of_mean(mean_len, longest),
         max_len=longest,
         updates=samples // int(run.number("train_batch") or 512),
-        staleness=1.0 if run.is_split and "staleness 0" not in run.fields["note"].replace("staleness 0.", "") else 0.0,
+        staleness=staleness,
+        fetches=FETCHES if run.fields["policy"] == "fully asynchronous" else 1,
+        oversample=1.0 + staleness if is_partial else 1.0,
+        log_probs="generator" if run.fields["policy"] == "fully asynchronous" else "actor",
         engine="fsdp2" if is_verl else "megatron",
         precision=precision,
     )
+
+
+def staleness_of(run: Run) -> float:
+    """Return by how many steps weights may be behind: what the run says, or one step where pools are split."""
+    stated = re.search(r"staleness ([\d.]+)", run.fields["note"])
+    return float(stated[1]) if stated else float(run.is_split)
 
 
 def layout_of(run: Run) -> tuple[dict[str, object], dict[str, object]]:
@@ -203,9 +222,47 @@ def pairs(made: Iterable[Prediction]) -> Iterator[tuple[Prediction, Prediction]]
         yield from ((shared[0], each) for each in group if each.run.is_split and shared)
 
 
+NEIGHBOURS = 10
+"""Of each row, in the estimate of what no function explains."""
+
+
+def explainable(columns: Iterable[Iterable[float]], values: Iterable[float]) -> float:
+    """Return the share of the variance of values that any smooth function of columns explains: one less the share of noise.
+
+    Half the mean squared difference of values from those of the k-th nearest row, against its mean squared distance, is a line
+    whose intercept is the variance of the noise (the Gamma test: Evans and Jones, Proc. R. Soc. A 458, 2002). Columns count in
+    units of their deviations.
+    """
+    measured, table = _arrays(columns, values)
+    table = table[:, table.std(axis=0) > 0]
+    table = (table - table.mean(axis=0)) / table.std(axis=0)
+    squares = ((table[:, None, :] - table[None, :, :]) ** 2).sum(axis=2)
+    np.fill_diagonal(squares, math.inf)
+    nearest = np.argsort(squares, axis=1, kind="stable")[:, :NEIGHBOURS]
+    distances = np.take_along_axis(squares, nearest, axis=1).mean(axis=0)
+    halves = ((measured[nearest] - measured[:, None]) ** 2).mean(axis=0) / 2
+    noise = float(np.polyfit(distances, halves, 1)[1])
+    return 1 - noise / float(measured.var())
+
+
+def unseen_r_squared(columns: Iterable[Iterable[float]], values: Iterable[float]) -> float:
+    """Return the share of the variance of every second value that boosted trees explain that were fitted on the others."""
+    measured, table = _arrays(columns, values)
+    trees = HistGradientBoostingRegressor(
+        max_iter=100, learning_rate=0.05, max_leaf_nodes=8, min_samples_leaf=10, random_state=0
+    ).fit(table[::2], measured[::2])
+    rest = measured[1::2]
+    return float(1 - ((rest - trees.predict(table[1::2])) ** 2).sum() / ((rest - rest.mean()) ** 2).sum())
+
+
+def _arrays(columns: Iterable[Iterable[float]], values: Iterable[float]) -> tuple[FloatArray, FloatArray]:
+    table = np.column_stack([np.array(list(column), dtype=np.float64) for column in columns])
+    return np.array(list(values), dtype=np.float64), table
+
+
 def r_squared(columns: Iterable[Iterable[float]], values: Iterable[float]) -> float:
     """Return the share of the variance of values that a linear function of columns explains."""
-    measured = np.array(list(values), dtype=np.float64)
-    table = np.column_stack([np.ones(len(measured)), *(np.array(list(column), dtype=np.float64) for column in columns)])
+    measured, table = _arrays(columns, values)
+    table = np.column_stack([np.ones(len(measured)), table])
     predicted = table @ np.linalg.lstsq(table, measured, rcond=None)[0]
     return float(1 - ((measured - predicted) ** 2).sum() / ((measured - measured.mean()) ** 2).sum())

@@ -30,7 +30,7 @@ def rl_page_data(plan: RlPlan) -> dict[str, Any]:
 
 def step_figure(plan: RlPlan) -> dict[str, Any]:
     """Return the calls and moves of a step as boxes of a view box, a row for each pool."""
-    scale = (WIDTH - INSET) / plan.estimate.path_s
+    scale = (WIDTH - INSET) / plan.waiting_s
     boxes = [
         (call.pool, call.start_s, call.seconds, call.name.replace("_", " "), call.name.split("_")[0], "")
         for call in plan.calls
@@ -52,5 +52,5 @@ def step_figure(plan: RlPlan) -> dict[str, Any]:
             }
             for pool, start_s, seconds, name, kind, more in boxes
         ],
-        "end": format_seconds(plan.estimate.path_s),
+        "end": format_seconds(plan.waiting_s),
     }

@@ -57,7 +57,7 @@ def _step(plan: RlPlan) -> Table:
 
 def _timeline(plan: RlPlan) -> Table:
     table = headed_table("one step that waits for itself", "call", "pool", "begins", "takes", "", text=("call", ""))
-    total = plan.estimate.path_s
+    total = plan.waiting_s
     rows = [(call.start_s, call.name.replace("_", " "), call.pool, call.seconds) for call in plan.calls]
     rows += [(move.start_s, move.what, move.pool, move.seconds) for move in plan.moves if move.seconds > 0.001 * total]
     for start_s, name, pool, seconds in sorted(rows, key=lambda row: (row[0], row[2])):

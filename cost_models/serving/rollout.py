@@ -48,12 +48,14 @@ class Rollout:
         return self.decode_s + self.prompt_s
 
 
-def stratified(lengths: Lengths, count: int) -> FloatArray:
-    """Return ``count`` lengths that stand for the distribution, its longest among them, in an order that is not sorted."""
+def stratified(lengths: Lengths, count: int, *, among: int | None = None) -> FloatArray:
+    """Return ``count`` lengths that stand for the distribution, the longest of ``among`` draws one of them, in an order that is
+    not sorted.
+    """
     shares = (np.arange(count) + 0.5) / count
+    shares[-1] = max(shares[-1], 1 - 0.5 / (among or count))
     ends = np.cumsum(lengths.counts) / np.sum(lengths.counts)
     values = np.asarray(lengths.lengths, dtype=np.float64)[np.minimum(np.searchsorted(ends, shares), len(ends) - 1)]
-    values[-1] = lengths.lengths[-1]
     return np.asarray(values[np.random.default_rng(0).permutation(count)])
 
 
@@ -143,14 +145,17 @@ def steady_rollout(
     *,
     oversample: float = 1.0,
     shared_prompts: int = 1,
+    among: int | None = None,
 ) -> Rollout:
-    """Return the mean rollout of one lane that gives ``samples`` responses, ``oversample`` times as many under way."""
+    """Return the mean rollout of one lane that gives ``samples`` responses, ``oversample`` times as many under way.
+
+    ``among``: responses of all lanes, the longest of which this one has.
+    """
     rows = concurrent_rows(model, lengths, prompt_len)
     count = math.ceil(samples * oversample)
+    pool = stratified(lengths, count, among=among)
     if count == samples:
-        result, _ = rollout(model, stratified(lengths, count), prompt_len, rows=rows, shared_prompts=shared_prompts)
-        return result
-    pool = stratified(lengths, count)
+        return rollout(model, pool, prompt_len, rows=rows, shared_prompts=shared_prompts)[0]
     done, rounds = np.zeros(count), []
     for idx in range(ROUNDS):
         result, done = rollout(
@@ -160,7 +165,7 @@ def steady_rollout(
         # Those that have ended leave, the furthest first; new ones come after those that are carried over.
         is_carried = np.ones(count, dtype=bool)
         is_carried[np.argsort(pool - done, kind="stable")[:samples]] = False
-        fresh = np.random.default_rng(idx + 1).permutation(stratified(lengths, samples))
+        fresh = np.random.default_rng(idx + 1).permutation(stratified(lengths, samples, among=among))
         pool, done = np.concatenate([pool[is_carried], fresh]), np.concatenate([done[is_carried], np.zeros(samples)])
     counted = rounds[WARM_UP:]
     means = np.mean([(each.decode_s, each.prompt_s, each.steps, each.rows) for each in counted], axis=0)

@@ -12,7 +12,9 @@ from ...schema.rl_plan import RlPlan
 from ..adapter import Adapter, Exported, Limit
 from .settings import (
     ALL_DEVICES,
+    ALL_TOGETHER,
     ENTIRE_NODES,
+    NO_TEACHER,
     ONE_OR_TWO_POOLS,
     SCRIPT,
     memory_fraction,
@@ -27,6 +29,7 @@ PRECISIONS = {"bf16-mixed": "bfloat16", "bf16": "bfloat16", "fp16-mixed": "float
 LIMITS = (
     ONE_OR_TWO_POOLS,
     ALL_DEVICES,
+    ALL_TOGETHER,
     ENTIRE_NODES,
     Limit(
         "grpo",
@@ -44,6 +47,13 @@ LIMITS = (
             f"staleness {p.post_training.staleness:g} on {len(p.pools)} pools: the age of a sample is a number of entire steps"
         ),
         "plan with entire steps, split",
+    ),
+    NO_TEACHER,
+    Limit(
+        "log_probs",
+        lambda p: p.post_training.log_probs == "actor",
+        lambda p: "log-probabilities are the generator's: it computes them with the actor",
+        'plan with log_probs = "actor"',
     ),
     Limit(
         "engine",

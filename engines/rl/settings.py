@@ -40,6 +40,20 @@ ENTIRE_NODES = Limit(
 )
 
 
+ALL_TOGETHER = Limit(
+    "fetches",
+    lambda p: p.post_training.fetches == 1,
+    lambda p: f"samples of a step are fetched in {p.post_training.fetches} parts",
+    "plan with fetches = 1",
+)
+NO_TEACHER = Limit(
+    "teacher",
+    lambda p: "teacher" not in p.post_training.roles,
+    lambda p: "it has a teacher",
+    "plan without [teacher]",
+)
+
+
 def script(head: str, command: str, settings: Mapping[str, Any]) -> str:
     """Return a shell script that calls a command with overrides, one a line."""
     lines = [f"{name}={_text(value)}" for name, value in settings.items()]

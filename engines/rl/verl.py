@@ -14,7 +14,9 @@ from ...schema.training_plan import TrainingPlan
 from ..adapter import Adapter, Exported, Limit
 from .settings import (
     ALL_DEVICES,
+    ALL_TOGETHER,
     ENTIRE_NODES,
+    NO_TEACHER,
     ONE_OR_TWO_POOLS,
     SCRIPT,
     memory_fraction,
@@ -29,6 +31,7 @@ VERSION = "0.8"
 LIMITS = (
     ONE_OR_TWO_POOLS,
     ALL_DEVICES,
+    ALL_TOGETHER,
     ENTIRE_NODES,
     Limit(
         "staleness",
@@ -46,12 +49,7 @@ LIMITS = (
         ),
         "updates that divide prompts",
     ),
-    Limit(
-        "teacher",
-        lambda p: "teacher" not in p.post_training.roles,
-        lambda p: "it has a teacher",
-        "plan without [teacher]",
-    ),
+    NO_TEACHER,
     Limit(
         "engine",
         lambda p: p.post_training.generation_engine in ("vllm", "sglang"),
@@ -140,6 +138,8 @@ def _generation(plan: RlPlan) -> dict[str, Any]:
         f"{prefix}.max_num_seqs": pool.limits.max_batch,
         f"{prefix}.max_num_batched_tokens": pool.limits.max_batched_tokens,
         f"{prefix}.gpu_memory_utilization": memory_fraction(plan),
+        f"{prefix}.calculate_log_probs": work.log_probs == "generator",
+        "algorithm.rollout_correction.bypass_mode": work.log_probs == "generator",
     }
 
 

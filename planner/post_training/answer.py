@@ -11,7 +11,7 @@ from ...schema.rl import CALLS, NUM_LEVELS
 from ...schema.rl_plan import RlAlternative, RlCall, RlCopy, RlEstimate, RlMove, RlPlan, RlPool, RlSpan
 from ...schema.units import format_seconds
 from ...solvers.branch_and_bound import Answer
-from ...solvers.pools import PlacedPools, partitions
+from ...solvers.pools import PlacedPools, partitions, path_s
 from ..request import PlanRequest
 from ..tasks.post_training import PostTrainingSearch
 
@@ -23,7 +23,7 @@ def build_rl_plan(request: PlanRequest, search: PostTrainingSearch, *, top: int)
     calls, moves = timeline_of(search, placed)
     spans: tuple[RlSpan, ...] = (*calls, *moves)
     busy = tuple(busy_s(spans, pool) for pool in range(len(placed.partition)))
-    path_s = max(span.end_s for span in spans)
+    path = path_s(search.instance, placed)
     step_s = search.answer.best.objective
     copies = copies_of(search, placed)
     others = _alternatives(search, placed, top)
@@ -37,13 +37,13 @@ def build_rl_plan(request: PlanRequest, search: PostTrainingSearch, *, top: int)
         moves=moves,
         estimate=RlEstimate(
             step_time_s=step_s,
-            path_s=path_s,
+            path_s=path,
             busy_s=busy,
             samples_per_s=workload.samples / step_s,
             tokens_per_s=workload.tokens_per_step / step_s,
             tokens_per_s_per_device=workload.tokens_per_step / step_s / request.cluster.num_devices,
             weights_s=next((move.seconds for move in moves if move.what == "new weights"), 0.0),
-            in_flight=max(path_s / step_s, 1.0),
+            in_flight=max(path / step_s, 1.0),
         ),
         search=Certificate.proved(
             objective=step_s,
@@ -111,7 +111,7 @@ def timeline_of(search: PostTrainingSearch, placed: PlacedPools) -> tuple[tuple[
                 if of[copy] != pool:
                     continue
                 costs = search.costs(copy, placed.size_idxs[pool])
-                seconds = instance.ratio_of(placed.partition[pool]) * costs.seconds[name]
+                seconds = costs.seconds[name]
                 moved = (
                     ((f"{role} to the devices", -1), (f"{role} to the hosts", 1)) if copy in placed.offloaded else ()
                 )
@@ -226,12 +226,15 @@ def _notes(search: PostTrainingSearch, placed: PlacedPools) -> Iterator[str]:
     used = sum(instance.sizes[idx] for idx in placed.size_idxs)
     if used < instance.num_devices:
         yield f"{instance.num_devices - used} of {instance.num_devices} devices stay idle"
-    if instance.turns > 1 and any(instance.ratio_of(block) > 1 for block in placed.partition):
-        yield f"calls take {instance.turns:g} times as long where devices generate and train by turns, as in published runs"
     if workload.staleness:
         yield (
             f"samples are generated with weights up to {workload.staleness:g} steps old: the loss is weighed by importance "
             "ratios; what that does to learning is not planned"
+        )
+    if workload.fetches > 1:
+        yield (
+            f"samples are scored and updated on in {workload.fetches} parts, each while others are generated; the calls of a "
+            "step are drawn one level after the other"
         )
     if workload.oversample > 1:
         yield (

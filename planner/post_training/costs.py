@@ -29,6 +29,10 @@ from ..search import SearchResult
 from ..serving.space import InstanceKind, ServingSpace
 from ..tasks.training import plan_candidate, search_layouts
 
+GENERATION = 1.61
+"""Times as long generation takes inside post-training engines as by the models of serving, updates as long as predicted: tokens'
+log-probabilities, uneven prompts, the driver. [fitted: benchmarks/post_training.py, median over verl's colocated runs]"""
+
 PACK_MULTIPLE = 128
 """Packs have a multiple of so many tokens, which every degree of context and sequence parallelism divides."""
 
@@ -107,13 +111,18 @@ class CostBook:
     ) -> None:
         self.request, self.workload, self.cluster = request, workload, request.cluster
         self.fixed, self.instances = fixed or {}, instances or {}
-        self._known: dict[tuple[str, bool, int], CopyCosts | None] = {}
+        self._known: dict[tuple[object, ...], CopyCosts | None] = {}
         self.reasons: dict[Role, str] = {}
 
     def costs(self, role: Role, num_devices: int, *, below_s: float = math.inf) -> CopyCosts | None:
         """Return what a copy costs on so many devices; None where it does not fit there, or its calls take ``below_s`` or more."""
         model = self.workload.model_of(role)
-        key = ("generator" if role == "generator" else model.content, role in TRAINED, num_devices)
+        key = (
+            "generator" if role == "generator" else model.content,
+            role in TRAINED,
+            *self._degrees_of(role),
+            num_devices,
+        )
         if key not in self._known:
             self.request.deadline.require(f"costing the {role} on {num_devices} devices")
             make = self._generator if role == "generator" else self._trained if role in TRAINED else self._scoring
@@ -160,7 +169,7 @@ class CostBook:
         self, role: Role, workload: Workload, num_devices: int, below_s: float
     ) -> tuple[PlanRequest, SearchResult]:
         model, cluster = self.workload.model_of(role), pool_cluster(self.cluster, num_devices)
-        fixed = self.fixed if role in TRAINED else {}
+        fixed = {**(self.fixed if role in TRAINED else {}), **dict.fromkeys(self._degrees_of(role), 1)}
         request = replace(
             PlanRequest.create(model, cluster, workload, fixed=fixed, runnable=self.request.runnable or None),
             deadline=self.request.deadline,
@@ -169,6 +178,12 @@ class CostBook:
         if not result.feasible:
             raise InfeasibleError(f"no layout of {model.name} fits {num_devices} devices")
         return request, result
+
+    def _degrees_of(self, role: Role) -> tuple[str, ...]:
+        """Return the degrees that are one on CPUs, where `apply-rl` runs the plan (runtime/rl/copies.py)."""
+        if not self.cluster.weakest_device.backend.is_host:
+            return ()
+        return ("pp", "cp", "tp") if role == "critic" else ("pp", "cp")
 
     def _trained(self, role: Role, num_devices: int, below_s: float) -> CopyCosts:
         """Return the fastest layout that trains, with scores of the same layout."""
@@ -247,7 +262,7 @@ class CostBook:
         samples = math.ceil(workload.samples / (replicas * kind.model.lanes))
         result = steady_rollout(
             kind.model, workload.lengths, workload.prompt_len, samples, oversample=workload.oversample,
-            shared_prompts=min(workload.responses, samples),
+            shared_prompts=min(workload.responses, samples), among=workload.samples,
         )  # fmt: skip
         rows = min(
             concurrent_rows(kind.model, workload.lengths, workload.prompt_len), math.ceil(samples * workload.oversample)
@@ -262,8 +277,12 @@ class CostBook:
             + memory.graph_bytes
             + max(memory.context_bytes - CONTEXT_BYTES, 0)
         )
+        slower = 1.0 if workload.generation_engine == "meshwright" else GENERATION
         return CopyCosts(
-            seconds={"generate": result.seconds}, live_bytes={"generate": live + cache}, kind=kind, replicas=replicas
+            seconds={"generate": slower * result.seconds},
+            live_bytes={"generate": live + cache},
+            kind=kind,
+            replicas=replicas,
         )
 
     def send_s(self, trained_devices: int, generator_devices: int) -> float:

@@ -27,10 +27,6 @@ from ..request import PlanRequest
 FIRST_SIZES = 3
 """Of the largest sizes, which give the first incumbent."""
 
-TURNS = 1.29
-"""Times as long calls of other engines take where the same devices generate and train by turns: caches and states are freed and
-brought back, allocators emptied. [fitted: benchmarks/post_training.py, NeMo RL v0.4, medians of colocated over split]"""
-
 RUNNER_UPS = 1.25
 """Runner-ups are proved up to so many times the shortest step; longer ones may miss a size that was excluded."""
 
@@ -130,7 +126,7 @@ def instance_of(
         host_bytes=book.host_bytes,
         num_devices=cluster.num_devices,
         ahead=workload.staleness,
-        turns=1.0 if workload.generation_engine == "meshwright" else TURNS,
+        fetches=workload.fetches,
         sender=roles.index("actor"),
         generator=roles.index("generator"),
         shares={"auto": None, "colocated": True, "split": False}[workload.placement],

@@ -98,6 +98,8 @@ def require_runnable(plan: RlPlan) -> None:
     assert generator.serving is not None
     if work.staleness not in (0, 1):
         lacking.append(f"staleness {work.staleness:g}: this version runs 0 and 1")
+    if work.fetches > 1:
+        lacking.append(f"samples are fetched in {work.fetches} parts: this version scores all of a step together")
     if work.staleness and plan.pools[generator.pool].roles != ("generator",):
         lacking.append("weights may be a step old, and the generator's pool has other copies, which would wait for it")
     layout = generator.serving.layout

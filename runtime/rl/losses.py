@@ -2,13 +2,14 @@
 
     GRPO   A_i = (r_i - mean r of the prompt) / (std r of the prompt + EPS), the same for every token of response i
     PPO    A_t = sum_k (gamma lambda)^k d_(t+k),  d_t = r_t + gamma V_(t+1) - V_t, whitened over the step; r is at the last token
+    taught A_t + teacher_weight (t - p_old),  t: of the teacher; its mean is less the divergence of the actor from the teacher
     policy -min(rho A, clip(rho, 1 - c, 1 + c) A) + w (exp(q - p) - (q - p) - 1),  rho = exp(p - p_old)
     value  1/2 max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2),  R = A + V before whitening
 
 with p, p_old, q: log-probabilities of the actor, of the actor when the step began, and of the reference. A token of a response of n
 tokens weighs 1 / n, a response 1 / responses of the update: a loss does not depend on how responses are dealt over ranks.
 
-Sources: PPO arXiv:1707.06347, GAE arXiv:1506.02438, GRPO arXiv:2402.03300.
+Sources: PPO arXiv:1707.06347, GAE arXiv:1506.02438, GRPO arXiv:2402.03300, teachers arXiv:2306.13649.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ def token_advantages(
     every = torch.tensor([a for row in advantages for a in row], dtype=torch.float64)
     mean, deviation = float(every.mean()), float(every.std(unbiased=False)) + EPS
     return [[(a - mean) / deviation for a in row] for row in advantages], returns
+
+
+def taught(advantages: Sequence[float], old: Sequence[float], teacher: Sequence[float], loss: RlLoss) -> list[float]:
+    """Return advantages of tokens that a teacher has log-probabilities of."""
+    return [a + loss.teacher_weight * (t - p) for a, p, t in zip(advantages, old, teacher, strict=True)]
 
 
 def importance_ratios(now: Sequence[float], drawn: Sequence[float], cap: float) -> list[float]:

@@ -33,7 +33,7 @@ from ...schema.rl_plan import RlPlan
 from ..weights.save import save_weights
 from .copies import ModelCopy, Sample
 from .generation import Generator, Response
-from .losses import group_advantages, importance_ratios, token_advantages
+from .losses import group_advantages, importance_ratios, taught, token_advantages
 from .pools import Circle, Everyone, pool_starts
 from .prompts import read_prompts
 from .rewards import RewardProcess
@@ -52,7 +52,8 @@ class RlOptions(Frozen):
         steps: to do; learning_rate, critic_learning_rate: of AdamW.
         seed: of initial weights, of the order of prompts and of what is drawn.
         end_id: token that ends a response; None: they end at max_len alone.
-        weights: folder of safetensors to start from; save_weights: where the actor's weights go at the end.
+        weights: folder of safetensors to start from; teacher_weights: the teacher's, which else has made weights of another seed;
+            save_weights: where the actor's weights go at the end.
     """
 
     prompts: str
@@ -64,7 +65,13 @@ class RlOptions(Frozen):
     seed: NonNegativeInt = 0
     end_id: NonNegativeInt | None = None
     weights: str | None = None
+    teacher_weights: str | None = None
     save_weights: str | None = None
+
+    def weights_of(self, role: Role) -> Path | None:
+        """Return the folder that a copy starts from; None: made weights."""
+        name = self.teacher_weights if role == "teacher" else self.weights
+        return None if name is None else Path(name)
 
 
 class RlJob(Document):
@@ -84,23 +91,25 @@ class RlRun:
         self._plan, self._options, self._work = plan, options, plan.post_training
         self._everyone = Everyone(plan, timeout_s)
         self._prompts = read_prompts(options.prompts, self._work)
-        weights = None if options.weights is None else Path(options.weights)
         rates = {"critic": options.critic_learning_rate}
         self._copies: dict[Role, ModelCopy] = {
             copy.role: ModelCopy(
-                copy, seed=options.seed, weights=weights, learning_rate=rates.get(copy.role, options.learning_rate),
+                copy,
+                seed=options.seed + (copy.role == "teacher"),
+                weights=options.weights_of(copy.role),
+                learning_rate=rates.get(copy.role, options.learning_rate),
                 loss=self._work.loss,
             )
             for copy in plan.copies
             if copy.pool == self._everyone.pool and copy.training is not None
-        }  # fmt: skip
+        }
         self._generator = None
         if plan.copy_of("generator").pool == self._everyone.pool:
             self._generator = Generator(plan, seed=options.seed, end_id=options.end_id)
         actor = self._copies.get("actor")
         self._mover = WeightMover(self._everyone, self._work.model_of("actor"), None if actor is None else actor.model)
         self._is_stale = self._work.staleness > 0
-        self._logs = self._is_stale or self._work.oversample > 1
+        self._logs = self._is_stale or self._work.oversample > 1 or self._work.log_probs == "generator"
         self._circle: Circle | None = self._everyone
         if self._is_stale:
             self._circle = self._everyone.without(plan.copy_of("generator").pool, pool_starts(plan))
@@ -109,7 +118,9 @@ class RlRun:
         self._seconds: dict[str, float] = {}
         self._orders: dict[int, list[int]] = {}
         self._ratios: list[list[float]] = []
-        self._engine_steps = 0
+        self._teacher_gap = math.nan
+        self._engine_steps, self._used_s = 0, time.process_time()
+        self._cpu_s: list[float] = []
 
     def run(self) -> None:
         """Do all steps."""
@@ -156,11 +167,14 @@ class RlRun:
             "engine_steps": self._engine_steps,
             "responses_crc32": zlib.crc32(json.dumps(list(responses.values())).encode()),
             "step_time_s": step_s,
+            "cpu_s": self._cpu_s,
             "samples_per_s": len(values) / step_s,
             "parts_s": seconds,
             **losses,
         }
-        if drawn:
+        if "teacher" in self._scoring():
+            record["teacher_gap"] = self._teacher_gap
+        if self._ratios:
             record["mean_ratio"] = sum(map(sum, self._ratios)) / max(sum(map(len, self._ratios)), 1)
         with self._report.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -199,7 +213,10 @@ class RlRun:
             shared = self._everyone.share_rows([(one.number, one.tokens) for one in made])
             drawn = self._everyone.share_rows([(one.number, one.log_probs) for one in made]) if self._logs else {}
             num_steps = 0 if self._generator is None else self._generator.num_steps
-            self._engine_steps = max(int(row) for row in self._everyone.gather(torch.tensor([num_steps])))
+            before, self._used_s = self._used_s, time.process_time()
+            counts = torch.tensor([num_steps, self._used_s - before], dtype=torch.float64)
+            steps, seconds = zip(*(row.tolist() for row in self._everyone.gather(counts)), strict=True)
+            self._engine_steps, self._cpu_s = int(max(steps)), list(seconds)
         return {number: [int(token) for token in tokens] for number, tokens in shared.items()}, drawn
 
     def _reward(self, responses: Responses, rewards: RewardProcess | None) -> list[float]:
@@ -224,21 +241,22 @@ class RlRun:
                 copy = self._copies.get(role)
                 score = None if copy is None else copy.values if role == "critic" else copy.log_probs
                 known[role] = self._circle.share_rows([] if score is None else score(samples))
-        values, old = known.get("critic", {}), known["actor"]
-        if values:
-            advantages, returns = token_advantages(rewards, [values[one.number] for one in samples], self._work.loss)
-        else:
-            each = group_advantages(rewards, self._work.responses)
-            advantages = [[a] * len(one.response) for a, one in zip(each, samples, strict=True)]
-            returns = [[] for _ in samples]
-        if drawn:
+        values, old = known.get("critic", {}), known.get("actor", drawn)
+        advantages, returns = self._advantages(samples, rewards, values)
+        if teacher := known.get("teacher"):
+            self._teacher_gap = _mean_gap(old, teacher)
+            advantages = [
+                taught(row, old[one.number], teacher[one.number], self._work.loss)
+                for row, one in zip(advantages, samples, strict=True)
+            ]
+        if drawn and "actor" in known:
             cap = self._work.loss.ratio_cap
             self._ratios = [importance_ratios(old[one.number], drawn[one.number], cap) for one in samples]
             advantages = [
                 [a * ratio for a, ratio in zip(row, ratios, strict=True)]
                 for row, ratios in zip(advantages, self._ratios, strict=True)
             ]
-        reference = known.get("reference") or known.get("teacher") or {}
+        reference = known.get("reference", {})
         return [
             replace(
                 one, old=old[one.number], advantages=advantage, returns=of_values,
@@ -247,14 +265,25 @@ class RlRun:
             for one, advantage, of_values in zip(samples, advantages, returns, strict=True)
         ]  # fmt: skip
 
+    def _advantages(
+        self, samples: Sequence[Sample], rewards: Sequence[float], values: Rows
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        """Return the advantages of every token, and the returns that a critic learns."""
+        if values:
+            return token_advantages(rewards, [values[one.number] for one in samples], self._work.loss)
+        each = group_advantages(rewards, self._work.responses)
+        return [[a] * len(one.response) for a, one in zip(each, samples, strict=True)], [[] for _ in samples]
+
     def _scoring(self) -> tuple[Role, ...]:
         """Return the copies that score; reference and teacher where the loss reads them."""
-        reads_others = self._work.loss.reference_weight > 0
-        return tuple(
-            role
-            for role in self._work.roles
-            if role in ("actor", "critic") or (reads_others and role in ("reference", "teacher"))
-        )
+        work = self._work
+        scores = {
+            "actor": work.log_probs == "actor",
+            "critic": True,
+            "reference": work.loss.reference_weight > 0,
+            "teacher": work.loss.teacher_weight > 0,
+        }
+        return tuple(role for role in work.roles if scores.get(role, False))
 
     def _update(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Do the updates of a step, each with an equal part of the samples; return losses and norms."""
@@ -283,6 +312,12 @@ class RlRun:
                 report[f"{prefix}loss"].append(shared[number][0])
                 report[f"{prefix}grad_norm"].append(shared[number][1])
         return report
+
+
+def _mean_gap(old: Rows, teacher: Rows) -> float:
+    """Return the mean log-probability of tokens by the actor less by the teacher: an estimate of its divergence from it."""
+    gaps = [p - t for number, row in old.items() for p, t in zip(row, teacher[number], strict=True)]
+    return sum(gaps) / len(gaps)
 
 
 def train(job: RlJob) -> None:

@@ -22,7 +22,7 @@ def rl_plan(
     """A plan by hand: sizes and roles of pools, layouts of copies, tp of the generator; figures are made up."""
     roles = [role for _, of_pool in pools for role in of_pool]
     work = RlWorkload(
-        models=tuple(RlModel(role=role, model=MODEL) for role in ("actor", "critic", "reference") if role in roles),  # type: ignore[arg-type]
+        models=tuple(RlModel(role=role, model=MODEL) for role in ("actor", "critic", "reference", "teacher") if role in roles),  # type: ignore[arg-type]
         reward_function="rewards.py:count",
         algorithm="ppo" if "critic" in roles else "grpo",
         **{

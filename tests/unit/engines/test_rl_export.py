@@ -52,6 +52,17 @@ def test_a_critic_has_names_of_its_own() -> None:
         export(made, "nemo-rl")
 
 
+def test_log_probabilities_of_the_generator_are_for_verl_and_parts_of_a_step_for_neither() -> None:
+    noted = plan(TOGETHER, log_probs="generator")
+    assert settings(noted, "verl")[1]["algorithm.rollout_correction.bypass_mode"] == "True"
+    for target, made in (
+        ("nemo-rl", noted),
+        *((target, plan(TOGETHER, updates=2, fetches=2)) for target in RL_TARGETS),
+    ):
+        with pytest.raises(ConfigError, match="cannot run"):
+            export(made, target)
+
+
 def test_layouts_and_batches_are_those_of_the_plan() -> None:
     made = plan(TOGETHER, Layout(tp=2, dp_shard=2), prompts=8, updates=2)
     _, verl = settings(made, "verl")

@@ -12,9 +12,11 @@ from meshwright.planner.post_training.answer import build_rl_plan
 from meshwright.planner.post_training.costs import CostBook, pool_cluster, sizes_of
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.tasks.post_training import instance_of, search_post_training
+from meshwright.runtime.rl.launch import require_runnable
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, RlPlan, RlWorkload
 from meshwright.schema.rl import RlModel, lengths_of_mean
 from meshwright.solvers.pools import PlacedPools, check, partitions, period
+from plans import cpu_cluster, tiny_model
 
 ONE_B, EIGHT_B = ModelSpec.named("llama-3.2-1b"), ModelSpec.named("llama-3.1-8b")
 
@@ -80,6 +82,19 @@ def test_weights_that_may_be_a_step_old_let_pools_work_side_by_side() -> None:
     assert free.estimate.step_time_s <= split.estimate.step_time_s + 1e-9
 
 
+def test_fetches_in_parts_and_noted_log_probabilities_shorten_the_path_of_a_step_that_is_split() -> None:
+    together, parts, noted = (
+        plan_rl(workload("reference", placement="split", updates=4, **fields), "4xH100-SXM-80GB", top=0)
+        for fields in ({}, {"fetches": 4}, {"fetches": 4, "log_probs": "generator"})
+    )
+    assert max(parts.estimate.busy_s) - 1e-9 <= parts.estimate.path_s < together.estimate.path_s
+    assert parts.waiting_s >= parts.estimate.path_s and any("4 parts" in note for note in parts.notes)
+    assert "log_probs" not in {call.name for call in noted.calls}
+    assert noted.estimate.step_time_s < parts.estimate.step_time_s
+    shared = plan_rl(workload(placement="colocated", updates=4, fetches=4), "4xH100-SXM-80GB", top=0)
+    assert shared.estimate.path_s == pytest.approx(shared.waiting_s)  # one pool does one thing at a time
+
+
 def test_what_does_not_fit_together_lies_on_the_hosts() -> None:
     crowded = plan_rl(
         workload("critic", "reference", model=EIGHT_B, algorithm="ppo", placement="colocated"), "4xH100-SXM-80GB", top=0
@@ -141,6 +156,16 @@ def test_runner_ups_are_other_partitions_and_slower(planned: RlPlan) -> None:
     assert len(titles) == len(set(titles)) == 4
     assert all(other.step_time_s >= planned.estimate.step_time_s - 1e-9 for other in planned.alternatives)
     assert planned.reason.startswith(("colocated", "split"))
+
+
+def test_a_plan_for_cpus_is_one_that_is_run() -> None:
+    model = tiny_model(num_blocks=2, hidden_dim=64, ffn_dim=128, head_dim=16)
+    for placement in ("colocated", "split"):
+        work = workload(
+            "critic", "reference", model=model, algorithm="ppo", placement=placement, precision="fp32",
+            generation_engine="meshwright", max_len=128, lengths=lengths_of_mean(50, 128),
+        )  # fmt: skip
+        require_runnable(plan_rl(work, cpu_cluster(4), top=0))
 
 
 def test_costs_that_are_known_are_not_searched_for_again() -> None:

@@ -47,7 +47,7 @@ def instance(seed: int, *, copies: int = 3, ahead: float = 0.0, budget: float = 
         host_bytes=20.0,
         num_devices=8,
         ahead=ahead,
-        turns=1.0 + 0.5 * (seed % 2),
+        fetches=(1, 4)[seed % 2],
     )
 
 

@@ -52,6 +52,15 @@ def test_the_longest_response_decides_where_all_run_at_once() -> None:
     assert tailed.steps == 2000 and tailed.seconds > 10 * alike.seconds
 
 
+def test_the_longest_of_many_responses_is_expected_on_a_lane_with_few_of_them() -> None:
+    lengths = lengths_of_mean(1000, 100_000)
+    few, many = (stratified(lengths, 16, among=count).max() for count in (16, 4096))
+    drawn = np.random.default_rng(0).choice(
+        lengths.lengths, (400, 4096), p=np.array(lengths.counts) / sum(lengths.counts)
+    )
+    assert few < many == pytest.approx(np.median(drawn.max(axis=1)), rel=0.1)
+
+
 def test_carried_over_responses_give_more_samples_a_second_where_lengths_have_a_tail() -> None:
     lengths = lengths_of_mean(200, 2048, sigma=1.0)
     waiting = steady_rollout(model(max_batch=256), lengths, 50, 64)

@@ -12,6 +12,7 @@ from meshwright.runtime.rl.losses import (
     group_advantages,
     importance_ratios,
     policy_losses,
+    taught,
     token_advantages,
     value_losses,
 )
@@ -97,3 +98,8 @@ def test_value_loss_takes_the_worse_of_moved_and_clipped() -> None:
     loss = RlLoss(value_weight=1.0, value_clip=0.2)
     values, old, returns = torch.tensor([1.0, 0.1]), torch.tensor([0.0, 0.0]), torch.tensor([1.0, 1.0])
     assert value_losses(values, old, returns, loss).tolist() == pytest.approx([0.5 * 0.8**2, 0.5 * 0.9**2])
+
+
+def test_a_teacher_adds_its_log_probability_less_the_actors_to_the_advantage_of_each_token() -> None:
+    assert taught([1.0, -1.0], [-2.0, -0.5], [-1.0, -3.0], RlLoss(teacher_weight=0.5)) == [1.5, -2.25]
+    assert taught([1.0], [-2.0], [-1.0], RlLoss()) == [1.0]

@@ -22,6 +22,9 @@ def count(sample):
 def mean(sample):
     return sum(sample["response"]) / 16 / len(sample["response"])
 
+def nothing(sample):
+    return 0.0
+
 def raises(sample):
     raise ValueError(f"no answer for {sample['prompt']}")
 """
@@ -54,6 +57,7 @@ def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 
 
 SHORT_SPLIT: list[tuple[int, tuple[Role, ...]]] = [(1, ("generator",)), (1, ("actor",))]
+LARGE_PASSES = {role: Layout(micro_batch_size=32) for role in ("actor", "teacher")}
 COLOCATED: list[tuple[int, tuple[Role, ...]]] = [(2, ("generator", "actor", "critic", "reference"))]
 SPLIT: list[tuple[int, tuple[Role, ...]]] = [(1, ("generator",)), (1, ("actor", "critic", "reference"))]
 
@@ -106,6 +110,32 @@ def test_one_step_off_draws_with_older_weights_and_weighs_them(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("warm_ranks")
+def test_log_probabilities_that_the_generator_notes_are_those_that_the_actor_computes(tmp_path: Path) -> None:
+    pools: list[tuple[int, tuple[Role, ...]]] = [(1, ("generator", "actor"))]
+    computed, noted = (
+        run(tmp_path / who, rl_plan(pools, {}, loss=RlLoss(temperature=1.0), updates=2, log_probs=who))
+        for who in ("actor", "generator")
+    )
+    for a, b in zip(computed, noted, strict=True):
+        assert a["responses_crc32"] == b["responses_crc32"]
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+    assert abs(noted[0]["loss"][1]) > 1e-3 and "mean_ratio" not in noted[0]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_teacher_draws_the_actor_to_it_without_rewards(tmp_path: Path) -> None:
+    roles: tuple[Role, ...] = ("generator", "actor", "teacher")
+    fields = {"prompts": 16, "responses": 8}
+    taught = rl_plan([(1, roles[:2])], LARGE_PASSES, loss=RlLoss(temperature=1.0), **fields)
+    run(tmp_path / "teacher", taught, steps=16, save_weights=str(tmp_path / "weights"))
+    plan = rl_plan([(1, roles)], LARGE_PASSES, loss=RlLoss(temperature=1.0, teacher_weight=1.0), **fields)
+    records = run(tmp_path / "actor", plan, steps=16, reward="nothing", teacher_weights=str(tmp_path / "weights"))
+    gaps = [record["teacher_gap"] for record in records]
+    assert gaps[0] > 0.1 and sum(gaps[-3:]) / 3 < 0.5 * gaps[0]
+
+
+@pytest.mark.usefixtures("warm_ranks")
 def test_over_sampled_responses_are_carried_over_and_none_is_lost(tmp_path: Path) -> None:
     fields = {"loss": RlLoss(temperature=1.0), "prompts": 4, "responses": 2, "oversample": 2.0, "max_len": 24}
     plan = rl_plan([(2, ("generator", "actor"))], {}, lengths=Lengths(lengths=(16,), counts=(1,)), **fields)
@@ -118,15 +148,22 @@ def test_over_sampled_responses_are_carried_over_and_none_is_lost(tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_counting_task_is_learned_from_chance(tmp_path: Path) -> None:
-    plan = rl_plan([(2, ("generator", "actor"))], {}, prompts=16, responses=16, loss=RlLoss(temperature=1.0))
-    rewards = [record["mean_reward"] for record in run(tmp_path, plan, steps=60)]
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_counting_task_is_learned_from_chance(tmp_path: Path, algorithm: str) -> None:
+    layout = Layout(dp_replicate=2, micro_batch_size=32)
+    roles: tuple[Role, ...] = ("generator", "actor", *(["critic"] if algorithm == "ppo" else []))  # type: ignore[assignment]
+    plan = rl_plan(
+        [(2, roles)], {"actor": layout, "critic": layout}, prompts=16, responses=16, loss=RlLoss(temperature=1.0)
+    )
+    records = run(tmp_path, plan, steps=60, critic_learning_rate=1e-2)
+    rewards = [record["mean_reward"] for record in records]
     assert rewards[0] < 0.2 and max(rewards[-5:]) >= 0.8
 
 
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_few_steps_raise_the_reward_and_a_failing_function_ends_the_job(tmp_path: Path) -> None:
-    plan = rl_plan([(2, ("generator", "actor"))], {}, prompts=16, responses=8, loss=RlLoss(temperature=1.0))
+    layout = {"actor": Layout(dp_replicate=2, micro_batch_size=32)}
+    plan = rl_plan([(2, ("generator", "actor"))], layout, prompts=16, responses=8, loss=RlLoss(temperature=1.0))
     records = run(tmp_path / "a", plan, steps=14)
     assert sum(r["mean_reward"] for r in records[-3:]) > 1.5 * sum(r["mean_reward"] for r in records[:3])
     with pytest.raises(MeshwrightError) as error:
