@@ -44,6 +44,11 @@ class ServingOptions(OptionModel):
         "lengths=1.8/2.3/2.6 (tokens a step with drafts of 1, 2, 3); without k as many as are best.",
         metavar="METHOD[:K],...",
     )  # fmt: skip
+    adapters: str | None = option(
+        None, "low-rank adapters that requests name, one each: n=200,rank=16, with zipf=1 (popularity of the k-th k^-zipf) and "
+        "on=all or attention (what they change).",
+        metavar="n=N,rank=R,...",
+    )  # fmt: skip
     prefix_cache: Literal["on", "off"] = option(
         "on", "on: prefixes of the load are in the cache; off: every prompt is computed."
     )
@@ -54,6 +59,7 @@ class ServingOptions(OptionModel):
         Raises:
             ConfigError: an option means nothing, with what would.
         """
+        from ..schema.adapters import parse_adapters
         from ..schema.requests_file import parse_limit, parse_requests
         from ..schema.speculation import parse_speculation
 
@@ -82,4 +88,5 @@ class ServingOptions(OptionModel):
             prefix_cache=self.prefix_cache == "on",
             scheduler=self.scheduler,
             speculate=None if self.speculate is None else parse_speculation(self.speculate),
+            adapters=None if self.adapters is None else parse_adapters(self.adapters),
         )

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from .adapters import Adapters
 from .base import Count, CountOrNone, Frozen
 from .speculation import Speculation
 from .task import Phase, Task
@@ -185,6 +186,7 @@ class Pool(Frozen):
         role: agg: prefills and decodes.
         device: of its nodes, as the cluster names it.
         replicas: engine instances.
+        adapters: that its requests name; None: none.
         speculate: what its decoding rows draft with, draft_tokens as chosen; None: they do not.
     """
 
@@ -196,6 +198,7 @@ class Pool(Frozen):
     cache: CacheDtype = "bf16"
     limits: EngineLimits
     speculate: Speculation | None = None
+    adapters: Adapters | None = None
 
     @property
     def num_devices(self) -> int:
@@ -215,6 +218,7 @@ class Serving(Task):
         weights, cache: their types; None: what the model's file says, else bf16.
         scheduler: what a step serves: mixed (decoding rows and prompts) or prefill_first; None: as the engine does by itself.
         speculate: tokens are drafted and checked; draft_tokens None: as many as are best, none among them.
+        adapters: that requests name, one each; None: none.
     """
 
     fixable: ClassVar[frozenset[str] | None] = frozenset(
@@ -232,6 +236,7 @@ class Serving(Task):
     prefix_cache: bool = True
     scheduler: SchedulerPolicy | None = None
     speculate: Speculation | None = None
+    adapters: Adapters | None = None
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -74,6 +74,8 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
     if (drafting := pool.speculate) is not None:
         tokens = drafting.tokens_per_step(drafting.draft_tokens or 1)
         words += f"; drafts of {drafting.draft_tokens} by {drafting.method}, {tokens:.3g} tokens a step"
+    if (adapters := pool.adapters) is not None:
+        words += f"; {adapters.count:,} adapters of rank {adapters.rank}"
     table.add_row("  limits", "", "", words)
     usage = f"of {format_bytes(cost.cache_bytes)} a device hold keys and values of requests"
     cache = f"{usage}; weights {format_bytes(cost.weight_bytes)}"

@@ -19,6 +19,7 @@ from statistics import NormalDist
 import numpy as np
 
 from ...schema import ClusterSpec, ModelSpec, Workload
+from ...schema.adapters import Adapters
 from ...schema.engine_facts import OWN_ENGINE, EngineKernels, KernelTraffic
 from ...schema.layers import Block, Head, LatentAttention, MoE
 from ...schema.recurrences import LinearAttention
@@ -30,6 +31,7 @@ from ..hardware.machine import device_rates
 from ..layer import recurrences as _registered  # noqa: F401  operators of those kinds
 from ..layer.operators import Elementwise, Gemm, Layer, Operator, OperatorRules, layer_operators
 from ..learned.serving_kernels import ExpertShape, reached_fraction
+from .adapters import adapters_bytes, adapters_s, changes
 from .communication import all_reduce_s, group_s, to_experts_s
 from .products import Products, plain_precision
 from .tables import ROWS
@@ -51,7 +53,7 @@ PARTS = ("products", "experts", "communication")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Instance:
-    """One engine instance: model, machine, layout and types. ``experts``: the type of experts' weights."""
+    """One engine instance: model, machine, layout, types, adapters. ``experts``: the type of experts' weights."""
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -60,6 +62,7 @@ class Instance:
     experts: WeightDtype
     cache: CacheDtype
     coefficients: Coefficients
+    adapters: Adapters | None = None
 
     @cached_property
     def scenario(self) -> Scenario:
@@ -179,6 +182,9 @@ def row_costs(instance: Instance, layer: Layer) -> dict[str, FloatArray]:
             continue
         if isinstance(op, Gemm):
             parts["products"] = parts["products"] + _product_s(instance, op, rows)
+            if instance.adapters is not None and layer.inner_block is not None and changes(instance.adapters, op):
+                added = adapters_s(instance.adapters, op, instance.layout.tp, rows, instance.rates)
+                parts["products"] = parts["products"] + added
         elif isinstance(op, Elementwise):
             parts["products"] = parts["products"] + _elementwise_s(instance, op, rows)
     if layer.experts is not None:
@@ -274,4 +280,6 @@ def weight_bytes(instance: Instance, layer: Layer) -> float:
             cut = layout.stage_devices if op.routed else layout.tp if op.shard != "none" else 1
             total += op.num_params * BYTES_OF[instance.dtype_of(op)] / cut
             counted += 0 if op.name.startswith("index_") else op.num_params
+            if instance.adapters is not None and changes(instance.adapters, op):
+                total += adapters_bytes(instance.adapters, op, layout.tp)
     return total + (layer.num_params(instance.model.hidden_dim) - counted) * plain

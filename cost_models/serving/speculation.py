@@ -72,14 +72,14 @@ def with_drafts(
     model, layout = instance.model, instance.layout
     wide = StepCosts.build(
         model, instance.cluster, layout, weights=instance.weights, cache=instance.cache, experts=instance.experts,
-        coefficients=instance.coefficients, known=known, queries=drafted + 1,
+        coefficients=instance.coefficients, known=known, queries=drafted + 1, adapters=instance.adapters,
     )  # fmt: skip
     drafter = _draft_steps(plain, speculation)
     blocks, known = model.num_blocks, {} if known is None else known
     if (key := ("blocks", layout.replace(pp=1))) not in known:
         known[key] = plain if layout.pp == 1 else StepCosts.build(
             model, instance.cluster, layout.replace(pp=1), weights=instance.weights, cache=instance.cache,
-            experts=instance.experts, coefficients=instance.coefficients, known=known,
+            experts=instance.experts, coefficients=instance.coefficients, known=known, adapters=instance.adapters,
         )  # fmt: skip
     fields = {name: getattr(wide, name) for name in StepCosts.__dataclass_fields__}
     fields["weight_bytes"] += plain.weight_bytes * layout.pp / blocks if drafter is None else drafter.weight_bytes

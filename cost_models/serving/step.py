@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...schema import ClusterSpec, ConfigError, ModelSpec
+from ...schema.adapters import Adapters
 from ...schema.layers import Block, Head
 from ...schema.serving import BYTES_OF, CacheDtype, ServingLayout, WeightDtype
 from ...schema.units import FloatArray
@@ -82,11 +83,13 @@ class StepCosts:
         coefficients: Coefficients | None = None,
         known: dict[Any, Any] | None = None,
         queries: int = 1,
+        adapters: Adapters | None = None,
     ) -> StepCosts:
         """Return the costs of an engine instance.
 
         Args:
             experts: the type of experts' weights; None: as the others.
+            adapters: that requests name, all in memory.
             known: attention by kind and tp, which layouts of the same model, devices and types share: filled here.
 
         Raises:
@@ -95,7 +98,7 @@ class StepCosts:
         _require_serveable(model, layout)
         instance = Instance(
             model=model, cluster=cluster, layout=layout, weights=weights, experts=experts or weights, cache=cache,
-            coefficients=coefficients or packaged_coefficients(),
+            coefficients=coefficients or packaged_coefficients(), adapters=adapters,
         )  # fmt: skip
         stages = _cut(model, layout.pp)
         counts = [_counted(stage) for stage in stages]

@@ -152,6 +152,15 @@ def drafter_named(engine: str) -> Limit:
     )
 
 
+def no_adapters(engine: str) -> Limit:
+    """Return the limit that requests name no adapters."""
+    return pool_limit(
+        "no_adapters",
+        lambda pool: "its requests name adapters, whose folders this export does not write" if pool.adapters else "",
+        f"plan without --adapters, or export to vllm, in place of {engine}",
+    )
+
+
 def drafter(pool: Pool) -> str | None:
     """Return what an engine loads to draft tokens; None where the model does it."""
     drafting = pool.speculate

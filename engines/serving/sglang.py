@@ -28,6 +28,7 @@ from .deployment import (
     instances,
     longest_request,
     meeting_port,
+    no_adapters,
     router_script,
     serve_script,
     to_set,
@@ -148,4 +149,4 @@ def write(plan: ServingPlan) -> Exported:
     )
 
 
-ADAPTER = Adapter(version=VERSION, limits=(PLACED, drafter_named("sglang")), write=write)
+ADAPTER = Adapter(version=VERSION, limits=(PLACED, drafter_named("sglang"), no_adapters("sglang")), write=write)

@@ -25,6 +25,7 @@ from .deployment import (
     common_notes,
     instances,
     longest_request,
+    no_adapters,
     pool_limit,
     serve_script,
     title,
@@ -37,6 +38,7 @@ DISAGGREGATED = "disaggregated.yaml"
 CACHES = {"bf16": "auto", "fp16": "auto", "fp8": "fp8", "fp32": "auto"}
 
 LIMITS = (
+    no_adapters("trtllm"),
     PLACED,
     pool_limit(
         "drafts_itself",

@@ -42,7 +42,19 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 _SIDE_PORT, _SIDE_PORTS = 5600, 64
 """Where prefill and decode instances meet, one port for each data-parallel rank."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that the server takes (vllm/config/lora.py, MaxLoRARanks); adapters of a lower one are padded."""
+
 LIMITS = (
+    pool_limit(
+        "adapter_rank",
+        lambda pool: (
+            f"adapters of rank {pool.adapters.rank}, of which vLLM takes {LORA_RANKS[-1]} at most"
+            if pool.adapters is not None and pool.adapters.rank > LORA_RANKS[-1]
+            else ""
+        ),
+        f"plan with --adapters of rank {LORA_RANKS[-1]} or less",
+    ),
     PLACED,
     drafter_named("vllm"),
     pool_limit(
@@ -101,6 +113,12 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
         made["speculative-config"] = {
             "method": method, "num_speculative_tokens": drafting.draft_tokens, **({"model": model} if model else {}),
         }  # fmt: skip
+    if (adapters := pool.adapters) is not None:
+        made |= {
+            "enable-lora": True,
+            "max-loras": adapters.count,
+            "max-lora-rank": min(size for size in LORA_RANKS if size >= adapters.rank),
+        }
     return made
 
 

@@ -306,6 +306,10 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
         yield f"a step gives {tokens:.3g} tokens of a draft of {drafting.draft_tokens}: as was asked for, not measured here"
     elif problem.serving.speculate is not None:
         yield "no tokens are drafted: under this load a step of more rows costs more than the accepted tokens save"
+    if (adapters := problem.serving.adapters) is not None:
+        yield (
+            f"the {adapters.count:,} adapters of rank {adapters.rank} are all in the devices' memory; none is fetched from the host"
+        )
     if served.deployment.is_disaggregated:
         yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
     yield from _on_steps(problem, served)

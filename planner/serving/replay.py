@@ -107,7 +107,12 @@ def engine_pool(plan: ServingPlan, pool: Pool) -> EnginePool:
     """Return the engine instances of a pool for a simulation."""
     serving, layout = plan.serving, pool.layout
     step: Any = StepCosts.build(
-        plan.model, _devices(plan.cluster, pool.device), layout, weights=pool.weights, cache=pool.cache
+        plan.model,
+        _devices(plan.cluster, pool.device),
+        layout,
+        weights=pool.weights,
+        cache=pool.cache,
+        adapters=pool.adapters,
     )
     if pool.speculate is not None and pool.speculate.draft_tokens is not None:
         step = with_drafts(step, pool.speculate, pool.speculate.draft_tokens)

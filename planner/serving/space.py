@@ -95,7 +95,7 @@ class InstanceKind:
         """Return instances as a plan says them."""
         return Pool(
             role=role, device=self.device, replicas=replicas, layout=self.layout, weights=self.weights, cache=self.cache,
-            limits=self.limits, speculate=self.speculate,
+            limits=self.limits, speculate=self.speculate, adapters=self.base.serving.adapters,
         )  # fmt: skip
 
 
@@ -172,9 +172,16 @@ class ServingSpace:
             if measured is None:
                 self.unmeasured.append(layout)
                 return
+            if serving.adapters is not None:
+                raise ConfigError(
+                    "--adapters: steps of our own engine were measured without them",
+                    help="plan without --profile, whose steps are computed, or --engine vllm",
+                )
             profile = measured.profile(profile)
         known = self._known.setdefault(part, {})
-        step = StepCosts.build(model, cluster, layout, weights=weights, cache=cache, known=known)
+        step = StepCosts.build(
+            model, cluster, layout, weights=weights, cache=cache, known=known, adapters=serving.adapters
+        )
         base_choice, reason = fixed_choice(request.fixed, serving), ""
         for choice in dict.fromkeys((base_choice, base_choice.with_least_budget())):
             base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, known)

@@ -1,0 +1,63 @@
+"""Low-rank adapters of a load: how many there are, of which rank, how unlike their popularity is."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat
+
+from .base import Count, Frozen
+from .errors import ConfigError
+from .units import FloatArray, parse_count
+
+MAX_ADAPTERS = 100_000
+MAX_RANK = 4096
+_EXAMPLE = "--adapters n=200,rank=16[,zipf=1][,on=attention]"
+
+
+class Adapters(Frozen):
+    """Adapters that requests name, one each (LoRA, arXiv:2106.09685), all of them in the devices' memory.
+
+    Attributes:
+        count: of them; rank: of each.
+        zipf: the k-th most popular is asked for in proportion to k^-zipf; 0: all alike.
+        on: the products that they change: all of every block but routed experts, or those of attention.
+    """
+
+    count: Annotated[Count, Field(le=MAX_ADAPTERS)]
+    rank: Annotated[Count, Field(le=MAX_RANK)]
+    zipf: Annotated[NonNegativeFloat, Field(le=10)] = 1.0
+    on: Literal["all", "attention"] = "all"
+
+    @cached_property
+    def popularity(self) -> FloatArray:
+        """Chance [count] that a request names each of them."""
+        weights = np.arange(1, self.count + 1, dtype=np.float64) ** -self.zipf
+        return np.asarray(weights / weights.sum())
+
+    def reached(self, requests: FloatArray) -> FloatArray:
+        """Return how many different ones so many requests [...] name: sum over adapters of 1 - (1 - q)^requests."""
+        flat = np.asarray(requests, dtype=np.float64).ravel()
+        missed = np.log1p(-np.minimum(self.popularity, 1 - 1e-12))
+        return np.array([-np.expm1(number * missed).sum() for number in flat]).reshape(np.shape(requests))
+
+
+def parse_adapters(text: str) -> Adapters:
+    """Read ``n=200,rank=16,zipf=1,on=attention``.
+
+    Raises:
+        ConfigError: a key that is not known, or no number.
+    """
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    fields = {key: value for key, _, value in parts}
+    if len(fields) != len(parts) or not {"n", "rank"} <= {*fields} <= {"n", "rank", "zipf", "on"}:
+        raise ConfigError(f"--adapters {text!r}: how many, and their rank", help=_EXAMPLE)
+    try:
+        given: dict[str, Any] = {"zipf": float(fields["zipf"])} if "zipf" in fields else {}
+        given |= {"on": fields["on"]} if "on" in fields else {}
+        return Adapters(count=parse_count(fields["n"]), rank=parse_count(fields["rank"]), **given)
+    except (ValueError, ConfigError) as error:
+        reason = error.message if isinstance(error, ConfigError) else str(error)
+        raise ConfigError(f"--adapters {text!r}: {reason}", help=_EXAMPLE) from error
