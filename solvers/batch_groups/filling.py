@@ -76,8 +76,9 @@ def fill(
     free, degrees = i.num_ranks, range(len(i.degrees))
     rooms: list[list[_Room]] = [[] for _ in degrees]
     widest = [(-1.0, -1)] * len(i.degrees)  # most seconds and most tokens of any room
-    closed: Filled = []
-    shortest, busy = d.lengths[-1], 0.0
+    closed: list[tuple[int, _Room]] = []
+    shortest = d.lengths[-1]
+    least, capacity = d.shortest_s, [i.tokens_per_rank * degree for degree in i.degrees]
     place = 0
     while place < len(remaining):
         idx = remaining[place]
@@ -87,13 +88,9 @@ def fill(
             if each > widest[k][0] or length > widest[k][1]:
                 continue
             count = _into_rooms(rooms[k], idx, count, each, length)
-            open_rooms = [room for room in rooms[k] if room.seconds >= d.shortest_s[k] and room.tokens >= shortest]
+            open_rooms = [room for room in rooms[k] if room.seconds >= least[k] and room.tokens >= shortest]
             if len(open_rooms) < len(rooms[k]):
-                closed += [
-                    (k, room.count, room.content)
-                    for room in rooms[k]
-                    if room.seconds < d.shortest_s[k] or room.tokens < shortest
-                ]
+                closed += [(k, room) for room in rooms[k] if room.seconds < least[k] or room.tokens < shortest]
                 rooms[k] = open_rooms
             widest[k] = _widest(rooms[k])
             if not count:
@@ -102,7 +99,7 @@ def fill(
             k = next((k for k in degrees if seconds[k] <= deadline), -1)
             if k < 0 or i.degrees[k] > free:
                 break
-            size = i.tokens_per_rank * i.degrees[k]
+            size = capacity[k]
             fit = min(count, int(deadline / seconds[k]), size // length)
             new = min(free // i.degrees[k], count // fit)
             rooms[k].append(_Room(deadline - fit * seconds[k], size - fit * length, new, (idx, fit, None)))
@@ -118,15 +115,16 @@ def fill(
         if place + 1 < following and d.fastest[remaining[place + 1]] > next_deadline:
             return None
         place = following
-    for k in degrees:
-        closed += [(k, room.count, room.content) for room in rooms[k]]
-    for k, _, content in closed:
-        busy = max(busy, sum(number * d.seconds[idx][k] for idx, number in entries(content)))
-    return busy, closed
+    closed += [(k, room) for k in degrees for room in rooms[k]]
+    unused = min((room.seconds for _, room in closed), default=deadline)
+    return deadline - unused, [(k, room.count, room.content) for k, room in closed]
 
 
 def _widest(rooms: list[_Room]) -> tuple[float, int]:
-    return max((room.seconds for room in rooms), default=-1.0), max((room.tokens for room in rooms), default=-1)
+    seconds, tokens = -1.0, -1
+    for room in rooms:
+        seconds, tokens = max(seconds, room.seconds), max(tokens, room.tokens)
+    return seconds, tokens
 
 
 def _into_rooms(rooms: list[_Room], idx: int, count: int, each: float, length: int) -> int:
