@@ -27,6 +27,7 @@ from ..schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpe
 from ..schema.batch import Batch, LengthCosts
 from ..schema.layers import SoftmaxAttention
 from ..schema.training_plan import Stage, TrainingEstimate
+from ..schema.units import FloatArray
 from ..solvers.batch_groups import BatchInstance, PackInstance, instance_under
 from .expand import expand_layout
 from .pack_costs import PackCosts, pack_length_costs
@@ -49,12 +50,22 @@ _NUM_LENGTHS = 6
 
 def batch_instance(batch: Batch) -> BatchInstance:
     """Return the problem of a batch that brings its costs."""
+    parts = [(np.array(part.lengths, dtype=np.float64), part) for part in batch.parts]
+    memory_tokens = np.array(batch.padded) + np.ceil(sum(part.token_ratio * lengths for lengths, part in parts)).astype(
+        np.int64
+    )
+    padded = np.array(batch.padded, dtype=np.float64)
+
+    def seconds(_: FloatArray, degree: int) -> FloatArray:
+        of_parts = sum(part.costs.seconds(lengths, degree) for lengths, part in parts)
+        return np.asarray(batch.costs.seconds(padded, degree) + of_parts)
+
     return BatchInstance.of(
-        batch.padded,
-        batch.costs.seconds,
+        memory_tokens.tolist(),
+        seconds,
         num_ranks=batch.num_ranks,
         tokens_per_rank=batch.tokens_per_rank,
-        fixed_s=batch.costs.fixed_s,
+        fixed_s=sum((part.costs.fixed_s for part in batch.parts), batch.costs.fixed_s),
     )
 
 

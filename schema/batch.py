@@ -212,12 +212,27 @@ class LengthCosts(Frozen):
         return np.asarray(lengths * np.interp(lengths, self.lengths, row))
 
 
+class BatchPart(Frozen):
+    """What another chain of the model computes of each sequence of a batch: the patches of its images, say.
+
+    Attributes:
+        lengths: tokens of the chain, of each sequence; 0 where it has none.
+        token_ratio: what one of them holds of a rank's memory, over a token of the batch's own lengths.
+    """
+
+    name: str = ""
+    lengths: tuple[Annotated[int, Field(ge=0, le=10**9)], ...] = Field(min_length=1, max_length=MAX_SEQUENCES)
+    costs: SequenceCosts
+    token_ratio: Annotated[float, Field(ge=0, le=10**6)] = 1.0
+
+
 class Batch(Frozen):
     """A batch to schedule.
 
     Attributes:
         lengths: tokens of each sequence; ``multiple``: what they are padded up to.
         num_ranks: that share the batch; tokens_per_rank: that one holds in a micro-batch.
+        parts: of other chains, computed by the group of the sequence too.
     """
 
     name: str = ""
@@ -226,6 +241,17 @@ class Batch(Frozen):
     num_ranks: Annotated[int, Field(ge=1, le=2**16)]
     tokens_per_rank: Count
     costs: SequenceCosts
+    parts: tuple[BatchPart, ...] = Field(default=(), max_length=16)
+
+    @model_validator(mode="after")
+    def _has_every_part(self) -> Self:
+        for number, part in enumerate(self.parts):
+            if len(part.lengths) != len(self.lengths):
+                raise ValueError(
+                    f"parts[{number}] has {len(part.lengths)} lengths for {len(self.lengths)} sequences: one for each, 0 where "
+                    f"it has none"
+                )
+        return self
 
     @property
     def padded(self) -> tuple[int, ...]:
@@ -261,7 +287,10 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
             word = line.strip()
             if word and not (word.isdigit() and len(word) <= _MAX_DIGITS and int(word)):
                 what = shown(word.decode("utf-8", "replace"))
-                raise ConfigError(f"{path}, line {number}: {what} is no length: a positive number of tokens")
+                raise ConfigError(
+                    f"{path}, line {number}: {what} is no length: a positive number of tokens",
+                    help="of text and images give `meshwright batch` a batch with parts" if b" " in word else None,
+                )
     assert lengths is not None
     if len(lengths) > MAX_SEQUENCES:
         raise ConfigError(f"{path} has more than {MAX_SEQUENCES:,} sequences", help="give one batch of them")

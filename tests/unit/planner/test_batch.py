@@ -75,7 +75,14 @@ def test_the_command_schedules_plans_and_batches(trained: TrainingPlan, tmp_path
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("5\n0\n", "line 2"), ("-3\n", "line 1"), ("4\nfour\n", "'four'"), ("", "no lengths"), ("9" * 30, "no length")],
+    [
+        ("5\n0\n", "line 2"),
+        ("-3\n", "line 1"),
+        ("4\nfour\n", "'four'"),
+        ("", "no lengths"),
+        ("9" * 30, "no length"),
+        ("7 9\n", "with parts"),
+    ],
 )
 def test_lengths_that_are_none_are_refused_by_line(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
