@@ -103,7 +103,9 @@ def test_layers_cover_kinds_shards_and_recompute(profile):
     assert {(p.seq_len, p.micro_batch_size) for p in profile.layers} == {
         (32, 1),
         (8, 4),
+        (8, 1),
         (2, 16),
+        (2, 1),
     }  # tiny_rank: no larger ones
     saved = {m.recompute: m.saved_bytes for m in profile.layer_memory if m.layer == block and m.tp == 1}
     assert saved["full"] < saved["selective"] < saved["none"]
