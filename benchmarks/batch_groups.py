@@ -10,12 +10,13 @@ import csv
 import gzip
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from meshwright.planner.batch import batch_instance
-from meshwright.schema.batch import Batch, SequenceCosts
+from meshwright.schema.batch import Batch, BatchPart, SequenceCosts
 from meshwright.solvers.batch_groups import check_batch, schedule_batch
 
 DATA = Path(__file__).parents[1] / "../shared/data/variable_length"
@@ -55,6 +56,8 @@ def main() -> None:
         _row(f"{count} code files on {ranks} ranks (seed 0)", lengths, ranks, 6_449)
     unlike = np.random.default_rng(0).integers(1_000, 24_000, 512).tolist()
     _row("512 unlike lengths on 16 ranks (seed 0)", unlike, 16, 6_449)
+    for ranks in (64, 16):
+        _row_of_parts(np.random.default_rng(0).choice(pool, 512).tolist(), ranks)
 
 
 def _costs(model: dict[str, Any]) -> SequenceCosts:
@@ -82,6 +85,25 @@ def _row(
     print(
         f"{name:44s} {answer.seconds:7.3f}  {answer.seconds / answer.bound_seconds:8.3f}  {ratios[0]:9.3f}  {ratios[1]:11.3f}  "
         f"{cpu_s:5.2f}"
+    )
+
+
+def _row_of_parts(tokens: list[int], ranks: int) -> None:
+    """Print the row of samples of which half have images; encoder and decoder as Qwen2-VL-2B's, 675 M and 1.5 B parameters."""
+    rng = np.random.default_rng(0)
+    patches = (rng.integers(256, 16_384, len(tokens)) * rng.integers(0, 2, len(tokens))).tolist()
+    costs = SequenceCosts(linear_s=0.45 * COSTS.linear_s, quadratic_s=0.45 * COSTS.quadratic_s)
+    part = BatchPart(name="images", lengths=tuple(patches), costs=costs, token_ratio=0.95)
+    batch = Batch(lengths=tuple(tokens), num_ranks=ranks, tokens_per_rank=6_449, costs=COSTS, parts=(part,))
+    instance, of_text = batch_instance(batch), batch_instance(batch.replace(parts=()))
+    start = time.process_time()
+    answer = schedule_batch(instance)
+    cpu_s = time.process_time() - start
+    assert check_batch(instance, answer) == []
+    alone_s = instance.step_s(schedule_batch(replace(instance, seconds=of_text.seconds)).micro_batches)
+    print(
+        f"{f'512 code files, half with images, on {ranks} ranks':44s} {answer.seconds:7.3f}  "
+        f"{answer.seconds / answer.bound_seconds:8.3f}  {cpu_s:33.2f}   {alone_s / answer.seconds:.2f} by the tokens alone"
     )
 
 

@@ -3,13 +3,14 @@
 The ranks that share a batch are those that hold all layers: all that are not tensor-parallel. A group of d of them computes its
 sequences by context parallelism of degree d. Seconds come from the estimate of the plan's own layout with cp = d (exchange as far
 as the heads go, a ring beyond, as the runtime does it): what one more micro-batch of n equal sequences adds to a step, n such that
-ranks are half full, at lengths from the shortest to the longest, less what a micro-batch takes whatever is in it,
+ranks are as full as by a mean batch in the fewest micro-batches, at lengths from the shortest to the longest, less what a
+micro-batch takes whatever is in it,
 
     SECONDS(LEN, d) = (t(n LEN, d) - FIXED) / n + DOCUMENT(d),   FIXED = 2 t(n/2) - t(n) at d = 1, of the shortest
 
-between which seconds a token are interpolated over log LEN. Sequences that are packed attend to themselves only, each by kernels of
-its own but for one rank's GPU: every rank of a group dispatches those of all documents of its place in the ring, DOCUMENT(d). Where
-a mean batch does not half fill the ranks, n is what it brings. Through pipelines sequences are packed: pack_costs.py.
+between which seconds a token are linear in LEN, as attention's are. Sequences that are packed attend to themselves only, each by
+kernels of its own but for one rank's GPU: every rank of a group dispatches those of all documents of its place in the ring,
+DOCUMENT(d). Through pipelines sequences are packed: pack_costs.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpe
 from ..schema.batch import Batch, LengthCosts
 from ..schema.layers import SoftmaxAttention
 from ..schema.training_plan import Stage, TrainingEstimate
+from ..schema.units import FloatArray
 from ..solvers.batch_groups import BatchInstance, PackInstance, instance_under
 from .expand import expand_layout
 from .pack_costs import PackCosts, pack_length_costs
@@ -48,12 +50,22 @@ _NUM_LENGTHS = 6
 
 def batch_instance(batch: Batch) -> BatchInstance:
     """Return the problem of a batch that brings its costs."""
+    parts = [(np.array(part.lengths, dtype=np.float64), part) for part in batch.parts]
+    memory_tokens = np.array(batch.padded) + np.ceil(sum(part.token_ratio * lengths for lengths, part in parts)).astype(
+        np.int64
+    )
+    padded = np.array(batch.padded, dtype=np.float64)
+
+    def seconds(_: FloatArray, degree: int) -> FloatArray:
+        of_parts = sum(part.costs.seconds(lengths, degree) for lengths, part in parts)
+        return np.asarray(batch.costs.seconds(padded, degree) + of_parts)
+
     return BatchInstance.of(
-        batch.padded,
-        batch.costs.seconds,
+        memory_tokens.tolist(),
+        seconds,
         num_ranks=batch.num_ranks,
         tokens_per_rank=batch.tokens_per_rank,
-        fixed_s=batch.costs.fixed_s,
+        fixed_s=sum((part.costs.fixed_s for part in batch.parts), batch.costs.fixed_s),
     )
 
 
@@ -82,19 +94,23 @@ def length_costs(
     shortest: int = 1,
     longest: int,
     stages: Sequence[Stage] = (),
+    tokens_per_rank: int = _MAX_TOKENS,
 ) -> LengthCosts:
     """Return what sequences between two lengths cost under a layout; through a pipeline, whose ``stages`` are given, in packs.
+
+    Args:
+        tokens_per_rank: that a rank takes at most in a micro-batch, where it could hold more.
 
     Raises:
         ConfigError: the ranks that share a batch make no groups, or the schedule is made for one number of micro-batches.
         InfeasibleError: a rank holds no tokens.
     """
     if layout.pp > 1:
-        return _pack_costs(PackCosts(model, cluster, workload, layout, stages), shortest, longest)
+        return _pack_costs(PackCosts(model, cluster, workload, layout, stages), shortest, longest, tokens_per_rank)
     costs = _Costs(model, cluster, workload, layout)
-    tokens = costs.tokens_per_rank()
+    tokens = min(costs.tokens_per_rank(), tokens_per_rank)
     grid = length_grid(shortest, longest, costs.multiple)
-    filled = max(min(tokens / 2, costs.batch_tokens), 2.0 * grid[0])
+    filled = max(costs.batch_tokens / math.ceil(costs.batch_tokens / tokens), 2.0 * grid[0])
     of_shortest = costs.seconds(grid[0], 1, filled)
     fixed_s = max(2 * costs.seconds(grid[0], 1, filled / 2).total - of_shortest.total, 0.0)
     return LengthCosts(
@@ -111,8 +127,8 @@ def length_costs(
     )
 
 
-def _pack_costs(costs: PackCosts, shortest: int, longest: int) -> LengthCosts:
-    tokens = most_tokens(costs.estimate, costs.multiple) // costs.layout.cp
+def _pack_costs(costs: PackCosts, shortest: int, longest: int, tokens_per_rank: int) -> LengthCosts:
+    tokens = min(most_tokens(costs.estimate, costs.multiple) // costs.layout.cp, tokens_per_rank)
     document_s = dispatch_s(costs.cluster, costs.workload, costs.layout, costs.num_blocks)
     grid = length_grid(shortest, longest, costs.multiple)
     return pack_length_costs(costs, grid, tokens_per_rank=tokens, document_s=document_s)

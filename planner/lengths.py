@@ -40,6 +40,9 @@ from .tasks.training import build_alternative, plan_candidate, search_layouts, s
 NUM_BATCHES, SEED = 16, 0
 """Batches that are drawn: of 512 code files the mean over 16 is within 1 % of that over 256."""
 
+_MIN_BATCHES, _DRAWN = 2, NUM_BATCHES * 512
+"""As few of larger batches, as draw so many sequences: what a mean is off by falls with the number of sequences."""
+
 _PACKED_TOKENS = 4096
 """Tokens of the packs by which layouts are bounded: few enough that recompute is not decided by them."""
 
@@ -104,7 +107,11 @@ class LayoutsOverBatches:
             if math.isfinite(incumbent):
                 return Step(nodes=[Node(costs.step_s + float(np.mean(bounds)), row, node.key)])
         assert row.costs is not None
-        answers = [schedule_batch(instance_under(row.costs, batch)).seconds for batch in self.batches]
+        answers = []
+        for batch in self.batches:
+            if request.deadline.is_over:  # a batch may take seconds
+                return Step(nodes=[node])
+            answers.append(schedule_batch(instance_under(row.costs, batch)).seconds)
         seconds = row.costs.step_s + float(np.mean(answers))
         return Step(leaves=[Leaf(seconds, Mean(row, seconds), key=node.key)], evaluated=1)
 
@@ -183,7 +190,9 @@ def estimate_lengths(request: PlanRequest, layout: Layout, stages: Sequence[Stag
 
 def _batches(workload: Workload) -> list[tuple[int, ...]]:
     assert workload.lengths is not None
-    return [workload.lengths.draw(workload.global_batch_size, SEED + b) for b in range(NUM_BATCHES)]
+    size = workload.global_batch_size
+    count = max(_MIN_BATCHES, min(NUM_BATCHES, math.ceil(_DRAWN / size)))
+    return [workload.lengths.draw(size, SEED + b) for b in range(count)]
 
 
 def _packed(request: PlanRequest, lengths: Lengths) -> PlanRequest:

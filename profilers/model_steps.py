@@ -33,7 +33,7 @@ MeasuredLayer = Embedding | Block | Head
 MICRO_BATCHES = (1, 2, 4)
 TENSOR_PARALLEL = (1, 2, 4, 8)
 SHORTER = (4, 16, 64)
-"""Of documents: how much shorter sequences are, of which there are so many more in a micro-batch."""
+"""Of documents: how much shorter sequences are, of which there are so many more in a micro-batch, or one."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 _LAYER_TRACE_S = 0.3
@@ -107,6 +107,7 @@ def layer_cases(
     order: list[tuple[int, int, int, Recompute]] = [
         *product((1,), (1,), degrees, RECOMPUTES[:1]),
         *((times, times, 1, RECOMPUTES[0]) for times in shorter),
+        *((1, times, 1, RECOMPUTES[0]) for times in shorter),
         *product((1,), (1,), degrees, RECOMPUTES[1:]),
         *product(MICRO_BATCHES[1:], (1,), degrees, RECOMPUTES),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -10,15 +11,19 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, model_validator
 
 from .base import Count, Frozen, read_json, shown
-from .csv_file import limited_lines
+from .csv_file import limited_text
 from .errors import ConfigError
 from .limits import MAX_SEQUENCES
 from .schedules import SCHEDULES, ScheduleName
-from .units import FloatArray
+from .units import FloatArray, IntArray
 
 _MAX_DISTINCT = 256
 """Lengths that a distribution tells apart."""
 
+_MAX_DIGITS, _MAX_LINE_BYTES = 9, 32
+"""Of a length in a file, and on average of a line."""
+
+_BLANKS = b" \t\n\r\v\f"
 
 FILLING_LEN = 256
 """What fills packs up to one shape attends in pieces of so many tokens: less than the squares of what lacks, with few kernels."""
@@ -166,7 +171,7 @@ def why_no_packs(schedule: ScheduleName) -> tuple[str, ...]:
 
 
 class LengthCosts(Frozen):
-    """What sequences cost under a plan: seconds a token on groups of each size, between the lengths in a line over the logarithm.
+    """What sequences cost under a plan: seconds a token on groups of each size, linear between the lengths, as attention grows.
 
     Attributes:
         num_ranks: that share a batch; tokens_per_rank: that one of them holds in a micro-batch.
@@ -204,7 +209,21 @@ class LengthCosts(Frozen):
     def seconds(self, lengths: FloatArray, degree: int) -> FloatArray:
         """Return the seconds of sequences of these lengths [S], each by itself in a group of ``degree`` ranks."""
         row = self.token_s[degree.bit_length() - 1]
-        return np.asarray(lengths * np.interp(np.log(lengths), np.log(self.lengths), row))
+        return np.asarray(lengths * np.interp(lengths, self.lengths, row))
+
+
+class BatchPart(Frozen):
+    """What another chain of the model computes of each sequence of a batch: the patches of its images, say.
+
+    Attributes:
+        lengths: tokens of the chain, of each sequence; 0 where it has none.
+        token_ratio: what one of them holds of a rank's memory, over a token of the batch's own lengths.
+    """
+
+    name: str = ""
+    lengths: tuple[Annotated[int, Field(ge=0, le=10**9)], ...] = Field(min_length=1, max_length=MAX_SEQUENCES)
+    costs: SequenceCosts
+    token_ratio: Annotated[float, Field(ge=0, le=10**6)] = 1.0
 
 
 class Batch(Frozen):
@@ -213,6 +232,7 @@ class Batch(Frozen):
     Attributes:
         lengths: tokens of each sequence; ``multiple``: what they are padded up to.
         num_ranks: that share the batch; tokens_per_rank: that one holds in a micro-batch.
+        parts: of other chains, computed by the group of the sequence too.
     """
 
     name: str = ""
@@ -221,6 +241,17 @@ class Batch(Frozen):
     num_ranks: Annotated[int, Field(ge=1, le=2**16)]
     tokens_per_rank: Count
     costs: SequenceCosts
+    parts: tuple[BatchPart, ...] = Field(default=(), max_length=16)
+
+    @model_validator(mode="after")
+    def _has_every_part(self) -> Self:
+        for number, part in enumerate(self.parts):
+            if len(part.lengths) != len(self.lengths):
+                raise ValueError(
+                    f"parts[{number}] has {len(part.lengths)} lengths for {len(self.lengths)} sequences: one for each, 0 where "
+                    f"it has none"
+                )
+        return self
 
     @property
     def padded(self) -> tuple[int, ...]:
@@ -249,17 +280,36 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
     Raises:
         ConfigError: the file cannot be read, has no lengths, or a line that is no positive number.
     """
-    lengths = []
-    for number, line in enumerate(limited_lines(path), start=1):
-        text = line.decode("utf-8", "replace").strip()
-        if not text:
-            continue
-        value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-        if value < 1:
-            raise ConfigError(f"{path}, line {number}: {shown(text)} is no length: a positive number of tokens")
-        lengths.append(value)
-        if len(lengths) > MAX_SEQUENCES:
-            raise ConfigError(f"{path} has more than {MAX_SEQUENCES:,} sequences", help="give one batch of them")
-    if not lengths:
+    text = limited_text(path, _MAX_LINE_BYTES * MAX_SEQUENCES)
+    lengths = _one_in_each_line(text)
+    if lengths is None:
+        for number, line in enumerate(BytesIO(text), start=1):
+            word = line.strip()
+            if word and not (word.isdigit() and len(word) <= _MAX_DIGITS and int(word)):
+                what = shown(word.decode("utf-8", "replace"))
+                raise ConfigError(
+                    f"{path}, line {number}: {what} is no length: a positive number of tokens",
+                    help="of text and images give `meshwright batch` a batch with parts" if b" " in word else None,
+                )
+    assert lengths is not None
+    if len(lengths) > MAX_SEQUENCES:
+        raise ConfigError(f"{path} has more than {MAX_SEQUENCES:,} sequences", help="give one batch of them")
+    if not len(lengths):
         raise ConfigError(f"{path} has no lengths", help="one number of tokens in each line")
-    return tuple(lengths)
+    return tuple(lengths.tolist())
+
+
+def _one_in_each_line(text: bytes) -> IntArray | None:
+    """Return the numbers of a text with one in each line that is not empty, all at once; None where a line is something else."""
+    if text.translate(None, b"0123456789" + _BLANKS):
+        return None
+    array = np.frombuffer(text, dtype=np.uint8)
+    edges = np.diff((array >= ord("0")).view(np.int8), prepend=0, append=0)
+    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    if not len(starts):
+        return starts
+    new_lines = np.add.reduceat(array == ord("\n"), starts, dtype=np.int32)  # from a number to the next one
+    if not new_lines[:-1].all() or (ends - starts).max() > _MAX_DIGITS:
+        return None
+    numbers = np.fromstring(text, dtype=np.int64, sep=" ")
+    return numbers if numbers.min() > 0 else None

@@ -36,6 +36,23 @@ def limited_lines(path: str | Path) -> Iterator[bytes]:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
+def limited_text(path: str | Path, max_bytes: int) -> bytes:
+    """Return what is in such a file.
+
+    Raises:
+        ConfigError: it cannot be read or unpacked, or has more than so many bytes.
+    """
+    path = Path(path)
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            text = file.read(max_bytes + 1)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(text) > max_bytes:
+        raise ConfigError(f"cannot read {path}: it has more than {max_bytes:,} bytes, unpacked")
+    return text
+
+
 def table_rows(
     path: str | Path, required: Iterable[str], *, form: str, lines: Iterable[bytes] | None = None
 ) -> Iterator[tuple[int, dict[str, str]]]:

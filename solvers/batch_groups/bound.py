@@ -5,7 +5,7 @@ Under (O), with T the longest of the deadlines and w[s] the fewest rank seconds 
     sum_k T[k] + m FIXED  >=  T + max(0, sum_s w[s] - FULL) / R + m FIXED
     FULL = min(R T, the most work of sequences of R C tokens)                   what the micro-batch that takes T does of it
     m >= 1 + (sum_s LEN[s] - ROOM) / (R C)                                      where ROOM, at most R C, are the tokens that the
-         micro-batch of the longest sequence holds: its own, and the most that R T rank seconds less its own have room for
+         micro-batch of the slowest sequence holds: its own, and the most that R T rank seconds less its own have room for
 
 Both knapsacks are continuous. w falls with T and the rest rises, so that the bound is the least over T at which w changes.
 Under (O'): the longest sequence at its fastest, or what all of them come to on ranks that are evenly busy.
@@ -46,12 +46,13 @@ def lower_bound_s(instance: BatchInstance) -> float:
 
 
 class _Distinct:
-    """Sequences of equal length as one row with a count, longest last."""
+    """Sequences that are alike as one row with a count, slowest last."""
 
     def __init__(self, instance: BatchInstance) -> None:
-        lengths, rows, counts = np.unique(instance.lengths, return_index=True, return_counts=True)
+        rows, _, counts = instance.alike
         self.instance, self.counts = instance, counts
-        self.tokens: FloatArray = (lengths * counts).astype(np.float64)
+        self._slowest_tokens = float(instance.lengths[rows[-1]])
+        self.tokens: FloatArray = (instance.lengths[rows] * counts).astype(np.float64)
         self._seconds, self._rank_seconds = instance.seconds[rows], instance.rank_seconds[rows]
         self._capacity = float(instance.num_ranks * instance.tokens_per_rank)
 
@@ -63,9 +64,7 @@ class _Distinct:
         lightest = np.argsort(work / self.tokens)
         max_work = float(_max_value(self.tokens[lightest[::-1]], work[lightest[::-1]], self._capacity))
         rest_s = max(0.0, float(work.sum()) - min(i.num_ranks * longest_s, max_work)) / i.num_ranks
-        room = float(i.lengths.max()) + _max_value(
-            work[lightest], self.tokens[lightest], i.num_ranks * below_s - longest
-        )
+        room = self._slowest_tokens + _max_value(work[lightest], self.tokens[lightest], i.num_ranks * below_s - longest)
         remaining = (float(self.tokens.sum()) - min(room, self._capacity)) / self._capacity
         micro_batches = 1 + max(0, math.ceil(remaining * (1 - SUMMED)))
         return longest_s + rest_s + micro_batches * i.fixed_s

@@ -1,4 +1,4 @@
-"""Filling a micro-batch under a deadline, longest sequences first; groups that are alike are one entry with a count."""
+"""Filling a micro-batch under a deadline, slowest sequences first; groups that are alike are one entry with a count."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from .instance import BatchInstance
 
 
 class Distinct:
-    """Sequences of equal length as one entry with a count, longest first."""
+    """Sequences that are alike as one entry with a count, slowest first."""
 
     def __init__(self, instance: BatchInstance) -> None:
-        _, first, self.members, counts = np.unique(
-            instance.lengths, return_index=True, return_inverse=True, return_counts=True
-        )
+        first, kinds, counts = instance.alike
         order = first[::-1]
         self.instance = instance
-        self.members = len(order) - 1 - self.members
+        self.members = len(order) - 1 - kinds
         self.counts: list[int] = counts[::-1].tolist()
         self.lengths: list[int] = instance.lengths[order].tolist()
-        self.seconds: list[list[float]] = np.where(
-            instance.allowed[order], instance.seconds[order], math.inf
-        ).tolist()  # fmt: skip
+        seconds = np.where(instance.allowed[order], instance.seconds[order], math.inf)
+        self.seconds: list[list[float]] = seconds.tolist()
         self.fastest: list[float] = instance.fastest_s[order].tolist()
         self.work = instance.rank_seconds.min(axis=1)[order]
         self.shortest_s = instance.seconds.min(axis=0).tolist()
-        # Ascending, for bisection.
-        self._below_lengths = [-length for length in self.lengths]
-        self._below_seconds = [[-each for each in column] for column in zip(*self.seconds, strict=True)]
+        self.shortest = min(self.lengths)
+        # The least so far, ascending for bisection: before it comes down to a room nothing fits there.
+        self._below_lengths = (-np.minimum.accumulate(instance.lengths[order])).tolist()
+        self._below_seconds = (-np.minimum.accumulate(seconds, axis=0)).T.tolist()
 
     def first_that_fits(self, widest: list[tuple[float, int]], deadline: float, free: int) -> int:
-        """Return the first entry that fits into one of the widest rooms of each degree, or into a group of ``free`` ranks."""
+        """Return an entry before which none fits into one of the widest rooms of each degree, or into a group of ``free`` ranks."""
         first = len(self.lengths)
         for k, (seconds, tokens) in enumerate(widest):
             if tokens > 0:
@@ -76,8 +74,9 @@ def fill(
     free, degrees = i.num_ranks, range(len(i.degrees))
     rooms: list[list[_Room]] = [[] for _ in degrees]
     widest = [(-1.0, -1)] * len(i.degrees)  # most seconds and most tokens of any room
-    closed: Filled = []
-    shortest, busy = d.lengths[-1], 0.0
+    closed: list[tuple[int, _Room]] = []
+    shortest = d.shortest
+    shortest_s, capacity = d.shortest_s, [i.tokens_per_rank * degree for degree in i.degrees]
     place = 0
     while place < len(remaining):
         idx = remaining[place]
@@ -86,14 +85,12 @@ def fill(
             each = seconds[k]
             if each > widest[k][0] or length > widest[k][1]:
                 continue
-            count = _into_rooms(rooms[k], idx, count, each, length)
-            open_rooms = [room for room in rooms[k] if room.seconds >= d.shortest_s[k] and room.tokens >= shortest]
+            waited, count = count, _into_rooms(rooms[k], idx, count, each, length)
+            if count == waited:  # seconds are in one room, tokens in another one
+                continue
+            open_rooms = [room for room in rooms[k] if room.seconds >= shortest_s[k] and room.tokens >= shortest]
             if len(open_rooms) < len(rooms[k]):
-                closed += [
-                    (k, room.count, room.content)
-                    for room in rooms[k]
-                    if room.seconds < d.shortest_s[k] or room.tokens < shortest
-                ]
+                closed += [(k, room) for room in rooms[k] if room.seconds < shortest_s[k] or room.tokens < shortest]
                 rooms[k] = open_rooms
             widest[k] = _widest(rooms[k])
             if not count:
@@ -102,7 +99,7 @@ def fill(
             k = next((k for k in degrees if seconds[k] <= deadline), -1)
             if k < 0 or i.degrees[k] > free:
                 break
-            size = i.tokens_per_rank * i.degrees[k]
+            size = capacity[k]
             fit = min(count, int(deadline / seconds[k]), size // length)
             new = min(free // i.degrees[k], count // fit)
             rooms[k].append(_Room(deadline - fit * seconds[k], size - fit * length, new, (idx, fit, None)))
@@ -118,15 +115,16 @@ def fill(
         if place + 1 < following and d.fastest[remaining[place + 1]] > next_deadline:
             return None
         place = following
-    for k in degrees:
-        closed += [(k, room.count, room.content) for room in rooms[k]]
-    for k, _, content in closed:
-        busy = max(busy, sum(number * d.seconds[idx][k] for idx, number in entries(content)))
-    return busy, closed
+    closed += [(k, room) for k in degrees for room in rooms[k]]
+    unused = min((room.seconds for _, room in closed), default=deadline)
+    return deadline - unused, [(k, room.count, room.content) for k, room in closed]
 
 
 def _widest(rooms: list[_Room]) -> tuple[float, int]:
-    return max((room.seconds for room in rooms), default=-1.0), max((room.tokens for room in rooms), default=-1)
+    seconds, tokens = -1.0, -1
+    for room in rooms:
+        seconds, tokens = max(seconds, room.seconds), max(tokens, room.tokens)
+    return seconds, tokens
 
 
 def _into_rooms(rooms: list[_Room], idx: int, count: int, each: float, length: int) -> int:

@@ -14,6 +14,9 @@ Variables   x[s,g] in {0,1};  d[g] degree;  T[k] seconds
 (C3) ranks:   sum_{g of k} d[g] <= R
 (C4) slowest: sum_s SECONDS[s,d[g]] x[s,g] <= T[k]
 (C6) aligned: a group of d ranks begins at a multiple of d: groups of a micro-batch lie in the order of their sizes
+
+A sequence may have parts that different chains of a model compute (an encoder its patches, a decoder its tokens). Its group
+computes all of them: SECONDS is their sum, and LEN what they hold together, in tokens of the decoder.
 """
 
 from __future__ import annotations
@@ -110,6 +113,20 @@ class BatchInstance:
     def fastest_s(self) -> FloatArray:
         """Return the seconds of each sequence at its fastest degree [S]."""
         return np.where(self.allowed, self.seconds, math.inf).min(axis=1)
+
+    @cached_property
+    def alike(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return one index of each kind of sequence [K], the kind of each [S] and how many there are [K], the slowest kind last.
+
+        Sequences are alike whose tokens and seconds are; of several parts these do not follow from each other.
+        """
+        order = np.lexsort((self.lengths, self.fastest_s))
+        rows = np.column_stack((self.lengths, self.seconds))[order]
+        starts = np.flatnonzero(np.append(True, (rows[1:] != rows[:-1]).any(axis=1)))
+        counts = np.diff(np.append(starts, len(order)))
+        kinds = np.empty(len(order), dtype=np.int64)
+        kinds[order] = np.repeat(np.arange(len(starts)), counts)
+        return order[starts], kinds, counts
 
     @cached_property
     def rank_seconds(self) -> FloatArray:

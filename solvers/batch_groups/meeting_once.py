@@ -6,7 +6,7 @@ with (C1), (C2), (C3), (C6) of instance.py. Groups are aligned blocks, so of any
 common: each rank computes its groups in the order of their sizes, largest first, and then nobody waits for a group before all of
 its ranks are through with it. That makes (O') the time of the step, and the order one without deadlocks.
 
-A deadline is bisected. Longest first, a sequence goes to the block of the smallest degree whose busiest rank then ends soonest, if
+A deadline is bisected. Slowest first, a sequence goes to the block of the smallest degree whose busiest rank then ends soonest, if
 it ends within the deadline: into the group that is open there while it has room for the tokens, else into a new one, which costs
 FIXED. Few sequences on few ranks are then enumerated: groups one after the other, on every block, as long as that may be better.
 """
@@ -43,7 +43,7 @@ class _Block:
 
 def solve_without_waits(i: BatchInstance) -> tuple[tuple[BatchGroup, ...], ...]:
     """Return the groups of a batch in rounds of blocks without a rank in common, largest first."""
-    order = np.argsort(-i.lengths, kind="stable")
+    order = np.argsort(-i.fastest_s, kind="stable")
     low, high = lower_bound_s(i), math.inf
     deadline, best = low, None
     while best is None or high / low - 1 > _TOLERANCE:

@@ -123,9 +123,13 @@ def _best_filling(i: BatchInstance, d: Distinct) -> _Filling:
     best: tuple[float, _Filling] | None = None
     first = i.min_micro_batches
     count = first
+    unlimited_s = float(np.dot(d.fastest, d.counts)) + i.num_ranks * even_s
     while best is None or (count < first + _SPAN and even_s + count * i.fixed_s < best[0]):
         if count > first + len(d.members):
             raise InfeasibleError(f"no schedule of {len(d.members)} sequences fits (C2)", help="take more ranks")
+        if best is None and _under(d, [unlimited_s] * count) is None:
+            count += 1  # memory is what lacks, whatever the deadlines
+            continue
         for shape, low in _shapes(i, d, count, even_s):
             below_s = math.inf if best is None else best[0] - count * i.fixed_s
             filling = _scaled_down(d, shape, low, below_s)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from meshwright.cli.main import app
 from meshwright.planner import plan
-from meshwright.planner.batch import instance_of_plan
-from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
-from meshwright.schema.batch import Batch, SequenceCosts, read_lengths
+from meshwright.planner.batch import instance_of_plan, length_costs
+from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingPlan, Workload
+from meshwright.schema.batch import Batch, LengthCosts, SequenceCosts, read_lengths
 from meshwright.solvers.batch_groups import BatchGroup, PackInstance, check_batch, schedule_batch
 from typer.testing import CliRunner
 
@@ -75,7 +75,14 @@ def test_the_command_schedules_plans_and_batches(trained: TrainingPlan, tmp_path
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("5\n0\n", "line 2"), ("-3\n", "line 1"), ("4\nfour\n", "'four'"), ("", "no lengths"), ("9" * 30, "no length")],
+    [
+        ("5\n0\n", "line 2"),
+        ("-3\n", "line 1"),
+        ("4\nfour\n", "'four'"),
+        ("", "no lengths"),
+        ("9" * 30, "no length"),
+        ("7 9\n", "with parts"),
+    ],
 )
 def test_lengths_that_are_none_are_refused_by_line(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
@@ -156,3 +163,17 @@ def test_the_command_packs_lengths(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(app, ["batch", str(lengths), "--pack", "29"])
     assert wrong.exit_code == 2
     assert "longest sequence has 30 tokens" in wrong.output
+
+
+def test_seconds_between_lengths_are_those_of_attention_and_fewer_tokens_cost_no_less() -> None:
+    lengths = np.array([100.0, 150.0, 700.0, 1_999.0, 2_000.0])
+    costs = LengthCosts(
+        num_ranks=1, tokens_per_rank=2_000, fixed_s=0.0, lengths=(100, 1_000, 2_000), token_s=((1.1e-3, 2e-3, 3e-3),)
+    )
+    assert costs.seconds(lengths, 1) == pytest.approx(1e-3 * lengths + 1e-6 * lengths**2)
+    model, cluster = ModelSpec.named("smollm2-135m"), ClusterSpec.parse("2xH100-SXM-80GB")
+    workload, layout = Workload(seq_len=2_048, global_batch_size=64), Layout(dp_shard=2, zero_stage=3)
+    free = length_costs(model, cluster, workload, layout, longest=2_048)
+    limited = length_costs(model, cluster, workload, layout, longest=2_048, tokens_per_rank=4_096)
+    assert limited.tokens_per_rank == 4_096 < free.tokens_per_rank
+    assert limited.seconds(lengths, 2).sum() + limited.fixed_s >= free.seconds(lengths, 2).sum()

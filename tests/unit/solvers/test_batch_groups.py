@@ -179,6 +179,9 @@ def test_extreme_batches() -> None:
         [100] * 700, ranks=1, tokens=100, fixed=5.0
     )  # a micro-batch for each: no search of 700 deadlines
     assert schedule_batch(one_by_one).seconds == pytest.approx(lower_bound_s(one_by_one), rel=1e-6)
+    odd = [60 + idx % 7 for idx in range(40)]  # two are more than a rank holds, although all tokens fit into fewer
+    pairs = _instance(odd, ranks=2, tokens=100, fixed=5.0)
+    assert pairs.min_micro_batches < len(schedule_batch(pairs).micro_batches) == 20
     for wrong in ([], [0], [5, -1]):
         with pytest.raises(ConfigError):
             _instance(wrong, ranks=2, tokens=10, fixed=0.0)
