@@ -74,7 +74,7 @@ class GoodputReport(Frozen):
     not_tolerated: str = ""
 
 
-Policy = Literal["wait", "restart", "continue", "join"]
+Policy = Literal["wait", "restart", "continue", "join", "leave"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 Lost = Literal["waiting", "restarts", "losses", "returns", "copies", "saves"]
@@ -100,13 +100,18 @@ class PolicyReplay(Frozen):
 
 
 class PoolReplay(Frozen):
-    """A recording under every policy: its seconds, machines on average (no more than the plan has), and machines lost."""
+    """A recording under every policy: its seconds, machines on average (no more than the plan has), and machines lost.
+
+    Attributes:
+        bound: what is kept where nothing takes time but restarts after losses of so many that nobody can go on.
+    """
 
     pool: str
     seconds: PositiveFloat
     mean_units: NonNegativeFloat
     losses: CountOrNone
     policies: tuple[PolicyReplay, ...]
+    bound: NonNegativeFloat
 
 
 class MachinesReplay(Frozen):

@@ -23,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from ...cost_models.goodput import MTBF_HOURS_PER_DEVICE
 from ...profilers.run.processes import exit_now
 from ...schema import MeshwrightError, TrainingPlan
 from ...schema.shares import state_copies
@@ -32,7 +33,6 @@ from ..models.decoder import Decoder, is_adapter
 from ..training.checkpoint import TrainingProgress, checkpoint_state, read_states, stored_name
 from ..training.memory import MemoryMeter
 from ..training.options import TrainOptions, prepare_options
-from ..training.save_schedule import MTBF_HOURS_PER_DEVICE
 from ..training.train import TrainingRun, backend_and_device, build_part, train_to_the_end
 from .copies import PeerCopies
 from .exchange import Exchange
@@ -171,14 +171,14 @@ class Survivor:
             self._copies.settle()
 
     def calls_a_halt(self) -> bool:
-        """Tell whether this rank asks all others to end the step, because processes wait to be taken in."""
+        """Tell whether this rank asks all others to end the step, because processes come or go."""
         return self.membership.is_invited()
 
     def after_step(self) -> None:
         """Note what this rank holds from now on, and copy it where that is due.
 
         Raises:
-            GenerationOverError: others are taken in after this step.
+            GenerationOverError: others are taken in, or let go, after this step.
         """
         assert self.run is not None
         if self._past:
@@ -187,7 +187,7 @@ class Survivor:
             self._capture()
         if self.run.is_halted and not self.run.is_finished:
             self.membership.request()
-            raise GenerationOverError("other processes are taken in")
+            raise GenerationOverError("other processes come or go")
         if self._copies is not None:
             self._copies.copy(self.run.progress, self.run.step_times_s[-1])
 
@@ -224,6 +224,7 @@ class Survivor:
         if self._copies is not None:
             self._copies.settle()
         exchange.barrier()
+        membership.note_met()
         self._retained = []
         if self.run is not None and membership.is_active:
             self._save_again(max(status["saved"] for status in statuses))

@@ -11,14 +11,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ...cost_models.goodput import best_interval_s
+from ...cost_models.goodput import MTBF_HOURS_PER_DEVICE, best_interval_s
 from .options import TrainOptions
 
 PAST = "MESHWRIGHT_PAST"
 """Names in a rank's environment how often its job has started again, when it began, and when it last did: seconds of the epoch."""
-
-MTBF_HOURS_PER_DEVICE = 50_000.0
-"""Llama 3 (arXiv:2407.21783, table 5): 419 unexpected interruptions of 16,384 H100 in 54 days, one in 50,700 hours of each."""
 
 DOUBT = 0.01
 """A rate of faults under which so many as were seen are less likely than this is not that of this job."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from meshwright.cli.main import app
+from meshwright.cost_models.goodput import MTBF_HOURS_PER_DEVICE, best_interval_s
 from meshwright.planner import plan
 from meshwright.planner.fallbacks import check
 from meshwright.planner.goodput import expected_goodput, tolerant
@@ -100,6 +101,8 @@ def test_machines_that_come_and_go(trained: TrainingPlan, tmp_path: Path) -> Non
     for entry in pool.policies:
         assert entry.fraction + sum(entry.lost.values()) == pytest.approx(1)
     assert kept["wait"].lost["waiting"] == pytest.approx(3600 * rates[3] / (7200 * rates[4] + 3600 * rates[3]))
+    assert kept["leave"] == kept["join"].replace(policy="leave")  # without a notice
+    assert pool.bound == 1
     assert not kept["join"].lost["waiting"] + kept["join"].lost["restarts"] + kept["join"].lost["saves"]
     path = tmp_path / "pool.csv"
     path.write_text("time_s,available\n" + "".join(f"{change.time_s},{change.available}\n" for change in changes))
@@ -112,6 +115,24 @@ def test_machines_that_come_and_go(trained: TrainingPlan, tmp_path: Path) -> Non
     refused = CliRunner().invoke(app, ["replay", str(tmp_path / "plan.json"), "--requests", str(path)])
     assert refused.exit_code == 2
     assert "--trace" in refused.output
+
+
+def test_with_a_notice_only_the_restart_after_a_loss_of_all_is_lost(trained: TrainingPlan) -> None:
+    """Four machines for two hours with ten minutes of none between; by hand. No policy keeps more than the bound."""
+    changes = [Change(0, 4), Change(3600, 0), Change(4200, 4), Change(7800, 4)]
+    plans = plans_by_units(trained, [4])
+    rate = trained.estimate.tokens_per_s
+    pool = replay_pool(trained, plans, "pool", changes, Costs(save_s=30, restart_s=300, notice_s=120))
+    kept = {entry.policy: entry for entry in pool.policies}
+    assert pool.bound == pytest.approx(1 - 300 / 7200)
+    assert all(entry.fraction <= pool.bound for entry in pool.policies)
+    assert kept["leave"].fraction > kept["join"].fraction
+    assert kept["leave"].lost["restarts"] == pytest.approx(300 / 7200)
+    seldom = best_interval_s(mtbf_s=MTBF_HOURS_PER_DEVICE * 3600 / 32, save_s=30)
+    saving, copies = 30 / (seldom + 30), going_on(trained, MTBF_HOURS_PER_DEVICE * 3600 / 32).copies
+    assert kept["leave"].tokens == pytest.approx(6870 * rate * (1 - saving) * (1 - copies), rel=1e-3)
+    short = replay_pool(trained, plans, "pool", changes, Costs(save_s=30, restart_s=300, notice_s=5))
+    assert {entry.policy: entry.fraction for entry in short.policies}["leave"] < kept["leave"].fraction
 
 
 @pytest.mark.parametrize(
