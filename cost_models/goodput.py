@@ -49,6 +49,22 @@ def best_interval_s(*, mtbf_s: float, save_s: float) -> float:
     return mtbf_s * (1 + float(lambertw(-math.exp(-1 - ratio)).real))
 
 
+def steps_to_save(remaining: int, *, step_s: float, mtbf_s: float, save_s: float) -> int:
+    """Return after how many steps to save, of those that remain until the save at the end.
+
+    The rest is divided into K equal intervals, each of which takes M (e^((T + s)/M) - 1) by (G1): the cheaper of the two K next to
+    the best interval, so that none ends shortly before the end.
+    """
+    best = max(round(best_interval_s(mtbf_s=mtbf_s, save_s=save_s) / step_s), 1)
+    fewest = max(remaining // best, 1)
+
+    def cost(count: int) -> float:
+        exponent = (remaining / count * step_s + save_s) / mtbf_s
+        return count * math.expm1(exponent) if exponent < 700 else math.inf
+
+    return math.ceil(remaining / min(fewest, fewest + 1, key=cost))
+
+
 MAX_COPY_SHARE, LITTLE_COPY_SHARE, FEW_STEPS = 0.03, 0.005, 20
 """Part of the time that copies of states take at most; less than the second is too little to do more steps again for, and so are
 copies after fewer steps than the third.

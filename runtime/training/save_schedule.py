@@ -11,7 +11,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ...cost_models.goodput import MTBF_HOURS_PER_DEVICE, best_interval_s
+from ...cost_models.goodput import MTBF_HOURS_PER_DEVICE, steps_to_save
 from .options import TrainOptions
 
 PAST = "MESHWRIGHT_PAST"
@@ -27,7 +27,7 @@ FIRST_STEPS = 5
 class SaveSchedule:
     """Says when a save is due; every rank has one and calls it at the same steps.
 
-    An automatic one takes the interval T* of (G1) with the seconds of the last save, the median step, and the faults that are to be
+    An automatic one divides what remains evenly, by the interval T* of (G1) with the seconds of the last save, the median step, and the faults that are to be
     expected (`expected_mtbf_s`); the first rank decides, so that all save at once. Until a save is measured it is due after a few
     steps; a run that goes on knows what one took before.
 
@@ -74,7 +74,8 @@ class SaveSchedule:
         given_s = None if self._given_hours is None else self._given_hours * 3600 / devices
         seconds = max(time.time() - self._since_s, step * step_s)
         mtbf_s = expected_mtbf_s(given_s, faults=self._restarts, seconds=seconds, devices=devices)
-        steps = max(round(best_interval_s(mtbf_s=mtbf_s, save_s=self.save_s) / step_s), 1)
+        remaining = max(self._steps - self._saved, 1)
+        steps = steps_to_save(remaining, step_s=step_s, mtbf_s=mtbf_s, save_s=self.save_s)
         due = torch.tensor([max(self._saved + steps, step)], dtype=torch.int64)
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
         due = due.to(device)
