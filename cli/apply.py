@@ -170,6 +170,10 @@ def apply(
             typer.echo(
                 f"--robust-sum {prepared.robust_sum}: losses are not those of the plain mean of gradients", err=True
             )
+        if prepared.recover is not None:
+            typer.echo(
+                "--recover neighbours: after a loss for good, losses are not those of a run without faults", err=True
+            )
         plans = _fallbacks(loaded, prepared, faults)
         with shown_run(
             training.steps, metrics=output.metrics, append=training.resume, as_json=output.as_json

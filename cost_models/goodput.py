@@ -56,13 +56,13 @@ def steps_to_save(remaining: int, *, step_s: float, mtbf_s: float, save_s: float
     the best interval, so that none ends shortly before the end.
     """
     best = max(round(best_interval_s(mtbf_s=mtbf_s, save_s=save_s) / step_s), 1)
-    fewest = max(remaining // best, 1)
+    fewer = max(remaining // best, 1)
 
     def cost(count: int) -> float:
         exponent = (remaining / count * step_s + save_s) / mtbf_s
         return count * math.expm1(exponent) if exponent < 700 else math.inf
 
-    return math.ceil(remaining / min(fewest, fewest + 1, key=cost))
+    return math.ceil(remaining / min(fewer, fewer + 1, key=cost))
 
 
 MAX_COPY_SHARE, LITTLE_COPY_SHARE, FEW_STEPS = 0.03, 0.005, 20

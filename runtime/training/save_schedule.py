@@ -27,9 +27,9 @@ FIRST_STEPS = 5
 class SaveSchedule:
     """Says when a save is due; every rank has one and calls it at the same steps.
 
-    An automatic one divides what remains evenly, by the interval T* of (G1) with the seconds of the last save, the median step, and the faults that are to be
-    expected (`expected_mtbf_s`); the first rank decides, so that all save at once. Until a save is measured it is due after a few
-    steps; a run that goes on knows what one took before.
+    An automatic one divides what remains evenly, by the interval T* of (G1) with the seconds of the last save, the median step, and
+    the faults that are to be expected (`expected_mtbf_s`); the first rank decides, so that all save at once. Until a save
+    is measured it is due after a few steps; a run that goes on knows what one took before.
 
     Args:
         begun_s: when this process began to train, seconds of the epoch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from meshwright.cost_models.goodput import MTBF_HOURS_PER_DEVICE, best_interval_
 from meshwright.planner import plan
 from meshwright.planner.fallbacks import check
 from meshwright.planner.goodput import expected_goodput, tolerant
+from meshwright.planner.rerouting import break_even_s, lost_stages, rerouted_step_s, why_not_rerouted
 from meshwright.planner.spot import Costs, going_on, plans_by_units, replay_pool
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.goodput import Faults
@@ -133,6 +135,37 @@ def test_with_a_notice_only_the_restart_after_a_loss_of_all_is_lost(trained: Tra
     assert kept["leave"].tokens == pytest.approx(6870 * rate * (1 - saving) * (1 - copies), rel=1e-3)
     short = replay_pool(trained, plans, "pool", changes, Costs(save_s=30, restart_s=300, notice_s=5))
     assert {entry.policy: entry.fraction for entry in short.policies}["leave"] < kept["leave"].fraction
+
+
+def test_micro_batches_of_a_lost_stage_go_to_its_peers(trained: TrainingPlan, tmp_path: Path) -> None:
+    """pp 2 x dp 2 of four nodes, each one stage of one replica: the peer of the lost one is busy twice as long."""
+    fixed = {"pp": 2, "dp_replicate": 2, "tp": 8, "dp_shard": 1, "num_model_chunks": 1, "schedule": "1f1b"}
+    piped = plan(trained.model, trained.cluster, trained.workload, fixed=fixed)
+    assert why_not_rerouted(trained).startswith(("there is one stage", "no other replica"))
+    assert not why_not_rerouted(piped)
+    assert sorted(map(len, lost_stages(piped))) == [1, 1]
+    step_s, passes_s = piped.estimate.step_time_s, 2 * piped.num_microbatches
+    busy_s = max(stage.forward_s + stage.backward_s for stage in piped.estimate.stages)
+    rerouted_s = rerouted_step_s(piped)
+    assert rerouted_s is not None
+    assert passes_s * busy_s <= rerouted_s < 2 * step_s
+    report = expected_goodput(piped, FAULTS.replace(tolerate=1))
+    assert report.fallbacks[0].rerouted_step_s == rerouted_s
+    assert break_even_s(rerouted_step_s=3, fallback_step_s=2, move_s=5) == pytest.approx(30)  # 10 s without steps
+    assert break_even_s(rerouted_step_s=2, fallback_step_s=2, move_s=5) == math.inf
+    piped.save(tmp_path / "plan.json")
+    words = [
+        "goodput",
+        str(tmp_path / "plan.json"),
+        "--mtbf-hours-per-device",
+        "2000",
+        "--save-s",
+        "10",
+        "--tolerate",
+        "1",
+    ]
+    table = CliRunner().invoke(app, [*words, "--restart-s", "300"])
+    assert "apply does not run" in " ".join(table.output.split())
 
 
 @pytest.mark.parametrize(
