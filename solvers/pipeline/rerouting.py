@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Literal, get_args
@@ -74,7 +74,7 @@ def solve(instance: ReroutingInstance) -> tuple[Pass, ...]:
     return tuple(sorted(min(orders, key=makespan_s), key=lambda each: each.start_s))
 
 
-def makespan_s(passes: Collection[Pass]) -> float:
+def makespan_s(passes: Iterable[Pass]) -> float:
     """Return (O)."""
     return max(each.end_s for each in passes)
 

@@ -23,7 +23,7 @@ import pytest
 from meshwright.profilers.machine import num_cores
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints
 from meshwright.schema import Layout
-from small_jobs import losses, plan_elsewhere, read_lines, small_plan, train_here
+from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan, train_here
 
 pytestmark = [pytest.mark.job, pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")]
 WAIT_S = 240
@@ -294,3 +294,25 @@ def test_a_node_that_is_about_to_go_hands_over_what_it_holds_and_the_last_one_sa
     assert causes == ["node 1 is about to be taken away"]
     expected = losses(train_here(monkeypatch, alone, TrainOptions(steps=steps), tmp_path / "alone"))
     assert losses(records) == pytest.approx(expected[: len(done)], rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_loss_of_the_node_with_the_store_ends_the_others_with_one_message(tmp_path: Path) -> None:
+    """SIGKILL to its launcher: no rank of either node is there afterwards, and nobody trains on alone."""
+    nodes = Nodes((), f"127.0.0.1:{20_000 + (os.getpid() + 1) % 10_000}")
+    plan_elsewhere(num_nodes=2).replace(fallbacks=(small_plan(),)).save(tmp_path / "plan.json")
+    metrics, options = tmp_path / "metrics.jsonl", ("--steps", "1000000", "--hang-timeout-s", "0")
+    words = ("--metrics", str(metrics), str(tmp_path / "plan.json"))
+    launchers = [nodes.start(0, *options, "--node-rank", str(node), *words) for node in range(2)]
+    try:
+        wait_for(exists(metrics), launchers)
+        ranks = [rank for launcher in launchers for rank in ranks_of(launcher)]
+        launchers[0].kill()
+        message = launchers[1].communicate(timeout=WAIT_S)[1]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert launchers[1].returncode == 1, message
+    assert message.count("error: ") == 1
+    assert "error: node 1 has lost the node with the store of the job" in message
+    assert_gone(ranks)
