@@ -164,6 +164,7 @@ def main() -> None:
                 "reached the end": episode.exit_code == 0 and {step for step, _ in losses} == reference.keys(),
                 "steps done": len(losses),
                 "losses apart": max((abs(loss / reference[step] - 1) for step, loss in losses), default=0.0),
+                "steps apart": sorted({step for step, loss in losses if abs(loss / reference[step] - 1) > SAME}),
                 "messages": episode.messages,
                 "processes that remained": episode.remained,
             }

@@ -74,7 +74,7 @@ def go_on(
     faults: Path,
     *deaths: str,
     fewer: Sequence[TrainingPlan] = FEWER,
-    recover: Any = None,
+    options: TrainOptions | None = None,
     **job: Any,
 ) -> Any:
     """Train on four ranks, some of which die; what they report."""
@@ -85,7 +85,7 @@ def go_on(
     for each in (plan, *fewer):
         files.append(str(folder / f"{each.layout.world_size}.json"))
         each.save(files[-1])
-    chosen = prepare_options(plan, TrainOptions(steps=STEPS, recover=recover))
+    chosen = prepare_options(plan, (options or TrainOptions()).replace(steps=STEPS))
     work = Job(
         plan=files[0], options=chosen, report=str(folder / "report"), timeout_s=60, fallbacks=tuple(files[1:]), **job
     )
@@ -177,11 +177,13 @@ def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
         (faults / "stop-5").touch()
     records = go_on(
         plan_of(dp_replicate=2), faults, "die-3-1", fewer=(plan_of(),), spares=spares, restart_ranks=restarts,
-        hang_timeout_s=0.0,
+        hang_timeout_s=0.0, options=TrainOptions(checkpoint_dir=str(faults.parent / "checkpoints"), checkpoint_every=2),
     )  # fmt: skip
     assert losses(records) == pytest.approx(expected, rel=1e-5)
     assert causes_of(records) == causes
-    assert [(record["event"], record["ranks"]) for record in records if "event" in record] == events
+    assert [
+        (record["event"], record["ranks"]) for record in records if record.get("event", "checkpoint") != "checkpoint"
+    ] == events
 
 
 @pytest.mark.long
@@ -320,7 +322,7 @@ def test_layers_that_nobody_holds_are_recovered_from_their_neighbours(faults: Pa
     model = tiny_model(num_blocks=4, vocab_size=256)
     four = make_plan(model, Layout(pp=4), workload=BATCH)
     fewer = (make_plan(model, Layout(pp=2), workload=BATCH),)
-    records = go_on(four, faults, "die-5-1", "die-5-2", fewer=fewer, recover="neighbours")
+    records = go_on(four, faults, "die-5-1", "die-5-2", fewer=fewer, options=TrainOptions(recover="neighbours"))
     assert [record["step"] for record in records if "step" in record] == list(range(1, STEPS + 1))
     assert any(cause.startswith("layers 1, 2 are the mean of their neighbours") for cause in causes_of(records))
     before, after = losses(records)[3:5]
