@@ -34,6 +34,9 @@ from faults import LAYOUTS, small_plans
 from meshwright.profilers.local import measure_local
 from meshwright.schema import TrainingPlan
 
+SAME = 1e-5
+"""Relative difference of losses within which sums in another order lie."""
+
 RANKS, MEAN_S, MOST_STARTS, TIMEOUT_S = 4, 6.0, 25, 240.0
 FAULTS = {"kill": 6, "kill two": 2, "stop": 1, "disk": 1, "notice": 1, "launcher": 1}
 """How often each fault comes, next to the others."""
