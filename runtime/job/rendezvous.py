@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ...profilers.machine import first_host, interface_of
 from ...schema import ConfigError
 from ...schema.base import shown
-from ...schema.errors import NodesNotMetError
+from ...schema.errors import InterruptedRunError, NodesNotMetError
 from .gate import (
     MIN_SECRET,
     SECRET_VARIABLE,
@@ -169,10 +169,14 @@ def _among_others(rendezvous: Rendezvous, store: dist.TCPStore, relay: Relay, *,
     try:
         try:
             yield meeting
-        finally:
+        except (
+            InterruptedRunError
+        ):  # the others need not wait; after a failure the store may be gone, which a client waits for
             with suppress(dist.DistError):
                 shared.set(f"done/{node_rank}", "1")
+            raise
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
+            shared.set(f"done/{node_rank}", "1")
             if is_host:
                 _wait_for(partial(_num_training, shared, meeting, rendezvous.nnodes), rendezvous.nnodes, _LEAVE_S)
     finally:

@@ -299,7 +299,7 @@ def test_a_node_that_is_about_to_go_hands_over_what_it_holds_and_the_last_one_sa
 @pytest.mark.long
 def test_the_loss_of_the_node_with_the_store_ends_the_others_with_one_message(tmp_path: Path) -> None:
     """SIGKILL to its launcher: no rank of either node is there afterwards, and nobody trains on alone."""
-    nodes = Nodes((), f"127.0.0.1:{20_000 + (os.getpid() + 1) % 10_000}")
+    nodes = Nodes((), f"127.0.0.1:{20_000 + os.getpid() % 10_000}")
     plan_elsewhere(num_nodes=2).replace(fallbacks=(small_plan(),)).save(tmp_path / "plan.json")
     metrics, options = tmp_path / "metrics.jsonl", ("--steps", "1000000", "--hang-timeout-s", "0")
     words = ("--metrics", str(metrics), str(tmp_path / "plan.json"))
