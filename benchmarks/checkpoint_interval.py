@@ -10,7 +10,7 @@ moves all of them alike:
     seconds = executed steps x step + saves x save
 
 What one schedule of kills says of two intervals is luck to some percent. So 400 schedules are also simulated, with those medians
-and the formulas of the automatic one (`expected_mtbf_s`, `best_interval_s`).
+and the formulas of the automatic one (`expected_mtbf_s`, `steps_to_save`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
-from meshwright.cost_models.goodput import best_interval_s
+from meshwright.cost_models.goodput import steps_to_save
 from meshwright.planner.plan import plan
 from meshwright.profilers.local import measure_local
 from meshwright.profilers.run.processes import serve_rank
@@ -120,19 +120,23 @@ def simulated(every: Every, seed: int, steps: int, costs: dict[str, float], mtbf
     step_s, save_s = costs["step_s"], costs["save_s"]
     times, executed, done, saved, num_saves, faults = kills(seed, steps), 0, 0, 0, 0, 0
     first = due = FIRST_STEPS
+
+    def interval() -> int:
+        seconds = executed * step_s + num_saves * save_s
+        expected_s = expected_mtbf_s(mtbf_s, faults=faults, seconds=seconds, devices=RANKS)
+        return steps_to_save(max(steps - saved, 1), step_s=step_s, mtbf_s=expected_s, save_s=save_s)
+
     while done < steps:
         if executed >= times[faults]:
             faults, done = faults + 1, saved
             first = due = saved + FIRST_STEPS
             continue
         executed, done = executed + 1, done + 1
-        seconds = executed * step_s + num_saves * save_s
-        expected_s = expected_mtbf_s(mtbf_s, faults=faults, seconds=seconds, devices=RANKS)
-        interval = max(round(best_interval_s(mtbf_s=expected_s, save_s=save_s) / step_s), 1)
         if done == first and num_saves > 1:
-            due = max(saved + interval, done)
+            due = max(saved + interval(), done)
         if done == steps or (done >= due if every == "auto" else done % int(every) == 0):
-            num_saves, saved, due = num_saves + 1, done, done + interval
+            num_saves, saved = num_saves + 1, done
+            due = saved + interval()
     return executed * step_s + num_saves * save_s
 
 

@@ -23,10 +23,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from faults import LAYOUTS, small_plans
+from meshwright.cost_models.goodput import MTBF_HOURS_PER_DEVICE
 from meshwright.planner.spot import going_on
 from meshwright.profilers.local import measure_local
 from meshwright.profilers.run.processes import serve_rank
-from meshwright.runtime.training.save_schedule import MTBF_HOURS_PER_DEVICE
 
 RANKS, WARM_UP, BLOCK = 4, 20, 4
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -99,6 +100,10 @@ class FaultHandling(OptionModel):
         0, "start a dead rank anew, so many times on each node; it is taken in at a step's end, once there is a plan for it.",
         ge=0,
     )  # fmt: skip
+    store_only: bool = option(
+        False,
+        "hold the store at --rdzv-endpoint on this machine, which is none of the nodes and should outlive them; it trains nothing.",
+    )
 
 
 SCRIPT = Mode(
@@ -144,7 +149,11 @@ def apply(
                 else "add the script that builds the model and calls parallelize: meshwright apply PLAN SCRIPT",
             )
         spares = 0 if faults is None else faults.spares
-        rendezvous = meeting.rendezvous() if spares else meeting_of_used(loaded, meeting.rendezvous())
+        rendezvous = meeting.rendezvous()
+        if faults is not None and faults.store_only:
+            rendezvous = replace(rendezvous, store_only=True)
+        elif not spares:
+            rendezvous = meeting_of_used(loaded, rendezvous)
         if rendezvous is None:
             used = f"the plan uses {loaded.cluster.num_nodes} of {meeting.nnodes} nodes"
             typer.echo(f"node {meeting.node_rank} stays idle: {used}", err=True)
@@ -161,13 +170,17 @@ def apply(
             typer.echo(
                 f"--robust-sum {prepared.robust_sum}: losses are not those of the plain mean of gradients", err=True
             )
+        if prepared.recover is not None:
+            typer.echo(
+                "--recover neighbours: after a loss for good, losses are not those of a run without faults", err=True
+            )
         plans = _fallbacks(loaded, prepared, faults)
         with shown_run(
             training.steps, metrics=output.metrics, append=training.resume, as_json=output.as_json
         ) as on_record:
             run(
                 path, prepared, rendezvous=rendezvous, fallbacks=plans, on_record=on_record,
-                **faults.model_dump(), **settings,
+                **faults.model_dump(exclude={"store_only"}), **settings,
             )  # fmt: skip
     if prepared.trace is not None and Path(prepared.trace).exists():
         typer.echo(

@@ -85,9 +85,25 @@ def _tables(plan: TrainingPlan, report: GoodputReport) -> list[Table]:
         table.add_row("goodput, going on at once", format_percent(report.going_on, 2), "--on-fault continue")
     tables = [table]
     if report.fallbacks:
-        remains = headed_table("what remains", "lost", "devices", "layout", "step", "of the time", text=("layout",))
+        remains = headed_table(
+            "what remains; re-routed: micro-batches of the lost stage on its peers, which apply does not run",
+            "lost", "devices", "layout", "step", "of the time", "re-routed", "is better up to", text=("layout",),
+        )  # fmt: skip
         for entry in report.fallbacks:
             share = format_percent(entry.share_of_time, 2)
-            remains.add_row(str(entry.lost), str(entry.num_devices), entry.layout, format_seconds(entry.step_s), share)
+            rerouted = up_to = ""
+            if entry.rerouted_step_s is not None:
+                rerouted, up_to = format_seconds(entry.rerouted_step_s), "any outage"
+            if entry.rerouted_up_to_s is not None:
+                up_to = format_seconds(entry.rerouted_up_to_s)
+            remains.add_row(
+                str(entry.lost),
+                str(entry.num_devices),
+                entry.layout,
+                format_seconds(entry.step_s),
+                share,
+                rerouted,
+                up_to,
+            )
         tables.append(remains)
     return tables

@@ -25,6 +25,9 @@ class MachineOptions(OptionModel):
 
     save_s: float = option(30.0, "of training: seconds that a checkpoint stops it.", ge=1e-3, le=1e6, metavar="S")
     restart_s: float = option(300.0, "of training: seconds of a restart.", ge=1e-3, le=1e6, metavar="S")
+    notice_s: float = option(
+        30.0, "of training: how long before it goes a machine says so (AWS: 120; Azure, Google: 30).", ge=0, le=1e6, metavar="S"
+    )  # fmt: skip
     usd_per_hour: float | None = option(None, "of training: price of a machine.", ge=0, le=1e6, metavar="USD")
 
 
@@ -57,7 +60,7 @@ def replay(
     """Serve recorded requests with a plan, in simulation: percentiles, limits, queue and cache of every instance. Needs no GPU.
 
     A plan of training is replayed over a recording of machines that come and go (--trace): what part of their time each policy
-    keeps, waiting for all of them, restarting on what is left, or going on.
+    keeps, waiting for all of them, restarting on what is left, or going on, and what no policy exceeds.
     """
     from ..planner.request import Deadline
     from ..planner.serving.replay import replay as replay_requests
@@ -71,7 +74,10 @@ def replay(
         raise ConfigError("--rate (requests arrive) and --concurrency (requests in flight) exclude each other")
     document = Plan.load(plan)
     if isinstance(document, TrainingPlan) and trace is not None and requests is None:
-        costs = Costs(save_s=machines.save_s, restart_s=machines.restart_s, usd_per_unit_hour=machines.usd_per_hour)
+        costs = Costs(
+            save_s=machines.save_s, restart_s=machines.restart_s, notice_s=machines.notice_s,
+            usd_per_unit_hour=machines.usd_per_hour,
+        )  # fmt: skip
         _replay_machines(document, trace, costs, Deadline(time_limit_s), as_json=json)
         return
     if not isinstance(document, ServingPlan) or requests is None or trace is not None:
@@ -151,4 +157,5 @@ def _replay_machines(plan: TrainingPlan, trace: Path, costs: Costs, deadline: De
                 plain(pool.pool), f"{pool.mean_units:.1f}", str(pool.losses), entry.policy, format_percent(entry.fraction, 1), rest,
                 format_seconds(entry.running_s), usd,
             )  # fmt: skip
+        table.add_row(plain(pool.pool), "", "", "at most", format_percent(pool.bound, 1), "restarts alone", "", "")
     show_answer(answer, table, as_json=as_json)

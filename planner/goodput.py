@@ -11,6 +11,7 @@ A unit is a node, or a device where the cluster is one node. Policies that are c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..cost_models.goodput import best_interval_s, continuing_goodput, lost_units, restart_goodput
@@ -18,6 +19,7 @@ from ..schema import InfeasibleError, TrainingPlan
 from ..schema.goodput import Fallback, Faults, GoodputReport
 from .fallbacks import check, fallbacks, num_units
 from .request import Deadline
+from .rerouting import break_even_s, rerouted_step_s, why_not_rerouted
 from .spot import going_on
 
 
@@ -47,6 +49,7 @@ def expected_goodput(plan: TrainingPlan, faults: Faults, deadline: Deadline | No
         units=units, unit_mtbf_s=unit_mtbf_s, repair_s=repair_s, tolerated=min(units, faults.spares + 20)
     )
     plans, reason = plan.fallbacks[: faults.tolerate], ""
+    not_rerouted = why_not_rerouted(plan)
     if not plans:
         plans, reason = fallbacks(plan, faults.tolerate, deadline)
     rates = [1.0] * (faults.spares + 1) + [step_s / entry.estimate.step_time_s for entry in plans]
@@ -94,11 +97,26 @@ def expected_goodput(plan: TrainingPlan, faults: Faults, deadline: Deadline | No
                 layout=str(entry.layout),
                 step_s=entry.estimate.step_time_s,
                 share_of_time=float(shares[lost + faults.spares]),
+                **(_rerouted(plan, entry, mtbf_s) if lost == 1 and not not_rerouted else {}),
             )
             for lost, entry in enumerate(plans, start=1)
         ),
         not_tolerated=reason,
+        not_rerouted=not_rerouted,
     )
+
+
+def _rerouted(plan: TrainingPlan, fallback: TrainingPlan, mtbf_s: float) -> dict[str, float | None]:
+    """Return what re-routing the micro-batches of what is lost is worth next to a fallback."""
+    step_s = rerouted_step_s(plan)
+    if step_s is None:
+        return {}
+    up_to_s = break_even_s(
+        rerouted_step_s=step_s,
+        fallback_step_s=fallback.estimate.step_time_s,
+        move_s=going_on(fallback, mtbf_s).joined_s,
+    )
+    return {"rerouted_step_s": step_s, "rerouted_up_to_s": None if math.isinf(up_to_s) else up_to_s}
 
 
 def tolerant(plans: Sequence[TrainingPlan], faults: Faults, deadline: Deadline | None = None) -> TrainingPlan:

@@ -8,12 +8,17 @@ fewer of them, RATE[n] tokens/s. A policy says when the job runs, and what a cha
     continue  a loss takes seconds (detection, new groups, states, work since the copies); when a unit is back as `restart`
     join      as `continue`, and units that are back are taken in at a step's end, all that wait at once (`apply` where its command
               is given there again)
+    leave     as `join`, and units that are about to go say so NOTICE seconds before (SIGTERM): they hand over what they hold at a
+              step's end, and the last ones save; only faults of devices, which nobody foresees, need copies and other checkpoints
 
 Checkpoints are as often as Daly's interval makes best for the losses of the recording, under `continue` for those of all units at
 once. Several units that are lost between two looks at a pool are lost one after the other: looks are minutes apart, a loss takes
 seconds.
 
+The store is on a machine that stays (`apply --store-only`).
+
     fraction = tokens / integral of RATE[n(t)]
+    bound    = 1 - what is lost in RESTART seconds after each loss of so many units that nobody goes on; no policy keeps more
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..cost_models.goodput import best_interval_s, copy_steps
+from ..cost_models.goodput import MTBF_HOURS_PER_DEVICE, best_interval_s, copy_steps
 from ..cost_models.hardware.streams import host_rates
 from ..schema import InfeasibleError, TrainingPlan
 from ..schema.errors import ConfigError
@@ -45,10 +50,11 @@ _STATE_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds that things take; ``usd_per_unit_hour``: of a unit that is held."""
+    """Seconds that things take; ``notice_s``: before a unit goes; ``usd_per_unit_hour``: of a unit that is held."""
 
     save_s: float
     restart_s: float
+    notice_s: float = 0.0
     usd_per_unit_hour: float | None = None
 
 
@@ -132,7 +138,17 @@ def replay_pool(
     seconds = spans[-1][1] - spans[0][0]
     unit_s = sum((end - start) * n for start, end, n in spans)
     losses = sum(max(before[2] - after[2], 0) for before, after in pairwise(spans))
-    return PoolReplay(pool=name, seconds=seconds, mean_units=unit_s / seconds, losses=losses, policies=policies)
+    restarted, due, before = 0.0, 0.0, False
+    for start, end, n in spans:
+        due = costs.restart_s if before and plan_for(n) is None else due
+        if plan_for(n) is not None:
+            restarted += min(due, end - start) * _rate(plan_for(n))
+            due = max(due - (end - start), 0.0)
+        before = plan_for(n) is not None
+    return PoolReplay(
+        pool=name, seconds=seconds, mean_units=unit_s / seconds, losses=losses, policies=policies,
+        bound=1 - restarted / possible if possible else 0.0,
+    )  # fmt: skip
 
 
 def _replayed(
@@ -143,25 +159,34 @@ def _replayed(
     possible: float,
     costs: Costs,
 ) -> PolicyReplay:
-    is_live = policy in ("continue", "join")
+    is_live = policy in ("continue", "join", "leave")
+    num_devices = max((each.cluster.num_devices for *_, n in spans if (each := plan_for(n)) is not None), default=1)
+    hands_over, saves_last = _foreseen(policy, [runs for *_, n in spans if (runs := plan_for(n)) is not None], costs)
     seconds = spans[-1][1] - spans[0][0]
+    device_mtbf_s = MTBF_HOURS_PER_DEVICE * 3600 / num_devices
     faults = sum(after[2] < before[2] and (not is_live or not after[2]) for before, after in pairwise(spans))
-    interval_s = best_interval_s(mtbf_s=seconds / max(faults, 1), save_s=costs.save_s) if faults else seconds
+    faults_mtbf_s = device_mtbf_s if saves_last else seconds / max(faults, 1)
+    interval_s = best_interval_s(mtbf_s=faults_mtbf_s, save_s=costs.save_s) if faults else seconds
     losses = sum(max(before[2] - after[2], 0) for before, after in pairwise(spans))
-    mtbf_s = seconds / max(losses, 1)
+    mtbf_s = device_mtbf_s if hands_over else seconds / max(losses, 1)
     saving = costs.save_s / (interval_s + costs.save_s) if faults else 0.0
     gone: dict[Lost, float] = dict.fromkeys(LOST, 0.0)  # tokens
     due: list[tuple[Lost, float]] = []  # seconds without steps, oldest first
-    tokens = running_s = unsaved = unsaved_s = 0.0
+    tokens = running_s = unsaved = unsaved_s = made = 0.0
     before = 0  # the first start is no fault's
     for start, end, now in spans:
         runs = plan_for(now if policy != "wait" or now == units else 0)
         if now < before and is_live and runs is not None:
-            due.append(("losses", (before - now) * going_on(runs, mtbf_s).lost_s))
+            takes = going_on(runs, mtbf_s)
+            due.append(("losses", (before - now) * (takes.joined_s if hands_over else takes.lost_s)))
+        elif now < before and saves_last:
+            last = min(costs.save_s * _rate(plan_for(before)), made)
+            tokens, gone["saves"] = tokens - last, gone["saves"] + last
+            unsaved, unsaved_s, due = 0.0, 0.0, [("restarts", costs.restart_s)]
         elif now < before:
             tokens, gone["restarts"] = tokens - unsaved, gone["restarts"] + unsaved
             unsaved, unsaved_s, due = 0.0, 0.0, [("restarts", costs.restart_s)]
-        elif now > before and before and runs is not None and policy == "join":
+        elif now > before and before and runs is not None and policy in ("join", "leave"):
             due.append(("returns", going_on(runs, mtbf_s).joined_s))
         elif now > before and before and runs is not None and policy != "wait":
             due.append(("returns", costs.save_s + costs.restart_s))
@@ -194,6 +219,13 @@ def _replayed(
         tokens=tokens,
         usd_per_million_tokens=usd / tokens * 1e6 if usd is not None and tokens else None,
     )
+
+
+def _foreseen(policy: Policy, plans: Sequence[TrainingPlan], costs: Costs) -> tuple[bool, bool]:
+    """Return whether the notice of a unit's end is long enough to hand over what it holds, and to save after the step."""
+    step_s = max((each.estimate.step_time_s for each in plans), default=0.0)
+    moved_s = max((going_on(each, 1.0).joined_s for each in plans), default=0.0)
+    return tuple(policy == "leave" and costs.notice_s >= step_s + after_s for after_s in (moved_s, costs.save_s))  # type: ignore[return-value]
 
 
 def _taken(due: list[tuple[Lost, float]], seconds: float) -> list[tuple[Lost, float]]:

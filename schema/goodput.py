@@ -34,13 +34,22 @@ class Faults(Frozen):
 
 
 class Fallback(Frozen):
-    """The plan for a number of lost units; ``share_of_time``: in which so many are lost, those that spares replace besides."""
+    """The plan for a number of lost units.
+
+    Attributes:
+        share_of_time: in which so many are lost, those that spares replace besides.
+        rerouted_step_s: after the first loss, where the micro-batches of lost stages go to the same stages of other replicas and no
+            states move; None where that is not possible.
+        rerouted_up_to_s: how long an outage may be for that to make more steps than the plan here; None: however long.
+    """
 
     lost: PositiveInt
     num_devices: PositiveInt
     layout: str
     step_s: PositiveFloat
     share_of_time: NonNegativeFloat
+    rerouted_step_s: PositiveFloat | None = None
+    rerouted_up_to_s: NonNegativeFloat | None = None
 
 
 class GoodputReport(Frozen):
@@ -53,7 +62,7 @@ class GoodputReport(Frozen):
         waiting: goodput where the job stops until a lost unit that no spare replaces is repaired.
         falling_back: where it goes on with the fallbacks (G2); None without fallbacks and spares.
         going_on: where the ranks that are left go on at once (G2); None without fallbacks.
-        not_tolerated: why there are no fallbacks for further losses.
+        not_tolerated: why there are no fallbacks for further losses; not_rerouted: why no micro-batches can go to peers.
     """
 
     faults: Faults
@@ -72,9 +81,10 @@ class GoodputReport(Frozen):
     going_on: NonNegativeFloat | None = None
     fallbacks: tuple[Fallback, ...] = ()
     not_tolerated: str = ""
+    not_rerouted: str = ""
 
 
-Policy = Literal["wait", "restart", "continue", "join"]
+Policy = Literal["wait", "restart", "continue", "join", "leave"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 Lost = Literal["waiting", "restarts", "losses", "returns", "copies", "saves"]
@@ -100,13 +110,18 @@ class PolicyReplay(Frozen):
 
 
 class PoolReplay(Frozen):
-    """A recording under every policy: its seconds, machines on average (no more than the plan has), and machines lost."""
+    """A recording under every policy: its seconds, machines on average (no more than the plan has), and machines lost.
+
+    Attributes:
+        bound: what is kept where nothing takes time but restarts after losses of so many that nobody can go on.
+    """
 
     pool: str
     seconds: PositiveFloat
     mean_units: NonNegativeFloat
     losses: CountOrNone
     policies: tuple[PolicyReplay, ...]
+    bound: NonNegativeFloat
 
 
 class MachinesReplay(Frozen):

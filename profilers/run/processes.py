@@ -56,7 +56,8 @@ class NodeJob:
         variables: for the ranks' environment, besides this process's own and RANK, LOCAL_RANK, WORLD_SIZE and their like.
         captures_output: write output to files in ``folder``, not to this process's own streams.
         ends_at: when ranks that are not done are ended, seconds of the epoch.
-        grace_s: on SIGTERM the ranks get the signal too and have so long to end by themselves; 0: they are ended at once.
+        grace_s: on SIGTERM the ranks get the signal too, unless the others go on without them, and have so long to end by
+            themselves; 0: they are ended at once.
         starts: how often ranks of these numbers have been started, this time included.
     """
 
@@ -120,6 +121,9 @@ class Survival(Protocol):
     def goes_on(self, death: RankDeath) -> bool:
         """Tell whether the others go on without a rank."""
 
+    def leaves(self) -> bool:
+        """Tell whether the others go on without this node, which was asked to end; otherwise its ranks are asked to."""
+
     def returning(self) -> Collection[int]:
         """Return the local ranks that are to be started anew."""
 
@@ -170,7 +174,7 @@ def run_ranks(
         try:
             for local_rank in range(job.num_ranks):
                 processes.append(_start(job, local_rank))  # noqa: PERF401 - if one cannot start the others are ended
-            _wait(job, processes, received, look, outlives, lambda: survival is not None and survival.stays())
+            _wait(job, processes, received, look, outlives, survival)
             codes = [process.poll() for process in processes]
         finally:
             _end(processes, at_once=time.time() > job.ends_at)
@@ -203,21 +207,24 @@ def _wait(
     received: Sequence[signal.Signals],
     on_poll: Callable[[Mapping[int, int]], None],
     outlives: Callable[[int], bool],
-    stays: Callable[[], bool],
+    survival: Survival | None,
 ) -> None:
     """Return when all ranks have ended well and this launcher is not needed, or the others have to be ended."""
-    deadline = float("inf")
+    deadline, is_requested = float("inf"), False
     while True:
         codes = [process.poll() for process in processes]
         if any(code and not outlives(rank) for rank, code in enumerate(codes)):
             return
-        if (None not in codes and not stays()) or time.time() > min(deadline, job.ends_at):
+        is_needed = survival is not None and survival.stays()
+        if (None not in codes and not is_needed) or time.time() > min(deadline, job.ends_at):
             return
         if received:
             if received[0] != signal.SIGTERM or len(received) > 1 or not job.grace_s:
                 return
             if deadline == float("inf"):
                 deadline = time.time() + job.grace_s
+            if not is_requested and not (survival is not None and survival.leaves()):
+                is_requested = True
                 for process in processes:
                     process.send_signal(signal.SIGTERM)  # nothing where it has ended
         on_poll({rank: process.pid for rank, process in enumerate(processes) if codes[rank] is None})

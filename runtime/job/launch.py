@@ -49,8 +49,13 @@ def launch(
     """
     rendezvous = rendezvous or Rendezvous()
     nodes = processes_of_nodes(plan, job.spares)
-    group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=rendezvous.node_rank, spares=job.spares)
-    check_machine(plan, group)
+    node_rank = 0 if rendezvous.store_only else rendezvous.node_rank
+    group = local_group(plan, nnodes=rendezvous.nnodes, node_rank=node_rank, spares=job.spares)
+    if rendezvous.store_only:
+        _require_going_on(job)
+        nodes.append(range(nodes[-1].stop, nodes[-1].stop))
+    else:
+        check_machine(plan, group)
     try:
         with meet(rendezvous) as meeting, tempfile.TemporaryDirectory(prefix="meshwright-") as name:
             folder, progress = Path(name), Path(name) / "progress"
@@ -70,7 +75,7 @@ def launch(
                 node_rank=meeting.node_rank,
                 variables={**_variables(job, group), **meeting.variables, FOLDER_VARIABLE: str(progress)},
                 captures_output=not job.script,
-                grace_s=job.grace_s if has_checkpoints else 0.0,
+                grace_s=job.grace_s if has_checkpoints or (job.goes_on and rendezvous.nnodes > 1) else 0.0,
                 starts=1 + meeting.is_return,
             )
             watch = Watch(progress, job.hang_timeout_s)
@@ -83,6 +88,8 @@ def launch(
                 with supervisor.telling_its_end():
                     end = run_ranks(ranks, supervisor.look, supervisor)
                     _require_good_end(end, ranks, plan, watch, on_event)
+                    if rendezvous.store_only and supervisor.ended_early:
+                        raise InterruptedRunError(signal.SIGTERM)
                     if not meeting.is_host and not end.ended_well:
                         raise explain_failure(end.outlived, world_size=ranks.world_size)
                 return
@@ -90,6 +97,18 @@ def launch(
             _require_good_end(end, ranks, plan, watch, on_event)
     except KeyboardInterrupt:  # while the nodes met
         raise InterruptedRunError(signal.SIGINT) from None
+
+
+def _require_going_on(job: Job) -> None:
+    """Refuse a job in which a machine without ranks has no part."""
+    if not job.goes_on:
+        raise ConfigError(
+            "--store-only is for a training that goes on without a node that is lost", help="plan --tolerate N"
+        )
+    if job.preflight_s:
+        raise ConfigError(
+            "--preflight compares nodes, of which the machine with the store is none", help="leave it out"
+        )
 
 
 def processes_of_nodes(plan: TrainingPlan, spares: int) -> list[range]:

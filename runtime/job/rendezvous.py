@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ...profilers.machine import first_host, interface_of
 from ...schema import ConfigError
 from ...schema.base import shown
-from ...schema.errors import NodesNotMetError
+from ...schema.errors import InterruptedRunError, NodesNotMetError
 from .gate import (
     MIN_SECRET,
     SECRET_VARIABLE,
@@ -58,6 +58,7 @@ class Rendezvous:
         run_id: any text that is the same on all nodes of the job and on no other job at the endpoint.
         timeout_s: how long a node waits for the others.
         secret: what all nodes of the job know and nobody else; several nodes need one.
+        store_only: this machine holds the store and is none of the nodes.
     """
 
     nnodes: int = 1
@@ -66,12 +67,17 @@ class Rendezvous:
     run_id: str | None = None
     timeout_s: int = 600
     secret: bytes = field(default=b"", repr=False)
+    store_only: bool = False
 
     def __post_init__(self) -> None:
         if self.nnodes < 1:
             raise ConfigError(f"--nnodes {self.nnodes}: must be at least 1")
         if self.nnodes > 1 and self.endpoint is None:
             raise ConfigError(f"{self.nnodes} nodes need a place to meet", help="add --rdzv-endpoint HOST:PORT")
+        if self.store_only and (self.nnodes == 1 or self.node_rank is not None):
+            raise ConfigError(
+                "--store-only is for a machine that is none of several nodes", help="--nnodes N, no --node-rank"
+            )
         if self.endpoint is not None:
             host, _, port = self.endpoint.rpartition(":")
             if not host or not port.isdecimal() or int(port) > 65535:
@@ -145,21 +151,30 @@ def _among_others(rendezvous: Rendezvous, store: dist.TCPStore, relay: Relay, *,
     """
     try:
         shared = dist.PrefixStore(f"meshwright/{rendezvous.run_id or 'meshwright'}", store)
-        number = shared.add("arrived", 1)
+        number = 0 if rendezvous.store_only else shared.add("arrived", 1)
         node_rank = number - 1 if rendezvous.node_rank is None else rendezvous.node_rank
+        node_rank = rendezvous.nnodes if rendezvous.store_only else node_rank
         is_return = number > rendezvous.nnodes
         if is_return:
             nodes = range(rendezvous.nnodes) if rendezvous.node_rank is None else (node_rank,)
             node_rank = next((node for node in nodes if store.delete_key(_absent(node))), -1)
             if node_rank < 0:
                 raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
+            shared.delete_key(f"done/{node_rank}")
         _wait_for(partial(_num_awaited, shared, rendezvous.nnodes), rendezvous.nnodes, rendezvous.timeout_s)
     except dist.DistError as error:
         raise _not_met(rendezvous, error) from None
     variables, address = _variables(_LOOPBACK, store.port), local_address(rendezvous.endpoint or "")
     meeting = Meeting(node_rank, variables | _socket_interface(address), store, is_host, is_return)
     try:
-        yield meeting
+        try:
+            yield meeting
+        except (
+            InterruptedRunError
+        ):  # the others need not wait; after a failure the store may be gone, which a client waits for
+            with suppress(dist.DistError):
+                shared.set(f"done/{node_rank}", "1")
+            raise
         with suppress(dist.DistError):  # the other nodes are done, or their failure is their own to tell
             shared.set(f"done/{node_rank}", "1")
             if is_host:
@@ -244,6 +259,10 @@ def _open_store(rendezvous: Rendezvous, host: str, port: int) -> tuple[dist.TCPS
     is_host = is_endpoint_local(rendezvous.endpoint or "")
     if is_host is None and rendezvous.node_rank is not None:
         is_host = rendezvous.node_rank == 0
+    if rendezvous.store_only:
+        listener = _listener(host, port)
+        store = _loopback_store()
+        return store, open_gate(listener, store.port, rendezvous.secret), True
     end, wait = time.monotonic() + rendezvous.timeout_s, timedelta(seconds=min(_TRY_S, rendezvous.timeout_s))
     while True:
         if is_host is not False:

@@ -1,9 +1,10 @@
 """Who goes on with a job, under which plan: decided by the one launcher that holds the store, from what launchers tell for sure.
 
 A generation begins when a rank that trains has died, when a node is lost, or at a step's end when processes that were started anew
-make a larger plan possible. A node is lost when its launcher says so, or has said nothing for some time; that is short where ranks
-have seen connections closed, which a cut cable does not do. No step ends without the sums over all who train, and whoever does not
-reach the store begins no generation: so there is never a second job that trains.
+make a larger plan possible, or a node is about to be taken away: its ranks then are members that stand by, so that the others get
+what they hold. A node is lost when its launcher says so, or has said nothing for some time; that is short where ranks have seen
+connections closed, which a cut cable does not do. No step ends without the sums over all who train, and whoever does not reach the
+store begins no generation: so there is never a second job that trains.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Decisions:
         self._sizes = {each.layout.world_size for each in (plan, *fallbacks)}
         for each in (plan, *fallbacks):
             self.board.write_plan(each)
-        self._dead, self._slow = set[int](), frozenset(slow)
+        self._dead, self._leaving, self._slow = set[int](), set[int](), frozenset(slow)
+        self._notice = ""
         self._num_meetings = self._num_reports = self._num_arrivals = 0
         self._returned: list[int] = []
         self._is_invited = False
@@ -86,8 +88,13 @@ class Decisions:
             return
         if report.leaves:
             self._meeting.leave_out(report.node)
+        if report.is_notice:
+            self._leaving |= set(report.ranks) - self._dead
+            self._notice = report.cause
+            return
         lost = set(report.ranks) - self._dead
         self._dead |= lost
+        self._leaving -= lost
         self._returned = [rank for rank in self._returned if rank not in lost]
         if report.is_final:
             self.end(report.cause)
@@ -112,12 +119,16 @@ class Decisions:
         if self.is_over:
             return
         number = self.generation.number
-        if self._returned and not self._is_invited and self._num_active() > self.generation.num_active:
+        goes = bool(self._leaving & set(self.generation.active))
+        if goes and not self._num_active():
+            self.board.mark("stopping", 0)
+        elif not self._is_invited and (goes or (self._returned and self._num_active() > self.generation.num_active)):
             self._is_invited = True
             self.board.mark("invited", number)
         if self.board.is_marked("requested", number):
             if self._is_invited:
-                self._begin(number + 1, f"{_ranks(self._returned)} came back")
+                causes = [f"{_ranks(self._returned)} came back"] if self._returned else []
+                self._begin(number + 1, "; ".join([*causes, *([self._notice] if goes else [])]))
             elif self._num_meetings < MAX_MEETINGS:
                 self._num_meetings += 1
                 self._begin(number + 1, "ranks that are alive could not meet")
@@ -137,13 +148,13 @@ class Decisions:
         def order(rank: int) -> tuple[int, ...]:
             node = next(node for node in self._nodes if rank in node)
             lacks, slow = (sum(each in ranks for each in node) for ranks in (self._dead, self._slow))
-            return lacks, slow, node.start, rank in self._slow, rank
+            return rank in self._leaving, lacks, slow, node.start, rank in self._slow, rank
 
         return tuple(sorted({rank for node in self._nodes for rank in node} - self._dead, key=order))
 
     def _num_active(self) -> int:
         """Return for how many devices there is a plan, of those that are left; 0 where there is none."""
-        num_alive = self.num_processes - len(self._dead)
+        num_alive = self.num_processes - len(self._dead | self._leaving)
         return max((size for size in self._sizes if size <= num_alive), default=0)
 
     def _begin(self, number: int, cause: str) -> None:

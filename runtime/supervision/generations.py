@@ -7,8 +7,10 @@ back. Launchers see processes end and tell it; who has no connection to the stor
     report/K        what launchers tell (`Report`)
     beat/NODE       a number that its launcher raises as long as it runs
     arrival/K       a process that was started anew and waits to be taken in
-    invited/N       processes wait to be taken in: generation N is to end with a step
+    invited/N       processes wait to be taken in, or are about to be taken away: generation N is to end with a step
     requested/N     a generation after N, because its members could not meet, or because they ended the step
+    met/N           all members of generation N have the states that they need: those that stand by may go
+    stopping/0      nodes are about to be taken away, and there is no plan without them: their ranks ask all to save and end
     broken/N        a rank of generation N has lost the connection to another
     finished, over  the job is done, or nobody goes on because of this
 
@@ -57,6 +59,7 @@ class Report(Frozen):
         cause: one line.
         is_final: no rank can go on, because the error is not one rank's.
         leaves: the node's launcher ends too.
+        is_notice: the ranks live, and are about to be taken away.
     """
 
     node: NonNegativeInt
@@ -64,6 +67,7 @@ class Report(Frozen):
     cause: str
     is_final: bool = False
     leaves: bool = False
+    is_notice: bool = False
 
 
 class GenerationOverError(MeshwrightError):
@@ -124,7 +128,7 @@ class Board:
         return self.store.add(f"beat/{node}", 0)
 
     def mark(self, name: str, number: int) -> None:
-        """Note of a generation that it is invited, requested or broken."""
+        """Note one of the words above of a generation."""
         self.store.set(f"{name}/{number}", "1")
 
     def is_marked(self, name: str, number: int) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,10 +130,17 @@ class SurvivorReader(StorageReader):
     Args:
         pieces: of every member, in their order.
         local: this member's, with their tensors.
+        means: names of tensors that are read as the mean of two others (neighbours.py), whatever is held of them.
     """
 
-    def __init__(self, exchange: Exchange, pieces: Sequence[Sequence[Piece]], local: Mapping[Piece, Tensor]) -> None:
-        self._exchange = exchange
+    def __init__(
+        self,
+        exchange: Exchange,
+        pieces: Sequence[Sequence[Piece]],
+        local: Mapping[Piece, Tensor],
+        means: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
+        self._exchange, self._means = exchange, means or {}
         self._local = {piece.key: tensor for piece, tensor in local.items()}
         self._pieces = {piece.key: piece for of_member in pieces for piece in of_member}
         self._holders: dict[Any, list[int]] = defaultdict(list)
@@ -144,7 +151,9 @@ class SurvivorReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of all pieces."""
         entries: dict[str, TensorStorageMetadata] = {}
-        for piece in self._pieces.values():
+        pieces = [piece for piece in self._pieces.values() if piece.name not in self._means]
+        lost = [replace(p, name=name) for name, (below, _) in self._means.items() for p in pieces if p.name == below]
+        for piece in [*pieces, *lost]:
             properties = TensorProperties(dtype=dtype_of(piece.dtype))
             entry = entries.setdefault(piece.name, TensorStorageMetadata(properties, torch.Size(piece.of), []))
             entry.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
@@ -152,8 +161,12 @@ class SurvivorReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of a plan."""
-        values = self.swap(plan.items)
-        for item, value in zip(plan.items, values, strict=True):
+        names = [self._means.get(item.storage_index.fqn, (item.storage_index.fqn,)) for item in plan.items]
+        values = iter(
+            self.swap([_named(item, name) for item, of in zip(plan.items, names, strict=True) for name in of])
+        )
+        for item, of in zip(plan.items, names, strict=True):
+            value = next(values) if len(of) == 1 else (next(values) + next(values)) / 2
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
             planner.commit_tensor(item, target)
@@ -225,6 +238,10 @@ class SurvivorReader(StorageReader):
 
 def _key(item: ReadItem) -> tuple[str, tuple[int, ...]]:
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
+
+
+def _named(item: ReadItem, name: str) -> ReadItem:
+    return replace(item, storage_index=replace(item.storage_index, fqn=name))
 
 
 def _words(item: ReadItem) -> tuple[str, list[int], list[int], list[int]]:

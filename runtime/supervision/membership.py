@@ -210,8 +210,13 @@ class Membership:
         """Ask for another generation: the members could not meet in this one, or have ended the step before others are taken in."""
         self._board.mark("requested", self.generation.number)
 
+    def note_met(self) -> None:
+        """Note that every member has what it needs."""
+        if not self.position:
+            self._board.mark("met", self.generation.number)
+
     def is_invited(self) -> bool:
-        """Tell whether this rank should have all end the step, so that others are taken in; the first one looks now and then."""
+        """Tell whether this rank should have all end the step, so that others come or go; the first one looks now and then."""
         now = time.monotonic()
         if self.position or now < self._next_look_s:
             return False

@@ -7,6 +7,7 @@ that has no answer for some time ends with its ranks, as the others count it as 
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import deque
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from ...profilers.run.faults import FOLLOWING, RankDeath, explain_failure
 from ...schema import MeshwrightError, TrainingPlan
+from ...schema.errors import InterruptedRunError
 from ..job.events import JobEvent, OnEvent
 from ..job.rendezvous import Meeting
 from ..job.watch import Watch
@@ -33,6 +35,8 @@ class Line:
     Attributes:
         generation: the last one that is known here; None before the first.
         over: why nobody goes on; empty where the job does.
+        notice: what was told of this node's end, which is near; None before.
+        met, is_stopping: since then: the last generation that is known to have met; there is no plan without this node.
         num_answers: how often the store has answered.
         failure: why there is no connection any more; empty where there is.
     """
@@ -40,6 +44,8 @@ class Line:
     def __init__(self, store: dist.Store, node: int) -> None:
         self.generation: Generation | None = None
         self.over, self.failure, self.num_answers = "", "", 0
+        self.notice: Report | None = None
+        self.met, self.is_stopping = 0, False
         self._board, self._node = Board(store), node
         self._reports, self._wake, self._is_closed = deque[Report](), threading.Event(), False
         threading.Thread(target=self._talk, daemon=True, name="line").start()
@@ -48,6 +54,11 @@ class Line:
         """Tell what has happened here, as soon as that is possible."""
         self._reports.append(report)
         self._wake.set()
+
+    def give_notice(self, report: Report) -> None:
+        """Tell that this node is about to be taken away."""
+        self.notice = report
+        self.tell(report)
 
     @property
     def is_idle(self) -> bool:
@@ -75,6 +86,10 @@ class Line:
                 for generation in board.after(before):
                     self.generation = generation
                 self.over = board.end_reason()
+                if self.notice is not None and self.generation is not None:
+                    self.is_stopping = board.is_marked("stopping", 0)
+                    if board.is_marked("met", self.generation.number):
+                        self.met = self.generation.number
                 self.num_answers += 1
                 self._wake.wait(_BEAT_S)
         except dist.DistError as error:
@@ -164,6 +179,9 @@ class Supervisor:
             raise MeshwrightError(
                 f"the job goes on without node {self._node}", details=(generation.cause,), help=_COME_BACK
             )
+        has_met = self._line is not None and self._line.notice is not None and self._line.met == generation.number
+        if has_met and not set(self._ranks) & set(generation.active):
+            raise InterruptedRunError(signal.SIGTERM)  # the others have what was held here
         self._watch.look({rank: pid for rank, pid in pids.items() if first + rank in generation.active})
 
     def _listen(self) -> None:
@@ -178,6 +196,20 @@ class Supervisor:
                 details=(line.failure or f"no answer for {silent_s:.0f} s",),
                 help=f"the others may go on without this node; {_COME_BACK}",
             )
+
+    @property
+    def ended_early(self) -> bool:
+        """The job did not end by itself: nodes without which nobody could go on were taken away."""
+        return self._decisions is not None and self._decisions.board.is_marked("stopping", 0)
+
+    def leaves(self) -> bool:
+        """Tell the others that this node is about to be taken away; return False where all ranks are to save and end."""
+        if self._line is None:  # the store goes with this node
+            return False
+        if self._line.notice is None:
+            cause = f"node {self._node} is about to be taken away"
+            self._line.give_notice(Report(node=self._node, ranks=tuple(self._ranks), cause=cause, is_notice=True))
+        return not self._line.is_stopping
 
     def returning(self) -> Collection[int]:
         """Return the local ranks that are to be started anew, once their deaths are told."""

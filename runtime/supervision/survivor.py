@@ -23,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from ...cost_models.goodput import MTBF_HOURS_PER_DEVICE
 from ...profilers.run.processes import exit_now
 from ...schema import MeshwrightError, TrainingPlan
 from ...schema.shares import state_copies
@@ -31,14 +32,14 @@ from ..job.machine import explain_out_of_memory
 from ..models.decoder import Decoder, is_adapter
 from ..training.checkpoint import TrainingProgress, checkpoint_state, read_states, stored_name
 from ..training.memory import MemoryMeter
-from ..training.options import TrainOptions, prepare_options
-from ..training.save_schedule import MTBF_HOURS_PER_DEVICE
+from ..training.options import TrainOptions, list_checkpoints, prepare_options
 from ..training.train import TrainingRun, backend_and_device, build_part, train_to_the_end
 from .copies import PeerCopies
 from .exchange import Exchange
 from .generations import Generation, GenerationOverError
 from .holdings import Holding, Piece, SurvivorReader, missing, pieces_of
 from .membership import STUCK_S, Membership
+from .neighbours import Means, layer_of, means_of_neighbours
 
 _BEGIN_ANEW_STEPS = 2
 """Until the first copies are complete, a run that lost a part begins anew: so few steps are done by then."""
@@ -82,9 +83,12 @@ class Survivor:
         self._copies: PeerCopies | None = None
         self._retained: list[Holding] = []
         self._past: list[Generation] = []
+        self._means: Means = {}
         self._plan = membership.plan()
         _, self._device = backend_and_device(self._plan)
         self._meter = MemoryMeter(self._device, count=options.count_memory)
+        if membership.generation.number:  # what the folder of checkpoints has is this job's
+            options = options.replace(resume=True)
         self._options = prepare_options(self._plan, options)
         self._driver, self._is_behind = threading.current_thread(), True
         self._outcome: Future[None] = Future()
@@ -171,14 +175,14 @@ class Survivor:
             self._copies.settle()
 
     def calls_a_halt(self) -> bool:
-        """Tell whether this rank asks all others to end the step, because processes wait to be taken in."""
+        """Tell whether this rank asks all others to end the step, because processes come or go."""
         return self.membership.is_invited()
 
     def after_step(self) -> None:
         """Note what this rank holds from now on, and copy it where that is due.
 
         Raises:
-            GenerationOverError: others are taken in after this step.
+            GenerationOverError: others are taken in, or let go, after this step.
         """
         assert self.run is not None
         if self._past:
@@ -187,7 +191,7 @@ class Survivor:
             self._capture()
         if self.run.is_halted and not self.run.is_finished:
             self.membership.request()
-            raise GenerationOverError("other processes are taken in")
+            raise GenerationOverError("other processes come or go")
         if self._copies is not None:
             self._copies.copy(self.run.progress, self.run.step_times_s[-1])
 
@@ -208,7 +212,7 @@ class Survivor:
         offers = exchange.tell(
             {tag: [holding.progress.model_dump(), _words(holding)] for tag, holding in holdings.items()}
         )
-        tag = self._chosen(plan, offers, statuses)
+        tag, self._means = self._chosen(plan, offers, statuses)
         self._retained = list(holdings.values())
         if tag is None:
             if membership.is_active:
@@ -216,7 +220,7 @@ class Survivor:
         else:
             parts = [[Piece.read(words) for words in of_member.get(tag, (None, ()))[1]] for of_member in offers]
             progress = next(TrainingProgress(**of_member[tag][0]) for of_member in offers if tag in of_member)
-            reader = SurvivorReader(exchange, parts, holdings[tag].tensors if tag in holdings else {})
+            reader = SurvivorReader(exchange, parts, holdings[tag].tensors if tag in holdings else {}, self._means)
             if membership.is_active:
                 self._build(plan, progress, reader)
             else:
@@ -224,6 +228,7 @@ class Survivor:
         if self._copies is not None:
             self._copies.settle()
         exchange.barrier()
+        membership.note_met()
         self._retained = []
         if self.run is not None and membership.is_active:
             self._save_again(max(status["saved"] for status in statuses))
@@ -280,9 +285,13 @@ class Survivor:
     def _status(self) -> dict[str, Any]:
         run = self.run
         if run is None:
-            return {"generation": -1, "step": 0, "sums": [], "saved": -1}
+            return {"generation": -1, "step": 0, "sums": [], "saved": -1, "has_checkpoint": False}
         sums = None if run.sums is None else [repr(value) for value in run.sums]  # may be no number
-        return {"generation": self._generation, "step": run.steps, "sums": sums, "saved": run.saved}
+        folder = self._options.checkpoint_dir
+        return {
+            "generation": self._generation, "step": run.steps, "sums": sums, "saved": run.saved,
+            "has_checkpoint": folder is not None and bool(list_checkpoints(folder)),
+        }  # fmt: skip
 
     def _end_step(self, statuses: Sequence[dict[str, Any]]) -> None:
         """End the step whose gradients are here, where another rank has the sums that this one waited for."""
@@ -311,25 +320,30 @@ class Survivor:
 
     def _chosen(
         self, plan: TrainingPlan, offers: Sequence[dict[str, Any]], statuses: Sequence[dict[str, Any]]
-    ) -> str | None:
-        """Return the latest state of which every part is held; None where there is none yet.
+    ) -> tuple[str | None, Means]:
+        """Return the latest state of which every part is held, None where there is none yet; and what is recovered from neighbours.
 
         Raises:
             StatesLostError: a part is lost.
         """
-        needed, lost = _needed(plan), list[str]()
+        needed, lost, pieces = _needed(plan), list[str](), dict[str, list[Piece]]()
         tags = {tag: of_member[tag][0]["step"] for of_member in offers for tag in of_member}
         for tag in sorted(tags, key=lambda tag: (tags[tag], tag), reverse=True):
-            holdings = [Piece.read(words) for of_member in offers for words in of_member.get(tag, (None, ()))[1]]
-            lost = missing(needed, holdings)
+            pieces[tag] = [Piece.read(words) for of_member in offers for words in of_member.get(tag, (None, ()))[1]]
+            lost = missing(needed, pieces[tag])
             if not lost:
-                return tag
+                return tag, {}
         if max(status["step"] for status in statuses) <= _BEGIN_ANEW_STEPS:
-            return None
+            return None, {}
+        if self._options.recover is not None and not any(status["has_checkpoint"] for status in statuses):
+            for tag, of_state in pieces.items():
+                if means := means_of_neighbours(needed, of_state):
+                    return tag, means
         raise StatesLostError(
             "too many ranks are gone to go on: no other rank holds what they held",
             details=(f"{len(lost)} tensors, such as {lost[0]}",) if lost else (),
-            help="--max-restarts goes back to the last checkpoint; a layout with dp_replicate >= 2 holds everything twice",
+            help="--max-restarts goes back to the last checkpoint; a layout with dp_replicate >= 2 holds everything twice; "
+            "--recover neighbours makes up layers that are lost for good",
         )
 
     def _save_again(self, saved: int) -> None:
@@ -339,13 +353,23 @@ class Survivor:
         if self.run.steps and self.run.steps != saved:
             self.run.checkpoint()
 
+    def _recovered(self) -> list[str]:
+        layers = sorted({layer_of(name) for name in self._means} - {None})
+        self._means = {}
+        listed = ", ".join(map(str, layers))
+        return (
+            [f"layers {listed} are the mean of their neighbours now: losses are not those without a fault"]
+            if layers
+            else []
+        )
+
     def _tell(self) -> None:
         """Report that the job went on, once the first step is done."""
         assert self.run is not None
         past, self._past = self._past, []
         event = JobEvent(
             event="went on",
-            causes=tuple(generation.cause for generation in past),
+            causes=(*(generation.cause for generation in past), *self._recovered()),
             ranks=past[-1].active,
             generation=past[-1].number,
             layout=str(self._plan.layout),

@@ -66,6 +66,8 @@ class TrainOptions(Frozen):
         weights: Hugging Face safetensors to start from. Default: initial weights.
         save_weights: new folder for weights in Hugging Face's layout at the end, adapters merged into them; shared by all nodes.
         save_adapters: folder for trained adapters at the end, as peft reads them.
+        recover: where states are lost for good, without a copy or a checkpoint: neighbours, whose mean a lost layer becomes; losses
+            change.
         robust_sum: of the ranks' gradients take a mean that a few wrong ranks cannot spoil: flag (weights by rank), or a trimmed
             mean or the median of every element. Losses are then not those of the plain mean.
         zeroth_order: train by two forward passes, without backward passes and their memory; a plan made with --train zeroth-order
@@ -110,6 +112,7 @@ class TrainOptions(Frozen):
     save_weights: Annotated[str | None, _Folder] = None
     save_adapters: Annotated[str | None, _Folder] = None
     robust_sum: RobustSum | None = None
+    recover: Literal["neighbours"] | None = None
     zeroth_order: bool = False
     compile_blocks: Annotated[bool, OptionSpec(name="--compile")] = False
     trace: Annotated[str | None, OptionSpec(metavar="FILE.json")] = None

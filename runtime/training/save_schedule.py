@@ -11,14 +11,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ...cost_models.goodput import best_interval_s
+from ...cost_models.goodput import MTBF_HOURS_PER_DEVICE, steps_to_save
 from .options import TrainOptions
 
 PAST = "MESHWRIGHT_PAST"
 """Names in a rank's environment how often its job has started again, when it began, and when it last did: seconds of the epoch."""
-
-MTBF_HOURS_PER_DEVICE = 50_000.0
-"""Llama 3 (arXiv:2407.21783, table 5): 419 unexpected interruptions of 16,384 H100 in 54 days, one in 50,700 hours of each."""
 
 DOUBT = 0.01
 """A rate of faults under which so many as were seen are less likely than this is not that of this job."""
@@ -30,9 +27,9 @@ FIRST_STEPS = 5
 class SaveSchedule:
     """Says when a save is due; every rank has one and calls it at the same steps.
 
-    An automatic one takes the interval T* of (G1) with the seconds of the last save, the median step, and the faults that are to be
-    expected (`expected_mtbf_s`); the first rank decides, so that all save at once. Until a save is measured it is due after a few
-    steps; a run that goes on knows what one took before.
+    An automatic one divides what remains evenly, by the interval T* of (G1) with the seconds of the last save, the median step, and
+    the faults that are to be expected (`expected_mtbf_s`); the first rank decides, so that all save at once. Until a save
+    is measured it is due after a few steps; a run that goes on knows what one took before.
 
     Args:
         begun_s: when this process began to train, seconds of the epoch.
@@ -77,7 +74,8 @@ class SaveSchedule:
         given_s = None if self._given_hours is None else self._given_hours * 3600 / devices
         seconds = max(time.time() - self._since_s, step * step_s)
         mtbf_s = expected_mtbf_s(given_s, faults=self._restarts, seconds=seconds, devices=devices)
-        steps = max(round(best_interval_s(mtbf_s=mtbf_s, save_s=self.save_s) / step_s), 1)
+        remaining = max(self._steps - self._saved, 1)
+        steps = steps_to_save(remaining, step_s=step_s, mtbf_s=mtbf_s, save_s=self.save_s)
         due = torch.tensor([max(self._saved + steps, step)], dtype=torch.int64)
         device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
         due = due.to(device)

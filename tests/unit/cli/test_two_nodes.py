@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ import psutil
 import pytest
 from meshwright.profilers.machine import num_cores
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints
-from small_jobs import losses, plan_elsewhere, read_lines, small_plan, train_here
+from meshwright.schema import Layout
+from small_jobs import assert_gone, losses, plan_elsewhere, read_lines, small_plan, train_here
 
 pytestmark = [pytest.mark.job, pytest.mark.skipif(num_cores() < 2, reason="two ranks need two cores")]
 WAIT_S = 240
@@ -86,6 +88,12 @@ def wait_for(condition: Callable[[], object], launchers: Sequence[subprocess.Pop
         assert not ended
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def listens(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def exists(*files: Path) -> Callable[[], bool]:
@@ -234,3 +242,77 @@ def test_nodes_are_lost_and_come_back(nodes: Nodes, tmp_path: Path, monkeypatch:
     assert len(causes) == 4 + bool(nodes.names)
     expected = losses(train_here(monkeypatch, alone, TrainOptions(steps=steps), tmp_path / "alone"))
     assert losses(records) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_node_that_is_about_to_go_hands_over_what_it_holds_and_the_last_one_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is on a third machine. Each node holds half of the states, of which there are no copies.
+
+    SIGTERM to node 1 in step 3: node 0 goes on with all of them. SIGTERM to node 0, which nobody can go on without: it saves.
+    """
+    nodes = Nodes((), f"127.0.0.1:{20_000 + os.getpid() % 10_000}")
+    steps, faults, folder, metrics = 8, tmp_path / "faults", tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
+    faults.mkdir()
+    alone = small_plan()
+    plan = plan_elsewhere(num_nodes=2, layout=Layout(dp_shard=2, zero_stage=3)).replace(fallbacks=(alone,))
+    plan.save(tmp_path / "plan.json")
+    here = Path(__file__).parent
+    nodes.program = ("-c", "import test_two_nodes; test_two_nodes.launch_with_faults()")
+    folders = [here, here.parent, here.parent / "runtime", here.parents[1] / "parity", here.parents[1] / "fuzz"]
+    environment = {"FAULTS": str(faults), "PYTHONPATH": ":".join(map(str, [*folders, *sys.path]))}
+    options = ("--steps", str(steps), "--copy-every", "100", "--hang-timeout-s", "0")
+    saving = ("--checkpoint-dir", str(folder), "--checkpoint-every", "100")
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        return nodes.start(0, *options, *saving, *words, str(tmp_path / "plan.json"), environment=environment)
+
+    (faults / "stop-3").touch()
+    launchers = [start("--store-only")]
+    try:
+        wait_for(lambda: listens(nodes.endpoint), launchers)
+        launchers += [start("--node-rank", "0", "--metrics", str(metrics)), start("--node-rank", "1")]
+        wait_for(exists(faults / "at-3-0", faults / "at-3-1"), launchers)
+        (faults / "takes-in").touch()
+        (faults / "stop-6").touch()
+        launchers[2].send_signal(signal.SIGTERM)
+        (faults / "stop-3").unlink()
+        messages = [launchers[2].communicate(timeout=WAIT_S)[1]]
+        wait_for(exists(faults / "at-6-0"), launchers[:2])
+        launchers[1].send_signal(signal.SIGTERM)
+        (faults / "stop-6").unlink()
+        messages += [launcher.communicate(timeout=WAIT_S)[1] for launcher in launchers[:2]]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert [launcher.returncode for launcher in launchers] == [143] * 3, messages
+    records = read_lines(metrics)
+    done = [record["step"] for record in records if "step" in record]
+    assert list_checkpoints(folder)[-1].name == f"step-{done[-1]:08d}"
+    causes = [cause for record in records if record.get("event") == "went on" for cause in record["causes"]]
+    assert causes == ["node 1 is about to be taken away"]
+    expected = losses(train_here(monkeypatch, alone, TrainOptions(steps=steps), tmp_path / "alone"))
+    assert losses(records) == pytest.approx(expected[: len(done)], rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_loss_of_the_node_with_the_store_ends_the_others_with_one_message(tmp_path: Path) -> None:
+    """SIGKILL to its launcher: no rank of either node is there afterwards, and nobody trains on alone."""
+    nodes = Nodes((), f"127.0.0.1:{20_000 + os.getpid() % 10_000}")
+    plan_elsewhere(num_nodes=2).replace(fallbacks=(small_plan(),)).save(tmp_path / "plan.json")
+    metrics, options = tmp_path / "metrics.jsonl", ("--steps", "1000000", "--hang-timeout-s", "0")
+    words = ("--metrics", str(metrics), str(tmp_path / "plan.json"))
+    launchers = [nodes.start(0, *options, "--node-rank", str(node), *words) for node in range(2)]
+    try:
+        wait_for(exists(metrics), launchers)
+        ranks = [rank for launcher in launchers for rank in ranks_of(launcher)]
+        launchers[0].kill()
+        message = launchers[1].communicate(timeout=WAIT_S)[1]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert launchers[1].returncode == 1, message
+    assert message.count("error: ") == 1
+    assert "error: node 1 has lost the node with the store of the job" in message
+    assert_gone(ranks)

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from meshwright.cost_models.goodput import best_interval_s, continuing_goodput, lost_units, restart_goodput
+from hypothesis import given
+from hypothesis import strategies as st
+from meshwright.cost_models.goodput import (
+    best_interval_s,
+    continuing_goodput,
+    lost_units,
+    restart_goodput,
+    steps_to_save,
+)
 
 CASES = Path(__file__).parents[3] / "../shared/data/faults/interval_cases.json"
 
@@ -79,3 +87,18 @@ def test_lost_units_are_a_distribution_that_detailed_balance_holds_for() -> None
 
 def test_a_job_that_is_interrupted_before_every_save_makes_no_progress() -> None:
     assert restart_goodput(1e6, mtbf_s=10, save_s=1, restart_s=1) == 0.0
+
+
+@given(remaining=st.integers(1, 400), save_s=st.floats(0.01, 50), mtbf_s=st.floats(10, 1e6))
+def test_what_remains_is_divided_as_cheaply_as_any_number_of_saves_would(
+    remaining: int, save_s: float, mtbf_s: float
+) -> None:
+    """Against every number of equal intervals; the closed form is of whole steps, whose rounding may cost a little."""
+
+    def cost(count: int) -> float:
+        return count * math.expm1(min((remaining / count + save_s) / mtbf_s, 700.0))
+
+    steps = steps_to_save(remaining, step_s=1.0, mtbf_s=mtbf_s, save_s=save_s)
+    assert 1 <= steps <= remaining
+    count = math.ceil(remaining / steps)
+    assert cost(count) <= 1.1 * min(map(cost, range(1, remaining + 1)))

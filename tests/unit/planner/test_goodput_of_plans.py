@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from meshwright.cli.main import app
+from meshwright.cost_models.goodput import MTBF_HOURS_PER_DEVICE, best_interval_s
 from meshwright.planner import plan
 from meshwright.planner.fallbacks import check
 from meshwright.planner.goodput import expected_goodput, tolerant
+from meshwright.planner.rerouting import break_even_s, lost_stages, rerouted_step_s, why_not_rerouted
 from meshwright.planner.spot import Costs, going_on, plans_by_units, replay_pool
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.goodput import Faults
@@ -100,6 +103,8 @@ def test_machines_that_come_and_go(trained: TrainingPlan, tmp_path: Path) -> Non
     for entry in pool.policies:
         assert entry.fraction + sum(entry.lost.values()) == pytest.approx(1)
     assert kept["wait"].lost["waiting"] == pytest.approx(3600 * rates[3] / (7200 * rates[4] + 3600 * rates[3]))
+    assert kept["leave"] == kept["join"].replace(policy="leave")  # without a notice
+    assert pool.bound == 1
     assert not kept["join"].lost["waiting"] + kept["join"].lost["restarts"] + kept["join"].lost["saves"]
     path = tmp_path / "pool.csv"
     path.write_text("time_s,available\n" + "".join(f"{change.time_s},{change.available}\n" for change in changes))
@@ -112,6 +117,55 @@ def test_machines_that_come_and_go(trained: TrainingPlan, tmp_path: Path) -> Non
     refused = CliRunner().invoke(app, ["replay", str(tmp_path / "plan.json"), "--requests", str(path)])
     assert refused.exit_code == 2
     assert "--trace" in refused.output
+
+
+def test_with_a_notice_only_the_restart_after_a_loss_of_all_is_lost(trained: TrainingPlan) -> None:
+    """Four machines for two hours with ten minutes of none between; by hand. No policy keeps more than the bound."""
+    changes = [Change(0, 4), Change(3600, 0), Change(4200, 4), Change(7800, 4)]
+    plans = plans_by_units(trained, [4])
+    rate = trained.estimate.tokens_per_s
+    pool = replay_pool(trained, plans, "pool", changes, Costs(save_s=30, restart_s=300, notice_s=120))
+    kept = {entry.policy: entry for entry in pool.policies}
+    assert pool.bound == pytest.approx(1 - 300 / 7200)
+    assert all(entry.fraction <= pool.bound for entry in pool.policies)
+    assert kept["leave"].fraction > kept["join"].fraction
+    assert kept["leave"].lost["restarts"] == pytest.approx(300 / 7200)
+    seldom = best_interval_s(mtbf_s=MTBF_HOURS_PER_DEVICE * 3600 / 32, save_s=30)
+    saving, copies = 30 / (seldom + 30), going_on(trained, MTBF_HOURS_PER_DEVICE * 3600 / 32).copies
+    assert kept["leave"].tokens == pytest.approx(6870 * rate * (1 - saving) * (1 - copies), rel=1e-3)
+    short = replay_pool(trained, plans, "pool", changes, Costs(save_s=30, restart_s=300, notice_s=5))
+    assert {entry.policy: entry.fraction for entry in short.policies}["leave"] < kept["leave"].fraction
+
+
+def test_micro_batches_of_a_lost_stage_go_to_its_peers(trained: TrainingPlan, tmp_path: Path) -> None:
+    """pp 2 x dp 2 of four nodes, each one stage of one replica: the peer of the lost one is busy twice as long."""
+    fixed = {"pp": 2, "dp_replicate": 2, "tp": 8, "dp_shard": 1, "num_model_chunks": 1, "schedule": "1f1b"}
+    piped = plan(trained.model, trained.cluster, trained.workload, fixed=fixed)
+    assert why_not_rerouted(trained).startswith(("there is one stage", "no other replica"))
+    assert not why_not_rerouted(piped)
+    assert sorted(map(len, lost_stages(piped))) == [1, 1]
+    step_s, passes_s = piped.estimate.step_time_s, 2 * piped.num_microbatches
+    busy_s = max(stage.forward_s + stage.backward_s for stage in piped.estimate.stages)
+    rerouted_s = rerouted_step_s(piped)
+    assert rerouted_s is not None
+    assert passes_s * busy_s <= rerouted_s < 2 * step_s
+    report = expected_goodput(piped, FAULTS.replace(tolerate=1))
+    assert report.fallbacks[0].rerouted_step_s == rerouted_s
+    assert break_even_s(rerouted_step_s=3, fallback_step_s=2, move_s=5) == pytest.approx(30)  # 10 s without steps
+    assert break_even_s(rerouted_step_s=2, fallback_step_s=2, move_s=5) == math.inf
+    piped.save(tmp_path / "plan.json")
+    words = [
+        "goodput",
+        str(tmp_path / "plan.json"),
+        "--mtbf-hours-per-device",
+        "2000",
+        "--save-s",
+        "10",
+        "--tolerate",
+        "1",
+    ]
+    table = CliRunner().invoke(app, [*words, "--restart-s", "300"])
+    assert "apply does not run" in " ".join(table.output.split())
 
 
 @pytest.mark.parametrize(

@@ -156,3 +156,28 @@ def test_members_are_those_that_live(events: list[tuple[str, int]]) -> None:
             assert len(job.members) == 2 * (len(alive) // 2)
         numbers = [each.number for each in job.board.after(-1)]
         assert numbers == list(range(len(numbers)))
+
+
+def test_a_node_that_is_about_to_be_taken_away_stands_by_in_the_next_generation(job: Job) -> None:
+    job.tells(2, 3, is_notice=True)
+    assert (job.members, job.board.is_marked("invited", 0)) == (tuple(range(6)), True)
+    job.board.mark("requested", 0)
+    job.passes(STEP_S)
+    assert (job.members, job.decisions.generation.members) == ((0, 1, 4, 5), (0, 1, 4, 5, 2, 3))
+    job.tells(2, 3, leaves=True)
+    assert (job.decisions.generation.number, job.absent) == (1, [1])
+    for rank in (2, 3):
+        job.board.arrive(rank)
+    job.passes(STEP_S)
+    assert job.board.is_marked("invited", 1)
+
+
+def test_notices_that_leave_no_plan_ask_all_to_save(job: Job) -> None:
+    for node in (1, 2):
+        job.tells(2 * node, 2 * node + 1, node=node, is_notice=True)
+    assert job.board.is_marked("invited", 0)
+    assert not job.board.is_marked("stopping", 0)
+    job.tells(0, 1, node=0, is_notice=True)
+    assert job.board.is_marked("stopping", 0)
+    job.tells(0, 1, node=0)  # one that did not wait
+    assert job.decisions.is_over

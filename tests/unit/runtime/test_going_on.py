@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshwright.runtime.job.worker import Job
 from meshwright.runtime.supervision import survivor as survivor_module
 from meshwright.runtime.supervision.generations import Board, Generation
 from meshwright.runtime.supervision.holdings import Piece, missing, packed_size, unpacked
+from meshwright.runtime.supervision.neighbours import layer_of, means_of_neighbours
 from meshwright.runtime.supervision.supervisor import Supervisor
 from meshwright.runtime.supervision.survivor import Survivor
 from meshwright.runtime.training.metrics import last_step
@@ -67,7 +69,14 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def go_on(plan: TrainingPlan, faults: Path, *deaths: str, fewer: Sequence[TrainingPlan] = FEWER, **job: Any) -> Any:
+def go_on(
+    plan: TrainingPlan,
+    faults: Path,
+    *deaths: str,
+    fewer: Sequence[TrainingPlan] = FEWER,
+    options: TrainOptions | None = None,
+    **job: Any,
+) -> Any:
     """Train on four ranks, some of which die; what they report."""
     folder = faults.parent
     for name in deaths:
@@ -76,7 +85,7 @@ def go_on(plan: TrainingPlan, faults: Path, *deaths: str, fewer: Sequence[Traini
     for each in (plan, *fewer):
         files.append(str(folder / f"{each.layout.world_size}.json"))
         each.save(files[-1])
-    chosen = prepare_options(plan, TrainOptions(steps=STEPS))
+    chosen = prepare_options(plan, (options or TrainOptions()).replace(steps=STEPS))
     work = Job(
         plan=files[0], options=chosen, report=str(folder / "report"), timeout_s=60, fallbacks=tuple(files[1:]), **job
     )
@@ -168,11 +177,13 @@ def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
         (faults / "stop-5").touch()
     records = go_on(
         plan_of(dp_replicate=2), faults, "die-3-1", fewer=(plan_of(),), spares=spares, restart_ranks=restarts,
-        hang_timeout_s=0.0,
+        hang_timeout_s=0.0, options=TrainOptions(checkpoint_dir=str(faults.parent / "checkpoints"), checkpoint_every=2),
     )  # fmt: skip
     assert losses(records) == pytest.approx(expected, rel=1e-5)
     assert causes_of(records) == causes
-    assert [(record["event"], record["ranks"]) for record in records if "event" in record] == events
+    assert [
+        (record["event"], record["ranks"]) for record in records if record.get("event", "checkpoint") != "checkpoint"
+    ] == events
 
 
 @pytest.mark.long
@@ -287,3 +298,32 @@ def test_a_job_that_starts_again_tells_what_it_lost_and_where_it_went_on(
             checkpoint_every=1,
             on_event=refuse,
         )
+
+
+def test_a_lost_layer_is_the_mean_of_those_next_to_it() -> None:
+    """Layers 1 and 2 of four are lost; of the ends, and where the neighbours lie otherwise, nothing is made up."""
+    needed = {f"model.layers.{i}.w": (4, 2) for i in range(4)} | {"model.norm.w": (2,)}
+    held = [Piece(name, (0,) * len(size), tuple(size), tuple(size), "float32") for name, size in needed.items()]
+    alive = [piece for piece in held if layer_of(piece.name) not in (1, 2)]
+    moments = [replace(alive[0], name=f"optimizer.model.layers.{i}.w.exp_avg") for i in (0, 3)]
+    means = means_of_neighbours(needed, [*alive, *moments])
+    assert means["model.layers.1.w"] == means["model.layers.2.w"] == ("model.layers.0.w", "model.layers.3.w")
+    assert means["optimizer.model.layers.2.w.exp_avg"] == (moments[0].name, moments[1].name)
+    assert not means_of_neighbours(needed, [piece for piece in held if layer_of(piece.name) != 3])
+    assert not means_of_neighbours(needed, [piece for piece in held if layer_of(piece.name) is not None])
+    halves = pieces([("model.layers.3.w", (0, 0), (2, 2)), ("model.layers.3.w", (2, 0), (2, 2))])
+    assert not means_of_neighbours(needed, [*(piece for piece in alive if layer_of(piece.name) != 3), *halves])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_layers_that_nobody_holds_are_recovered_from_their_neighbours(faults: Path) -> None:
+    """Two stages in the middle of four die together, one with the copy of the other: refused, or their neighbours' mean."""
+    model = tiny_model(num_blocks=4, vocab_size=256)
+    four = make_plan(model, Layout(pp=4), workload=BATCH)
+    fewer = (make_plan(model, Layout(pp=2), workload=BATCH),)
+    records = go_on(four, faults, "die-5-1", "die-5-2", fewer=fewer, options=TrainOptions(recover="neighbours"))
+    assert [record["step"] for record in records if "step" in record] == list(range(1, STEPS + 1))
+    assert any(cause.startswith("layers 1, 2 are the mean of their neighbours") for cause in causes_of(records))
+    before, after = losses(records)[3:5]
+    assert after == pytest.approx(before, rel=0.05)  # no layer is anew or no number
