@@ -163,6 +163,8 @@ class EngineFacts:
             is computed.
         saves_fp8_inputs: under fp8 products keep their inputs in fp8.
         groups_expert_products: the products of experts are one grouped product, instead of one for each.
+        multiplies_apart: q, k and v, and gate and up, are products of their own, each with its weight as checkpoints have it; else one
+            product whose weights lie together.
         uses_hopper_attention: attention uses Hopper's own matrix instructions (FlashAttention-3 or cuDNN).
         recomputes_first_blocks: the same number of blocks recomputes on every stage, the first ones, and those fully.
             Megatron-Core: recompute_granularity is one for the entire model; with full and recompute_method block the first
@@ -210,6 +212,7 @@ class EngineFacts:
     hides_reduction_in_weight_gradient: bool = False
     saves_fp8_inputs: bool = False
     groups_expert_products: bool = False
+    multiplies_apart: bool = False
     uses_hopper_attention: bool = False
     recomputes_first_blocks: bool = False
     recomputes_cores_first: bool = False
@@ -260,6 +263,7 @@ _RECORDS = (
         update_copy_bytes=0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
         sums_gradients="shards",
         groups_expert_products=True,
+        multiplies_apart=True,
         # FSDPParam copies a reduced gradient to the host without waiting; what is clipped is there: read, read and written.
         offloads_in_backward=True,
         host_copy_bytes=12.0,
