@@ -93,8 +93,8 @@ class Rehearsal(Frozen):
         fits: and none reserves more than the plan's budget.
         notes: what was not rehearsed as it will be.
         time_parts: seconds of a step by what they are spent on, as its operators are laid out over streams; nothing where not every
-            stage was rehearsed, or with another model than the plan's. Products, attention, memory_bound (other kernels), recompute,
-            parameter_copies, dispatch, optimizer, bubble, and exposed communication: dp, tp, cp, ep, pp.
+            stage was rehearsed, or with another model than the plan's. Products, attention, memory_bound (other kernels),
+            recompute, parameter_copies, dispatch, optimizer, bubble, and exposed communication: dp, tp, cp, ep, pp.
         predicted_time_parts: those of the plan's estimate.
     """
 
@@ -108,8 +108,8 @@ class Rehearsal(Frozen):
     kinds: tuple[RehearsedKind, ...] = ()
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
-    time_parts: dict[str, float] = {}
-    predicted_time_parts: dict[str, float] = {}
+    time_parts: dict[str, float] = Field(default_factory=dict)
+    predicted_time_parts: dict[str, float] = Field(default_factory=dict)
 
     @property
     def step_s(self) -> float:

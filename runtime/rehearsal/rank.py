@@ -118,7 +118,12 @@ def _rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting, *, copies: b
         stack.enter_context(recorder.without_trials())
 
     try:
-        with stack, joined_in_one(), contextlib.nullcontext() if trace is None else trace.watching(), contextlib.nullcontext() if is_host else gpu_kernels(recorder.note_norm):
+        with (
+            stack,
+            joined_in_one(),
+            contextlib.nullcontext() if trace is None else trace.watching(),
+            contextlib.nullcontext() if is_host else gpu_kernels(recorder.note_norm),
+        ):
             if setting.script:
                 _run_script(plan, setting, rank, recorder, begin, axes, stack)
                 return recorder.log

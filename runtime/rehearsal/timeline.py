@@ -1,12 +1,12 @@
 """The second opinion on time: what a rehearsed step runs, laid out over streams by list scheduling.
 
-Every stream works its entries off in order, an entry when those it waits for have ended and the host has launched it (trace.py).
-Kernels and a collective that run at once slow each other down by the law of the closed form. A second of the step counts to what the
-compute stream does in it; while it waits, to what it waits for: the axis of a collective, or the host's dispatch. What a collective
-takes from kernels that run next to it counts to its axis.
+Every stream works its entries off in order, an entry when those that it waits for have ended (trace.py). Kernels and a collective
+that run at once slow each other down by the law of the closed form. A second of the step counts to what the compute stream does in
+it; while it waits, to the axis of the collective that it waits for, which also has what it takes from kernels that run next to it.
+Where the host falls behind kernels is told pass by pass, by the formula of the closed form (hardware.machine.waiting_s).
 
 Under a pipeline each kind of pass is laid out by itself, and the passes are put together by the schedule's order with the transfers
-between stages (cost_models/pipeline/replay.py): T = replay of the passes + max over ranks of what follows the passes.
+between stages (cost_models/pipeline/replay.py): T = replay of the passes + max over ranks of what lies outside them.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def lay_out(runs: Sequence[Run], costs: OperatorSeconds) -> Parts:
             if remaining[idx] <= 1e-15:
                 done[idx] = True
                 queues[runs[idx].stream].popleft()
-    host = costs.host
-    device_s, host_s = sum(parts.values()), sum(run.host_s for run in runs)
-    parts["dispatch"] = host_s if host.adds else float(waiting_s(np.array(device_s), np.array(host_s), host.overlap_norm))
+    parts["dispatch"] = _dispatch_s(runs, costs)
     return dict(parts)
 
 
@@ -78,17 +76,22 @@ def step_time(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
 
 
 def _in_passes(trace: Trace) -> Parts:
-    """Return the seconds of a step without a pipeline; how far the host is ahead is told pass by pass."""
+    """Return the seconds of a step without a pipeline: passes overlap, and are laid out together."""
     parts = lay_out(trace.runs, trace.costs)
-    host, spans = trace.costs.host, trace.spans.values()
-    if not host.adds:
-        waiting = 0.0
-        for begin, end in spans:
-            device_s, host_s = (sum(getattr(run, name) for run in trace.runs[begin:end] if run.stream == "compute" or name == "host_s") for name in ("seconds", "host_s"))
-            waiting += float(waiting_s(np.array(device_s), np.array(host_s), host.overlap_norm))
-        parts["dispatch"] = waiting
-    parts["optimizer"] = parts.get("optimizer", 0.0) + host.step_s
+    if not trace.costs.host.adds:
+        passes = (trace.part(begin, end) for begin, end in trace.spans.values())
+        parts["dispatch"] = sum(_dispatch_s(runs, trace.costs) for runs in passes)
+    parts["optimizer"] = parts.get("optimizer", 0.0) + trace.costs.host.step_s
     return parts
+
+
+def _dispatch_s(runs: Sequence[Run], costs: OperatorSeconds) -> float:
+    """Return how long the compute stream waits for the host."""
+    device_s = sum(run.seconds for run in runs if run.stream == "compute")
+    host_s = sum(run.host_s for run in runs)
+    return (
+        host_s if costs.host.adds else float(waiting_s(np.array(device_s), np.array(host_s), costs.host.overlap_norm))
+    )
 
 
 def _pipelined(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
@@ -114,7 +117,9 @@ def _pipelined(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
     each_way = float(p2p_s(np.array([float(sent)]), hops, cluster)[0])
 
     def seconds(which: str, *, other: str = "") -> FloatArray:
-        of_stages = (passes.get((stage, which)) or passes.get((stage, other)) or {} for stage in range(shape.num_stages))
+        of_stages = (
+            passes.get((stage, which)) or passes.get((stage, other)) or {} for stage in range(shape.num_stages)
+        )
         return np.array([sum(parts.values()) for parts in of_stages])
 
     forward, backward, weight = seconds("F"), seconds("B", other="BW"), seconds("W")

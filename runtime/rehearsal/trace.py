@@ -50,7 +50,15 @@ _NO_KERNEL = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten.resize_,
     torch.ops._c10d_functional.wait_tensor, _aten.lift_fresh, _aten.set_, _aten._unsafe_view,
 }  # fmt: skip
-_WRITES_ONLY = {_aten.zeros, _aten.zeros_like, _aten.new_zeros, _aten.ones_like, _aten.full_like, _aten.fill_, _aten.zero_}
+_WRITES_ONLY = {
+    _aten.zeros,
+    _aten.zeros_like,
+    _aten.new_zeros,
+    _aten.ones_like,
+    _aten.full_like,
+    _aten.fill_,
+    _aten.zero_,
+}
 _ROWS = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
 """Read of their first input as much as they put out."""
 
@@ -95,7 +103,9 @@ class OperatorSeconds:
         """Return the seconds of [m,k] x [k,n]; ``which`` pass it is of says how the learned model takes the shape."""
         rates = self.rates
         if batch > 1 or rates.gemm is None:
-            return float(gemm_s(np.array([float(m * batch)]), np.array([n]), np.array([k]), rates._replace(gemm=None))[0])
+            return float(
+                gemm_s(np.array([float(m * batch)]), np.array([n]), np.array([k]), rates._replace(gemm=None))[0]
+            )
         forward = {"forward": (m, n, k), "input_gradient": (m, k, n), "weight_gradient": (k, n, m)}[which]
         sizes = [np.array([float(size)]) for size in forward]
         return float(gemm_seconds(*sizes, rates.gemm, which=cast("Any", which))[0])
@@ -105,7 +115,9 @@ class OperatorSeconds:
         forward, backward, weight = grouped_gemm_s(*sizes, float(count), self.rates)
         return float({"forward": forward, "input_gradient": backward - weight, "weight_gradient": weight}[which][0])
 
-    def _attention_s(self, query: tuple[int, ...], key: tuple[int, ...], width: int, causal: bool, backward: bool) -> float:  # noqa: FBT001
+    def _attention_s(
+        self, query: tuple[int, ...], key: tuple[int, ...], width: int, causal: bool, backward: bool
+    ) -> float:
         batch, heads, tokens, qk_dim = query
         context = (tokens + 1) / 2 if causal else float(key[2])
         op = FusedAttention("attention", heads, qk_dim, width, context, tokens, key[2], key[1])
@@ -141,7 +153,9 @@ class Trace:
     spans: dict[Action, tuple[int, int]] = field(default_factory=dict)
     is_on: bool = False
     is_forward: bool = True
-    _writer: dict[int, int] = field(default_factory=dict)  # of a storage: the entry on another stream that wrote it last
+    _writer: dict[int, int] = field(
+        default_factory=dict
+    )  # of a storage: the entry on another stream that wrote it last
     _copies_out: list[int] = field(default_factory=list)
     _last: dict[str, int] = field(default_factory=dict)
     _within: str = ""
@@ -185,7 +199,9 @@ class Trace:
     def outside(self) -> list[Run]:
         """Return the entries outside of passes."""
         within = {idx for begin, end in self.spans.values() for idx in range(begin, end)}
-        new_idx = {idx: position for position, idx in enumerate(idx for idx in range(len(self.runs)) if idx not in within)}
+        new_idx = {
+            idx: position for position, idx in enumerate(idx for idx in range(len(self.runs)) if idx not in within)
+        }
         return [
             self.runs[idx]._replace(waits=tuple(new_idx[one] for one in self.runs[idx].waits if one in new_idx))
             for idx in new_idx
@@ -196,7 +212,9 @@ class Trace:
     def note_norm(self, x: Tensor, *, is_backward: bool, again: bool) -> None:
         """Note a norm, which a rehearsal has no operator for."""
         norm = self.costs.kernels.norm
-        elements, kernels = (norm.backward, norm.backward_kernels) if is_backward else (norm.forward, norm.forward_kernels)
+        elements, kernels = (
+            (norm.backward, norm.backward_kernels) if is_backward else (norm.forward, norm.forward_kernels)
+        )
         seconds = self.costs.traffic_s(elements * x.numel() * x.element_size(), kernels=kernels)
         if self.is_on:
             self._kernel("recompute" if again else "memory_bound", "norm", seconds, (x,), (), kernels)
@@ -207,7 +225,9 @@ class Trace:
         if packet in _NO_KERNEL:
             return
         inputs = list(_tensors([*args, *(value for name, value in kwargs.items() if name != "out")]))
-        written = [value for value, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)]
+        written = [
+            value for value, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)
+        ]
         is_view = not written and "out" not in kwargs
         outputs = list({id(one): one for one in _tensors([out, kwargs.get("out"), *written])}.values())
         if is_view and inputs and outputs and _key(outputs[0]) == _key(inputs[0]):
@@ -230,7 +250,9 @@ class Trace:
             position, is_backward = _ATTENTION[packet]
             query, key, value = args[position : position + 3]
             causal = _argument(func, args, kwargs, "is_causal")
-            seconds = costs.attention_s(tuple(query.shape), tuple(key.shape), value.shape[-1], bool(causal), is_backward)
+            seconds = costs.attention_s(
+                tuple(query.shape), tuple(key.shape), value.shape[-1], bool(causal), is_backward
+            )
             part = "attention" if part == "memory_bound" else part
         else:
             put_out = sum(map(_bytes, outputs))
@@ -332,7 +354,9 @@ class Trace:
     def _marked(self, function: Callable[..., Any], within: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             outer, self._within = self._within, within
-            if within == "reduce" and self.is_on and "reduce" in self._last:  # one at a time beside the next one's buffer
+            if (
+                within == "reduce" and self.is_on and "reduce" in self._last
+            ):  # one at a time beside the next one's buffer
                 self._append(Run("parameter_copies", "wait", 0.0, waits=(self._last["reduce"],)))
             try:
                 return function(*args, **kwargs)
