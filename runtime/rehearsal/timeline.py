@@ -32,7 +32,7 @@ Parts = dict[str, float]
 def lay_out(runs: Sequence[Run], costs: OperatorSeconds) -> Parts:
     """Return the seconds from the first start to the last end of entries, by what they are spent on."""
     law = slowdown_law(0.0, costs.scenario.coefficients)
-    beside = float(law.collective)
+    slows_sent = float(law.collective)
     queues: dict[str, deque[int]] = {"compute": deque()}
     for position, run in enumerate(runs):
         queues.setdefault(run.stream, deque()).append(position)
@@ -43,7 +43,7 @@ def lay_out(runs: Sequence[Run], costs: OperatorSeconds) -> Parts:
         kernel = next((idx for idx in active if runs[idx].stream == "compute"), None)
         sent = max((idx for idx in active if idx != kernel), key=lambda idx: runs[idx].slows, default=None)
         slows = 0.0 if sent is None else runs[sent].slows
-        rates = {idx: 1 / (1 + (slows if idx == kernel else beside * (kernel is not None))) for idx in active}
+        rates = {idx: 1 / (1 + (slows if idx == kernel else slows_sent * (kernel is not None))) for idx in active}
         assert active, "entries wait for each other"
         step = min(remaining[idx] / rate for idx, rate in rates.items())
         if kernel is None:
