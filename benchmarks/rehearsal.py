@@ -6,7 +6,8 @@ Each layout is one that `plan` chooses with some fields fixed at random: sizes o
 is the rank with the highest prediction, or the first, a middle and the last stage (--kinds some), or all; one line each in OUT;
 the summary has the errors of the peak, predicted over rehearsed less one, how many plans failed, and how many kinds of collectives
 have the bytes of their formula. What a plan counts for libraries (cuBLAS), which a rehearsal does not see, is taken off the
-prediction first. Where OUT has lines already, it goes on after the last of them.
+prediction first. Where all stages were rehearsed (--kinds all), the step as it is laid out over streams stands next to the closed
+form's, by part, and the summary has how far they are apart. Where OUT has lines already, it goes on after the last of them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import random
 import time
 from argparse import ArgumentParser
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from meshwright.cost_models.coefficients import packaged_coefficients
 from meshwright.planner import plan
+from meshwright.planner.rehearse import predicted_parts
 from meshwright.runtime.rehearsal.kinds import rank_kinds
 from meshwright.runtime.rehearsal.run import rehearse
 from meshwright.schema import ConfigError, InfeasibleError, MeshwrightError, TrainingPlan
@@ -128,6 +131,7 @@ def compared(given: TrainingPlan, *, which: str) -> list[dict[str, Any]]:
             "reserved": kind.peak_reserved_bytes, "moment": kind.moment, "operator": kind.operator, "module": kind.module,
             "memory": kind.memory_bytes, "predicted_memory": kind.predicted_memory_bytes,
             "largest": [list(one.model_dump().values()) for one in kind.largest[:12]],
+            "time_parts": rehearsal.time_parts, "predicted_time_parts": predicted_parts(given) if rehearsal.time_parts else {},
             "collectives": [(one.axis, one.op, one.bytes, one.predicted_bytes) for one in kind.collectives],
         }
         for kind in rehearsal.kinds
@@ -154,7 +158,31 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "within_5_percent": round(sum(abs(one) <= 0.05 for one in off) / len(off), 4),
         "lowest": round(off[0], 4), "highest": round(off[-1], 4),
     } if off else {}  # fmt: skip
+    errors |= times(list(fullest.values()))
     return {"plans": len(fullest | dict.fromkeys(failed)), "failed": len(failed), **errors, "collectives": counts}
+
+
+def times(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how far the closed form's steps are from those laid out, and by which part: both over the step that is laid out."""
+    pairs = [(row["time_parts"], row["predicted_time_parts"]) for row in rows if row["time_parts"]]
+    if not pairs:
+        return {}
+    off = sorted(sum(closed.values()) / sum(laid_out.values()) - 1 for laid_out, closed in pairs)
+    names = {name for pair in pairs for parts in pair for name in parts}
+    by_part = {
+        name: median(
+            [
+                abs(closed.get(name, 0.0) - laid_out.get(name, 0.0)) / sum(laid_out.values())
+                for laid_out, closed in pairs
+            ]
+        )
+        for name in names
+    }
+    return {
+        "steps": len(off), "median_step_difference": round(median(map(abs, off)), 4),
+        "lowest_step_difference": round(off[0], 4), "highest_step_difference": round(off[-1], 4),
+        "median_by_part": {name: round(share, 4) for name, share in sorted(by_part.items(), key=lambda item: -item[1])},
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..schema.errors import InfeasibleError
 from ..schema.local_updates import slowest_island
 from ..schema.units import format_bytes
+from .step_parts import step_parts
 
 if TYPE_CHECKING:
     from ..schema import TrainingPlan
@@ -39,7 +40,17 @@ def rehearse(
 
     if plan.local_updates is not None:  # a region is a job of its own
         plan = slowest_island(plan)
-    return run(plan, ranks=ranks, setting=Setting(script=tuple(script), plan_path=plan_path), progress=progress)
+    setting = Setting(script=tuple(script), plan_path=plan_path)
+    rehearsal = run(plan, ranks=ranks, setting=setting, progress=progress)
+    return rehearsal.replace(predicted_time_parts=predicted_parts(plan)) if rehearsal.time_parts else rehearsal
+
+
+def predicted_parts(plan: TrainingPlan) -> dict[str, float]:
+    """Return the seconds of a step of the plan's estimate by the parts that a rehearsal has."""
+    parts = step_parts(plan)
+    return {
+        name: sum(parts.pop(f"{name}_{part}") for part in ("ideal", "loss")) for name in ("products", "attention")
+    } | {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def first_that_runs(

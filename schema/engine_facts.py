@@ -163,6 +163,8 @@ class EngineFacts:
             is computed.
         saves_fp8_inputs: under fp8 products keep their inputs in fp8.
         groups_expert_products: the products of experts are one grouped product, instead of one for each.
+        multiplies_apart: q, k and v, and gate and up, are products of their own, each with its weight as checkpoints have it;
+            else one product whose weights lie together.
         uses_hopper_attention: attention uses Hopper's own matrix instructions (FlashAttention-3 or cuDNN).
         recomputes_first_blocks: the same number of blocks recomputes on every stage, the first ones, and those fully.
             Megatron-Core: recompute_granularity is one for the entire model; with full and recompute_method block the first
@@ -210,6 +212,7 @@ class EngineFacts:
     hides_reduction_in_weight_gradient: bool = False
     saves_fp8_inputs: bool = False
     groups_expert_products: bool = False
+    multiplies_apart: bool = False
     uses_hopper_attention: bool = False
     recomputes_first_blocks: bool = False
     recomputes_cores_first: bool = False
@@ -238,6 +241,8 @@ FUSED_NORM = KernelTraffic(2.2, 4.0, 1, 2)
 FUSED_ROTARY = KernelTraffic(2, 2, 2, 2)
 FUSED_GATED = KernelTraffic(3, 5, 1, 1)
 _STEPWISE_LOSS = KernelTraffic(9.5, 3.5, 7, 3)  # Megatron's vocab_parallel_cross_entropy, step by step
+_LOSS_IN_PLACE = KernelTraffic(5.5, 9.0, 5, 6)
+"""runtime/loss.py: a cast, the largest logit, exponentials and their sum; backward a cast, three passes in place, a copy."""
 _COPIED_CONTEXT = KernelTraffic(
     0.67, 2.67, 1, 2
 )  # the attended context is copied, the gradients of q, k and v concatenated
@@ -253,13 +258,14 @@ _RECORDS = (
         uses_fully_shard=True,
         takes_uneven_shares=True,
         keeps_parameters_closer=True,
-        kernels=TORCH_KERNELS,
+        kernels=TORCH_KERNELS._replace(loss=_LOSS_IN_PLACE),
         # Prefetches the next layer's parameters, reduces during the next layer's backward pass: runtime/data_parallel.py.
         # reshard_after_forward=N keeps what a forward pass gathered within N ranks.
         data_parallel=DataParallelFacts(0, 0, gathers_from_owners=True, sums_shards=True),
         update_copy_bytes=0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
         sums_gradients="shards",
         groups_expert_products=True,
+        multiplies_apart=True,
         # FSDPParam copies a reduced gradient to the host without waiting; what is clipped is there: read, read and written.
         offloads_in_backward=True,
         host_copy_bytes=12.0,
@@ -391,6 +397,7 @@ _DERIVED = (
     replace(
         _BY_NAME["fsdp2"],
         name="torchtitan",
+        kernels=TORCH_KERNELS,
         is_own_runtime=False,
         cuts_blocks=False,
         has_stage_degrees=False,
@@ -415,6 +422,7 @@ _DERIVED = (
     replace(
         _BY_NAME["fsdp2"],
         name="accelerate",
+        kernels=TORCH_KERNELS,
         is_own_runtime=False,
         cuts_blocks=False,
         has_stage_degrees=False,

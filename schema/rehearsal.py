@@ -94,6 +94,10 @@ class Rehearsal(Frozen):
         runs: every kind of rank went through a step.
         fits: and none reserves more than the plan's budget.
         notes: what was not rehearsed as it will be.
+        time_parts: seconds of a step by what they are spent on, as its operators are laid out over streams; nothing where not every
+            stage was rehearsed, or with another model than the plan's. Products, attention, memory_bound (other kernels),
+            recompute, parameter_copies, dispatch, optimizer, bubble, and exposed communication: dp, tp, cp, ep, pp.
+        predicted_time_parts: those of the plan's estimate.
     """
 
     model: str
@@ -106,6 +110,18 @@ class Rehearsal(Frozen):
     kinds: tuple[RehearsedKind, ...] = ()
     failures: tuple[Failure, ...] = ()
     notes: tuple[str, ...] = ()
+    time_parts: dict[str, float] = Field(default_factory=dict)
+    predicted_time_parts: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step as it is laid out; 0 where it is not."""
+        return sum(self.time_parts.values())
+
+    @property
+    def predicted_step_s(self) -> float:
+        """Seconds of a step by the plan's estimate."""
+        return sum(self.predicted_time_parts.values())
 
     @property
     def fullest(self) -> RehearsedKind:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape as escape_html
 from typing import TYPE_CHECKING
 
-from ...schema.units import counted, format_bytes, format_count
+from ...schema.units import counted, format_bytes, format_count, format_seconds
 from ..markup import plain
 from ..terminal import Table, headed_table
 
@@ -22,6 +22,8 @@ def tables(rehearsal: Rehearsal) -> Iterator[RenderableType]:
         yield _kinds(rehearsal)
         yield _moment(rehearsal.fullest)
         yield _messages(rehearsal.fullest)
+    if rehearsal.time_parts:
+        yield _times(rehearsal)
     for failure in rehearsal.failures:
         yield _failure(failure.message, failure.details)
     yield plain(verdict(rehearsal)) + "".join(f"\nnote: {plain(note)}" for note in rehearsal.notes)
@@ -92,6 +94,23 @@ def _messages(kind: RehearsedKind) -> Table:
     return table
 
 
+def _time_rows(rehearsal: Rehearsal) -> Iterator[tuple[str, str, str, str]]:
+    """Yield parts of the step, the longest first, with what the plan has more of each, as a part of the step."""
+    laid_out, predicted, step_s = rehearsal.time_parts, rehearsal.predicted_time_parts, rehearsal.step_s
+    names = {name for name, seconds in (laid_out | predicted).items() if seconds > 0}
+    rows = [(name, laid_out.get(name, 0.0), predicted.get(name, 0.0)) for name in names]
+    rows.sort(key=lambda row: -max(row[1:]))
+    for name, one, other in (*rows, ("step", step_s, rehearsal.predicted_step_s)):
+        yield name.replace("_", " "), format_seconds(one), format_seconds(other), _percent((other - one) / step_s)
+
+
+def _times(rehearsal: Rehearsal) -> Table:
+    table = headed_table("a step in time", "", "laid out", "predicted", "off, of the step", text=("",))
+    for row in _time_rows(rehearsal):
+        table.add_row(*row)
+    return table
+
+
 def _failure(message: str, details: tuple[str, ...]) -> str:
     return "\n".join(["[bold red]fails[/] " + plain(message), *(f"  {plain(detail)}" for detail in details)])
 
@@ -126,6 +145,8 @@ def page(rehearsal: Rehearsal) -> str:
             for one in kind.collectives
         ]  # fmt: skip
         parts.append(_html_table(("axis", "collective", "count", "bytes", "predicted"), sent))
+    if rehearsal.time_parts:
+        parts.append(_html_table(("a step in time", "laid out", "predicted", "off"), list(_time_rows(rehearsal))))
     style = (
         "body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:right}td:first-child{text-align:left}"
     )

@@ -6,6 +6,7 @@ All functions are vectorised over layouts: ``tokens`` and ``tp`` are arrays [N] 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +120,10 @@ def operator_time(
 ) -> OperatorTime:
     """Return the time of one operator on one rank for ``tokens`` [N] tokens of a micro-batch; ``ep`` ranks share its matrices."""
     if isinstance(op, Gemm):
+        if op.widths:
+            each = [replace(op, n=width, widths=()) for width in op.widths]
+            times = [operator_time(one, tokens, tp, sequence_parallel, rates=rates, ep=ep) for one in each]
+            return OperatorTime(*(sum(parts[1:], start=parts[0]) for parts in zip(*times, strict=True)))
         n = op.n / tp if op.shard == "column" else np.full(tp.shape, float(op.n))
         k = op.k / tp if op.shard == "row" else np.full(tp.shape, float(op.k))
         return _gemm_time(op, np.asarray(tokens * op.rows_per_token, dtype=np.float64), n, k, ep, rates)

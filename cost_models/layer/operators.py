@@ -52,6 +52,7 @@ class Gemm:
         frozen: no gradient of the weights is taken.
         quantized: fp8 training runs it in fp8; engines keep logits and routers in bf16.
         head_dim: of a product inside attention, one small matrix for each sequence and head; None for one with weights.
+        widths: of products that run one after the other, which together are ``n`` wide; empty: one product.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Gemm:
     frozen: bool = False
     quantized: bool = True
     head_dim: int | None = None
+    widths: tuple[int, ...] = ()
 
     @property
     def num_params(self) -> int:
@@ -218,6 +220,7 @@ class OperatorRules:
         kernels: memory-bound kernels of the engine.
         softmax: passes over the score matrix of unfused attention, which stores all [heads, seq, seq] of it; None for fused.
         dropout: hidden states pass a dropout before both additions of a block.
+        multiplies_apart: queries, keys and values, and gate and up, are products of their own (EngineFacts).
     """
 
     hidden_dim: int
@@ -225,6 +228,7 @@ class OperatorRules:
     kernels: EngineKernels = TORCH_KERNELS
     softmax: KernelTraffic | None = None
     dropout: bool = False
+    multiplies_apart: bool = False
 
 
 def operator_rules(hidden_dim: int, scenario: Scenario) -> OperatorRules:
@@ -243,6 +247,7 @@ def operator_rules(hidden_dim: int, scenario: Scenario) -> OperatorRules:
         kernels=kernels_of(workload, on_host=scenario.cluster.weakest_device.backend.is_host),
         softmax=softmax,
         dropout=workload.dropout,
+        multiplies_apart=workload.engine_facts.multiplies_apart,
     )
 
 
@@ -338,8 +343,10 @@ def _(attention: SoftmaxAttention, rules: OperatorRules) -> tuple[Operator, ...]
     context = attended_tokens(seq_len, attention.window, chunked=attention.chunked)
     longest = min(attention.window or seq_len, seq_len)
     heads, width = (attention.num_heads, attention.head_dim, attention.head_dim), q + 2 * kv
+    apart = (q + attention.gate_dim, kv, kv) if rules.multiplies_apart else ()
     operators = (
-        (True, Gemm("qkv", q + 2 * kv + attention.gate_dim, rules.hidden_dim, "column")),
+        (True, Gemm("qkv", width + attention.gate_dim, rules.hidden_dim, "column", widths=apart)),
+        (bool(apart), _summed_gradients("qkv_sums", rules.hidden_dim, len(apart))),
         (attention.qkv_bias, _elementwise("qkv_bias", width, kernels.bias, "column")),
         (True, _elementwise("qkv_copies", width, kernels.qkv, "column")),
         (attention.qk_norm != "none", _elementwise("qk_norm", q + kv, kernels.norm, "column")),
@@ -415,8 +422,10 @@ def _dense(
     traffic = kernels.gated if mlp.gated else kernels.plain
     activation = _elementwise(f"{prefix}activation", mlp.ffn_dim * rows, traffic, "column", routed=routed)
     inner_norm = (_elementwise(f"{prefix}norm", mlp.ffn_dim * rows, kernels.norm, "column", routed=routed),)
+    apart = (mlp.ffn_dim, mlp.ffn_dim) if mlp.gated and rules.multiplies_apart else ()
     products = (
-        Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed),
+        Gemm(f"{prefix}up", width, hidden_dim, "column", rows, matrices, routed, widths=apart),
+        *((_summed_gradients(f"{prefix}sums", hidden_dim * rows, len(apart), routed=routed),) if apart else ()),
         activation,
         *(inner_norm if mlp.inner_norm else ()),
         Gemm(f"{prefix}down", hidden_dim, mlp.ffn_dim, "row", rows, matrices, routed),
@@ -429,6 +438,11 @@ def _dense(
         each = _elementwise(f"{prefix}down_bias", hidden_dim * rows, kernels.expert_bias, "tokens", routed=True)
         down = replace(each, num_matrices=matrices)
     return (*products, up, down)
+
+
+def _summed_gradients(name: str, width: float, num_products: int, *, routed: bool = False) -> Elementwise:
+    """Return the sums of what several products make of their common input's gradient, unsharded over tp."""
+    return Elementwise(name, 0, 3 * width * (num_products - 1), 0, num_products - 1, "none", routed=routed)
 
 
 def _elementwise(

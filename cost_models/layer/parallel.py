@@ -60,8 +60,9 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     and the head have the half that faces the blocks.
     """
     layouts = inputs.layouts
-    gather = np.where(layouts.sequence_parallel == 1, _over_tp_s("all_gather", inputs), 0.0)
-    reduce = _reduction_s(inputs)
+    copied = _sequence_copy_s(inputs)
+    gather = np.where(layouts.sequence_parallel == 1, _over_tp_s("all_gather", inputs) + copied, 0.0)
+    reduce = _reduction_s(inputs) + copied
     if layer.counted is not None:
         return _traced_s(layer, gather, reduce, inputs)
     if isinstance(layer, Embedding):
@@ -177,6 +178,19 @@ def _reduction_s(inputs: CostInputs) -> FloatArray:
     """Return the seconds of one reduction of hidden states over tp [N]: scattered with sequence parallelism, else unsharded."""
     scatter, unsharded = _over_tp_s("reduce_scatter", inputs), _over_tp_s("all_reduce", inputs)
     return np.where(inputs.layouts.sequence_parallel == 1, scatter, unsharded)
+
+
+def _sequence_copy_s(inputs: CostInputs) -> FloatArray:
+    """Return what DTensor takes to join what it gathered, or cut what it scatters, along the sequence [N].
+
+    Collectives work along the first dimension, which is the batch's: a copy of the hidden states of all ranks each time (chunk and
+    cat of torch.distributed._functional_collectives). Megatron has the sequence first.
+    """
+    layouts, rates = inputs.layouts, device_rates(inputs.scenario)
+    if not inputs.workload.engine_facts.uses_fully_shard:
+        return np.zeros(len(layouts))
+    copied = rates.kernel_s + 2 * inputs.hidden_bytes / rates.elementwise_bytes_per_s
+    return np.where((layouts.tp > 1) & (layouts.sequence_parallel == 1), copied, 0.0)
 
 
 def _over_tp_s(op: Op, inputs: CostInputs) -> FloatArray:

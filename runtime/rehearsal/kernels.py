@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,10 @@ class _FusedNorm(torch.autograd.Function):
     """What ``aten::_fused_rms_norm`` keeps and returns; it has no fake kernel of its own on a CPU."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, width: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, on_run: Callable[..., None]) -> Tensor:
         x = x.contiguous()
+        on_run(x, is_backward=False)
+        ctx.on_run = on_run
         out, rstd = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
         ctx.save_for_backward(x, weight, rstd)
         return out
@@ -40,15 +43,18 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
         x, weight, _ = ctx.saved_tensors
+        ctx.on_run(x, is_backward=True)
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None, *, on_run: Callable[..., None]
+) -> Tensor:
     if len(shape) != 1 or tuple(shape) != tuple(x.shape[-1:]):
         raise RuntimeError(f"rms_norm over {tuple(shape)} of an input of shape {tuple(x.shape)}")
     if weight is not None and weight.shape != x.shape[-1:]:
         raise RuntimeError(f"rms_norm of an input of shape {tuple(x.shape)} with a weight of {tuple(weight.shape)}")
-    result: Tensor = _FusedNorm.apply(x, weight, shape[0])  # type: ignore[no-untyped-call]
+    result: Tensor = _FusedNorm.apply(x, weight, on_run)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -75,10 +81,11 @@ def _attention(original: Any) -> Any:
 
 
 @contextlib.contextmanager
-def gpu_kernels() -> Iterator[None]:
-    """Let norms and attention be a GPU's while inside."""
+def gpu_kernels(on_norm: Callable[..., None]) -> Iterator[None]:
+    """Let norms and attention be a GPU's while inside; ``on_norm`` is told of each norm, which runs as no operator."""
     norm, attention = F.rms_norm, F.scaled_dot_product_attention
-    F.rms_norm, F.scaled_dot_product_attention = _rms_norm, _attention(attention)  # type: ignore[assignment]
+    F.rms_norm = partial(_rms_norm, on_run=on_norm)
+    F.scaled_dot_product_attention = _attention(attention)  # type: ignore[assignment]
     try:
         yield
     finally:

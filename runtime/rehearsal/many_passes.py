@@ -43,11 +43,16 @@ class Extrapolation:
         kinds = tuple(self._kind(a, b) for a, b in zip(few.kinds, more.kinds, strict=True))
         fits = all(kind.peak_reserved_bytes <= more.budget_bytes for kind in kinds)
         note = f"{self.more.num_microbatches} of {self.plan.num_microbatches} micro-batches, the others as those do"
-        return more.replace(kinds=kinds, fits=fits, notes=(*more.notes, note))
+        names = sorted(few.time_parts | more.time_parts)
+        parts = {name: self._sum_s(few.time_parts.get(name, 0.0), more.time_parts.get(name, 0.0)) for name in names}
+        return more.replace(kinds=kinds, fits=fits, notes=(*more.notes, note), time_parts=parts)
+
+    def _sum_s(self, few: float, more: float) -> float:
+        rounds = (self.plan.num_microbatches - self.more.num_microbatches) / self.plan.layout.pp
+        return more + (more - few) * rounds
 
     def _number(self, few: int, more: int) -> int:
-        rounds = (self.plan.num_microbatches - self.more.num_microbatches) / self.plan.layout.pp
-        return round(more + (more - few) * rounds)
+        return round(self._sum_s(few, more))
 
     def _kind(self, few: RehearsedKind, more: RehearsedKind) -> RehearsedKind:
         allocated = self._number(few.peak_allocated_bytes, more.peak_allocated_bytes)

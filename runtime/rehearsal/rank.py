@@ -43,6 +43,7 @@ from .kernels import gpu_kernels, gpu_workspace, host_workspace, joined_in_one, 
 from .recorder import Log, Recorder, tensors_of
 from .repetition import NotPeriodicError, repeat_passes
 from .script import run_script
+from .trace import OperatorSeconds, Trace
 
 _OURS = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent
@@ -105,6 +106,7 @@ def _rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting, *, copies: b
     dist.init_process_group("fake", store=FakeStore(), rank=plan.rank_map[rank], world_size=plan.layout.world_size)
     axes: dict[str, list[str]] = {}
     recorder = Recorder(axes, host_workspace if is_host else gpu_workspace)
+    trace = recorder.log.trace = None if setting.is_user_model else Trace(OperatorSeconds(plan))
     stack = contextlib.ExitStack()
     stack.enter_context(_quietly())
 
@@ -116,7 +118,12 @@ def _rehearse_rank(plan: TrainingPlan, rank: int, setting: Setting, *, copies: b
         stack.enter_context(recorder.without_trials())
 
     try:
-        with stack, joined_in_one(), contextlib.nullcontext() if is_host else gpu_kernels():
+        with (
+            stack,
+            joined_in_one(),
+            contextlib.nullcontext() if trace is None else trace.watching(),
+            contextlib.nullcontext() if is_host else gpu_kernels(recorder.note_norm),
+        ):
             if setting.script:
                 _run_script(plan, setting, rank, recorder, begin, axes, stack)
                 return recorder.log
@@ -214,6 +221,8 @@ def _run(model: ParallelModel, recorder: Recorder, *, copies: bool) -> None:
     recorder.log.messages.clear()
     recorder.log.flops.clear()
     recorder.on_part_end = lambda: _mark(model, recorder)
+    if recorder.log.trace is not None:
+        recorder.log.trace.start()
     if copies:
         repeat_passes(model, recorder)
     take_step(model, optimizer, tokens, max_grad_norm=TrainOptions().max_grad_norm)

@@ -32,6 +32,7 @@ from .kernels import FLASH_ON_CPU, GROUPED_PRODUCT, flash_on_cpu, grouped_produc
 
 if TYPE_CHECKING:
     from .repetition import Repetition
+    from .trace import Trace
 
 Category = Literal[
     "parameters", "gradients", "optimizer", "unsharded", "activations", "logits", "communication", "temporaries"
@@ -70,6 +71,16 @@ _AXES_OF_OP = {"alltoall": ("ep", "cp"), "allreduce": ("dp_replicate", "tp", "wo
 """Axes that use a collective, where the same ranks are those of several."""
 
 
+OPS = {
+    "_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter", "allreduce_": "all_reduce", "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all", "recv_": "recv", "broadcast_": "broadcast",
+}  # fmt: skip
+"""Names of collectives by those of torch's operators."""
+
+
 class Message(NamedTuple):
     """A kind of collective: the axis it goes over and its name."""
 
@@ -104,6 +115,7 @@ class Log:
     messages: dict[Message, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     flops: Counter[str] = field(default_factory=Counter)
     passes: list[tuple[int, int, str]] = field(default_factory=list)  # autograd's numbers of nodes that a module made
+    trace: Trace | None = None
 
     def module_of(self, entry: int) -> str:
         """Return the module whose forward or backward pass made an entry; empty where none did."""
@@ -155,6 +167,9 @@ class Recorder(TorchDispatchMode):
         if repetition is not None and action is not None:
             repetition.begin(action)
         self.begin_phase(label, name, action)
+        trace = self.log.trace
+        if trace is not None:
+            trace.begin_span(action)
         if repetition is not None and repetition.is_copied(action):
             paused = _Pause(self) if repetition.copies_on_begin else contextlib.nullcontext()
             if repetition.copies_on_begin:
@@ -164,6 +179,8 @@ class Recorder(TorchDispatchMode):
         else:
             yield
             self.on_part_end()
+        if trace is not None:
+            trace.end_span(action)
         if repetition is not None and action is not None:
             repetition.end()
         self.begin_phase("between passes", "between")
@@ -273,6 +290,7 @@ class Recorder(TorchDispatchMode):
         if kind == "bincount":
             return self._bincount(*args, **(kwargs or {}))
         out = run(*args, **(kwargs or {}))
+        self._trace(func, args, kwargs or {}, out)
         if kind == "in place" and torch._C._current_autograd_node() is not None:
             return args[0]
         if kind == "message":
@@ -286,6 +304,25 @@ class Recorder(TorchDispatchMode):
         if self._workspace is not None and (bytes_taken := self._workspace(func, args)):
             self.log.events.append(~self._begin(bytes_taken, str(func)))
         return out
+
+    def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Note a kernel with the pass that it is of, if the step is timed."""
+        trace = self.log.trace
+        if trace is not None and trace.is_on and func.namespace not in ("c10d", "_c10d_functional", "_dtensor"):
+            trace.note(func, args, kwargs, out, self.pass_name)
+
+    @property
+    def pass_name(self) -> str:
+        """Return forward, backward, again (a forward pass that is recomputed) or optimizer (whatever is outside passes)."""
+        kind = self.log.phase_list[-1].kind
+        if kind == "backward":
+            return "again" if self._path else "backward"
+        return "forward" if kind == "forward" else "optimizer"
+
+    def note_norm(self, x: Tensor, *, is_backward: bool) -> None:
+        """Note a norm, for which a rehearsal runs no operator."""
+        if self.log.trace is not None and not self._is_paused:
+            self.log.trace.note_norm(x, is_backward=is_backward, again=self.pass_name == "again")
 
     def _learn(self, func: Any) -> str:
         returns = func._schema.returns
@@ -327,7 +364,7 @@ class Recorder(TorchDispatchMode):
         return torch.empty(minlength, dtype=torch.long, device=values.device)
 
     def _count_message(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        tensors, group = list(tensors_of(args)), ""
+        tensors, group, result = list(tensors_of(args)), "", out
         for arg in args:
             if isinstance(arg, str) and arg in self._axes:
                 group = arg
@@ -345,9 +382,14 @@ class Recorder(TorchDispatchMode):
             return
         axes, op = self._axes[group], func._overloadpacket.__name__
         preferred = next((names for part, names in _AXES_OF_OP.items() if part in op.replace("_", "")), ())
-        entry = self.log.messages[Message(next((axis for axis in preferred if axis in axes), axes[0]), op)]
+        axis = next((axis for axis in preferred if axis in axes), axes[0])
+        entry = self.log.messages[Message(axis, op)]
+        outputs = list(tensors_of((result,)))
+        size = max(tensor.numel() * tensor.element_size() for tensor in (*tensors, *outputs))
         entry[0] += 1
-        entry[1] += max(tensor.numel() * tensor.element_size() for tensor in (*tensors, *tensors_of((out,))))
+        entry[1] += size
+        if self.log.trace is not None:
+            self.log.trace.note_message(axis, OPS.get(op, op), size, group, [*tensors, *outputs])
 
     # Where it happens
 

@@ -181,6 +181,8 @@ class Repetition:
             log.messages[message][0] += count
             log.messages[message][1] += size
         log.flops.update(source.flops)
+        if log.trace is not None:
+            log.trace.copy(action._replace(micro_batch=FIRST - 1), action)
 
     def on_end(self, entry: int) -> None:
         """Note in which pass a tensor's storage ended."""

@@ -13,17 +13,10 @@ from .kinds import RankKind, rank_kinds
 from .many_passes import Extrapolation, with_few_passes
 from .peak import Peak, find_peak
 from .rank import RehearsalError, Setting, rehearse_rank
-from .recorder import Log
+from .recorder import OPS, Log
 from .reordering import Contents, contents_in_the_middle, reordered
-
-_OPS = {
-    "_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter", "allreduce_": "all_reduce", "all_reduce": "all_reduce",
-    "alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all", "recv_": "recv", "broadcast_": "broadcast",
-}  # fmt: skip
-"""Names of collectives by those of torch's operators."""
+from .timeline import step_time
+from .trace import Trace
 
 
 def rehearse(
@@ -59,11 +52,13 @@ def rehearse(
     kinds = rank_kinds(plan, ranks)
     rehearsed, failures = list[RehearsedKind](), list[Failure]()
     capacity = plan.cluster.weakest_device.memory_bytes
-    logs = _Logs(plan)
+    logs, traces = _Logs(plan), dict[RankKind, Trace]()
     for done, kind in enumerate(kinds):
         progress(done, len(kinds))
         try:
             log = logs.log(kind, setting)
+            if log.trace is not None:
+                traces[kind] = log.trace
             peak = find_peak(log, capacity=int(capacity))
             peak_of_worst = None
             if worst and plan.layout.ep > 1:
@@ -78,10 +73,12 @@ def rehearse(
     progress(len(kinds), len(kinds))
     runs = not failures
     budget = plan.estimate.budget_bytes
+    is_timed = runs and {stage for kind in traces for stage in kind.stages} == set(range(len(plan.stages)))
+    parts = step_time(plan, traces) if is_timed and plan.offload is None else {}
     return Rehearsal(
         model=plan.model.name, cluster=plan.cluster.name, layout=str(plan.layout), world_size=plan.layout.world_size,
         runs=runs, fits=runs and all(kind.peak_reserved_bytes <= budget for kind in rehearsed), budget_bytes=budget,
-        kinds=tuple(rehearsed), failures=tuple(failures), notes=tuple(_notes(plan)),
+        kinds=tuple(rehearsed), failures=tuple(failures), notes=tuple(_notes(plan)), time_parts=parts,
     )  # fmt: skip
 
 
@@ -119,7 +116,7 @@ def _compared(plan: TrainingPlan, kind: RankKind, log: Log, peak: Peak, worst: i
     predicted = plan.estimate.stages[plan.rank_of_stage[kind.stages[0]]].memory_bytes
     counts: dict[tuple[str, str], list[int]] = {}
     for (axis, op), (count, num_bytes) in log.messages.items():
-        entry = counts.setdefault((axis, _OPS.get(op, op)), [0, 0])
+        entry = counts.setdefault((axis, OPS.get(op, op)), [0, 0])
         entry[0] += count
         entry[1] += num_bytes
     formulas = collective_bytes(plan, kind.stages)

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "solvers": {"schema", "cost_models"},
     # Of the runtime only rehearsals, by the file of that name.
     "planner": {"schema", "profilers", "cost_models", "solvers", "runtime"},
-    # Of cost models only the orders of pipelines and their text form, and the best interval between checkpoints.
+    # Of cost models only the orders of pipelines and their text form, the best interval between checkpoints, and in rehearsals
+    # bytes of collectives and the seconds of operators.
     # Of solvers only that of batches, which schedules while a run goes on.
     "runtime": {"schema", "profilers", "cost_models", "solvers"},
     "engines": {"schema", "cost_models"},

@@ -1,0 +1,144 @@
+"""The second opinion on time: what a rehearsed step runs, laid out over streams by list scheduling.
+
+Every stream works its entries off in order, an entry when those that it waits for have ended (trace.py). Kernels and a collective
+that run at once slow each other down by the law of the closed form. A second of the step counts to what the compute stream does in
+it; while it waits, to the axis of the collective that it waits for, which also has what it takes from kernels that run next to it.
+Where the host falls behind kernels is told pass by pass, by the formula of the closed form (hardware.machine.waiting_s).
+
+Under a pipeline each kind of pass is laid out by itself, and the passes are put together by the schedule's order with the transfers
+between stages (cost_models/pipeline/replay.py): T = replay of the passes + max over ranks of what lies outside them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ...cost_models.hardware.collectives import p2p_s, slowdown_law
+from ...cost_models.hardware.machine import waiting_s
+from ...cost_models.hardware.node_links import Hops
+from ...cost_models.pipeline.orders import Action, planned_order
+from ...cost_models.pipeline.replay import PipelineShape, makespan_s
+from ...schema.training_plan import TrainingPlan
+from ...schema.units import FloatArray
+from .kinds import RankKind
+from .trace import OperatorSeconds, Run, Trace
+
+Parts = dict[str, float]
+
+
+def lay_out(runs: Sequence[Run], costs: OperatorSeconds) -> Parts:
+    """Return the seconds from the first start to the last end of entries, by what they are spent on."""
+    law = slowdown_law(0.0, costs.scenario.coefficients)
+    slows_sent = float(law.collective)
+    queues: dict[str, deque[int]] = {"compute": deque()}
+    for position, run in enumerate(runs):
+        queues.setdefault(run.stream, deque()).append(position)
+    done, remaining, parts = [False] * len(runs), [run.seconds for run in runs], Counter[str]()
+    while any(queues.values()):
+        heads = [queue[0] for queue in queues.values() if queue]
+        active = [idx for idx in heads if all(done[one] for one in runs[idx].waits)]
+        kernel = next((idx for idx in active if runs[idx].stream == "compute"), None)
+        sent = max((idx for idx in active if idx != kernel), key=lambda idx: runs[idx].slows, default=None)
+        slows = 0.0 if sent is None else runs[sent].slows
+        rates = {idx: 1 / (1 + (slows if idx == kernel else slows_sent * (kernel is not None))) for idx in active}
+        assert active, "entries wait for each other"
+        step = min(remaining[idx] / rate for idx, rate in rates.items())
+        if kernel is None:
+            parts[_awaited(queues["compute"], runs, done, active)] += step
+        else:
+            parts[runs[kernel].part] += step * rates[kernel]
+            if sent is not None:
+                parts[runs[sent].part] += step * (1 - rates[kernel])
+        for idx, rate in rates.items():
+            remaining[idx] -= step * rate
+            if remaining[idx] <= 1e-15:
+                done[idx] = True
+                queues[runs[idx].stream].popleft()
+    parts["dispatch"] = _dispatch_s(runs, costs)
+    return dict(parts)
+
+
+def _awaited(compute: deque[int], runs: Sequence[Run], done: Sequence[bool], active: Sequence[int]) -> str:
+    """Return what the compute stream waits for: the last entry that its next one needs, or once it has ended any other."""
+    waits = [idx for idx in runs[compute[0]].waits if not done[idx]] if compute else list(active)
+    part = runs[waits[-1]].part
+    return "dp" if part in ("parameter_copies", "optimizer") else part
+
+
+def step_time(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
+    """Return the seconds of a step by part, given the entries of every kind of rank: those of the rank that takes longest."""
+    if plan.layout.pp == 1:
+        return max((_in_passes(trace) for trace in traces.values()), key=lambda parts: sum(parts.values()))
+    return _pipelined(plan, traces)
+
+
+def _in_passes(trace: Trace) -> Parts:
+    """Return the seconds of a step without a pipeline: passes overlap, and are laid out together."""
+    parts = lay_out(trace.runs, trace.costs)
+    if not trace.costs.host.adds:
+        passes = (trace.part(begin, end) for begin, end in trace.spans.values())
+        parts["dispatch"] = sum(_dispatch_s(runs, trace.costs) for runs in passes)
+    parts["optimizer"] = parts.get("optimizer", 0.0) + trace.costs.host.step_s
+    return parts
+
+
+def _dispatch_s(runs: Sequence[Run], costs: OperatorSeconds) -> float:
+    """Return how long the compute stream waits for the host."""
+    device_s = sum(run.seconds for run in runs if run.stream == "compute")
+    host_s = sum(run.host_s for run in runs)
+    return (
+        host_s if costs.host.adds else float(waiting_s(np.array(device_s), np.array(host_s), costs.host.overlap_norm))
+    )
+
+
+def _pipelined(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
+    layout, m = plan.layout, plan.num_microbatches
+    shape = PipelineShape(
+        schedule=layout.schedule, pp=layout.pp, num_model_chunks=layout.num_model_chunks, num_microbatches=m,
+        order=planned_order(plan),
+    )  # fmt: skip
+    passes: dict[tuple[int, str], Parts] = {}
+    after: list[Parts] = []
+    sent = 0
+    for kind, trace in traces.items():
+        stages = sorted({action.stage for action in trace.spans})
+        for (stage, which), action in _typical(trace).items():
+            begin, end = trace.spans[action]
+            passes[kind.stages[stages.index(stage)], which] = lay_out(trace.part(begin, end), trace.costs)
+        parts = lay_out(trace.outside(), trace.costs)
+        parts["optimizer"] = parts.get("optimizer", 0.0) + trace.costs.host.step_s
+        after.append(parts)
+        sent = max(sent, trace.boundary_bytes)
+    cluster = plan.cluster
+    hops = Hops(np.array([layout.pp]), np.array([layout.stage_ranks]), "chain")
+    each_way = float(p2p_s(np.array([float(sent)]), hops, cluster)[0])
+
+    def seconds(which: str, *, other: str = "") -> FloatArray:
+        of_stages = (
+            passes.get((stage, which)) or passes.get((stage, other)) or {} for stage in range(shape.num_stages)
+        )
+        return np.array([sum(parts.values()) for parts in of_stages])
+
+    forward, backward, weight = seconds("F"), seconds("B", other="BW"), seconds("W")
+    makespan = makespan_s(shape, forward + each_way, backward + each_way, weight)
+    busy = np.bincount(shape.rank_of_stage, forward + backward + weight + 2 * each_way, layout.pp)
+    slowest, total = int(np.argmax(busy)), Counter[str]()
+    for stage in np.flatnonzero(np.array(shape.rank_of_stage) == slowest).tolist():
+        for which in ("F", "W", "B" if (stage, "B") in passes else "BW"):
+            total.update({name: m * part for name, part in passes.get((stage, which), {}).items()})
+        total["pp"] += 2 * m * each_way
+    total["bubble"] = makespan - m * float(busy[slowest])
+    total.update(max(after, key=lambda parts: sum(parts.values())))
+    return dict(total)
+
+
+def _typical(trace: Trace) -> dict[tuple[int, str], Action]:
+    """Return of each kind of pass of a stage the second one that ran, or the only one: the first makes gradients."""
+    typical: dict[tuple[int, str], Action] = {}
+    for action in sorted(trace.spans, key=lambda action: action.micro_batch):
+        if action.micro_batch <= 1:
+            typical[action.stage, action.kind] = action
+    return typical
