@@ -97,11 +97,9 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     passing = _fullest(transients(stage, step, scenario))
     of_one = b * stage.logits if workload.loss == "engine" else 0.0
     unit = np.maximum(stage.root_params, stage.block_params)
-    # Under a pipeline one unit's sum in fp32 is reduced, which is counted, after its copy in the compute dtype is dropped.
-    added = np.where(step.is_piped & copies, b * np.minimum(unit, stage.trained), 0.0)
-    gathered = np.where(
-        step.is_piped, gathered_bytes(stage.trained, stage, step, workload) - added, b * stage.root_params
-    )
+    # Where a pipeline waits one unit's sum in fp32 is reduced, which is counted, after its copy in the compute dtype is dropped.
+    added = np.where(step.waits & copies, b * np.minimum(unit, stage.trained), 0.0)
+    gathered = np.where(step.waits, gathered_bytes(stage.trained, stage, step, workload) - added, b * stage.root_params)
     # Of several chunks the others have been reduced by then; how much the last one has is not known here.
     gathered = np.where(step.reduces_apart, 0.0, gathered)
     sharded = float(workload.master_bytes) * stage.reduced(step)
@@ -126,7 +124,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     # As the first block runs backward nearly all gradients are there; of a single pass its neighbours' are still to come.
     block = np.minimum(stage.block_params, stage.trained)
     to_come = np.where(
-        step.is_piped, 0.0, np.minimum(block + stage.root_params, stage.trained) / np.maximum(stage.trained, 1.0)
+        step.waits, 0.0, np.minimum(block + stage.root_params, stage.trained) / np.maximum(stage.trained, 1.0)
     )
     pieces = gathered_bytes(block, stage, step, workload)
     copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
@@ -136,12 +134,10 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
             update["gradients"] * (1 - to_come),
             np.where((step.num_microbatches > 1) & ~step.reduces_apart, before, 0.0),
         ),
-        "unsharded": np.where(
-            copies, np.where(step.is_piped, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0
-        ),
+        "unsharded": np.where(copies, np.where(step.waits, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0),
         "activations": np.minimum(stage.block_activation_bytes, step.in_flight * stage.activation_bytes),
         "logits": 0.0 * passing["logits"],
-        "temporary": stage.working_bytes + np.where(copies & ~step.is_piped, 4.0 * stage.block_trained, 0.0),
+        "temporary": stage.working_bytes + np.where(copies & ~step.waits, 4.0 * stage.block_trained, 0.0),
     }
     # Under a pipeline a backward pass ends with the gradient of the embedding, before it is added to those of earlier passes.
     summed = step.summed_in_flight
