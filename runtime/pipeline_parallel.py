@@ -179,7 +179,7 @@ class _Stage(PipelineStage):
         """Run a backward pass; torch's would keep what it gathers, and gradients, until the last one."""
         if not self.shards_passes:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        assert backward_type == "full", "split passes are left out by the rule zero_under_pipeline"
+        assert backward_type == "full", "split passes are left out by the rule split_backward_keeps_gathered"
         assert isinstance(self.submod, FSDPModule)
         self.submod.set_is_last_backward(False)  # what the last one ends, perform_reduce_grad does
         gradients = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])

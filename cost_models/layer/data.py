@@ -286,8 +286,8 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload) -> FloatArr
 
     fully_shard casts shards into its buffer, copies gathered parameters out of it and gradients into the one that is reduced: in
     every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline that waits) once a step.
-    Gradients that wait for the last micro-batch add up unsharded in the reduction's dtype, those that are reduced more than once as shards.
-    DDP, which replicas in one dtype have, copies into its buckets and divides there.
+    Gradients that wait for the last micro-batch add up unsharded in the reduction's dtype, those that are reduced more than once as
+    shards. DDP, which replicas in one dtype have, copies into its buckets and divides there.
     Source: torch.distributed.fsdp, torch.nn.parallel.
     """
     m, b, master = layouts.num_microbatches, workload.compute_bytes, workload.master_bytes
