@@ -18,7 +18,7 @@ import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,14 @@ FURTHER: dict[str, dict[str, Any]] = {
     "tp 2, zero 3": SHARDED,
     "tp 2, pp 2": STAGED,
     "tp 2, pp 2, zero 1": {**STAGED, "dp_shard": 2, "zero_stage": 1},
+    "pp 2, zero 3": {**STAGED, "tp": 1, "dp_shard": 2, "zero_stage": 3},
+    "tp 2, pp 2, zero 3": {**STAGED, "dp_shard": 2, "zero_stage": 3},
 }
 """With operators placed, for models that do not say how they are split; those that do are in the layouts of two ranks."""
 
 
-def planned(name: str) -> tuple[dict[str, TrainingPlan], dict[str, Any]]:
-    """Return the plans of a model, and what there is to say of it without running any."""
+def planned(name: str, layouts: Collection[str]) -> tuple[dict[str, TrainingPlan], dict[str, Any]]:
+    """Return the plans of a model in these of FURTHER, and what there is to say of it without running any."""
     start = time.process_time()
     try:
         plans, refused = plans_of(name)
@@ -57,10 +59,10 @@ def planned(name: str) -> tuple[dict[str, TrainingPlan], dict[str, Any]]:
         "refused": {layout: why.splitlines()[1].strip() for layout, why in refused.items()},
     }
     if "tp" in refused:
-        for layout, fixed in FURTHER.items():
+        for layout in layouts:
             start = time.process_time()
             try:
-                plans[layout] = placed_plan(name, **fixed)
+                plans[layout] = placed_plan(name, **FURTHER[layout])
             except MeshwrightError as error:
                 row["refused"][layout] = reason(error)
             if layout == "tp 2":
@@ -140,6 +142,9 @@ def main() -> None:
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("names", nargs="*", help="all models where none is given; rows of others in OUT.json stay")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="run the layouts of so many")
+    parser.add_argument(
+        "--further", nargs="*", choices=FURTHER, default=list(FURTHER), help="layouts of placed operators"
+    )
     parser.add_argument("--blocks", type=int, help="time the profile and the plan of a BERT of so many, nothing else")
     given = parser.parse_args()
     if given.blocks:
@@ -148,9 +153,10 @@ def main() -> None:
     rows = json.loads(given.out.read_text())["rows"] if given.out.exists() else {}
     plans: dict[str, dict[str, TrainingPlan]] = {}
     for name in given.names or zoo.MODELS:
-        plans[name], rows[name] = planned(name)
-        print(name, json.dumps(rows[name]), flush=True)
-        rows[name]["differences"] = {}
+        known = rows.get(name, {})
+        plans[name], row = planned(name, given.further)
+        print(name, json.dumps(row), flush=True)
+        rows[name] = {**known, **row, "differences": known.get("differences", {})}
     for size in given.ranks:
         add_differences(rows, plans, size)
         given.out.write_text(json.dumps({"summary": summary(rows), "rows": rows}, indent=1) + "\n")

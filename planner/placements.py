@@ -63,7 +63,7 @@ def with_placements(model: ModelSpec, cluster: ClusterSpec, workload: Workload) 
     placed = list[UnitPlacement]()
     for work in model.code.works:
         before = placed[-1] if work.in_evaluation else None
-        placed.append(_Costs(work, scenario, dict(before.parameters) if before else {}).place())
+        placed.append(Placing(work, scenario, dict(before.parameters) if before else {}).place())
     code = model.code.replace(works=(), placements=tuple(placed))
     if not placed:
         return model.replace(code=code)
@@ -81,8 +81,8 @@ def with_placements(model: ModelSpec, cluster: ClusterSpec, workload: Workload) 
 
 
 @dataclass(frozen=True)
-class _Costs:
-    """The program of one kind of unit; ``given_forms``: forms of its parameters, by path, where they are given."""
+class Placing:
+    """The program of one kind of unit on a cluster; ``given_forms``: forms of its parameters, by path, where they are given."""
 
     work: UnitWork
     scenario: Scenario

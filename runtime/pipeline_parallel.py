@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _Action,
@@ -91,6 +92,7 @@ def build_schedule(
     ]  # fmt: skip
     for stage in stages:
         stage.clock, stage.before_pass = clock, before_pass
+        stage.shards_passes = plan.layout.zero_stage == 3 and isinstance(stage.submod, FSDPModule)
     # Ranks within the pipeline's process group, by position along pp: the group counts by rank.
     group_ranks = [dist.get_group_rank(mesh.pp.get_group(), rank) for rank in mesh.pipeline_ranks]
 
@@ -168,6 +170,20 @@ class _Stage(PipelineStage):
 
     clock: StepClock
     before_pass: Callable[[int], None] | None = None
+    shards_passes: bool = False
+    """Zero 3: parameters are gathered for each pass, gradients reduced in each backward pass."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run a backward pass; torch's would keep what it gathers, and gradients, until the last one."""
+        if not self.shards_passes:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        assert backward_type == "full", "split passes are left out by the rule split_backward_keeps_gathered"
+        assert isinstance(self.submod, FSDPModule)
+        self.submod.set_is_last_backward(False)  # what the last one ends, perform_reduce_grad does
+        gradients = stage_backward(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
+        return gradients, None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run one forward pass."""
@@ -212,7 +228,7 @@ def _load_order(
     """Give the runtime the plan's order, with transfers, and the gathering and reduction of sharded parameters.
 
     torch's own lowering drops gathered parameters of all but three stages between their passes: split backward passes then lose
-    gradients, and under a pipeline a step gathers once (zero_stage 1). So all stages of a rank stay active.
+    gradients, and below zero_stage 3 a step gathers once. So all stages of a rank stay active.
     """
     lines = to_torch_csv(pipeline_order(plan, num_microbatches)).splitlines()
     actions = {
@@ -220,8 +236,11 @@ def _load_order(
         for group_rank, line in sorted(zip(group_ranks, lines, strict=True))
     }
     runtime._validate_and_set_stage_mapping(actions)
+    in_passes = plan.layout.zero_stage == 3  # fully_shard gathers then
     gathered = {
-        rank: _add_reduce_grad(list(_add_unshard_reshard(row, len({a.stage_index for a in row}))), num_microbatches)
+        rank: _add_reduce_grad(
+            row if in_passes else list(_add_unshard_reshard(row, len({a.stage_index for a in row}))), num_microbatches
+        )
         for rank, row in actions.items()
     }
     runtime.pipeline_order = actions

@@ -56,8 +56,12 @@ NO_ULYSSES = _only("no_ulysses", "context parallelism of the engine is a ring", 
 
 _OF_FSDP2 = {rule.name: rule for rule in FSDP2_RULES if not rule.name.endswith("_of_fsdp2")}
 
+_GATHERED = Rule("zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
+    "zero_stage {t.zero_stage} with pp {t.pp}: torch's PipelineStage keeps gathered parameters and whole gradients until the "
+    "last micro-batch, so only the optimizer states are sharded (zero_stage 1)")
+
 TORCHTITAN_RULES: tuple[Rule, ...] = (
-    *_OF_FSDP2.values(),
+    *(_OF_FSDP2 | {_GATHERED.name: _GATHERED}).values(),
     *lacks("torchtitan", *SWITCHES),
     _NO_LEVELS,
     NO_ULYSSES,

@@ -62,6 +62,11 @@ class Degrees:
         return self.dp * self.cp * self.tp
 
     @cached_property
+    def is_piped(self) -> Any:
+        """Several stages."""
+        return self.pp > 1
+
+    @cached_property
     def world_size(self) -> Numbers:
         """Ranks."""
         return self.stage_ranks * self.pp

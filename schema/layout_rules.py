@@ -321,9 +321,15 @@ FSDP2_RULES: tuple[Rule, ...] = (
     Rule("microbatches_fill_pipeline", "schedule pp dp micro_batch_size",
         lambda t, p: ~t.schedule_fact("needs_full_pipeline") | (t.pp == 1) | (p.num_microbatches(t) >= t.pp),
         lambda t, p: f"1f1b over {t.pp} stages needs as many micro-batches; there are {p.num_microbatches(t)}"),
-    Rule("zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
+    Rule("zero_under_pipeline", "pp zero_stage",
+        lambda t, p: (t.pp == 1) | (t.zero_stage <= 1) | ((t.zero_stage == 3) & (p.traced_len > 0)),
         "zero_stage {t.zero_stage} with pp {t.pp}: under a pipeline torch keeps gathered parameters and whole gradients "
-        "until the last micro-batch, so only the optimizer states are sharded (zero_stage 1)"),
+        "until the last micro-batch, so only the optimizer states are sharded (zero_stage 1); stages of modules traced from code "
+        "run zero_stage 3 too"),
+    Rule("split_backward_keeps_gathered", "schedule pp zero_stage",
+        lambda t, p: (t.pp == 1) | (t.zero_stage < 3) | ~t.schedule_fact("splits_backward"),
+        "zero_stage {t.zero_stage} with {t.schedule_name}: the second part of a backward pass needs parameters that the first one "
+        "has dropped"),
     Rule("split_backward_keeps_activations", "schedule recompute",
         lambda t, p: ~t.schedule_fact("splits_backward") | ~t.recomputes,
         "schedule {t.schedule_name} with recompute: a backward pass in two parts would run what operator-level "

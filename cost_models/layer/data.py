@@ -177,9 +177,8 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     backward = overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s - cost.ep_backward_s)
     forward = forward * (workload.overlaps & (layouts.zero_stage >= facts.gather_hides_from))
     backward = backward * (workload.overlaps & (layouts.zero_stage >= facts.reduction_hides_from))
-    if workload.engine_facts.reduces_after_pipeline:
-        # torch's pipelining reduces after the last backward pass, when there is nothing left to hide behind.
-        backward = np.where(layouts.pp > 1, 0.0, backward)
+    # What waits for the last backward pass has nothing left to hide behind.
+    backward = np.where(waits_for_pipeline(layouts, workload), 0.0, backward)
     gather_backward = np.where((layouts.zero_stage == 3) & (not is_head), cost.regather_s, 0.0)
     gathered, reduced = cost.num_params * workload.compute_bytes, cost.num_params * gradient_bytes(layouts, workload)
     # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small next to it.
@@ -241,15 +240,24 @@ class PassesPerStep(NamedTuple):
     reductions: IntArray
 
 
-def passes_per_step(layouts: LayoutTable, workload: Workload) -> PassesPerStep:
-    """Return how often a step gathers and reduces.
+def waits_for_pipeline(layouts: Any, workload: Workload) -> Array:
+    """Return where parameters stay gathered through a pipeline's passes and gradients wait for the last one.
 
-    Under a pipeline fully_shard keeps parameters gathered and reduces once: torch's PipelineStage asks for it in its last
-    backward pass, and torchtitan's reshard_after_forward is off there. Sharded gradients are a reason to reduce in every pass
+    torch's PipelineStage asks fully_shard for it, and torchtitan's reshard_after_forward is off there; our stages let zero 3 gather
+    and reduce in every pass. Of a StepShape or a LayoutTable.
+    """
+    is_ours = workload.engine_facts.is_own_runtime & (np.asarray(layouts.zero_stage) == 3)
+    return layouts.is_piped & workload.engine_facts.reduces_after_pipeline & ~is_ours
+
+
+def passes_per_step(layouts: LayoutTable, workload: Workload) -> PassesPerStep:
+    """Return how often a step gathers and reduces: under a pipeline that waits (`waits_for_pipeline`), once.
+
+    Sharded gradients are a reason to reduce in every pass
     only where the whole gradients are nowhere to add up (`DataParallelFacts.sums_shards`).
     """
-    zero, facts, is_piped = layouts.zero_stage, workload.engine_facts, layouts.pp > 1
-    is_gathered = is_piped & facts.reduces_after_pipeline
+    zero, facts, is_piped = layouts.zero_stage, workload.engine_facts, layouts.is_piped
+    is_gathered = waits_for_pipeline(layouts, workload)
     # DeepSpeed's stages 1 and 2 gather the updated parameters in the step; fully_shard frees them after every backward pass.
     gathers = (zero == 3) | ((zero == 2) & facts.uses_fully_shard)
     reduces = (zero == 3) | ((zero == 2) & facts.data_parallel.sums_shards & ~is_piped)
@@ -277,22 +285,26 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload) -> FloatArr
     """Return what torch copies, casts and adds in a step for one parameter, bytes read and written [N].
 
     fully_shard casts shards into its buffer, copies gathered parameters out of it and gradients into the one that is reduced: in
-    every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline) once a step. Gradients that
-    wait for the last micro-batch add up unsharded in the reduction's dtype, those that are reduced more than once as shards. DDP,
-    which replicas in one dtype have, copies into its buckets and divides there.
+    every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline that waits) once a step.
+    Gradients that wait for the last micro-batch add up unsharded in the reduction's dtype, those that are reduced more than once as
+    shards. DDP, which replicas in one dtype have, copies into its buckets and divides there.
     Source: torch.distributed.fsdp, torch.nn.parallel.
     """
     m, b, master = layouts.num_microbatches, workload.compute_bytes, workload.master_bytes
     g = gradient_bytes(layouts, workload)
-    ranks, owners, is_piped = layouts.dp * layouts.cp, layouts.num_optimizer_shards, layouts.pp > 1
-    gathers = np.where(is_piped | (layouts.zero_stage < 2), 1, np.where(layouts.zero_stage == 3, 2 * m, m))
+    ranks, owners, is_gathered = (
+        layouts.dp * layouts.cp,
+        layouts.num_optimizer_shards,
+        waits_for_pipeline(layouts, workload),
+    )
+    gathers = np.where(is_gathered | (layouts.zero_stage < 2), 1, np.where(layouts.zero_stage == 3, 2 * m, m))
     gathered = gathers * (np.where(owners > 1, 2 * b, 0) + (b + master) / owners * (b != master))
     if not workload.has_backward:
         return np.asarray(gathered, dtype=np.float64)
-    waits = (m > 1) & (is_piped | (layouts.zero_stage < 2))
+    waits = (m > 1) & (is_gathered | (layouts.zero_stage < 2))
     # The first gradient is cast where dtypes differ; each further one is read, and the sum read and written.
     summed = np.where(waits, (m - 1) * (2 * g + b) + (b + g) * (b != g), 3 * g * (m - 1) / layouts.num_gradient_shards)
-    is_ddp = (layouts.zero_stage == 0) & (b == g) & (layouts.stage_ranks == layouts.dp) & ~is_piped
+    is_ddp = (layouts.zero_stage == 0) & (b == g) & (layouts.stage_ranks == layouts.dp) & ~layouts.is_piped
     buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g))
     reductions = np.where(waits, 1, m)
     return np.asarray(gathered + summed + np.where(ranks > 1, reductions * buffered, 0), dtype=np.float64)
@@ -320,8 +332,7 @@ def summed_gradients(stage: Any, step: Any, workload: Workload) -> tuple[Array, 
     sharded = float(workload.master_bytes) * stage.reduced(step)
     accumulates = (step.num_microbatches > 1) | (step.num_neighbours > 0)
     # Below zero 2 unsharded gradients wait for the last micro-batch; each unit's are freed as its shard is made.
-    # Under a pipeline no pass but the last one reduces, whatever is sharded.
-    waits = step.is_piped if workload.engine_facts.reduces_after_pipeline else False
+    waits = waits_for_pipeline(step, workload)
     final = np.where((step.zero_stage == 0) | waits | ((step.zero_stage == 1) & accumulates), unsharded, sharded)
     # Sums of earlier micro-batches lie next to DDP's buckets until the last one moves into them.
     buckets = np.where(has_plain_replicas(step, workload), unsharded, 0.0)

@@ -102,7 +102,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     of_one = b * stage.logits if workload.loss == "engine" else 0.0
     unit = np.maximum(stage.root_params, stage.block_params)
     # Of several chunks the others have been reduced by then; how much the last one has is not known here.
-    gathered = np.where(step.is_piped, gathered_bytes(stage.trained, stage, step, workload), b * stage.root_params)
+    gathered = np.where(step.waits, gathered_bytes(stage.trained, stage, step, workload), b * stage.root_params)
     gathered = np.where(step.reduces_apart, 0.0, gathered)
     if workload.update == "in_backward":
         reduced = reduction_bytes(unit, stage, step, scenario)
@@ -110,7 +110,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
         reduced = last_reduction_bytes(unit, stage, step, scenario)
     # The last one of several chunks has all its gradients still: no less than the input of a unit's sum.
     at_end = np.where(step.reduces_apart, 4.0 * unit, final_reduction_bytes(stage, step, scenario))
-    reduced = np.where(step.is_piped, np.where(copies, at_end, b * unit), reduced)
+    reduced = np.where(step.waits, np.where(copies, at_end, b * unit), reduced)
     sharded = float(workload.master_bytes) * stage.reduced(step)
     update = {
         "gradients": np.where(step.reduces_apart, sharded, final),
@@ -132,8 +132,8 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
 
     # As the first block runs backward nearly all gradients are there; of a single pass its neighbours' are still to come.
     block = np.minimum(stage.block_params, stage.trained)
-    is_repeated = step.is_piped & (step.num_microbatches > 1)
-    later = block + np.where(step.is_piped, 0.0, stage.root_params)
+    is_repeated = step.waits & (step.num_microbatches > 1)
+    later = block + np.where(step.waits, 0.0, stage.root_params)
     to_come = np.where(is_repeated, 0.0, np.minimum(later, stage.trained) / np.maximum(stage.trained, 1.0))
     pieces = gathered_bytes(block, stage, step, workload)
     copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
@@ -143,12 +143,10 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
             update["gradients"] * (1 - to_come),
             np.where((step.num_microbatches > 1) & ~step.reduces_apart, before, 0.0),
         ),
-        "unsharded": np.where(
-            copies, np.where(step.is_piped, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0
-        ),
+        "unsharded": np.where(copies, np.where(step.waits, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0),
         "activations": np.minimum(stage.block_activation_bytes, step.in_flight * stage.activation_bytes),
         "logits": 0.0 * passing["logits"],
-        "temporary": stage.working_bytes + np.where(copies & ~step.is_piped, 4.0 * stage.block_trained, 0.0),
+        "temporary": stage.working_bytes + np.where(copies & ~step.waits, 4.0 * stage.block_trained, 0.0),
     }
     # Under a pipeline a backward pass ends with the gradient of the embedding, before it is added to those of earlier passes.
     summed = step.summed_in_flight
@@ -158,7 +156,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     embedded["temporary"] = np.where(is_embedding, b * stage.root_params, 0.0) + 0.0 * passing["temporary"]
     first = moment(step.in_flight, np.where(summed < step.in_flight, 0.0, before))
     # The gradient of the head is cast before there are any of the blocks.
-    of_head = np.where(step.is_piped & copies & (stage.logits > 0), np.minimum(stage.root_params, stage.trained), 0.0)
+    of_head = np.where(step.waits & copies & (stage.logits > 0), np.minimum(stage.root_params, stage.trained), 0.0)
     cast = {**first, "gradients": float(workload.master_bytes) * of_head, "logits": 0.0 * first["logits"]}
     cast["temporary"] = b * of_head + 0.0 * first["temporary"]
     # The gradients of embedding and head, if they are one, and their sum.

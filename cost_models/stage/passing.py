@@ -87,6 +87,11 @@ class StepShape:
         """True where the stage is one of several."""
         return np.asarray(self.num_neighbours) > 0
 
+    @property
+    def waits(self) -> Array:
+        """True where our runtime gathers and reduces once, around a pipeline's passes."""
+        return self.is_piped & (np.asarray(self.zero_stage) < 3)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageContents:
@@ -140,18 +145,18 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
 
     The loss; then the backward pass of the head and the reduction of its gradients, of a block and the reduction of its.
     Where parameters are gathered in pieces a unit's are present in its backward pass, with those of the block gathered in advance;
-    what goes into a reduction stays until the next one begins (torch's FSDPParamGroup.post_backward). Under a pipeline reductions
-    come after the last backward pass of all, when no activations remain; the gradient of a tied embedding waits for the first
-    layer's backward pass.
+    what goes into a reduction stays until the next one begins (torch's FSDPParamGroup.post_backward). Below zero 3 a
+    pipeline's reductions come after the last backward pass of all, when no activations remain; the gradient of a tied embedding
+    waits for the first layer's backward pass.
     """
     workload = scenario.workload
     b, block, none = workload.compute_bytes, stage.block_params, 0.0 * stage.logits
     head = np.where(stage.logits > 0, stage.root_params, 0.0)
     grads, of_head = (block, head) if workload.adapters is None else (stage.block_trained, none)
-    waits = step.is_piped | stage.ends_are_one
+    waits = step.waits | stage.ends_are_one
     reduced = np.where(waits, 0.0, of_head)
-    stays = np.where(has_copies(step, workload) & ~step.is_piped, 4.0 * np.maximum(reduced, grads), 0.0)
-    waiting = np.where(stage.ends_are_one & ~step.is_piped, b * of_head, 0.0)
+    stays = np.where(has_copies(step, workload) & ~step.waits, 4.0 * np.maximum(reduced, grads), 0.0)
+    waiting = np.where(stage.ends_are_one & ~step.waits, b * of_head, 0.0)
 
     def reduction(params: Array, is_later: Array) -> Array:
         return np.where(is_later, b * params, reduction_bytes(params, stage, step, scenario))
@@ -171,7 +176,7 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
             (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
             (block, none, reduction(of_head, waits)),
             (2 * block, none, stage.working_bytes + stays + waiting),
-            (block, none, reduction(block, step.is_piped) + waiting),
+            (block, none, reduction(block, step.waits) + waiting),
         )
     ]
 

@@ -88,7 +88,8 @@ class _Traffic:
         self.tokens = self.layout.micro_batch_size * plan.workload.seq_len / self.layout.cp
         self.blocks = [(one.layer, one) for one in members if isinstance(one.layer, Block)]
         self.num_ends = sum(isinstance(one.layer, Embedding | Head) for one in members)
-        self.reductions = 1 if self.layout.zero_stage < 2 or self.layout.pp > 1 else self.passes
+        self.waits = self.layout.zero_stage < 2 or (self.layout.pp > 1 and self.layout.zero_stage < 3)
+        self.reductions = 1 if self.waits else self.passes
 
     def add(self, axis: str, op: str, size: float) -> None:
         """Count bytes of a step."""
@@ -104,7 +105,7 @@ class _Traffic:
             params = float(tp_params(one.layer, self.width, table)[0])
             routed = 0.0 if layout.experts_follow_tp else float(expert_params(one.layer, self.width, table)[0])
             again = layout.zero_stage == 3 and (tied_ends or not isinstance(one.layer, Head))
-            gathers = 1 if layout.zero_stage < 2 or layout.pp > 1 else self.passes * (1 + again)
+            gathers = 1 if self.waits else self.passes * (1 + again)
             for axes, size, shards, replicas in (
                 (("dp_shard", "dp_replicate"), params - routed, layout.num_shards, layout.num_replicas),
                 (("expert_shard", "expert_replicate"), routed, layout.expert_shards, layout.expert_replicas),
@@ -137,7 +138,7 @@ class _Traffic:
         if any(isinstance(one.layer, Head) for one in self.members):  # largest; sums and logits of the targets
             self.add("tp", "all_reduce", self.passes * 3 * 4 * self.tokens)
         # Gradients add up in fp32 over the passes of a step, under a pipeline from the first one on.
-        adds_up = self.layout.pp > 1 or self.reductions < self.passes
+        adds_up = (self.layout.pp > 1 and self.waits) or self.reductions < self.passes
         in_parts = sum(self._in_parts(one.layer) for one in self.members)
         self.add("tp", "all_reduce", self.reductions * (4 if adds_up else self.b) * in_parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from meshwright.schema import (
     Workload,
 )
 from meshwright.schema.base import read_json, write_atomically
-from meshwright.schema.engine_rules import DEEPSPEED_RULES, MEGATRON_RULES
+from meshwright.schema.engine_rules import DEEPSPEED_RULES, MEGATRON_RULES, TORCHTITAN_RULES
 from meshwright.schema.layout import check_fields
 from meshwright.schema.layout_rules import (
+    FSDP2_RULES,
     RULES,
     Rule,
     broken_rules,
@@ -120,6 +122,8 @@ def test_rules_agree_on_numbers_and_arrays(layout: Layout, batch: int, seq_len: 
         (Layout(pp=32, schedule="gpipe"), "layers_per_stage"),
         (Layout(pp=4, micro_batch_size=32), "microbatches_fill_pipeline"),
         (Layout(pp=2, dp_shard=2, zero_stage=2), "zero_under_pipeline"),
+        (Layout(pp=2, dp_shard=2, zero_stage=3), "zero_under_pipeline"),
+        (Layout(pp=2, dp_shard=2, zero_stage=3, schedule="zb-h1"), "split_backward_keeps_gathered"),
         (Layout(cp=2, cp_ulysses=2, tp=4), "heads_per_ulysses"),
         (Layout(pp=2, schedule="zb-h1", recompute="full"), "split_backward_keeps_activations"),
         (Layout(pp=2, schedule="zb-h2", num_model_chunks=2), "schedule_in_chunks"),
@@ -135,6 +139,14 @@ def test_each_rule_says_its_name_and_reason(layout: Layout, rule: str) -> None:
     model, workload = ModelSpec.named("qwen2.5-7b"), Workload(seq_len=1024, global_batch_size=64)
     problem = problem_facts(model, workload, world_size=layout.world_size, scaleup_domain=16)
     assert any(f"[{rule}]" in reason for reason in broken_rules(layout, problem))
+
+
+def test_stages_of_traced_modules_gather_in_each_pass_in_our_runtime_only() -> None:
+    layout = Layout(pp=2, dp_shard=2, zero_stage=3)
+    model, workload = ModelSpec.named("qwen2.5-7b"), Workload(seq_len=1024, global_batch_size=64)
+    problem = dataclasses.replace(problem_facts(model, workload, world_size=4, scaleup_domain=4), traced_len=1024)
+    assert broken_rules(layout, problem, FSDP2_RULES) == ()
+    assert any("[zero_under_pipeline]" in reason for reason in broken_rules(layout, problem, TORCHTITAN_RULES))
 
 
 @pytest.mark.parametrize(
