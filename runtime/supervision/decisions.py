@@ -53,6 +53,7 @@ class Decisions:
 
     Attributes:
         is_over: nobody goes on.
+        limit: ranks that are to train at most, as far as there is a plan for so few; changed while the job runs.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Decisions:
         self._sizes = {each.layout.world_size for each in (plan, *fallbacks)}
         for each in (plan, *fallbacks):
             self.board.write_plan(each)
-        self._dead, self._slow = set[int](), frozenset(slow)
+        self._dead, self._slow, self.limit = set[int](), frozenset(slow), nodes[-1].stop
         self._num_meetings = self._num_reports = self._num_arrivals = 0
         self._returned: list[int] = []
         self._is_invited = False
@@ -112,12 +113,13 @@ class Decisions:
         if self.is_over:
             return
         number = self.generation.number
-        if self._returned and not self._is_invited and self._num_active() > self.generation.num_active:
+        if not self._is_invited and self._num_active() != self.generation.num_active:
             self._is_invited = True
             self.board.mark("invited", number)
         if self.board.is_marked("requested", number):
             if self._is_invited:
-                self._begin(number + 1, f"{_ranks(self._returned)} came back")
+                back = f"{_ranks(self._returned)} came back" if self._returned else ""
+                self._begin(number + 1, back or f"{self._num_active()} ranks are to train")
             elif self._num_meetings < MAX_MEETINGS:
                 self._num_meetings += 1
                 self._begin(number + 1, "ranks that are alive could not meet")
@@ -142,15 +144,19 @@ class Decisions:
         return tuple(sorted({rank for node in self._nodes for rank in node} - self._dead, key=order))
 
     def _num_active(self) -> int:
-        """Return for how many devices there is a plan, of those that are left; 0 where there is none."""
-        num_alive = self.num_processes - len(self._dead)
-        return max((size for size in self._sizes if size <= num_alive), default=0)
+        """Return for how many devices there is a plan, of those that are left and wanted; 0 where there is none."""
+        possible = [size for size in self._sizes if size <= self.num_alive]
+        return max((size for size in possible if size <= self.limit), default=min(possible, default=0))
+
+    @property
+    def num_alive(self) -> int:
+        """Processes that are left."""
+        return self.num_processes - len(self._dead)
 
     def _begin(self, number: int, cause: str) -> None:
         num_active = self._num_active()
         if not num_active:
-            num_alive = self.num_processes - len(self._dead)
-            self.end(f"{cause}, and there is no plan for {num_alive} of {self.num_processes} ranks")
+            self.end(f"{cause}, and there is no plan for {self.num_alive} of {self.num_processes} ranks")
             return
         self._returned, self._is_invited = [], False
         self.generation = Generation(

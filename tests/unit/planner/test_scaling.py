@@ -47,7 +47,7 @@ def policy_of(trained: TrainingPlan, *, share: float = 0.5) -> ScalePolicy:
     return scale(trained, offers(trained), tokens=tokens, deadline_s=HOURS * 3600, costs=COSTS, recording=recorded)
 
 
-def test_the_policy_is_in_time_and_no_dearer_than_simpler_rules(trained: TrainingPlan) -> None:
+def test_the_policy_is_in_time_and_no_dearer_than_greedy_rules(trained: TrainingPlan) -> None:
     policy = policy_of(trained)
     assert policy.bound_usd <= policy.expected_usd
     assert policy.replay is not None
@@ -55,7 +55,7 @@ def test_the_policy_is_in_time_and_no_dearer_than_simpler_rules(trained: Trainin
     assert set(rules) == set(HOLDING_RULES)
     assert rules["policy"].met == rules["on demand"].met == 1.0
     print(rules)
-    assert rules["policy"].usd <= 1.02 * min(entry.usd for entry in rules.values())
+    assert rules["policy"].usd <= min(rules["greedy"].usd, rules["on demand"].usd)
     assert all(entry.to_hindsight >= 0.98 for entry in rules.values())
 
 
