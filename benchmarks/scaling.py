@@ -1,9 +1,9 @@
 """What a training holds over time, on recordings of spot pools: policies of their first halves, from starts in the second.
 
-    python benchmarks/scaling.py SPOT_TRACES.csv SUMMARY.csv [--pools NAME ..]
+    python benchmarks/scaling.py SPOT_TRACES.csv SUMMARY.csv [--deadline-h 24]
 
 SPOT_TRACES.csv has columns trace, time_s and available; SUMMARY.csv trace and asked_nodes. Machines have one V100; on demand they
-cost 3.06 USD an hour and of the pool 0.92 (p3.2xlarge, us-east-1, 2023). The work is SHARE of what all machines do until the
+cost 3.06 USD an hour and of the pool 0.92 (p3.2xlarge, us-east-1, 2023). The work is a part of what all machines do until the
 deadline. Replaces scaling.json next to this file.
 """
 
@@ -12,73 +12,62 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import statistics
 import time
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from meshwright.planner import plan
-from meshwright.planner.scaling import scale
+from meshwright.planner.scaling import MIN_STARTS, STARTS_S, scale
 from meshwright.planner.spot import Costs
-from meshwright.schema import ClusterSpec, InfeasibleError, Offer
-from meshwright.schema.machines_file import read_pools
+from meshwright.schema import ClusterSpec, Offer, TrainingPlan
+from meshwright.schema.machines_file import Change, read_pools
+from meshwright.schema.scaling import HOLDING_RULES
 
 RESULTS = Path(__file__).with_suffix(".json")
 DEMAND_USD, SPOT_USD = 3.06, 0.92
-DEADLINES_H, SHARES = (12.0, 24.0), (0.3, 0.6)
+SHARES = (0.3, 0.6)
 
 
-def replayed(traces: Path, summary: Path, pools: list[str]) -> list[dict[str, Any]]:
-    """A row for each pool, deadline and amount of work."""
-    nodes = {
-        row["trace"]: int(row["asked_nodes"]) for row in csv.DictReader(summary.open(newline="", encoding="utf-8"))
+@cache
+def plan_of(machines: int) -> TrainingPlan:
+    """Return the plan for so many machines."""
+    cluster = ClusterSpec.parse(f"{machines}x1xV100-SXM2-16GB")
+    return plan("gpt2", cluster, global_batch_size=64, seq_len=1024, runnable=True)
+
+
+def row_of(pool: str, changes: Sequence[Change], machines: int, share: float, deadline_s: float) -> dict[str, Any]:
+    """Return what each rule costs on a pool."""
+    chosen, cpu = plan_of(machines), time.process_time()
+    offers = [
+        Offer.from_cluster(chosen.cluster, name="spot", price_per_device_hour=SPOT_USD, losses_per_node_day=1.0),
+        Offer.from_cluster(chosen.cluster, name="on demand", price_per_device_hour=DEMAND_USD),
+    ]
+    policy = scale(
+        chosen, offers, tokens=share * chosen.estimate.tokens_per_s * deadline_s, deadline_s=deadline_s,
+        costs=Costs(save_s=30.0, restart_s=300.0), recording=(pool, changes),
+    )  # fmt: skip
+    assert policy.replay is not None
+    row = {"pool": pool, "machines": machines, "share": share, "starts": policy.replay.starts}
+    row |= {"cpu_s": round(time.process_time() - cpu, 2)}
+    return row | {entry.rule: entry.model_dump(exclude={"rule"}) for entry in policy.replay.rules}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all rows say of each rule."""
+    starts = sum(row["starts"] for row in rows)
+    return {
+        rule: {
+            "met": sum(row[rule]["met"] * row["starts"] for row in rows) / starts,
+            "to_hindsight_median": statistics.median(row[rule]["to_hindsight"] for row in rows),
+            "to_hindsight_worst": max(row[rule]["to_hindsight"] for row in rows),
+            "within_a_tenth": sum(row[rule]["to_hindsight"] <= 1.1 for row in rows),
+            "policy_is_dearer": sum(row["policy"]["usd"] > 1.001 * row[rule]["usd"] for row in rows),
+        }
+        for rule in HOLDING_RULES
     }
-    rows, plans = [], {}
-    for name, changes in read_pools(traces).items():
-        if pools and name not in pools:
-            continue
-        units = nodes[name]
-        if units not in plans:
-            cluster = ClusterSpec.parse(f"{units}x1xV100-SXM2-16GB")
-            plans[units] = plan("gpt2", cluster, global_batch_size=64, seq_len=1024, runnable=True)
-        chosen = plans[units]
-        offers = [
-            Offer.from_cluster(chosen.cluster, name="spot", price_per_device_hour=SPOT_USD, losses_per_node_day=1.0),
-            Offer.from_cluster(chosen.cluster, name="on demand", price_per_device_hour=DEMAND_USD),
-        ]
-        for hours in DEADLINES_H:
-            for share in SHARES:
-                tokens = share * chosen.estimate.tokens_per_s * hours * 3600
-                cpu = time.process_time()
-                try:
-                    policy = scale(
-                        chosen, offers, tokens=tokens, deadline_s=hours * 3600, costs=Costs(save_s=30.0, restart_s=300.0),
-                        recording=(name, changes),
-                    )  # fmt: skip
-                except InfeasibleError as error:
-                    print(name, hours, share, error.message)
-                    continue
-                if policy.replay is None:
-                    continue
-                row = {
-                    "pool": name,
-                    "machines": units,
-                    "deadline_h": hours,
-                    "share": share,
-                    "starts": policy.replay.starts,
-                }
-                row |= {"cpu_s": round(time.process_time() - cpu, 2)}
-                row |= {
-                    entry.rule: {"met": entry.met, "usd": entry.usd, "to_hindsight": entry.to_hindsight}
-                    for entry in policy.replay.rules
-                }
-                rows.append(row)
-                shown = {
-                    key: (round(v["usd"], 2), round(v["to_hindsight"], 3), v["met"])
-                    for key, v in row.items()
-                    if isinstance(v, dict)
-                }
-                print(name, hours, share, row["starts"], row["cpu_s"], shown, flush=True)
-    return rows
 
 
 def main() -> None:
@@ -86,11 +75,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path)
     parser.add_argument("summary", type=Path)
-    parser.add_argument("--pools", nargs="*", default=[])
+    parser.add_argument("--deadline-h", type=float, default=24.0)
     given = parser.parse_args()
-    rows = replayed(given.traces, given.summary, given.pools)
-    if not given.pools:
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    nodes = {row["trace"]: int(row["asked_nodes"]) for row in csv.DictReader(given.summary.open(encoding="utf-8"))}
+    rows, deadline_s = [], given.deadline_h * 3600
+    for pool, changes in read_pools(given.traces).items():
+        if changes[-1].time_s / 2 < deadline_s + MIN_STARTS * STARTS_S:
+            print(f"{pool} is too short")
+            continue
+        for share in SHARES:
+            rows.append(row_of(pool, changes, nodes[pool], share, deadline_s))
+            print(json.dumps(rows[-1]), flush=True)
+    answer = {"deadline_h": given.deadline_h, "summary": summary(rows), "rows": rows}
+    RESULTS.write_text(json.dumps(answer, indent=1) + "\n")
+    print(json.dumps(answer["summary"], indent=1))
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def _decided(expected: FloatArray, steps: _Steps) -> tuple[FloatArray, IntArray]
     """
     best = np.full(expected.shape, np.inf)
     choice = np.zeros(expected.shape, dtype=np.uint8)
-    for h in range(expected.shape[1]):  # of equal costs the holding with fewer machines
+    for h in reversed(range(expected.shape[1])):  # of equal costs work that is done now
         value = steps.usd[:, :, h] + _at(expected, steps, h)
         is_better = value < best - 1e-12
         best[is_better], choice[is_better] = value[is_better], h

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from meshwright.cli.following import following
 from meshwright.cli.main import app
 from meshwright.planner import plan
 from meshwright.planner.scaling import HOLDING_RULES, holding_rule, replay_rule, scale, solved
@@ -111,3 +112,25 @@ def test_what_cannot_be_done_or_decided_is_refused(trained: TrainingPlan) -> Non
     broken = without.model_dump() | {"rate": [0.0]}
     with pytest.raises(ConfigError, match="rates of 1"):
         ScalePolicy(**broken)
+
+
+def test_a_running_training_is_told_what_to_hold_as_the_pool_changes(trained: TrainingPlan, tmp_path: Path) -> None:
+    tokens = 0.5 * trained.estimate.tokens_per_s * HOURS * 3600
+    policy = scale(trained, offers(trained), tokens=tokens, deadline_s=HOURS * 3600, costs=COSTS)
+    policy.save(tmp_path / "policy.json")
+    pool = tmp_path / "pool"
+    pool.write_text("2")
+    hold = following(tmp_path / "policy.json", trained, pool)
+    first = hold(0, 2)
+    assert first.spot in (1, 2)
+    assert (first.demand, first.num_devices) == (0, first.spot)
+    pool.write_text("none")  # says nothing
+    assert hold(1, 2) == first
+    pool.write_text("0")
+    spot, demand, num_devices = hold(2, 1)
+    assert (spot, num_devices) == (0, demand)
+    with pytest.raises(ConfigError, match="no such file"):
+        following(tmp_path / "policy.json", trained, tmp_path / "none")
+    policy.replace(tokens_per_step=1).save(tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="and 1 tokens a step"):
+        following(tmp_path / "other.json", trained, pool)
