@@ -50,10 +50,10 @@ def following(path: Path, plan: TrainingPlan, available: Path | None) -> Scale:
         else:
             with suppress(OSError, ValueError):  # while it is written anew what it said before holds
                 seen = max(int(available.read_text(encoding="utf-8")), 0)
-        left = max(policy.tokens - steps * policy.tokens_per_step, 0.0)
+        remaining = max(policy.tokens - steps * policy.tokens_per_step, 0.0)
         now = min(seen, len(policy.move) - 1)
-        before = decisions.decide(time.monotonic() - begun_s, left, now, before)
-        spot, demand = decisions.instance.held(before, now)
+        before = decisions.decide(time.monotonic() - begun_s, remaining, now, before)
+        spot, demand = decisions.instance.machines(before, now)
         before = decisions.instance.index(before, now)
         return Hold(spot, demand, (spot + demand) * per_unit)
 

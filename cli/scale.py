@@ -98,13 +98,13 @@ def _tables(policy: ScalePolicy) -> list[Table]:
         f"{100 * gap:.1f} % above what no policy is below"
     )
     moments = [(0.0, 1.0), (0.5, 0.5), (0.5, 0.9), (0.9, 0.1)]
-    columns = [f"{100 * gone:.0f} % of time, {100 * left:.0f} % of work left" for gone, left in moments]
+    columns = [f"{100 * gone:.0f} % of time, {100 * remaining:.0f} % of work left" for gone, remaining in moments]
     table = headed_table(title, "pool has", *columns, text=("pool has", *columns))
     for available in range(len(data.move)):
         cells = []
-        for gone, left in moments:
-            h = decisions.decide(gone * policy.deadline_s, left * policy.tokens, available, 0)
-            spot, demand = data.held(h, available)
+        for gone, remaining in moments:
+            h = decisions.decide(gone * policy.deadline_s, remaining * policy.tokens, available, 0)
+            spot, demand = data.machines(h, available)
             cells.append(f"{spot} spot, {demand} on demand")
         table.add_row(str(available), *cells)
     tables = [table]

@@ -78,7 +78,7 @@ class IslandProblem:
         self.request, self.limits, self.parts, self.plan_one = request, limits, request.cluster.parts, plan_one
         self.rates = _rates(request, self.parts)
         self.cells: dict[object, TrainingPlan | None] = {}
-        self.least_s: dict[tuple[ClusterSpec, int], float] = {}
+        self.shortest_s: dict[tuple[ClusterSpec, int], float] = {}
         self.errors: list[ConfigError | InfeasibleError] = []
         self.has_plan = False
 
@@ -138,15 +138,15 @@ class IslandProblem:
             return 0.0
         rates = [self.rates[i] for i in joined.used]
         shares = [math.ceil(batch * rate / sum(rates) - 1e-6) for rate in rates]
-        self.least_s.setdefault((_alike(cell.cluster), cell.workload.global_batch_size), cell.search.bound_s)
-        least_s = []
+        self.shortest_s.setdefault((_alike(cell.cluster), cell.workload.global_batch_size), cell.search.bound_s)
+        shortest_s = []
         for i, share in zip(joined.used, shares, strict=True):
             cluster = self.parts[i].cluster
             key = (_alike(cluster), share)
-            if key not in self.least_s:
-                self.least_s[key] = _least_s(self.request, cluster, share)
-            least_s.append(self.least_s[key])
-        slowest_s = slowest_bound_s(batch, rates, shares, least_s)
+            if key not in self.shortest_s:
+                self.shortest_s[key] = _shortest_s(self.request, cluster, share)
+            shortest_s.append(self.shortest_s[key])
+        slowest_s = slowest_bound_s(batch, rates, shares, shortest_s)
         if joined.instance is None:
             return slowest_s
         return solve(replace(joined.instance, step_s=np.full(len(rates), slowest_s))).bound
@@ -204,7 +204,7 @@ def _rates(request: PlanRequest, parts: Sequence[ClusterPart]) -> list[float]:
         if key not in known:
             devices = part.cluster.num_devices
             batch = -(-request.workload.global_batch_size // devices) * devices
-            known[key] = batch / _least_s(request, part.cluster, batch)
+            known[key] = batch / _shortest_s(request, part.cluster, batch)
         rates.append(known[key])
     return rates
 
@@ -214,7 +214,7 @@ def _alike(cluster: ClusterSpec) -> ClusterSpec:
     return cluster.replace(name="-", groups=(cluster.groups[0].replace(zone=""),))
 
 
-def _least_s(request: PlanRequest, cluster: ClusterSpec, batch: int) -> float:
+def _shortest_s(request: PlanRequest, cluster: ClusterSpec, batch: int) -> float:
     """Return the seconds that no layout of an island takes less for a batch; infinite where none may fit."""
     task = request.workload.replace(global_batch_size=batch)
     one_island = replace(request, cluster=cluster, task=task, local_updates=None, on_progress=None)

@@ -47,8 +47,8 @@ STARTS_S, MIN_STARTS = 6 * 3600.0, 2
 SPEEDS = (1.0, 0.3, 0.1, 0.03, 0.0)
 """Of changes of the pool, f."""
 
-Held = tuple[int, int]
-Rule = Callable[[float, float, int, Held], Held]
+Machines = tuple[int, int]
+Rule = Callable[[float, float, int, Machines], Machines]
 """What to hold of the pool and on demand, given seconds since the start, tokens left, what the pool has and what is held."""
 
 
@@ -88,12 +88,12 @@ def scale(
     changes = () if recording is None else tuple(recording[1])
     policy = _cheapest(instance(changes), changes)
     data = policy.instance
-    most = float(data.rate[min(len(demand), units)])
-    if demand and most * (deadline_s - data.restart_s) < tokens:
+    maximum = float(data.rate[min(len(demand), units)])
+    if demand and maximum * (deadline_s - data.restart_s) < tokens:
         raise InfeasibleError(
             f"{tokens:.3g} tokens by {deadline_s / HOUR_S:.3g} h: {counted(min(len(demand), units), 'machine')} on demand make "
-            f"{most * max(deadline_s - data.restart_s, 0):.3g}   [late (O)]",
-            help=f"a deadline of {tokens / most / HOUR_S + data.restart_s / HOUR_S:.3g} h, or more machines on demand",
+            f"{maximum * max(deadline_s - data.restart_s, 0):.3g}   [late (O)]",
+            help=f"a deadline of {tokens / maximum / HOUR_S + data.restart_s / HOUR_S:.3g} h, or more machines on demand",
         )
     usual = int(np.argmax(_visits(data)))
     replay = None if recording is None else _replayed(recording[0], changes, instance)
@@ -121,13 +121,13 @@ def scale(
 
 def solved(policy: ScalePolicy) -> SpotPolicy:
     """Return what a document's policy decides."""
-    most_usd = max(policy.demand_usd_per_hour[-1], policy.spot_usd_per_hour * policy.units)
+    max_usd = max(policy.demand_usd_per_hour[-1], policy.spot_usd_per_hour * policy.units)
     return solve(
         SpotInstance(
             tokens=policy.tokens, deadline_s=policy.deadline_s, period_s=policy.period_s, move=_normed(np.array(policy.move)),
             rate=np.array(policy.rate), spot_usd=policy.spot_usd_per_hour, demand_usd=np.array(policy.demand_usd_per_hour),
             lost_s=policy.lost_s, joined_s=policy.joined_s, restart_s=policy.restart_s,
-            late_usd=_late_usd(most_usd, policy.deadline_s),
+            late_usd=_late_usd(max_usd, policy.deadline_s),
         )
     )  # fmt: skip
 
@@ -213,14 +213,14 @@ def _instance(
     )  # fmt: skip
 
 
-def _moves(changes: Sequence[Change], most: int, period_s: float) -> FloatArray:
+def _moves(changes: Sequence[Change], maximum: int, period_s: float) -> FloatArray:
     """Return P of a recording looked at every period; a number that it never leaves stays."""
     times = np.arange(changes[0].time_s, changes[-1].time_s, period_s)
     rows = np.searchsorted([change.time_s for change in changes], times, side="right") - 1
-    seen = np.minimum(np.array([change.available for change in changes])[rows], most)
-    counts = np.zeros((most + 1, most + 1))
+    seen = np.minimum(np.array([change.available for change in changes])[rows], maximum)
+    counts = np.zeros((maximum + 1, maximum + 1))
     np.add.at(counts, (seen[:-1], seen[1:]), 1.0)
-    return _normed(counts + np.eye(most + 1) * (counts.sum(axis=1) == 0))
+    return _normed(counts + np.eye(maximum + 1) * (counts.sum(axis=1) == 0))
 
 
 def _losses(size: int, lost: float) -> FloatArray:
@@ -271,11 +271,13 @@ def _replayed(
     starts = _starts(second, data)
     if len(starts) < MIN_STARTS:
         return None
-    policy, least_usd = _cheapest(data, known), 0.0
+    policy, hindsight_sum_usd = _cheapest(data, known), 0.0
     ends = {rule: list[tuple[bool, float]]() for rule in HOLDING_RULES}
     for start_s in starts:
         spans = _window(second, start_s, data)
-        least_usd += max(bound_usd(data, _seconds(spans, data)), hindsight_usd(data, _most(spans, data)))
+        hindsight_sum_usd += max(
+            bound_usd(data, _seconds(spans, data)), hindsight_usd(data, _max_available(spans, data))
+        )
         for rule, replays in ends.items():
             replays.append(replay_rule(data, holding_rule(rule, policy), spans))
     rules = (
@@ -284,7 +286,7 @@ def _replayed(
     return ScaleReplay(
         pool=name, starts=len(starts),
         rules=tuple(
-            RuleReplay(rule=rule, met=met / len(starts), usd=usd / len(starts), to_hindsight=usd / least_usd)
+            RuleReplay(rule=rule, met=met / len(starts), usd=usd / len(starts), to_hindsight=usd / hindsight_sum_usd)
             for rule, met, usd in rules
         ),
     )  # fmt: skip
@@ -304,13 +306,13 @@ def _seconds(spans: Sequence[Change], data: SpotInstance) -> FloatArray:
     return seconds
 
 
-def _most(spans: Sequence[Change], data: SpotInstance) -> IntArray:
+def _max_available(spans: Sequence[Change], data: SpotInstance) -> IntArray:
     """Return the most machines that the pool has in each period [K]."""
-    most = np.zeros(data.num_periods, dtype=np.int64)
+    maximum = np.zeros(data.num_periods, dtype=np.int64)
     for now, later in pairwise([*spans, Change(data.deadline_s, 0)]):
         periods = slice(int(now.time_s // data.period_s), math.ceil(later.time_s / data.period_s))
-        most[periods] = np.maximum(most[periods], now.available)
-    return most
+        maximum[periods] = np.maximum(maximum[periods], now.available)
+    return maximum
 
 
 def replay_rule(data: SpotInstance, rule: Rule, spans: Iterable[Change]) -> tuple[bool, float]:
@@ -318,63 +320,63 @@ def replay_rule(data: SpotInstance, rule: Rule, spans: Iterable[Change]) -> tupl
     changes = list(spans)
     marks = {k * data.period_s for k in range(data.num_periods + 1)} | {change.time_s for change in changes}
     times = sorted(time_s for time_s in marks if time_s < data.deadline_s)
-    left, usd, due_s, held, next_change = data.tokens, 0.0, 0.0, (0, 0), 0
+    remaining, usd, due_s, machines, next_change = data.tokens, 0.0, 0.0, (0, 0), 0
     available = 0
     for now_s, later_s in pairwise([*times, data.deadline_s]):
         while next_change < len(changes) and changes[next_change].time_s <= now_s:
             available, next_change = changes[next_change].available, next_change + 1
-        lost = max(held[0] - available, 0)
-        survivors = (held[0] - lost, held[1])
-        held = rule(now_s, left, available, survivors)
-        if sum(held) and not sum(survivors):
+        lost = max(machines[0] - available, 0)
+        survivors = (machines[0] - lost, machines[1])
+        machines = rule(now_s, remaining, available, survivors)
+        if sum(machines) and not sum(survivors):
             due_s = data.restart_s
-        elif sum(held):
-            due_s += lost * data.lost_s + (held != survivors) * data.joined_s
-        seconds, rate = later_s - now_s, float(data.rate[sum(held)])
+        elif sum(machines):
+            due_s += lost * data.lost_s + (machines != survivors) * data.joined_s
+        seconds, rate = later_s - now_s, float(data.rate[sum(machines)])
         away_s = min(due_s, seconds)
         due_s -= away_s
-        if rate * (seconds - away_s) >= left > 0 and rate:
-            return True, usd + data.usd_per_hour(*held) * (away_s + left / rate) / HOUR_S
-        left -= rate * (seconds - away_s)
-        usd += data.usd_per_hour(*held) * seconds / HOUR_S
-    most = len(data.demand_usd) - 1
-    if most:
-        usd += data.usd_per_hour(0, most) * left / float(data.rate[most]) / HOUR_S
+        if rate * (seconds - away_s) >= remaining > 0 and rate:
+            return True, usd + data.usd_per_hour(*machines) * (away_s + remaining / rate) / HOUR_S
+        remaining -= rate * (seconds - away_s)
+        usd += data.usd_per_hour(*machines) * seconds / HOUR_S
+    maximum = len(data.demand_usd) - 1
+    if maximum:
+        usd += data.usd_per_hour(0, maximum) * remaining / float(data.rate[maximum]) / HOUR_S
     return False, usd
 
 
 def holding_rule(name: HoldingRule, policy: SpotPolicy) -> Rule:
     """Return a rule by name, for one training from its start."""
     data = policy.instance
-    units, most = len(data.rate) - 1, len(data.demand_usd) - 1
+    units, maximum = len(data.rate) - 1, len(data.demand_usd) - 1
     usual_s = data.deadline_s - data.restart_s - data.period_s
 
-    def fewest(rate: float) -> int:
-        return next((n for n in range(most + 1) if data.rate[n] >= rate), most)
+    def count_for(rate: float) -> int:
+        return next((n for n in range(maximum + 1) if data.rate[n] >= rate), maximum)
 
-    def is_last_call(now_s: float, left: float) -> bool:
-        needed_s = left / float(data.rate[most]) if most else math.inf
-        return bool(most) and data.deadline_s - now_s < needed_s + 2 * data.restart_s + data.joined_s
+    def is_last_call(now_s: float, remaining: float) -> bool:
+        needed_s = remaining / float(data.rate[maximum]) if maximum else math.inf
+        return bool(maximum) and data.deadline_s - now_s < needed_s + 2 * data.restart_s + data.joined_s
 
-    def by_policy(now_s: float, left: float, available: int, _held: Held) -> Held:
+    def by_policy(now_s: float, remaining: float, available: int, _machines: Machines) -> Machines:
         nonlocal before
-        h = policy.decide(now_s, left, available, before)
+        h = policy.decide(now_s, remaining, available, before)
         before = data.index(h, available)
-        return data.held(h, available)
+        return data.machines(h, available)
 
-    def uniform(now_s: float, left: float, available: int, _held: Held) -> Held:
-        behind = data.tokens - left < data.tokens * now_s / usual_s
+    def uniform(now_s: float, remaining: float, available: int, _machines: Machines) -> Machines:
+        behind = data.tokens - remaining < data.tokens * now_s / usual_s
         s = min(available, units)
-        if is_last_call(now_s, left):
-            return 0, most
-        needed = fewest(data.tokens / usual_s)
-        return s, (min(max(needed - s, 0), most, units - s) if behind else 0)
+        if is_last_call(now_s, remaining):
+            return 0, maximum
+        needed = count_for(data.tokens / usual_s)
+        return s, (min(max(needed - s, 0), maximum, units - s) if behind else 0)
 
-    def greedy(now_s: float, left: float, available: int, _held: Held) -> Held:
-        return (0, most) if is_last_call(now_s, left) else (min(available, units), 0)
+    def greedy(now_s: float, remaining: float, available: int, _machines: Machines) -> Machines:
+        return (0, maximum) if is_last_call(now_s, remaining) else (min(available, units), 0)
 
     before = 0
-    constant = fewest(data.tokens / usual_s)
+    constant = count_for(data.tokens / usual_s)
     rules: dict[HoldingRule, Rule] = {
         "policy": by_policy, "uniform progress": uniform, "greedy": greedy, "on demand": lambda *_: (0, constant),
     }  # fmt: skip

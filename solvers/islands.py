@@ -262,17 +262,20 @@ def _connecting_s(edges: FloatArray) -> float:
     return float(levels[low])
 
 
-def slowest_bound_s(batch: int, rates: Sequence[float], shares: Sequence[int], least_s: Sequence[float]) -> float:
+def slowest_bound_s(batch: int, rates: Sequence[float], shares: Sequence[int], shortest_s: Sequence[float]) -> float:
     """Return (B2): the least seconds of the slowest island under any shares, given what one share takes each of them at least."""
-    islands = list(zip(rates, shares, least_s, strict=True))
+    islands = list(zip(rates, shares, shortest_s, strict=True))
 
     def sequences(end_s: float) -> int:
         """Return what all islands may end within a time; rounding must not take from it."""
         slack_s = end_s * (1 + 1e-12)
-        caps = ((math.floor(rate * slack_s), share - 1 if slack_s < least else batch) for rate, share, least in islands)
+        caps = (
+            (math.floor(rate * slack_s), share - 1 if slack_s < shortest else batch)
+            for rate, share, shortest in islands
+        )
         return sum(min(cap) for cap in caps)
 
-    low_s, high_s = batch / sum(rates), max(*least_s, batch / max(rates))
+    low_s, high_s = batch / sum(rates), max(*shortest_s, batch / max(rates))
     if sequences(low_s) >= batch:
         return low_s
     while high_s > low_s * (1 + 1e-9):

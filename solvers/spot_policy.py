@@ -93,10 +93,10 @@ class SpotInstance:
         """The pairs (s, m); nothing is the first."""
         n = len(self.rate) - 1
         levels = sorted({round(n * i / _FEW) for i in range(_FEW + 1)}) if n > _FEW else range(n + 1)
-        most = len(self.demand_usd) - 1
-        return tuple((s, m) for s in levels for m in sorted({min(level, most) for level in levels}) if s + m <= n)
+        max_demand = len(self.demand_usd) - 1
+        return tuple((s, m) for s in levels for m in sorted({min(level, max_demand) for level in levels}) if s + m <= n)
 
-    def held(self, h: int, available: int) -> tuple[int, int]:
+    def machines(self, h: int, available: int) -> tuple[int, int]:
         """Return the machines of the pool and on demand (C1)."""
         s, m = self.holdings[h]
         return min(s, available), m
@@ -107,7 +107,7 @@ class SpotInstance:
 
     def away_s(self, before: int, h: int, available: int) -> float:
         """Return AWAY (C3)."""
-        (s, m), now = self.holdings[before], self.held(h, available)
+        (s, m), now = self.holdings[before], self.machines(h, available)
         if sum(now) == 0:
             return 0.0
         if min(s, available) + m == 0:
@@ -116,7 +116,7 @@ class SpotInstance:
 
     def index(self, h: int, available: int) -> int:
         """Return the holding that is remembered: one without machines is the one of nothing."""
-        s, m = self.held(h, available)
+        s, m = self.machines(h, available)
         return h if s else self.holdings.index((0, m))
 
 
@@ -134,16 +134,16 @@ class SpotPolicy:
     usd: FloatArray
     bound_usd: FloatArray
 
-    def decide(self, elapsed_s: float, tokens_left: float, available: int, before: int) -> int:
+    def decide(self, elapsed_s: float, remaining: float, available: int, before: int) -> int:
         """Return what to hold now; work is rounded up and time down, and what must be on demand for the deadline is."""
         data = self.instance
         available = min(available, len(data.move) - 1)
-        most = len(data.demand_usd) - 1
-        needed_s = tokens_left / data.rate[most] if data.rate[most] else math.inf
-        if most and data.deadline_s - elapsed_s < needed_s + 2 * data.restart_s + data.joined_s:
+        max_demand = len(data.demand_usd) - 1
+        needed_s = remaining / data.rate[max_demand] if data.rate[max_demand] else math.inf
+        if max_demand and data.deadline_s - elapsed_s < needed_s + 2 * data.restart_s + data.joined_s:
             return data.holdings.index((0, max(m for s, m in data.holdings if s == 0)))
         period = min(math.ceil(elapsed_s / data.period_s - 1e-9), data.num_periods - 1)
-        cells = min(math.ceil(tokens_left / data.cell - 1e-9), data.num_cells)
+        cells = min(math.ceil(remaining / data.cell - 1e-9), data.num_cells)
         return int(self.choice[period, cells, available, before])
 
 
@@ -177,7 +177,7 @@ def _decided(expected: FloatArray, steps: _Steps) -> tuple[FloatArray, IntArray]
     best = np.full(expected.shape, np.inf)
     choice = np.zeros(expected.shape, dtype=np.uint8)
     for h in reversed(range(expected.shape[1])):  # of equal costs work that is done now
-        value = steps.usd[:, :, h] + _at(expected, steps, h)
+        value = steps.usd[:, :, h] + _cost_after(expected, steps, h)
         is_better = value < best - 1e-12
         best[is_better], choice[is_better] = value[is_better], h
     return best, np.moveaxis(choice, 2, 0)
@@ -202,10 +202,12 @@ class _Steps:
         """Work them out."""
         states, holdings = range(len(instance.move)), range(len(instance.holdings))
         away_s = np.array([[[instance.away_s(b, h, a) for h in holdings] for b in holdings] for a in states])
-        held = np.array([[instance.held(h, a) for h in holdings] for a in states])
+        machines = np.array([[instance.machines(h, a) for h in holdings] for a in states])
         useful_s = np.maximum(instance.period_s - away_s, 0.0)
-        done = instance.rate[held.sum(axis=2)][:, None, :] * useful_s / instance.cell
-        usd = np.array([[instance.usd_per_hour(*pair) for pair in row] for row in held]) * instance.period_s / HOUR_S
+        done = instance.rate[machines.sum(axis=2)][:, None, :] * useful_s / instance.cell
+        usd = (
+            np.array([[instance.usd_per_hour(*pair) for pair in row] for row in machines]) * instance.period_s / HOUR_S
+        )
         w = np.arange(instance.num_cells + 1)
         after = np.maximum(w - done[..., None], 0.0)
         paid = np.minimum(w / np.maximum(done[..., None], 1e-300), 1.0)
@@ -218,14 +220,14 @@ class _Steps:
         return _Steps(*(values[a : a + 1] for values in (self.usd, self.low, self.part, self.index)))
 
 
-def _at(expected: FloatArray, steps: _Steps, h: int) -> FloatArray:
+def _cost_after(expected: FloatArray, steps: _Steps, h: int) -> FloatArray:
     """Return the expected cost after holding h [A + 1, H, W + 1] (C2)."""
     states = np.arange(len(expected))
     rows = expected[states, steps.index[:, h]]  # [A + 1, W + 1]
     low, part = steps.low[:, :, h], steps.part[:, :, h]
     high = np.minimum(low + 1, expected.shape[2] - 1)
-    at = states[:, None, None]
-    return np.asarray((1 - part) * rows[at, low] + part * rows[at, high])
+    state = states[:, None, None]
+    return np.asarray((1 - part) * rows[state, low] + part * rows[state, high])
 
 
 def _bounds(instance: SpotInstance) -> FloatArray:
@@ -243,10 +245,10 @@ def bound_usd(instance: SpotInstance, seconds: FloatArray) -> float:
     pairs = [(s, m) for s, m in pairs if s + m < len(instance.rate)]
     usd = np.array([instance.usd_per_hour(*pair) for pair in pairs]) / HOUR_S
     rate = np.array([instance.rate[s + m] for s, m in pairs])
-    is_there = np.arange(len(seconds))[:, None] >= np.array([s for s, _ in pairs])
+    is_possible = np.arange(len(seconds))[:, None] >= np.array([s for s, _ in pairs])
 
     def value(price: float) -> float:
-        gained = np.where(is_there, usd - price * rate, np.inf).min(axis=1)
+        gained = np.where(is_possible, usd - price * rate, np.inf).min(axis=1)
         return price * instance.tokens + float(seconds @ gained)
 
     # A concave function with a corner at each price at which another pair becomes the cheapest; LATE does any work at its price.

@@ -137,7 +137,7 @@ class Supervisor:
         self._coming = set(self._ranks) if meeting.is_return else set[int]()
         self._has_others = len(nodes) > 1
         self._scale, self._next_scale_s = scale, 0.0
-        self._held: Hold | None = None
+        self._last_hold: Hold | None = None
 
     @property
     def _generation(self) -> Generation | None:
@@ -195,8 +195,8 @@ class Supervisor:
         self._next_scale_s = time.monotonic() + SCALE_S
         hold = self._scale(self._watch.num_steps, decisions.num_alive)
         decisions.limit = hold.num_devices
-        if hold != self._held:
-            self._held = hold
+        if hold != self._last_hold:
+            self._last_hold = hold
             self._on_event(JobEvent(event="hold", spot=hold.spot, demand=hold.demand))
 
     def _listen(self) -> None:
