@@ -190,8 +190,8 @@ def _instance(
     if changes:
         move = _moves(changes, min(units, max(change.available for change in changes)), period_s)
         seconds = changes[-1].time_s - changes[0].time_s
-        lost = sum(max(min(a.available, units) - b.available, 0) for a, b in pairwise(changes[:-1]))
-        emptied = sum(a.available > 0 and b.available == 0 for a, b in pairwise(changes[:-1]))
+        lost: float = sum(max(min(a.available, units) - b.available, 0) for a, b in pairwise(changes[:-1]))
+        emptied: float = sum(a.available > 0 and b.available == 0 for a, b in pairwise(changes[:-1]))
     else:
         move = _losses(size, -math.expm1(-losses_per_day * period_s / DAY_S))
         seconds, lost = DAY_S, losses_per_day * size
@@ -347,7 +347,7 @@ def replay_rule(data: SpotInstance, rule: Rule, spans: Iterable[Change]) -> tupl
 
 def holding_rule(name: HoldingRule, policy: SpotPolicy) -> Rule:
     """Return a rule by name, for one training from its start."""
-    data = policy.instance
+    data, before = policy.instance, 0
     units, maximum = len(data.rate) - 1, len(data.demand_usd) - 1
     usual_s = data.deadline_s - data.restart_s - data.period_s
 
@@ -375,7 +375,6 @@ def holding_rule(name: HoldingRule, policy: SpotPolicy) -> Rule:
     def greedy(now_s: float, remaining: float, available: int, _machines: Machines) -> Machines:
         return (0, maximum) if is_last_call(now_s, remaining) else (min(available, units), 0)
 
-    before = 0
     constant = count_for(data.tokens / usual_s)
     rules: dict[HoldingRule, Rule] = {
         "policy": by_policy, "uniform progress": uniform, "greedy": greedy, "on demand": lambda *_: (0, constant),

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..schema.units import FloatArray, IntArray
 
@@ -130,7 +131,7 @@ class SpotPolicy:
     """
 
     instance: SpotInstance
-    choice: IntArray
+    choice: NDArray[np.uint8]
     usd: FloatArray
     bound_usd: FloatArray
 
@@ -168,7 +169,7 @@ def hindsight_usd(instance: SpotInstance, available: IntArray) -> float:
     return float(after[0, 0, -1])
 
 
-def _decided(expected: FloatArray, steps: _Steps) -> tuple[FloatArray, IntArray]:
+def _decided(expected: FloatArray, steps: _Steps) -> tuple[FloatArray, NDArray[np.uint8]]:
     """Return the least cost of a period and what follows [A + 1, H, W + 1], and the holding it has [W + 1, A + 1, H].
 
     Args:
@@ -217,7 +218,8 @@ class _Steps:
 
     def of_state(self, a: int) -> _Steps:
         """Return those of one state of the pool."""
-        return _Steps(*(values[a : a + 1] for values in (self.usd, self.low, self.part, self.index)))
+        one = slice(a, a + 1)
+        return _Steps(self.usd[one], self.low[one], self.part[one], self.index[one])
 
 
 def _cost_after(expected: FloatArray, steps: _Steps, h: int) -> FloatArray:
