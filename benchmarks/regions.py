@@ -20,6 +20,7 @@ import fcntl
 import itertools
 import json
 import os
+import secrets
 import select
 import statistics
 import struct
@@ -191,13 +192,15 @@ def link(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
 
 def _train(prefixes: list[list[str]], host: str, path: Path, steps: int, metrics: Path) -> list[dict[str, Any]]:
     """Run a plan on as many nodes as there are prefixes of their commands; return what is reported, of each step and at the end."""
-    launchers = []
+    launchers, environment = [], os.environ | {"MESHWRIGHT_SECRET": secrets.token_hex(32)}
     for node, prefix in enumerate(prefixes):
         command = [*prefix, sys.executable, "-m", "meshwright.cli", "apply", str(path), "--steps", str(steps)]
         command += ["--hang-timeout-s", "0", *(["--metrics", str(metrics)] if node == 0 else [])]
         if len(prefixes) > 1:
             command += ["--nnodes", str(len(prefixes)), "--node-rank", str(node), "--rdzv-endpoint", f"{host}:29400"]
-        launchers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        launchers.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        )
     for launcher in launchers:
         _, log = launcher.communicate()
         if launcher.returncode:

@@ -21,6 +21,7 @@ from ..runtime.training.options import TrainOptions, prepare_options, why_not_co
 from ..schema import ConfigError, TrainingPlan
 from ..schema.engine_facts import require_our_engine
 from ..schema.errors import InfeasibleError, RuntimeMismatchError
+from .following import following
 from .meeting import MeetingOptions, meeting_of_used
 from .options import Mode, OptionModel, ProfileOptions, command, option
 
@@ -104,6 +105,17 @@ class FaultHandling(OptionModel):
         False,
         "hold the store at --rdzv-endpoint on this machine, which is none of the nodes and should outlive them; it trains nothing.",
     )
+    scale: Path | None = option(
+        None, "policy of `meshwright scale`: how many machines train, of those that are there; events say what to hold."
+    )
+    available: Path | None = option(
+        None, "file with the number of machines that the spot pool has now. Default: all that are there are its.",
+        needs=("scale",),
+    )  # fmt: skip
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the runtime's settings say of it."""
+        return self.model_dump(exclude={"scale", "available", "store_only"})
 
 
 SCRIPT = Mode(
@@ -180,7 +192,7 @@ def apply(
         ) as on_record:
             run(
                 path, prepared, rendezvous=rendezvous, fallbacks=plans, on_record=on_record,
-                **faults.model_dump(exclude={"store_only"}), **settings,
+                scale=faults.scale and following(faults.scale, loaded, faults.available), **faults.settings(), **settings,
             )  # fmt: skip
     if prepared.trace is not None and Path(prepared.trace).exists():
         typer.echo(

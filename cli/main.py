@@ -25,6 +25,7 @@ from .profile import profile_app
 from .recipes import recipes
 from .rehearse import rehearse
 from .replay import replay
+from .scale import scale
 from .serve import serve
 from .studio import studio
 from .terminal import begin, headed_table, show
@@ -51,6 +52,7 @@ app.command(short_help="Run a post-training plan: generate, reward, score, updat
 app.command(short_help="Serve a plan's model here, and measure.")(serve)
 app.command()(tokens)
 app.command(short_help="How often to save, and what faults leave of a plan's speed.")(goodput)
+app.command(short_help="Machines on demand and spot over time, by a deadline.")(scale)
 app.command(short_help="Groups of ranks for a batch of unequal lengths.")(batch)
 app.command()(export)
 app.command("import", short_help="Read an engine's configuration as a layout.")(import_configuration)

@@ -14,6 +14,7 @@ Constraints
     (C3) batch:  shares of islands of unlike size end together (`deal`)
 Bound
     (B)  batch / sum over k of R[i], and what the ring adds to such a step: a larger batch takes no longer for a sequence
+    (B2) the same once a choice is planned, with what each island takes for its share at least (solvers/islands.py)
 
 All islands run the same replica, as often as their devices hold it, so that ranks at the same place hold the same part of the
 parameters: the layout is searched for the largest number of nodes that divides all islands (of unlike devices for the weakest), by
@@ -36,6 +37,7 @@ import numpy as np
 
 from ..schema import (
     Certificate,
+    ClusterSpec,
     ConfigError,
     InfeasibleError,
     LeftOut,
@@ -48,7 +50,7 @@ from ..schema.local_updates import SyncLimits
 from ..schema.offers import with_nodes
 from ..schema.units import format_seconds
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
-from ..solvers.islands import solve
+from ..solvers.islands import slowest_bound_s, solve
 from .device_groups import notes_on_left_out
 from .explain.infeasible import explain_infeasible
 from .islands import Joined, exchange_instance, join, on_islands, require_host_memory
@@ -76,6 +78,7 @@ class IslandProblem:
         self.request, self.limits, self.parts, self.plan_one = request, limits, request.cluster.parts, plan_one
         self.rates = _rates(request, self.parts)
         self.cells: dict[object, TrainingPlan | None] = {}
+        self.shortest_s: dict[tuple[ClusterSpec, int], float] = {}
         self.errors: list[ConfigError | InfeasibleError] = []
         self.has_plan = False
 
@@ -124,18 +127,29 @@ class IslandProblem:
         if joined is None:
             return Step(evaluated=1)
         self.has_plan = True
-        return Step((), [Leaf(joined.step_s, joined, max(node.bound, self._bound_of_alike(joined)), used)], evaluated=1)
+        return Step(
+            (), [Leaf(joined.step_s, joined, max(node.bound, self._bound_of_shares(joined)), used)], evaluated=1
+        )
 
-    def _bound_of_alike(self, joined: Joined) -> float:
-        """Return what islands that are alike are not below: one of them has the cell's batch, or more, by the cell's search."""
-        clusters = {self.parts[i].cluster.num_nodes for i in joined.used} | {joined.cell.cluster.num_nodes}
-        batch = sum(plan.workload.global_batch_size for plan in joined.plans)
-        is_alike = len(clusters) == 1 and len({self.rates[i] for i in joined.used}) == 1
-        if joined.instance is None or joined.cell.search is None or not is_alike:
+    def _bound_of_shares(self, joined: Joined) -> float:
+        """Return (B2) of a choice, and what the ring adds: each island searched with its share, or bounded as the cell was."""
+        cell, batch = joined.cell, self.request.workload.global_batch_size
+        if cell.search is None:
             return 0.0
-        part = min(1.0, -(-batch // len(joined.used)) / joined.cell.workload.global_batch_size)
-        shortest_s = joined.cell.search.bound_s * part
-        return solve(replace(joined.instance, step_s=np.full(len(joined.used), shortest_s))).bound
+        rates = [self.rates[i] for i in joined.used]
+        shares = [math.ceil(batch * rate / sum(rates) - 1e-6) for rate in rates]
+        self.shortest_s.setdefault((_alike(cell.cluster), cell.workload.global_batch_size), cell.search.bound_s)
+        shortest_s = []
+        for i, share in zip(joined.used, shares, strict=True):
+            cluster = self.parts[i].cluster
+            key = (_alike(cluster), share)
+            if key not in self.shortest_s:
+                self.shortest_s[key] = _shortest_s(self.request, cluster, share)
+            shortest_s.append(self.shortest_s[key])
+        slowest_s = slowest_bound_s(batch, rates, shares, shortest_s)
+        if joined.instance is None:
+            return slowest_s
+        return solve(replace(joined.instance, step_s=np.full(len(rates), slowest_s))).bound
 
     def joined(self, used: tuple[int, ...]) -> Joined | None:
         """Plan a choice, with the shares of its islands (C3); None where an island does not fit.
@@ -186,20 +200,29 @@ def _rates(request: PlanRequest, parts: Sequence[ClusterPart]) -> list[float]:
     known: dict[object, float] = {}
     rates = []
     for part in parts:
-        group = part.cluster.groups[0].replace(zone="")
-        key = part.cluster.replace(name="-", groups=(group,))
+        key = _alike(part.cluster)
         if key not in known:
             devices = part.cluster.num_devices
             batch = -(-request.workload.global_batch_size // devices) * devices
-            task = request.workload.replace(global_batch_size=batch)
-            one_island = replace(request, cluster=part.cluster, task=task, local_updates=None, on_progress=None)
-            try:
-                result = search(one_island, build_space(one_island))
-                known[key] = batch / result.bound_s if result.feasible or result.stopped_early else 0.0
-            except ConfigError:
-                known[key] = 0.0
+            known[key] = batch / _shortest_s(request, part.cluster, batch)
         rates.append(known[key])
     return rates
+
+
+def _alike(cluster: ClusterSpec) -> ClusterSpec:
+    """Return what islands that are searched once have in common."""
+    return cluster.replace(name="-", groups=(cluster.groups[0].replace(zone=""),))
+
+
+def _shortest_s(request: PlanRequest, cluster: ClusterSpec, batch: int) -> float:
+    """Return the seconds that no layout of an island takes less for a batch; infinite where none may fit."""
+    task = request.workload.replace(global_batch_size=batch)
+    one_island = replace(request, cluster=cluster, task=task, local_updates=None, on_progress=None)
+    try:
+        result = search(one_island, build_space(one_island))
+    except ConfigError:
+        return math.inf
+    return result.bound_s if result.feasible or result.stopped_early else math.inf
 
 
 def plan_regions(request: PlanRequest, *, top: int, plan_one: PlanOne, plan_on_pools: PlanOnPools) -> TrainingPlan:

@@ -29,7 +29,11 @@ islands (Held, Karp, J. SIAM 10(1), 1962, with the maximum in place of the sum);
 moves of one island. h, p, q and tau are all tried. More than one choice is often nearly as good: of those within NEARLY of the best
 the plainest is taken, with the least delay, then fewest steps between sums, then widest numbers, then fewest fragments.
 
-Bound: an order's slowest link is at least the rate at which the islands are still strongly connected.
+Bounds: an order's slowest link is at least the rate at which the islands are still strongly connected. Under any shares the slowest
+step (`slowest_bound_s`), where no island i has more than R[i] sequences a second, and SHARE[i] or more take it LEAST[i], is
+
+    (B2) STEP >= min t with sum_i CAP[i](t) >= batch,   CAP[i](t) = floor(R[i] t), and no more than SHARE[i] - 1 for t < LEAST[i]
+
 Sources: DiLoCo (arXiv:2311.08105); fragments and delay: Streaming DiLoCo (arXiv:2501.18512); rings of int8: INTELLECT-1
 (arXiv:2412.01152).
 """
@@ -256,6 +260,28 @@ def _connecting_s(edges: FloatArray) -> float:
             reach = (reach.astype(np.int64) @ reach.astype(np.int64)) > 0
         low, high = (low, middle) if reach.all() else (middle + 1, high)
     return float(levels[low])
+
+
+def slowest_bound_s(batch: int, rates: Sequence[float], shares: Sequence[int], shortest_s: Sequence[float]) -> float:
+    """Return (B2): the least seconds of the slowest island under any shares, given what one share takes each of them at least."""
+    islands = list(zip(rates, shares, shortest_s, strict=True))
+
+    def sequences(end_s: float) -> int:
+        """Return what all islands may end within a time; rounding must not take from it."""
+        slack_s = end_s * (1 + 1e-12)
+        caps = (
+            (math.floor(rate * slack_s), share - 1 if slack_s < shortest else batch)
+            for rate, share, shortest in islands
+        )
+        return sum(min(cap) for cap in caps)
+
+    low_s, high_s = batch / sum(rates), max(*shortest_s, batch / max(rates))
+    if sequences(low_s) >= batch:
+        return low_s
+    while high_s > low_s * (1 + 1e-9):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle_s) if sequences(middle_s) >= batch else (middle_s, high_s)
+    return low_s
 
 
 def deal(

@@ -10,6 +10,7 @@ Launcher and ranks write events as JSON lines into the run's report, between the
     checkpoint  the training goes on after a save of `after_step`, which stopped it for `seconds`
     copies      how often states are copied to a peer was decided: `every` so many steps, for `share` of the time
     restarted   the job starts again from its last checkpoint
+    hold        the policy of the job says how many machines to hold, `spot` and `demand`
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ...schema.base import Frozen, NonNegativeFloat, NonNegativeInt
 from ...schema.preflight import PreflightReport
 from ...schema.units import format_seconds
 
-EventKind = Literal["compared", "lost", "began", "returned", "went on", "checkpoint", "copies", "restarted"]
+EventKind = Literal["compared", "lost", "began", "returned", "went on", "checkpoint", "copies", "restarted", "hold"]
 
 
 class JobEvent(Frozen):
@@ -36,6 +37,7 @@ class JobEvent(Frozen):
         causes: why, oldest first, one line each.
         generation: of a job that goes on; 0 is the first.
         layout: under which the ranks train.
+        spot, demand: machines of a spot pool and on demand.
     """
 
     event: EventKind
@@ -48,6 +50,8 @@ class JobEvent(Frozen):
     seconds: NonNegativeFloat | None = None
     share: NonNegativeFloat | None = None
     layout: str = ""
+    spot: NonNegativeInt | None = None
+    demand: NonNegativeInt | None = None
     report: PreflightReport | None = None
 
     def record(self) -> dict[str, Any]:
@@ -63,6 +67,8 @@ class JobEvent(Frozen):
         if self.event == "compared" and self.report is not None:
             compared = f"{len(self.report.ranks)} ranks compared for {self.report.seconds:g} s"
             return "\n".join(self.causes) or f"{compared}: none is slower than its peers"
+        if self.event == "hold":
+            return f"hold {self.spot} machines of the spot pool and {self.demand} on demand"
         return "\n".join(self.causes) if self.event == "restarted" else ""
 
 

@@ -23,7 +23,7 @@ from ...profilers.run.processes import JobEnd, NodeJob, run_ranks
 from ...schema import ConfigError, NodeGroup, TrainingPlan
 from ...schema.errors import InterruptedRunError
 from ...schema.preflight import PreflightReport
-from ..supervision.supervisor import Supervisor
+from ..supervision.supervisor import Scale, Supervisor
 from ..training.save_schedule import PAST
 from . import worker
 from .events import JobEvent, OnEvent
@@ -35,7 +35,12 @@ from .worker import Job
 
 
 def launch(
-    plan: TrainingPlan, job: Job, *, rendezvous: Rendezvous | None = None, on_event: OnEvent = lambda _: None
+    plan: TrainingPlan,
+    job: Job,
+    *,
+    rendezvous: Rendezvous | None = None,
+    on_event: OnEvent = lambda _: None,
+    scale: Scale | None = None,
 ) -> None:
     """Run a job on this node's devices to its end; return when every rank has ended well.
 
@@ -83,7 +88,8 @@ def launch(
                 fallbacks = [TrainingPlan.load(file) for file in job.fallbacks]
                 slow = () if report is None else report.slow_ranks
                 supervisor = Supervisor(
-                    meeting, plan, fallbacks, nodes, watch, restarts=job.restart_ranks, slow=slow, on_event=on_event
+                    meeting, plan, fallbacks, nodes, watch, restarts=job.restart_ranks, slow=slow, on_event=on_event,
+                    scale=scale,
                 )  # fmt: skip
                 with supervisor.telling_its_end():
                     end = run_ranks(ranks, supervisor.look, supervisor)

@@ -25,6 +25,7 @@ from ...schema.errors import (
     NodesNotMetError,
     RuntimeMismatchError,
 )
+from ..supervision.supervisor import Scale
 from ..training.metrics import MetricsWriter, read_new_records
 from ..training.options import TrainOptions, prepare_options, why_not_continued
 from . import preflight
@@ -72,6 +73,7 @@ def apply(
     on_event: OnEvent | None = None,
     on_record: OnRecord | None = None,
     replan: Replan | None = None,
+    scale: Scale | None = None,
     **settings: Any,
 ) -> dict[str, Any] | None:
     """Run a plan; return its prediction and what was measured, on the node whose rank reports. Call it from the main thread.
@@ -83,6 +85,7 @@ def apply(
         on_event: called with each `JobEvent`, in another thread.
         on_record: called with each line of the report: steps, events, notes and the result.
         replan: called before each start; returns the plan for the machines that are there, and its file.
+        scale: called every second on the launcher with the store; says how many devices are to train, of those that are there.
         settings: fields of `JobSettings`, such as ``on_fault="continue"``, and of `TrainOptions`, such as ``steps=100``.
 
     Raises:
@@ -120,7 +123,11 @@ def apply(
             **{name: getattr(chosen, name) for name in set(JobSettings.model_fields) & set(Job.model_fields)},
         )
         with _followed(folder / "report.jsonl", handle):
-            _run(plan, job, rendezvous or Rendezvous(), chosen.max_restarts, replan)
+            if scale is not None and not job.goes_on:
+                raise ConfigError(
+                    "only a training that goes on takes machines in and lets them go", help="--on-fault continue"
+                )
+            _run(plan, job, rendezvous or Rendezvous(), chosen.max_restarts, replan, scale)
     return result
 
 
@@ -166,7 +173,14 @@ def _saved(plans: Sequence[TrainingPlan], folder: Path) -> tuple[str, ...]:
 # --- again after faults ----------------------------------------------------------------------------------------------
 
 
-def _run(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, max_restarts: int, replan: Replan | None) -> None:
+def _run(
+    plan: TrainingPlan,
+    job: Job,
+    rendezvous: Rendezvous,
+    max_restarts: int,
+    replan: Replan | None,
+    scale: Scale | None,
+) -> None:
     """Launch a job, again after each fault of a rank as often as allowed; bad input, a plan that this machine cannot run and
     signals to the launcher end it.
 
@@ -188,7 +202,7 @@ def _run(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, max_restarts: int
             plan, path = replan(plan, Path(job.plan))
             job = job.replace(plan=str(path))
         try:
-            _launch(plan, job, place, until_s=until_s)
+            _launch(plan, job, place, until_s=until_s, scale=scale)
             return
         except (ConfigError, InfeasibleError, InterruptedRunError, RuntimeMismatchError):
             raise
@@ -199,7 +213,7 @@ def _run(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, max_restarts: int
             write_event(job, JobEvent(event="restarted", causes=causes))
 
 
-def _launch(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, *, until_s: float) -> None:
+def _launch(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, *, until_s: float, scale: Scale | None) -> None:
     """Launch a job; where nodes do not meet, again until a time of the monotonic clock.
 
     After a fault the node that holds the meeting place closes it and opens it anew. A node that is back earlier comes to the old
@@ -207,7 +221,7 @@ def _launch(plan: TrainingPlan, job: Job, rendezvous: Rendezvous, *, until_s: fl
     """
     while True:
         try:
-            launch(plan, job, rendezvous=rendezvous, on_event=lambda event: write_event(job, event))
+            launch(plan, job, rendezvous=rendezvous, on_event=lambda event: write_event(job, event), scale=scale)
             return
         except NodesNotMetError:
             if time.monotonic() > until_s:

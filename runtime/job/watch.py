@@ -111,6 +111,12 @@ class Watch:
         self._killed_suspended: set[int] = set()
         self._hung: dict[int, tuple[str, ...]] = {}
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that ranks of this node have done since they were started, the one with most."""
+        beats = [read_heartbeat(self.folder, int(file.name)) for file in self.folder.iterdir() if file.name.isdigit()]
+        return max((beat.steps for beat in beats if beat is not None), default=0)
+
     def look(self, pids: Mapping[int, int]) -> None:
         """Look at the processes of the local ranks, once in `LOOK_S`, and kill one that is at fault."""
         now = time.monotonic()

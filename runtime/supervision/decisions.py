@@ -54,6 +54,7 @@ class Decisions:
 
     Attributes:
         is_over: nobody goes on.
+        limit: ranks that are to train at most, as far as there is a plan for so few; changed while the job runs.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Decisions:
         for each in (plan, *fallbacks):
             self.board.write_plan(each)
         self._dead, self._leaving, self._slow = set[int](), set[int](), frozenset(slow)
-        self._notice = ""
+        self._notice, self.limit = "", nodes[-1].stop
         self._num_meetings = self._num_reports = self._num_arrivals = 0
         self._returned: list[int] = []
         self._is_invited = False
@@ -119,16 +120,17 @@ class Decisions:
         if self.is_over:
             return
         number = self.generation.number
-        goes = bool(self._leaving & set(self.generation.active))
-        if goes and not self._num_active():
+        goes, num_active = bool(self._leaving & set(self.generation.active)), self._num_active()
+        if goes and not num_active:
             self.board.mark("stopping", 0)
-        elif not self._is_invited and (goes or (self._returned and self._num_active() > self.generation.num_active)):
+        elif not self._is_invited and (goes or num_active not in (0, self.generation.num_active)):
             self._is_invited = True
             self.board.mark("invited", number)
         if self.board.is_marked("requested", number):
             if self._is_invited:
                 causes = [f"{_ranks(self._returned)} came back"] if self._returned else []
-                self._begin(number + 1, "; ".join([*causes, *([self._notice] if goes else [])]))
+                causes += [self._notice] if goes else []
+                self._begin(number + 1, "; ".join(causes) or f"{num_active} ranks are to train")
             elif self._num_meetings < MAX_MEETINGS:
                 self._num_meetings += 1
                 self._begin(number + 1, "ranks that are alive could not meet")
@@ -153,15 +155,19 @@ class Decisions:
         return tuple(sorted({rank for node in self._nodes for rank in node} - self._dead, key=order))
 
     def _num_active(self) -> int:
-        """Return for how many devices there is a plan, of those that are left; 0 where there is none."""
-        num_alive = self.num_processes - len(self._dead | self._leaving)
-        return max((size for size in self._sizes if size <= num_alive), default=0)
+        """Return for how many devices there is a plan, of those that are left and wanted; 0 where there is none."""
+        possible = [size for size in self._sizes if size <= self.num_alive]
+        return max((size for size in possible if size <= self.limit), default=min(possible, default=0))
+
+    @property
+    def num_alive(self) -> int:
+        """Processes that are left and stay."""
+        return self.num_processes - len(self._dead | self._leaving)
 
     def _begin(self, number: int, cause: str) -> None:
         num_active = self._num_active()
         if not num_active:
-            num_alive = self.num_processes - len(self._dead)
-            self.end(f"{cause}, and there is no plan for {num_alive} of {self.num_processes} ranks")
+            self.end(f"{cause}, and there is no plan for {self.num_alive} of {self.num_processes} ranks")
             return
         self._returned, self._is_invited = [], False
         self.generation = Generation(

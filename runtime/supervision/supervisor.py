@@ -11,8 +11,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -26,6 +27,22 @@ from .decisions import SILENT_S, Decisions, Silence
 from .generations import Board, Generation, Report
 
 _BEAT_S, _LEAVE_S = 0.25, 1.0
+
+SCALE_S = 1.0
+"""Between two looks at how many machines to hold."""
+
+
+class Hold(NamedTuple):
+    """Machines to hold, of a spot pool and on demand, and devices that are to train."""
+
+    spot: int
+    demand: int
+    num_devices: int
+
+
+Scale = Callable[[int, int], Hold]
+"""What to hold, given the steps that are done and the devices that are there."""
+
 _COME_BACK = "start the same command here again to come back"
 
 
@@ -105,6 +122,7 @@ class Supervisor:
         watch: over suspended and hung ranks.
         restarts: how often a dead rank of this node is started anew, all together.
         slow: ranks that stand by where there are others.
+        scale: how many machines to hold; only the launcher with the store asks.
     """
 
     def __init__(
@@ -118,6 +136,7 @@ class Supervisor:
         restarts: int = 0,
         slow: Collection[int] = (),
         on_event: OnEvent = lambda _: None,
+        scale: Scale | None = None,
     ) -> None:
         self._node, self._ranks, self._watch, self._restarts = (
             meeting.node_rank,
@@ -132,6 +151,8 @@ class Supervisor:
         self._to_start: list[int] = []
         self._coming = set(self._ranks) if meeting.is_return else set[int]()
         self._has_others = len(nodes) > 1
+        self._scale, self._next_scale_s = scale, 0.0
+        self._last_hold: Hold | None = None
 
     @property
     def _generation(self) -> Generation | None:
@@ -161,6 +182,7 @@ class Supervisor:
             MeshwrightError: nobody goes on, or the others go on without this node.
         """
         if self._decisions is not None:
+            self._rescale(self._decisions)
             self._decisions.look()
             if self._decisions.is_over:
                 raise MeshwrightError(self._decisions.board.end_reason())
@@ -183,6 +205,17 @@ class Supervisor:
         if has_met and not set(self._ranks) & set(generation.active):
             raise InterruptedRunError(signal.SIGTERM)  # the others have what was held here
         self._watch.look({rank: pid for rank, pid in pids.items() if first + rank in generation.active})
+
+    def _rescale(self, decisions: Decisions) -> None:
+        """Follow the policy of the job: more or fewer ranks train from the next step on; machines are the user's to rent."""
+        if self._scale is None or time.monotonic() < self._next_scale_s:
+            return
+        self._next_scale_s = time.monotonic() + SCALE_S
+        hold = self._scale(self._watch.num_steps, decisions.num_alive)
+        decisions.limit = hold.num_devices
+        if hold != self._last_hold:
+            self._last_hold = hold
+            self._on_event(JobEvent(event="hold", spot=hold.spot, demand=hold.demand))
 
     def _listen(self) -> None:
         line = self._line

@@ -124,6 +124,24 @@ def test_what_nobody_survives_ends_the_job_with_a_reason(monkeypatch: pytest.Mon
     assert (job.board.end_reason(), job.decisions.generation.number) == ("died", 0)
 
 
+def test_ranks_that_are_not_wanted_stand_by_from_the_next_step_on(job: Job) -> None:
+    job.decisions.limit = 5
+    job.passes(1)
+    assert job.decisions.generation.number == 0
+    assert job.board.is_marked("invited", 0)
+    job.board.mark("requested", 0)
+    job.passes(1)
+    assert (job.members, job.decisions.generation.members) == ((0, 1, 2, 3), tuple(range(6)))
+    assert job.decisions.generation.cause == "4 ranks are to train"
+    job.decisions.limit = 0  # the fewest for which there is a plan
+    job.tells(4, 5, node=2)  # that stand by
+    job.board.mark("requested", 1)
+    job.passes(1)
+    assert job.members == (0, 1)
+    job.tells(0, 1, node=0)  # others take their place
+    assert job.members == (2, 3)
+
+
 def test_a_job_that_is_done_loses_nobody(job: Job) -> None:
     job.board.finish()
     job.beating = set()

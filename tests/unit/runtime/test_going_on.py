@@ -25,7 +25,7 @@ from meshwright.runtime.supervision import survivor as survivor_module
 from meshwright.runtime.supervision.generations import Board, Generation
 from meshwright.runtime.supervision.holdings import Piece, missing, packed_size, unpacked
 from meshwright.runtime.supervision.neighbours import layer_of, means_of_neighbours
-from meshwright.runtime.supervision.supervisor import Supervisor
+from meshwright.runtime.supervision.supervisor import Hold, Scale, Supervisor
 from meshwright.runtime.supervision.survivor import Survivor
 from meshwright.runtime.training.metrics import last_step
 from meshwright.runtime.training.options import TrainOptions, prepare_options, why_not_continued
@@ -75,6 +75,7 @@ def go_on(
     *deaths: str,
     fewer: Sequence[TrainingPlan] = FEWER,
     options: TrainOptions | None = None,
+    scale: Scale | None = None,
     **job: Any,
 ) -> Any:
     """Train on four ranks, some of which die; what they report."""
@@ -91,7 +92,7 @@ def go_on(
     )
     before = psutil.Process().children(recursive=True)
     try:
-        launch(plan, work, on_event=lambda event: write_event(work, event))
+        launch(plan, work, on_event=lambda event: write_event(work, event), scale=scale)
     finally:
         assert_gone([each for each in psutil.Process().children(recursive=True) if is_new_rank(each, before)])
     return read_lines(folder / "report")
@@ -184,6 +185,30 @@ def test_a_spare_rank_takes_the_place_of_a_dead_one_or_that_is_started_anew(
     assert [
         (record["event"], record["ranks"]) for record in records if record.get("event", "checkpoint") != "checkpoint"
     ] == events
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_ranks_that_a_policy_does_not_want_stand_by_from_a_step_on_and_are_taken_in_again(
+    expected: list[float], faults: Path
+) -> None:
+    (faults / "takes-in").touch()
+    (faults / "stop-5").touch()
+
+    def scale(steps: int, num_devices: int) -> Hold:
+        assert num_devices == 2
+        if steps >= 4 and (faults / "stop-5").exists():
+            (faults / "takes-in").touch()
+            (faults / "stop-5").unlink()
+        return Hold(0, 1, 1) if (faults / "stop-5").exists() else Hold(1, 1, 2)
+
+    records = go_on(plan_of(dp_replicate=2), faults, fewer=(plan_of(),), scale=scale)
+    assert losses(records) == pytest.approx(expected, rel=1e-5)
+    assert causes_of(records) == ["1 ranks are to train", "2 ranks are to train"]
+    began = [record["ranks"] for record in records if record.get("event") == "began"]
+    assert began == [[0, 1], [0], [0, 1]]
+    held = [(record["spot"], record["demand"]) for record in records if record.get("event") == "hold"]
+    assert held == [(0, 1), (1, 1)]
 
 
 @pytest.mark.long

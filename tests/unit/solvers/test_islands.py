@@ -19,6 +19,7 @@ from meshwright.solvers.islands import (
     check,
     deal,
     ring_s,
+    slowest_bound_s,
     slowest_edge_s,
     solve,
     step_s,
@@ -163,3 +164,24 @@ def test_no_other_shares_end_earlier(batch: int, islands: list[tuple[float, floa
 def test_int8_has_a_scale_for_each_row() -> None:
     assert wire_bytes(1024, 8) == 1028
     assert wire_bytes(1024, 16) == 2048
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 3),
+    batch=st.integers(3, 14),
+)
+def test_no_shares_end_before_the_bound_of_the_slowest_island(seed: int, n: int, batch: int) -> None:
+    steps_s = np.cumsum(np.random.default_rng(seed).exponential(1, (n, batch + 1)), axis=1)
+    steps_s[:, 0] = 0.0
+    fastest_s = min(
+        max(steps_s[i, share] for i, share in enumerate(shares))
+        for shares in itertools.product(range(batch + 1), repeat=n)
+        if sum(shares) == batch
+    )
+    rates = (np.arange(1, batch + 1) / steps_s[:, 1:]).max(axis=1)
+    shares = np.ceil(batch * rates / rates.sum() - 1e-9).astype(int)
+    least_s = steps_s[np.arange(n), shares]
+    bound_s = slowest_bound_s(batch, rates.tolist(), shares.tolist(), least_s.tolist())
+    assert max(batch / rates.sum(), least_s.min()) * (1 - 1e-8) <= bound_s <= fastest_s * (1 + 1e-9)
