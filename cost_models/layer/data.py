@@ -265,8 +265,10 @@ def passes_per_step(layouts: LayoutTable, workload: Workload) -> PassesPerStep:
     return PassesPerStep(np.where(gathers & ~is_gathered, m, 1), np.where(reduces & ~is_gathered, m, 1))
 
 
-def copied_bytes_per_param(layouts: LayoutTable, workload: Workload) -> FloatArray:
+def copied_bytes_per_param(layouts: LayoutTable, workload: Workload, *, of_experts: bool = False) -> FloatArray:
     """Return the bytes that all micro-batches of a step read and write for one parameter, besides the layers' operators [N].
+
+    Routed experts are sharded over groups of their own.
 
     Megatron's weight-gradient products read and write the fp32 sum when they end (gradient_accumulation_fusion); others add in a
     pass of their own once micro-batches accumulate: autograd in the compute dtype, nanotron in fp32 (FP32GradientAccumulator). Runs
@@ -274,40 +276,45 @@ def copied_bytes_per_param(layouts: LayoutTable, workload: Workload) -> FloatArr
     """
     m, b, sums = layouts.num_microbatches, workload.compute_bytes, workload.engine_facts.sums_gradients
     if sums == "shards":
-        return _bytes_copied_by_torch(layouts, workload)
+        return _bytes_copied_by_torch(layouts, workload, of_experts=of_experts)
     if sums == "products":
         return np.asarray(m * 8.0, dtype=np.float64)
     added = b + 8 if sums == "fp32" else 3 * b
     return np.asarray(np.where(m > 1, m * added, 0), dtype=np.float64)
 
 
-def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload) -> FloatArray:
+def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_experts: bool) -> FloatArray:
     """Return what torch copies, casts and adds in a step for one parameter, bytes read and written [N].
 
-    fully_shard casts shards into its buffer, copies gathered parameters out of it and gradients into the one that is reduced: in
-    every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline that waits) once a step.
+    fully_shard casts shards and copies them into its buffer, copies gathered parameters out of it and gradients into the one that is
+    reduced: in every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline that waits) once a
+    step. Where a shard is all there is, it is cast and copied, and a reduced gradient is copied once more.
     Gradients that wait for the last micro-batch add up unsharded in the reduction's dtype, those that are reduced more than once as
     shards. DDP, which replicas in one dtype have, copies into its buckets and divides there.
     Source: torch.distributed.fsdp, torch.nn.parallel.
     """
-    m, b, master = layouts.num_microbatches, workload.compute_bytes, workload.master_bytes
+    m, b, master, facts = layouts.num_microbatches, workload.compute_bytes, workload.master_bytes, workload.engine_facts
     g = gradient_bytes(layouts, workload)
-    ranks, owners, is_gathered = (
-        layouts.dp * layouts.cp,
-        layouts.num_optimizer_shards,
-        waits_for_pipeline(layouts, workload),
+    ranks, owners, summed_over = (
+        (layouts.expert_copies, layouts.expert_optimizer_shards, layouts.expert_gradient_shards)
+        if of_experts
+        else (layouts.dp * layouts.cp, layouts.num_optimizer_shards, layouts.num_gradient_shards)
     )
+    is_gathered = waits_for_pipeline(layouts, workload)
+    # Ours wraps what has nothing to gather or reduce too, for its casts.
+    is_alone = facts.is_own_runtime & (has_copies(layouts, workload) | (layouts.cp > 1)) & (owners == 1)
     gathers = np.where(is_gathered | (layouts.zero_stage < 2), 1, np.where(layouts.zero_stage == 3, 2 * m, m))
-    gathered = gathers * (np.where(owners > 1, 2 * b, 0) + (b + master) / owners * (b != master))
+    into_buffer = np.where(owners > 1, 2 * b / owners, 0) + (b + master) / owners * (b != master)
+    gathered = gathers * (np.where((owners > 1) | is_alone, 2 * b, 0) + into_buffer)
     if not workload.has_backward:
         return np.asarray(gathered, dtype=np.float64)
     waits = (m > 1) & (is_gathered | (layouts.zero_stage < 2))
     # The first gradient is cast where dtypes differ; each further one is read, and the sum read and written.
-    summed = np.where(waits, (m - 1) * (2 * g + b) + (b + g) * (b != g), 3 * g * (m - 1) / layouts.num_gradient_shards)
+    summed = np.where(waits, (m - 1) * (2 * g + b) + (b + g) * (b != g), 3 * g * (m - 1) / summed_over)
     is_ddp = (layouts.zero_stage == 0) & (b == g) & (layouts.stage_ranks == layouts.dp) & ~layouts.is_piped
-    buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g))
-    reductions = np.where(waits, 1, m)
-    return np.asarray(gathered + summed + np.where(ranks > 1, reductions * buffered, 0), dtype=np.float64)
+    buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g) + np.where(is_alone, 2 * g, 0))
+    reductions = np.where((ranks > 1) | is_alone, np.where(waits, 1, m), 0)
+    return np.asarray(gathered + summed + reductions * buffered, dtype=np.float64)
 
 
 def gradient_bytes(layouts: Any, workload: Workload) -> Array:

@@ -327,14 +327,22 @@ class CostTable:
         return exposed_collectives_s(cost, self._overlap, self._inputs, is_head=kind.is_head)
 
     @cached_property
-    def _copied_s_per_param(self) -> FloatArray:
-        """Seconds per parameter of the copies and sums that all micro-batches make of it [N].
+    def _copied_s_per_param(self) -> tuple[FloatArray, FloatArray]:
+        """Seconds of the copies and sums that all micro-batches make of a parameter [N], and what one of an expert takes more.
 
         On a CPU at the bandwidth of plain copies: AdamW, which writes what it has read, streams twice as much.
         """
         streams = device_rates(self.scenario).update_bytes_per_s
         rate = min(streams, self.cluster.weakest_device.memory_bandwidth_bytes_per_s)
-        return np.asarray(copied_bytes_per_param(self.layouts, self.workload) / rate)
+        of_any, of_experts = (
+            copied_bytes_per_param(self.layouts, self.workload, of_experts=is_expert) for is_expert in (False, True)
+        )
+        return of_any / rate, (of_experts - of_any) / rate
+
+    def _copied_s(self, trained: FloatArray, expert_params: FloatArray, idx: int | slice = slice(None)) -> FloatArray:
+        """Return the seconds of the copies and sums of so many parameters, under layouts ``idx``."""
+        of_any, more = self._copied_s_per_param
+        return np.asarray(of_any[idx] * trained + more[idx] * expert_params)
 
     @cached_property
     def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
@@ -342,13 +350,13 @@ class CostTable:
         if self.known is not None:
             return self.known.dp_exposed_by_kind
         return tuple(
-            np.asarray(self._exposed_s(kind, cost) + cost.levels_s + self._copied_s_per_param * cost.num_trained)
+            self._exposed_s(kind, cost) + cost.levels_s + self._copied_s(cost.num_trained, cost.expert_params)
             for kind, cost in zip(self.kinds, self.by_kind, strict=True)
         )
 
     def copied_s(self, idx: int) -> FloatArray:
         """Return, of each layer's [L] exposed seconds under one layout, the copies and sums, which do not communicate."""
-        return np.asarray(self._copied_s_per_param[idx] * self.per_layer("num_trained", idx))
+        return self._copied_s(self.per_layer("num_trained", idx), self.per_layer("expert_params", idx), idx)
 
     @cached_property
     def dp_edges_s(self) -> FloatArray:
@@ -416,7 +424,7 @@ class CostTable:
             if kind.is_embedding or kind.is_head:
                 cost = share.embedding if kind.is_embedding else share.head
                 exposed = np.maximum(self._exposed_s(kind, cost), self._whole_s(cost))
-                dp_s = dp_s + exposed + cost.levels_s + self._copied_s_per_param * cost.num_trained
+                dp_s = dp_s + exposed + cost.levels_s + self._copied_s(cost.num_trained, cost.expert_params)
         return np.asarray(sent_s), np.asarray(step_s), np.where(b.vocabulary == 1, dp_s, 0.0)
 
 

@@ -40,10 +40,10 @@ from ..training.optimizer import build_optimizer, take_step
 from ..training.options import TrainOptions
 from ..user_modules import LossFunction
 from .kernels import gpu_kernels, gpu_workspace, host_workspace, joined_in_one, reduce_bucket
-from .recorder import Log, Recorder, tensors_of
+from .recorder import Log, Recorder
 from .repetition import NotPeriodicError, repeat_passes
 from .script import run_script
-from .trace import OperatorSeconds, Trace
+from .trace import OperatorSeconds, Trace, tensors_of
 
 _OURS = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent

@@ -29,10 +29,10 @@ from ...cost_models.pipeline.orders import Action
 from ...schema.errors import RuntimeMismatchError
 from ..context_parallel import RING_ATTENTION, ring_attention
 from .kernels import FLASH_ON_CPU, GROUPED_PRODUCT, flash_on_cpu, grouped_product
+from .trace import OPS, Trace, tensors_of
 
 if TYPE_CHECKING:
     from .repetition import Repetition
-    from .trace import Trace
 
 Category = Literal[
     "parameters", "gradients", "optimizer", "unsharded", "activations", "logits", "communication", "temporaries"
@@ -69,16 +69,6 @@ _STREAMS = {torch.ops.c10d._allgather_base_.default: 1, torch.ops.c10d._reduce_s
 
 _AXES_OF_OP = {"alltoall": ("ep", "cp"), "allreduce": ("dp_replicate", "tp", "world")}
 """Axes that use a collective, where the same ranks are those of several."""
-
-
-OPS = {
-    "_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter", "allreduce_": "all_reduce", "all_reduce": "all_reduce",
-    "alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all", "recv_": "recv", "broadcast_": "broadcast",
-}  # fmt: skip
-"""Names of collectives by those of torch's operators."""
 
 
 class Message(NamedTuple):
@@ -436,15 +426,6 @@ class Recorder(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
-
-
-def tensors_of(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Iterate over the tensors among values and in lists and tuples of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_of(value)
 
 
 class _Pause:

@@ -13,9 +13,10 @@ from .kinds import RankKind, rank_kinds
 from .many_passes import Extrapolation, with_few_passes
 from .peak import Peak, find_peak
 from .rank import RehearsalError, Setting, rehearse_rank
-from .recorder import OPS, Log
+from .recorder import Log
 from .reordering import Contents, contents_in_the_middle, reordered
 from .timeline import step_time
+from .trace import OPS
 from .trace import Trace
 
 

@@ -136,9 +136,11 @@ def _pipelined(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
 
 
 def _typical(trace: Trace) -> dict[tuple[int, str], Action]:
-    """Return of each kind of pass of a stage the second one that ran, or the only one: the first makes gradients."""
-    typical: dict[tuple[int, str], Action] = {}
+    """Return of each kind of pass of a stage the second one that ran, or the only one: the first makes gradients.
+
+    A stage may run the first backward passes undivided and divide later ones.
+    """
+    of_kind: dict[tuple[int, str], list[Action]] = {}
     for action in sorted(trace.spans, key=lambda action: action.micro_batch):
-        if action.micro_batch <= 1:
-            typical[action.stage, action.kind] = action
-    return typical
+        of_kind.setdefault((action.stage, action.kind), []).append(action)
+    return {key: actions[min(1, len(actions) - 1)] for key, actions in of_kind.items()}

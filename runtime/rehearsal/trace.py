@@ -68,6 +68,16 @@ _ROUTED = {"topk": 1.0, "_grouped_mm": 1 / 6}
 """Parts of what routing costs the host in a pass: forward one router, backward two products for each of three weights."""
 
 _COPY_OUT = torch.ops.fsdp.split_with_sizes_copy
+_COPY_IN = torch.ops.fsdp.all_gather_copy_in
+
+OPS = {
+    "_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter", "allreduce_": "all_reduce", "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all", "recv_": "recv", "broadcast_": "broadcast",
+}  # fmt: skip
+"""Names of collectives by those of torch's operators."""
 
 Stream = Literal["compute", "gather", "reduce", "ring"]
 
@@ -98,6 +108,8 @@ class OperatorSeconds:
     def __init__(self, plan: TrainingPlan) -> None:
         self.scenario = Scenario.build(plan.workload, plan.cluster)
         self.rates, self.host = device_rates(self.scenario), host_costs(self.scenario)
+        # In each pass; the halves of a block share what is measured of one unit.
+        self.unit_s = self.host.fsdp_unit_s / (4 if plan.layout.half_blocks else 2)
         self.kernels = kernels_of(plan.workload, on_host=plan.cluster.weakest_device.backend.is_host)
         self.product_s, self.group_s = cache(self._product_s), cache(self._group_s)
         self.attention_s, self.collective_s = cache(self._attention_s), cache(self._collective_s)
@@ -165,6 +177,7 @@ class Trace:
     _begun: int = 0
     boundary_bytes: int = 0
     _is_sent: bool = False
+    _unit: int = 0
 
     def start(self) -> None:
         """Begin anew."""
@@ -177,7 +190,7 @@ class Trace:
 
     def begin_span(self, action: Action | None) -> None:
         """Say that a pass begins, or the update."""
-        self._begun = len(self.runs)
+        self._begun, self._unit = len(self.runs), 0
         self.is_forward = action is None or action.kind == "F"
 
     def end_span(self, action: Action | None) -> None:
@@ -227,12 +240,12 @@ class Trace:
         packet = func._overloadpacket
         if packet in _NO_KERNEL:
             return
-        inputs = list(_tensors([*args, *(value for name, value in kwargs.items() if name != "out")]))
+        inputs = list(tensors_of([*args, *(value for name, value in kwargs.items() if name != "out")]))
         written = [
             value for value, argument in zip(args, func._schema.arguments, strict=False) if _is_written(argument)
         ]
         is_view = not written and "out" not in kwargs
-        outputs = list({id(one): one for one in _tensors([out, kwargs.get("out"), *written])}.values())
+        outputs = list({id(one): one for one in tensors_of([out, kwargs.get("out"), *written])}.values())
         if is_view and inputs and outputs and _key(outputs[0]) == _key(inputs[0]):
             return
         costs, which = self.costs, "forward"
@@ -260,8 +273,10 @@ class Trace:
         else:
             put_out = sum(map(_bytes, outputs))
             read = 0 if packet in _WRITES_ONLY else put_out if packet in _ROWS else sum(map(_bytes, inputs))
-            if packet is _aten.copy_:
-                read = _bytes(args[1])
+            if packet in (_aten.copy_, _aten._foreach_copy_):
+                read = sum(map(_bytes, tensors_of(args[1:2])))
+            elif packet is _COPY_IN:  # into this rank's part of the buffer, which is passed entire
+                read = put_out = sum(map(_bytes, args[0]))
             elif packet in _UPDATES:  # the gradients are said to be written as well
                 put_out -= sum(map(_bytes, args[1]))
             elif packet is _COPY_OUT:
@@ -314,7 +329,7 @@ class Trace:
         part = "dp" if part.startswith("dp_") or part == "world" else part
         stream: Stream = "compute"
         if self._within in ("gather", "reduce"):
-            stream, host_s = cast("Stream", self._within), self.costs.host.fsdp_unit_s / 4
+            stream = cast("Stream", self._within)
         elif op == "recv":
             stream = "ring"
         waits = set[int]()
@@ -356,9 +371,18 @@ class Trace:
                 setattr(group, name, original)
             _fsdp_param_group.foreach_reduce = reduce  # type: ignore[attr-defined]
 
+    def _note_hooks(self, group: Any) -> None:
+        """Note what the hooks of a sharded unit take of the host in a pass; groups of parameters of one unit share them."""
+        unit = id(group.modules[0])
+        if self.is_on and unit != self._unit:
+            self._append(Run("parameter_copies", "hooks", 0.0, host_s=self.costs.unit_s))
+        self._unit = unit
+
     def _marked(self, function: Callable[..., Any], within: str) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             outer, self._within = self._within, within
+            if function.__name__ == ("wait_for_unshard" if self.is_forward else "post_backward"):
+                self._note_hooks(args[0])
             if (
                 within == "reduce" and self.is_on and "reduce" in self._last
             ):  # one at a time beside the next one's buffer
@@ -371,12 +395,13 @@ class Trace:
         return run
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Iterate over the tensors among values and in lists and tuples of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def _is_written(argument: Any) -> bool:

@@ -136,12 +136,24 @@ def test_megatron_adds_within_its_products() -> None:
 
 
 def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
-    """Zero 3: fp32 shards cast (6 bytes of 8 ranks' part), bf16 out of the buffer, both in two passes; a gradient cast into the
-    buffer (6). Zero 1 with two micro-batches: one gather; a gradient cast, one added to it (10), the sum into the buffer (8).
+    """Zero 3: fp32 shards cast and copied into the buffer (6 and 4 bytes of 8 ranks' part), bf16 out of it, both in two passes; a
+    gradient cast into the buffer (6). Zero 1 with two micro-batches: one gather; a gradient cast, one added to it (10), the sum into
+    the buffer (8).
     """
     layouts = [Layout(dp_shard=8), Layout(dp_shard=4, zero_stage=1)]
     copied = copied_bytes_per_param(LayoutTable.from_layouts(layouts, 8), Workload(seq_len=1, global_batch_size=8))
-    assert copied.tolist() == [2 * (6 / 8 + 4) + 6, 6 / 4 + 4 + 6 + 10 + 8]
+    assert copied.tolist() == [2 * (10 / 8 + 4) + 6, 10 / 4 + 4 + 6 + 10 + 8]
+
+
+def test_parameters_with_nothing_to_gather_are_cast_and_copied() -> None:
+    """One rank, and experts that each rank has for itself: cast (6) and copied (4), the gradient cast (6), its sum copied (8)."""
+    table = LayoutTable.from_layouts([Layout(), Layout(dp_shard=8, ep=8, zero_stage=2)], 8)
+    workload = Workload(seq_len=1, global_batch_size=8)
+    one, of_dense = copied_bytes_per_param(table, workload).tolist()
+    _, of_experts = copied_bytes_per_param(table, workload, of_experts=True).tolist()
+    assert of_experts == 24
+    assert of_dense == 10 / 8 + 4 + 6
+    assert one == 10 + 6 + 7 * 10 + 8 + 8  # eight micro-batches: the first gradient cast, seven added, the sum into the buffer
 
 
 def test_one_dtype_is_never_cast() -> None:
