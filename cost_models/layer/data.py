@@ -286,9 +286,9 @@ def copied_bytes_per_param(layouts: LayoutTable, workload: Workload, *, of_exper
 def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_experts: bool) -> FloatArray:
     """Return what torch copies, casts and adds in a step for one parameter, bytes read and written [N].
 
-    fully_shard casts shards and copies them into its buffer, copies gathered parameters out of it and gradients into the one that is
-    reduced: in every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline that waits) once a
-    step. Where a shard is all there is, it is cast and copied, and a reduced gradient is copied once more.
+    fully_shard casts shards and copies them into its buffer, copies gathered parameters out of it and gradients into the one
+    that is reduced: in every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline that
+    waits) once a step. Where a shard is all there is, it is cast and copied, and a reduced gradient is copied once more.
     Gradients that wait for the last micro-batch add up unsharded in the reduction's dtype, those that are reduced more than once as
     shards. DDP, which replicas in one dtype have, copies into its buckets and divides there.
     Source: torch.distributed.fsdp, torch.nn.parallel.

@@ -16,8 +16,7 @@ from .rank import RehearsalError, Setting, rehearse_rank
 from .recorder import Log
 from .reordering import Contents, contents_in_the_middle, reordered
 from .timeline import step_time
-from .trace import OPS
-from .trace import Trace
+from .trace import OPS, Trace
 
 
 def rehearse(

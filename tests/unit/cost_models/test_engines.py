@@ -137,8 +137,8 @@ def test_megatron_adds_within_its_products() -> None:
 
 def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
     """Zero 3: fp32 shards cast and copied into the buffer (6 and 4 bytes of 8 ranks' part), bf16 out of it, both in two passes; a
-    gradient cast into the buffer (6). Zero 1 with two micro-batches: one gather; a gradient cast, one added to it (10), the sum into
-    the buffer (8).
+    gradient cast into the buffer (6). Zero 1 with two micro-batches: one gather; a gradient cast, one added to it (10), the sum
+    into the buffer (8).
     """
     layouts = [Layout(dp_shard=8), Layout(dp_shard=4, zero_stage=1)]
     copied = copied_bytes_per_param(LayoutTable.from_layouts(layouts, 8), Workload(seq_len=1, global_batch_size=8))
@@ -153,7 +153,9 @@ def test_parameters_with_nothing_to_gather_are_cast_and_copied() -> None:
     _, of_experts = copied_bytes_per_param(table, workload, of_experts=True).tolist()
     assert of_experts == 24
     assert of_dense == 10 / 8 + 4 + 6
-    assert one == 10 + 6 + 7 * 10 + 8 + 8  # eight micro-batches: the first gradient cast, seven added, the sum into the buffer
+    assert (
+        one == 10 + 6 + 7 * 10 + 8 + 8
+    )  # eight micro-batches: the first gradient cast, seven added, the sum into the buffer
 
 
 def test_one_dtype_is_never_cast() -> None:

@@ -76,7 +76,15 @@ tied embedding, of replicas and of a ring."""
 )
 def test_memory_model_has_the_fullest_moment(model: str, ranks: int, fix: str, batch: int) -> None:
     """Each was off by 5 to 27 % before the moment was in the model."""
-    others = {"tp": 1, "cp": 1, "dp_shard": 1, "ep": 1, "recompute": "none", "micro_batch_size": 1, "half_blocks": "false"}
+    others = {
+        "tp": 1,
+        "cp": 1,
+        "dp_shard": 1,
+        "ep": 1,
+        "recompute": "none",
+        "micro_batch_size": 1,
+        "half_blocks": "false",
+    }
     for name, value in others.items():
         fix += "" if f"{name}=" in fix else f",{name}={value}"
     given = made(with_blocks(model, 8), f"{ranks}xH200-SXM-141GB", fix, batch=batch, seq_len=4096)
