@@ -164,7 +164,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def times(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how far the closed form's steps are from those laid out, and by which part: both over the step that is laid out."""
-    pairs = [(row["time_parts"], row["predicted_time_parts"]) for row in rows if row["time_parts"]]
+    pairs = [(row["time_parts"], row["predicted_time_parts"]) for row in rows if row.get("time_parts")]
     if not pairs:
         return {}
     off = sorted(sum(closed.values()) / sum(laid_out.values()) - 1 for laid_out, closed in pairs)
