@@ -302,18 +302,18 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
     )
     is_gathered = waits_for_pipeline(layouts, workload)
     # Ours wraps what has nothing to gather or reduce too, for its casts.
-    is_alone = facts.is_own_runtime & (has_copies(layouts, workload) | (layouts.cp > 1)) & (owners == 1)
+    has_one_shard = facts.is_own_runtime & (has_copies(layouts, workload) | (layouts.cp > 1)) & (owners == 1)
     gathers = np.where(is_gathered | (layouts.zero_stage < 2), 1, np.where(layouts.zero_stage == 3, 2 * m, m))
     into_buffer = np.where(owners > 1, 2 * b / owners, 0) + (b + master) / owners * (b != master)
-    gathered = gathers * (np.where((owners > 1) | is_alone, 2 * b, 0) + into_buffer)
+    gathered = gathers * (np.where((owners > 1) | has_one_shard, 2 * b, 0) + into_buffer)
     if not workload.has_backward:
         return np.asarray(gathered, dtype=np.float64)
     waits = (m > 1) & (is_gathered | (layouts.zero_stage < 2))
     # The first gradient is cast where dtypes differ; each further one is read, and the sum read and written.
     summed = np.where(waits, (m - 1) * (2 * g + b) + (b + g) * (b != g), 3 * g * (m - 1) / summed_over)
     is_ddp = (layouts.zero_stage == 0) & (b == g) & (layouts.stage_ranks == layouts.dp) & ~layouts.is_piped
-    buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g) + np.where(is_alone, 2 * g, 0))
-    reductions = np.where((ranks > 1) | is_alone, np.where(waits, 1, m), 0)
+    buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g) + np.where(has_one_shard, 2 * g, 0))
+    reductions = np.where((ranks > 1) | has_one_shard, np.where(waits, 1, m), 0)
     return np.asarray(gathered + summed + reductions * buffered, dtype=np.float64)
 
 

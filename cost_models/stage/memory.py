@@ -109,8 +109,8 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     else:
         reduced = last_reduction_bytes(unit, stage, step, scenario)
     # The last one of several chunks has all its gradients still: no less than the input of a unit's sum.
-    at_end = np.where(step.reduces_apart, 4.0 * unit, final_reduction_bytes(stage, step, scenario))
-    reduced = np.where(step.waits, np.where(copies, at_end, b * unit), reduced)
+    finally_reduced = np.where(step.reduces_apart, 4.0 * unit, final_reduction_bytes(stage, step, scenario))
+    reduced = np.where(step.waits, np.where(copies, finally_reduced, b * unit), reduced)
     sharded = float(workload.master_bytes) * stage.reduced(step)
     update = {
         "gradients": np.where(step.reduces_apart, sharded, final),

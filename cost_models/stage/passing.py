@@ -242,9 +242,9 @@ def last_reduction_bytes(params: Array, stage: StageContents, step: StepShape, s
     b, copy = workload.compute_bytes, np.where(shards > 1, 4.0, 0.0) * is_host(scenario)
     unit = params if workload.adapters is None else np.minimum(params, stage.block_trained)
     is_summed = (step.num_microbatches > 1) & (step.zero_stage <= 1)
-    is_held = (shards > 1) & (stage.root_params >= stage.block_params)
-    summed = np.maximum(4.0, copy + 4.0 / shards + 4.0 * is_held)
-    single = np.maximum(b + 4.0 - 4.0 / shards, 4.0 + copy + b * is_held)
+    is_retained = (shards > 1) & (stage.root_params >= stage.block_params)
+    summed = np.maximum(4.0, copy + 4.0 / shards + 4.0 * is_retained)
+    single = np.maximum(b + 4.0 - 4.0 / shards, 4.0 + copy + b * is_retained)
     return np.where(has_copies(step, workload), np.where(is_summed, summed, single), b) * unit
 
 
