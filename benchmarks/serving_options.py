@@ -8,6 +8,8 @@ rows of 400 cached tokens, steps of kernels alone.
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+
 from meshwright.cost_models.serving.step import StepCosts
 from meshwright.schema import ClusterSpec, ModelSpec
 from meshwright.schema.adapters import Adapters
@@ -18,6 +20,7 @@ COUNTS, ROWS, CACHED = (1, 5, 100, 1000, 2000), (1, 8, 32, 64, 128), 400
 
 def main() -> None:
     """Print a row for each number of adapters."""
+    ArgumentParser(description=__doc__).parse_args()
     model, cluster = ModelSpec.named("llama-2-7b"), ClusterSpec.parse("1xA100-SXM-80GB")
 
     def step(adapters: Adapters | None) -> StepCosts:

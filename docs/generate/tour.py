@@ -109,7 +109,6 @@ STOPS = (
             "quick_time_bounds",
             "uniform_time_bounds",
             "pipeline_work",
-            "fullest_stage",
             "slowest_stage_s",
             "memory_bounds",
         ),

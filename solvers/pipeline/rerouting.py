@@ -6,7 +6,7 @@ Variables  end[s, kind, d, i], peer[d, i] for a lost (d, s)
 (O)  min  max end
 (C1) peers:    passes of a lost (d, s) run on (peer, s), the others on (d, s); peers take micro-batches in turn
 (C2) order:    F of stage s after F of s - 1, B of s after B of s + 1 and F of s
-(C3) one:      a device runs one pass at a time
+(C3) device:   a device runs one pass at a time
 (C4) memory:   a device of stage s holds CAPACITY[s] micro-batches at most; S - s under 1F1B, and what there is room for
 
 No states move: a peer has the weights already, and adds the gradients of all that it runs.

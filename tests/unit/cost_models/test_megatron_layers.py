@@ -90,8 +90,10 @@ def test_megatron_hides_backward_reductions_beside_weight_gradients(sequence_par
     """Both reductions of a wide block fit beside the gradients of its weights: without sequence parallelism nothing is left."""
     layout = Layout(tp=8, sequence_parallel=sequence_parallel)
     theirs, ours = (cost_of(layout, megatron(engine=engine)) for engine in ("megatron", "fsdp2"))
-    assert theirs.tp_forward_s == pytest.approx(ours.tp_forward_s)
-    share = theirs.tp_backward_s[0] / ours.tp_backward_s[0]
+    # Ours copies along the sequence, around each collective.
+    assert ours.tp_forward_s == pytest.approx(theirs.tp_forward_s, rel=0.3 if sequence_parallel else 1e-6)
+    assert ours.tp_backward_s == pytest.approx(ours.tp_forward_s)
+    share = theirs.tp_backward_s[0] / theirs.tp_forward_s[0]
     assert share == pytest.approx(0.5 if sequence_parallel else 0.0, abs=0.1)
 
 

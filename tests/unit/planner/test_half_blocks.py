@@ -63,6 +63,8 @@ def test_halves_cost_together_what_a_block_does(degrees: dict[str, int], recompu
     }
     apart = {"activation_bytes", "recompute_s", "tp_backward_s", "cp_backward_s"}
     for field in fields(LayerCost):
+        if field.name == "last_pending_bytes":  # only the later half ends a stage
+            continue
         if field.name in ("working_bytes", "split_working_bytes"):  # one half runs after the other
             assert total(field.name) > getattr(block, field.name)[0] or recompute == "full"
         elif field.name not in apart or recompute == "none":
