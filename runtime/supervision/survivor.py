@@ -87,7 +87,7 @@ class Survivor:
         self._plan = membership.plan()
         _, self._device = backend_and_device(self._plan)
         self._meter = MemoryMeter(self._device, count=options.count_memory)
-        if membership.generation.number:  # what the folder of checkpoints has is this job's
+        if membership.generation.number and options.checkpoint_dir is not None:  # what it has is this job's
             options = options.replace(resume=True)
         self._options = prepare_options(self._plan, options)
         self._driver, self._is_behind = threading.current_thread(), True

@@ -305,7 +305,7 @@ def test_the_loss_of_the_node_with_the_store_ends_the_others_with_one_message(tm
     words = ("--metrics", str(metrics), str(tmp_path / "plan.json"))
     launchers = [nodes.start(0, *options, "--node-rank", str(node), *words) for node in range(2)]
     try:
-        wait_for(exists(metrics), launchers)
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, launchers)  # they have met, and train
         ranks = [rank for launcher in launchers for rank in ranks_of(launcher)]
         launchers[0].kill()
         message = launchers[1].communicate(timeout=WAIT_S)[1]
