@@ -36,9 +36,16 @@ def verdict(rehearsal: Rehearsal) -> str:
         return f"this plan does not run: {kinds} of {rehearsal.world_size} ranks failed"
     reserved = max(kind.peak_reserved_bytes for kind in rehearsal.kinds)
     fits = "fits" if rehearsal.fits else "does not fit"
+    first = max(rehearsal.kinds, key=lambda kind: kind.initial_allocated_bytes - kind.peak_allocated_bytes)
+    more = first.initial_allocated_bytes > first.peak_allocated_bytes
+    initial = (
+        f"; rank {first.rank} holds more before its first step: {format_bytes(first.initial_allocated_bytes)}"
+        if more
+        else ""
+    )
     return (
         f"this plan runs on {counted(rehearsal.world_size, 'rank')}, and {fits}: the fullest reserves {format_bytes(reserved)} of "
-        f"{format_bytes(rehearsal.budget_bytes)}"
+        f"{format_bytes(rehearsal.budget_bytes)}{initial}"
     )
 
 

@@ -253,8 +253,8 @@ def waits_for_pipeline(layouts: Any, workload: Workload) -> Array:
 def passes_per_step(layouts: LayoutTable, workload: Workload) -> PassesPerStep:
     """Return how often a step gathers and reduces: under a pipeline that waits (`waits_for_pipeline`), once.
 
-    Sharded gradients are a reason to reduce in every pass
-    only where the whole gradients are nowhere to add up (`DataParallelFacts.sums_shards`).
+    Sharded gradients are a reason to reduce in every pass only where the whole gradients are nowhere to add up
+    (`DataParallelFacts.sums_shards`).
     """
     zero, facts, is_piped = layouts.zero_stage, workload.engine_facts, layouts.is_piped
     is_gathered = waits_for_pipeline(layouts, workload)

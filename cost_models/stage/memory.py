@@ -47,7 +47,7 @@ from ...schema import Workload
 from ...schema.training_plan import MemoryBreakdown
 from ...schema.units import Array
 from ..coefficients import Scenario
-from ..layer.data import buffered_gradients, has_copies, summed_gradients
+from ..layer.data import buffered_gradients, has_copies, summed_gradients, waits_for_pipeline
 from ..layer.parallel import exchange_buffer_bytes, userbuffers_bytes
 from .passing import (
     MemoryTerms,
@@ -94,7 +94,7 @@ def stage_memory(
 def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[MemoryTerms]:
     """Return what is present with all activations, with those that gradients are beside, and in the update."""
     workload = scenario.workload
-    b, copies = workload.compute_bytes, has_copies(step, workload)
+    b, copies, waits = workload.compute_bytes, has_copies(step, workload), waits_for_pipeline(step, workload)
     before, final = summed_gradients(stage, step, workload)
     # fully_shard keeps them from the forward to the backward pass (reshard_after_forward=N).
     second_copy = b * np.where(step.has_second_copy, stage.stored(step), 0.0)
@@ -102,7 +102,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     of_one = b * stage.logits if workload.loss == "engine" else 0.0
     unit = np.maximum(stage.root_params, stage.block_params)
     # Of several chunks the others have been reduced by then; how much the last one has is not known here.
-    gathered = np.where(step.waits, gathered_bytes(stage.trained, stage, step, workload), b * stage.root_params)
+    gathered = np.where(waits, gathered_bytes(stage.trained, stage, step, workload), b * stage.root_params)
     gathered = np.where(step.reduces_apart, 0.0, gathered)
     if workload.update == "in_backward":
         reduced = reduction_bytes(unit, stage, step, scenario)
@@ -110,7 +110,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
         reduced = last_reduction_bytes(unit, stage, step, scenario)
     # The last one of several chunks has all its gradients still: no less than the input of a unit's sum.
     finally_reduced = np.where(step.reduces_apart, 4.0 * unit, final_reduction_bytes(stage, step, scenario))
-    reduced = np.where(step.waits, np.where(copies, finally_reduced, b * unit), reduced)
+    reduced = np.where(waits, np.where(copies, finally_reduced, b * unit), reduced)
     sharded = float(workload.master_bytes) * stage.reduced(step)
     update = {
         "gradients": np.where(step.reduces_apart, sharded, final),
@@ -132,8 +132,8 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
 
     # As the first block runs backward nearly all gradients are there; of a single pass its neighbours' are still to come.
     block = np.minimum(stage.block_params, stage.trained)
-    is_repeated = step.waits & (step.num_microbatches > 1)
-    later = block + np.where(step.waits, 0.0, stage.root_params)
+    is_repeated = waits & (step.num_microbatches > 1)
+    later = block + np.where(waits, 0.0, stage.root_params)
     to_come = np.where(is_repeated, 0.0, np.minimum(later, stage.trained) / np.maximum(stage.trained, 1.0))
     pieces = gathered_bytes(block, stage, step, workload)
     copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
@@ -143,10 +143,10 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
             update["gradients"] * (1 - to_come),
             np.where((step.num_microbatches > 1) & ~step.reduces_apart, before, 0.0),
         ),
-        "unsharded": np.where(copies, np.where(step.waits, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0),
+        "unsharded": np.where(copies, np.where(waits, np.where(step.reduces_apart, 0.0, all_copies), copied), 0.0),
         "activations": np.minimum(stage.block_activation_bytes, step.in_flight * stage.activation_bytes),
         "logits": 0.0 * passing["logits"],
-        "temporary": stage.working_bytes + np.where(copies & ~step.waits, 4.0 * stage.block_trained, 0.0),
+        "temporary": stage.working_bytes + np.where(copies & ~waits, 4.0 * stage.block_trained, 0.0),
     }
     # Under a pipeline a backward pass ends with the gradient of the embedding, before it is added to those of earlier passes.
     summed = step.summed_in_flight
@@ -156,7 +156,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     embedded["temporary"] = np.where(is_embedding, b * stage.root_params, 0.0) + 0.0 * passing["temporary"]
     first = moment(step.in_flight, np.where(summed < step.in_flight, 0.0, before))
     # The gradient of the head is cast before there are any of the blocks.
-    of_head = np.where(step.waits & copies & (stage.logits > 0), np.minimum(stage.root_params, stage.trained), 0.0)
+    of_head = np.where(waits & copies & (stage.logits > 0), np.minimum(stage.root_params, stage.trained), 0.0)
     cast = {**first, "gradients": float(workload.master_bytes) * of_head, "logits": 0.0 * first["logits"]}
     cast["temporary"] = b * of_head + 0.0 * first["temporary"]
     # The gradients of embedding and head, if they are one, and their sum.

@@ -9,7 +9,7 @@ import numpy as np
 from ...schema import Workload
 from ...schema.units import Array
 from ..coefficients import Scenario
-from ..layer.data import has_copies
+from ..layer.data import has_copies, waits_for_pipeline
 from ..layer.parallel import sharded_params
 
 _EAGER_LOGIT_BYTES = 14.0
@@ -87,11 +87,6 @@ class StepShape:
         """True where the stage is one of several."""
         return np.asarray(self.num_neighbours) > 0
 
-    @property
-    def waits(self) -> Array:
-        """True where our runtime gathers and reduces once, around a pipeline's passes."""
-        return self.is_piped & (np.asarray(self.zero_stage) < 3)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageContents:
@@ -153,10 +148,11 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
     b, block, none = workload.compute_bytes, stage.block_params, 0.0 * stage.logits
     head = np.where(stage.logits > 0, stage.root_params, 0.0)
     grads, of_head = (block, head) if workload.adapters is None else (stage.block_trained, none)
-    waits = step.waits | stage.ends_are_one
+    is_late = waits_for_pipeline(step, workload)
+    waits = is_late | stage.ends_are_one
     reduced = np.where(waits, 0.0, of_head)
-    stays = np.where(has_copies(step, workload) & ~step.waits, 4.0 * np.maximum(reduced, grads), 0.0)
-    waiting = np.where(stage.ends_are_one & ~step.waits, b * of_head, 0.0)
+    stays = np.where(has_copies(step, workload) & ~is_late, 4.0 * np.maximum(reduced, grads), 0.0)
+    waiting = np.where(stage.ends_are_one & ~is_late, b * of_head, 0.0)
 
     def reduction(params: Array, is_later: Array) -> Array:
         return np.where(is_later, b * params, reduction_bytes(params, stage, step, scenario))
@@ -176,7 +172,7 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
             (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
             (block, none, reduction(of_head, waits)),
             (2 * block, none, stage.working_bytes + stays + waiting),
-            (block, none, reduction(block, step.waits) + waiting),
+            (block, none, reduction(block, is_late) + waiting),
         )
     ]
 

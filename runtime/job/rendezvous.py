@@ -169,9 +169,8 @@ def _among_others(rendezvous: Rendezvous, store: dist.TCPStore, relay: Relay, *,
     try:
         try:
             yield meeting
-        except (
-            InterruptedRunError
-        ):  # the others need not wait; after a failure the store may be gone, which a client waits for
+        except InterruptedRunError:
+            # The others need not wait. After a failure nothing is told: the store may be gone, and a client would wait for it.
             with suppress(dist.DistError):
                 shared.set(f"done/{node_rank}", "1")
             raise

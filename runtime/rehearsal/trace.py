@@ -168,9 +168,7 @@ class Trace:
     spans: dict[Action, tuple[int, int]] = field(default_factory=dict)
     is_on: bool = False
     is_forward: bool = True
-    _writer: dict[int, int] = field(
-        default_factory=dict
-    )  # of a storage: the entry on another stream that wrote it last
+    _writer: dict[int, int] = field(default_factory=dict)  # of storages: the entry of another stream that wrote it last
     _copies_out: list[int] = field(default_factory=list)
     _last: dict[str, int] = field(default_factory=dict)
     _within: str = ""
