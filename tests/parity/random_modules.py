@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,11 +49,11 @@ def _linear(kind: int, a: Sequence[int], b: Sequence[int]) -> nn.Module:
 
 
 def _norm(kind: int, a: Sequence[int], b: Sequence[int]) -> nn.Module:
-    return nn.GroupNorm(4, a[0]) if kind > 1 else (nn.LayerNorm, nn.RMSNorm)[kind](a[-1])
+    return nn.GroupNorm(math.gcd(4, a[0]), a[0]) if kind > 1 else (nn.LayerNorm, nn.RMSNorm)[kind](a[-1])
 
 
 def _conv(kind: int, a: Sequence[int], b: Sequence[int]) -> nn.Module:
-    return nn.Conv1d(a[0], 8, (1, 3, 3, 5)[kind], padding=(0, 1, 1, 2)[kind], groups=(1, 1, 4, 8)[kind])
+    return nn.Conv1d(a[0], 8, (1, 3, 3, 5)[kind], padding=(0, 1, 1, 2)[kind], groups=math.gcd((1, 1, 4, 8)[kind], a[0]))
 
 
 def _attention(kind: int, a: Sequence[int], b: Sequence[int]) -> nn.Module:
@@ -68,7 +69,7 @@ def attend(layer: nn.Module, x: Tensor, other: Tensor, kind: int) -> Tensor:
 def split(x: Tensor, kind: int) -> Tensor:
     """Two or three parts, along tokens or channels, put together again otherwise."""
     dim, parts = (1, 2)[kind % 2], 2 if kind < 2 else 4
-    first, *others = x.chunk(parts, dim)
+    first, *others = x.chunk(parts, dim) if x.shape[dim] > 1 else (x, x)
     return first * others[-1].tanh() if kind != 2 else torch.cat([others[-1], first], dim)
 
 
@@ -110,8 +111,8 @@ KINDS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
         lambda x: x * x[:, 1:, 1:].sum((1, 2), True).tanh(),
     ),
     "shape": (
-        lambda x: x.unflatten(2, (4, -1)).transpose(2, 3).flatten(2), lambda x: x.mT.reshape(x.shape),
-        lambda x: x.repeat(1, 1, 2), lambda x: x.unflatten(1, (2, -1)).mean(1),
+        lambda x: x.unflatten(2, (math.gcd(4, x.shape[2]), -1)).transpose(2, 3).flatten(2), lambda x: x.mT.reshape(x.shape),
+        lambda x: x.repeat(1, 1, 2), lambda x: x.unflatten(1, (math.gcd(2, x.shape[1]), -1)).mean(1),
     ),
 }  # fmt: skip
 PLAIN: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {

@@ -136,7 +136,7 @@ class Joint(nn.Module):
         x, c = self.patches(x), self.text(c)
         for block in self.blocks:
             x, c = block(x, c)
-        return self.head(x) + c.mean()
+        return self.head(x) + c.mean((1, 2), True)  # of each sample: a mean of all would depend on how many there are
 
 
 class Residual(nn.Module):
