@@ -227,7 +227,11 @@ class Fuzzer:
         return mutations.mutated(data, document.form, document.variants, self.random)
 
     def _mutate_word(self, template: list[str], places: list[int]) -> None:
-        values = [idx for idx in places if not template[idx].startswith("--") and "limit-s" not in template[idx - 1]]
+        # A time limit says how long to search and the steps of a job how long to train: longer is what was ordered, no hang.
+        lasting = ("limit-s", "--steps" if template[0].startswith("apply") else "limit-s")
+        values = [
+            idx for idx in places if not template[idx].startswith("--") and not template[idx - 1].endswith(lasting)
+        ]
         if not values:
             return
         idx = self.random.choice(values)
