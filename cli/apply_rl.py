@@ -36,6 +36,10 @@ class RlRunOptions(OptionModel):
         None, "folder of the teacher's weights. Default: made weights.", metavar="FOLDER"
     )
     save_weights: Path | None = option(None, "where the actor's weights go at the end.", metavar="FOLDER")
+    exchange: Path | None = option(
+        None, "folder that islands share responses through, for plans of several islands.", metavar="FOLDER"
+    )
+    island: int = option(0, "which island this is, from 0.", ge=0, metavar="I")
     report: Path | None = option(None, "file that each step appends a JSON object to.")
     timeout_s: float = option(600.0, "how long a rank may wait for another one.", ge=1, metavar="S")
 

@@ -49,6 +49,9 @@ LENGTH_SIGMA = 0.5
 """Standard deviation of the logarithm of the lengths of responses where only their mean is known. [fitted:
 benchmarks/post_training.py, median over the steps of a published run whose share of cut responses is known]"""
 
+TOKEN_BYTES = 4
+"""Of a token that is sent: vocabularies have more than two bytes can name."""
+
 _NUM_LENGTHS, _NUM_HALVES = 128, 10
 """Intervals of equal share in a distribution of lengths, and how often the last is halved: the longest of many responses decides
 when a rollout ends."""
@@ -98,6 +101,8 @@ class RlWorkload(Task):
         staleness: steps by which the weights that generate may be behind those that are updated; 0: none.
         oversample: responses under way for each that a step takes; the others are carried over (APRIL, arXiv:2509.18521).
         fetches: equal parts of a step's samples, each scored and updated on as soon as it is generated; 1: all together.
+        islands, shared: models that are trained apart, each by a plan like this one, and the share of the prompts of a step whose
+            responses come from the other islands (SAPO, arXiv:2509.08721): each is trained on once by an island.
         log_probs: whose log-probabilities of drawn tokens a step's ratios begin at: the actor's, in a call of its own, or those
             that the generator notes as it draws.
         placement: colocated or split: only placements where the generator shares the actor's devices, or where it does not.
@@ -118,6 +123,8 @@ class RlWorkload(Task):
     staleness: Annotated[float, Field(ge=0, le=16)] = 0.0
     oversample: Annotated[float, Field(ge=1, le=8)] = 1.0
     fetches: Count = 1
+    islands: Count = 1
+    shared: Annotated[float, Field(ge=0, lt=1)] = 0.0
     log_probs: LogProbs = "actor"
     placement: RlPlacement = "auto"
     engine: Engine = OWN_ENGINE
@@ -140,6 +147,7 @@ class RlWorkload(Task):
             raise ValueError(f"{self.samples} responses are not dealt evenly over {self.updates} updates")
         if self.updates % self.fetches:
             raise ValueError(f"{self.updates} updates are not dealt evenly over {self.fetches} fetches")
+        self._require_sharing()
         if self.lengths.lengths[-1] > self.max_len:
             raise ValueError(f"the longest response has {self.lengths.lengths[-1]} tokens, max_len is {self.max_len}")
         vocabularies = {entry.model.vocab_size for entry in self.models if entry.role != "reward"}
@@ -150,10 +158,50 @@ class RlWorkload(Task):
                 raise ValueError(f"{role}_weight without a {role}: add [{role}]")
         return self
 
+    def _require_sharing(self) -> None:
+        """Refuse islands that share nothing, more than the others generate, or log-probabilities of another model."""
+        if (self.islands > 1) != (self.shared > 0):
+            raise ValueError(
+                f"islands = {self.islands} and shared = {self.shared:g}: islands that share nothing are jobs of their own, and "
+                "one island has nobody to share with: set both, or neither"
+            )
+        if self.shared > 1 - 1 / self.islands + 1e-9:
+            raise ValueError(
+                f"shared = {self.shared:g}: the other {self.islands - 1} of {self.islands} islands generate at most "
+                f"{1 - 1 / self.islands:.3g} of a step's responses"
+            )
+        if abs(self.prompts * self.shared - round(self.prompts * self.shared)) > 1e-6:
+            raise ValueError(f"shared = {self.shared:g} of {self.prompts} prompts is no number of prompts")
+        if self.shared and self.log_probs == "generator":
+            raise ValueError(
+                "log_probs = generator with shared: the models of other islands drew those; take log_probs = actor"
+            )
+
     @property
     def samples(self) -> int:
         """Return the responses that a step is made of."""
         return self.prompts * self.responses
+
+    @property
+    def received_prompts(self) -> int:
+        """Return the prompts of a step that other islands answer."""
+        return round(self.prompts * self.shared)
+
+    @property
+    def generated_prompts(self) -> int:
+        """Return the prompts of a step that are answered here."""
+        return self.prompts - self.received_prompts
+
+    @property
+    def generated(self) -> int:
+        """Return the responses that the generator gives in a step."""
+        return self.generated_prompts * self.responses
+
+    @property
+    def received_bytes(self) -> int:
+        """Return what arrives from other islands in a step: the tokens of prompts and responses, TOKEN_BYTES each."""
+        tokens = self.received_prompts * (self.prompt_len + self.responses * self.lengths.mean)
+        return round(TOKEN_BYTES * tokens)
 
     @property
     def longest(self) -> int:

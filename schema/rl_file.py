@@ -19,7 +19,7 @@ _FIELDS: dict[str, frozenset[str]] = {
     "teacher": frozenset({"model"}),
     "reward": frozenset({"model", "function"}),
     "batch": frozenset({"prompts", "responses", "prompt_len", "mean_len", "lengths", "max_len", "updates"}),
-    "policy": frozenset({"staleness", "oversample", "fetches", "log_probs", "placement"}),
+    "policy": frozenset({"staleness", "oversample", "fetches", "islands", "shared", "log_probs", "placement"}),
     "loss": frozenset(
         {
             "clip",

@@ -14,6 +14,7 @@ from .settings import (
     ALL_DEVICES,
     ALL_TOGETHER,
     ENTIRE_NODES,
+    NO_ISLANDS,
     NO_TEACHER,
     ONE_OR_TWO_POOLS,
     SCRIPT,
@@ -48,6 +49,7 @@ LIMITS = (
         ),
         "plan with entire steps, split",
     ),
+    NO_ISLANDS,
     NO_TEACHER,
     Limit(
         "log_probs",

@@ -46,6 +46,12 @@ ALL_TOGETHER = Limit(
     lambda p: f"samples of a step are fetched in {p.post_training.fetches} parts",
     "plan with fetches = 1",
 )
+NO_ISLANDS = Limit(
+    "islands",
+    lambda p: p.post_training.islands == 1,
+    lambda p: f"{p.post_training.islands} islands share responses",
+    "plan without islands and shared",
+)
 NO_TEACHER = Limit(
     "teacher",
     lambda p: "teacher" not in p.post_training.roles,

@@ -16,6 +16,7 @@ from .settings import (
     ALL_DEVICES,
     ALL_TOGETHER,
     ENTIRE_NODES,
+    NO_ISLANDS,
     NO_TEACHER,
     ONE_OR_TWO_POOLS,
     SCRIPT,
@@ -49,6 +50,7 @@ LIMITS = (
         ),
         "updates that divide prompts",
     ),
+    NO_ISLANDS,
     NO_TEACHER,
     Limit(
         "engine",

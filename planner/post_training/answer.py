@@ -9,11 +9,14 @@ from collections.abc import Iterable, Iterator
 from ...schema import Certificate
 from ...schema.rl import CALLS, NUM_LEVELS
 from ...schema.rl_plan import RlAlternative, RlCall, RlCopy, RlEstimate, RlMove, RlPlan, RlPool, RlSpan
-from ...schema.units import format_seconds
+from ...schema.units import counted, format_bytes, format_seconds
 from ...solvers.branch_and_bound import Answer
 from ...solvers.pools import PlacedPools, partitions, path_s
 from ..request import PlanRequest
 from ..tasks.post_training import PostTrainingSearch
+
+GRADIENT_BYTES = 4
+"""Of a parameter's gradient, as trainers sum them between machines."""
 
 
 def build_rl_plan(request: PlanRequest, search: PostTrainingSearch, *, top: int) -> RlPlan:
@@ -230,6 +233,15 @@ def _notes(search: PostTrainingSearch, placed: PlacedPools) -> Iterator[str]:
         yield (
             f"samples are generated with weights up to {workload.staleness:g} steps old: the loss is weighed by importance "
             "ratios; what that does to learning is not planned"
+        )
+    if workload.shared:
+        rate = 8 * workload.received_bytes / search.answer.objective
+        gradient = search.book.workload.model_of("actor").num_params * GRADIENT_BYTES
+        given = workload.received_prompts * workload.responses
+        yield (
+            f"{given} of {workload.samples} responses a step come from {counted(workload.islands - 1, 'other island')}: "
+            f"{format_bytes(workload.received_bytes)} a step, {rate / 1e6:.2g} Mbit/s (a sum of gradients: "
+            f"{format_bytes(gradient)}); what models learn from the responses of others is not planned"
         )
     if workload.fetches > 1:
         yield (

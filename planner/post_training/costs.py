@@ -141,7 +141,7 @@ class CostBook:
         precision = "fp8" if role == "generator" and self._has_fp8 else workload.precision
         peak = peak_flops_per_s(self.cluster.weakest_device, precision)
         if role == "generator":
-            return flops * workload.samples * workload.lengths.mean / (num_devices * peak)
+            return flops * workload.generated * workload.lengths.mean / (num_devices * peak)
         passes = 4 if role in TRAINED else 1  # a score, and an update of three times as much
         return passes * flops * workload.tokens_per_step / (num_devices * peak)
 
@@ -259,10 +259,10 @@ class CostBook:
     def instances_costs(self, kind: InstanceKind, replicas: int) -> CopyCosts:
         """Return what a rollout on equal instances costs: the responses of a prompt go to the same one."""
         workload, memory = self.workload, kind.memory
-        samples = math.ceil(workload.samples / (replicas * kind.model.lanes))
+        samples = math.ceil(workload.generated / (replicas * kind.model.lanes))
         result = steady_rollout(
             kind.model, workload.lengths, workload.prompt_len, samples, oversample=workload.oversample,
-            shared_prompts=min(workload.responses, samples), among=workload.samples,
+            shared_prompts=min(workload.responses, samples), among=workload.generated,
         )  # fmt: skip
         rows = min(
             concurrent_rows(kind.model, workload.lengths, workload.prompt_len), math.ceil(samples * workload.oversample)

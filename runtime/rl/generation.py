@@ -54,7 +54,7 @@ class Generator:
         assert pool is not None
         workload, spec = plan.post_training, plan.post_training.model_of("generator")
         longest = min(spec.max_seq_len, workload.max_len + max(workload.prompt_len * 8, 64))
-        rows = math.ceil(workload.samples * workload.oversample / pool.replicas) + workload.responses
+        rows = math.ceil(workload.generated * workload.oversample / pool.replicas) + workload.responses
         blocks = min(pool.limits.cache_blocks, rows * -(-longest // BLOCK) + 1)
         self._pool = pool.replace(
             limits=pool.limits.replace(cache_blocks=max(blocks, -(-longest // BLOCK)), block_size=BLOCK)
@@ -108,7 +108,7 @@ class Generator:
 
     def _share(self, step: int) -> int:
         """Return the prompts of a step that are this instance's."""
-        prompts = self._workload.prompts
+        prompts = self._workload.generated_prompts
         return sum(number % self._replicas == self._replica for number in range(step * prompts, (step + 1) * prompts))
 
     def _begin(self, count: int) -> None:

@@ -62,6 +62,7 @@ def launch_rl(plan: RlPlan, job: RlJob) -> None:
         MeshwrightError: a rank failed. No process is left behind.
     """
     require_runnable(plan)
+    require_island(plan, job.options)
     read_prompts(job.options.prompts, plan.post_training)
     split_name(job.options.reward)
     count = sum(pool.num_devices for pool in plan.pools)
@@ -79,6 +80,23 @@ def launch_rl(plan: RlPlan, job: RlJob) -> None:
             raise InterruptedRunError(end.received)
         if end.deaths:
             raise explain_failure(end.deaths, world_size=count, ended_well=end.ended_well)
+
+
+def require_island(plan: RlPlan, options: RlOptions) -> None:
+    """Refuse a folder for islands that there are not, and islands without one.
+
+    Raises:
+        ConfigError: with what the plan says.
+    """
+    islands = plan.post_training.islands
+    if (options.exchange is None) != (islands == 1):
+        given = "no exchange" if options.exchange is None else f"exchange {options.exchange}"
+        raise ConfigError(
+            f"the plan has {islands} island{'s' * (islands > 1)}, and there is {given}",
+            help="--exchange FOLDER and --island are for plans of several islands, and needed there",
+        )
+    if options.island >= islands:
+        raise ConfigError(f"island {options.island} of {islands}", help=f"--island 0 to {islands - 1}")
 
 
 def require_runnable(plan: RlPlan) -> None:

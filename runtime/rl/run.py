@@ -32,6 +32,7 @@ from ...schema.rl import Role
 from ...schema.rl_plan import RlPlan
 from ..weights.save import save_weights
 from .copies import ModelCopy, Sample
+from .exchange import Answered, Exchange, spread
 from .generation import Generator, Response
 from .losses import group_advantages, importance_ratios, taught, token_advantages
 from .pools import Circle, Everyone, pool_starts
@@ -44,6 +45,10 @@ Rows = dict[int, list[float]]
 """Of samples, by their numbers in the run, in order."""
 
 
+FIRST_RECEIVED = 1 << 40
+"""Number of the first prompt of another island in a step: none of ours."""
+
+
 class RlOptions(Frozen):
     """A run of a post-training plan, besides the plan.
 
@@ -54,6 +59,7 @@ class RlOptions(Frozen):
         end_id: token that ends a response; None: they end at max_len alone.
         weights: folder of safetensors to start from; teacher_weights: the teacher's, which else has made weights of another seed;
             save_weights: where the actor's weights go at the end.
+        exchange: folder that islands share responses through; island: which of them this is, from 0.
     """
 
     prompts: str
@@ -67,6 +73,8 @@ class RlOptions(Frozen):
     weights: str | None = None
     teacher_weights: str | None = None
     save_weights: str | None = None
+    exchange: str | None = None
+    island: NonNegativeInt = 0
 
     def weights_of(self, role: Role) -> Path | None:
         """Return the folder that a copy starts from; None: made weights."""
@@ -117,6 +125,10 @@ class RlRun:
         self._report = Path(report) if report is not None and self._tells else None
         self._seconds: dict[str, float] = {}
         self._orders: dict[int, list[int]] = {}
+        self._received: dict[int, dict[str, Any]] = {}
+        self._exchange: Exchange | None = None
+        if options.exchange is not None and self._tells:
+            self._exchange = Exchange(options.exchange, options.island, self._work, timeout_s=timeout_s)
         self._ratios: list[list[float]] = []
         self._teacher_gap = math.nan
         self._engine_steps, self._used_s = 0, time.process_time()
@@ -151,6 +163,9 @@ class RlRun:
         self, step: int, responses: Responses, drawn: Rows, rewards: RewardProcess | None, start_s: float
     ) -> None:
         """Score the responses of a step, update on them, and report; the next step's generation counts in the next step."""
+        if self._work.shared:
+            with self._timed("exchange"):
+                responses = self._exchanged(step, responses)
         with self._timed("reward"):
             values = self._reward(responses, rewards)
         samples = self._scored(responses, values, drawn)
@@ -160,10 +175,12 @@ class RlRun:
         if self._report is None:
             return
         step_s = time.perf_counter() - start_s + (0.0 if self._is_stale else seconds.get("generate", 0.0))
+        given = zip(responses, values, strict=True)
+        own = {number: value for number, value in given if number < FIRST_RECEIVED}
         record = {
             "step": step + 1,
-            "mean_reward": sum(values) / len(values),
-            "mean_len": sum(len(tokens) for tokens in responses.values()) / len(responses),
+            "mean_reward": sum(own.values()) / len(own),
+            "mean_len": sum(len(responses[number]) for number in own) / len(own),
             "engine_steps": self._engine_steps,
             "responses_crc32": zlib.crc32(json.dumps(list(responses.values())).encode()),
             "step_time_s": step_s,
@@ -174,6 +191,8 @@ class RlRun:
         }
         if "teacher" in self._scoring():
             record["teacher_gap"] = self._teacher_gap
+        if self._exchange is not None:
+            record |= {"received": self._work.received_prompts, "received_new": self._exchange.num_new}
         if self._ratios:
             record["mean_ratio"] = sum(map(sum, self._ratios)) / max(sum(map(len, self._ratios)), 1)
         with self._report.open("a") as file:
@@ -187,7 +206,11 @@ class RlRun:
         self._seconds[name] = before + time.perf_counter() - start_s
 
     def _row(self, number: int) -> dict[str, Any]:
-        """Return the line of a prompt by its number in the run: each epoch has an order of its own."""
+        """Return the line of a prompt by its number in the run: each epoch has an order of its own, and islands answer in turn."""
+        if number in self._received:
+            return self._received[number]
+        step, place = divmod(number, self._work.generated_prompts)
+        number = (step * self._work.islands + self._options.island) * self._work.generated_prompts + place
         count = len(self._prompts)
         if number // count not in self._orders:
             shuffled = random.Random(f"{self._options.seed}/{number // count}").sample(range(count), count)
@@ -218,6 +241,31 @@ class RlRun:
             steps, seconds = zip(*(row.tolist() for row in self._everyone.gather(counts)), strict=True)
             self._engine_steps, self._cpu_s = int(max(steps)), list(seconds)
         return {number: [int(token) for token in tokens] for number, tokens in shared.items()}, drawn
+
+    def _exchanged(self, step: int, responses: Responses) -> Responses:
+        """Give the responses of a step to the other islands; return them with as many of theirs as the step takes."""
+        assert self._circle is not None
+        size, taken = self._work.responses, list[tuple[int, list[int]]]()
+        groups = sorted({number // size for number in responses})
+        if self._exchange is not None:
+            lines = [
+                Answered(self._row(group), tuple(tuple(responses[group * size + idx]) for idx in range(size)))
+                for group in groups
+            ]
+            self._exchange.give(step, lines)
+            for group, each in enumerate(self._exchange.take(self._work.received_prompts), start=FIRST_RECEIVED):
+                taken += [(group * size + idx, list(tokens)) for idx, tokens in enumerate(each.responses)]
+                # Numbers are what processes share: the line's text, character by character.
+                taken.append((-group, list(json.dumps(each.line).encode())))
+        shared = self._circle.share_rows(taken)
+        self._received = {-number: json.loads(bytes(map(int, row))) for number, row in shared.items() if number < 0}
+        received = {number: [int(token) for token in row] for number, row in shared.items() if number >= 0}
+        every = {**responses, **received}
+        return {
+            group * size + idx: every[group * size + idx]
+            for group in spread(groups, sorted(self._received))
+            for idx in range(size)
+        }
 
     def _reward(self, responses: Responses, rewards: RewardProcess | None) -> list[float]:
         assert self._circle is not None
@@ -251,7 +299,10 @@ class RlRun:
             ]
         if drawn and "actor" in known:
             cap = self._work.loss.ratio_cap
-            self._ratios = [importance_ratios(old[one.number], drawn[one.number], cap) for one in samples]
+            # What other islands drew counts as this actor's.
+            self._ratios = [
+                importance_ratios(old[one.number], drawn.get(one.number, old[one.number]), cap) for one in samples
+            ]
             advantages = [
                 [a * ratio for a, ratio in zip(row, ratios, strict=True)]
                 for row, ratios in zip(advantages, self._ratios, strict=True)

@@ -58,6 +58,7 @@ def test_log_probabilities_of_the_generator_are_for_verl_and_parts_of_a_step_for
     for target, made in (
         ("nemo-rl", noted),
         *((target, plan(TOGETHER, updates=2, fetches=2)) for target in RL_TARGETS),
+        *((target, plan(TOGETHER, islands=2, shared=0.5)) for target in RL_TARGETS),
     ):
         with pytest.raises(ConfigError, match="cannot run"):
             export(made, target)

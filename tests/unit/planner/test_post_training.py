@@ -95,6 +95,21 @@ def test_fetches_in_parts_and_noted_log_probabilities_shorten_the_path_of_a_step
     assert shared.estimate.path_s == pytest.approx(shared.waiting_s)  # one pool does one thing at a time
 
 
+def test_islands_that_share_responses_generate_less_and_score_and_update_as_much() -> None:
+    alone = plan_rl(workload(placement="colocated"), "4xH100-SXM-80GB", top=0)
+    half = plan_rl(workload(placement="colocated", prompts=16), "4xH100-SXM-80GB", top=0)
+    shares = plan_rl(workload(placement="colocated", islands=4, shared=0.5), "4xH100-SXM-80GB", top=0)
+    seconds = {
+        name: {call.name: call.seconds for call in plan.calls}
+        for name, plan in (("a", alone), ("h", half), ("s", shares))
+    }
+    assert seconds["s"]["generate"] == pytest.approx(seconds["h"]["generate"], rel=1e-12)
+    assert seconds["s"]["update_actor"] == seconds["a"]["update_actor"]
+    # Sixteen prompts of 100 tokens and eight responses of 400 to each, in words of four bytes.
+    assert shares.post_training.received_bytes == pytest.approx(4 * 16 * (100 + 8 * 400), rel=1e-2)
+    assert any("128 of 256 responses a step come from 3 other islands" in note for note in shares.notes)
+
+
 def test_what_does_not_fit_together_lies_on_the_hosts() -> None:
     crowded = plan_rl(
         workload("critic", "reference", model=EIGHT_B, algorithm="ppo", placement="colocated"), "4xH100-SXM-80GB", top=0

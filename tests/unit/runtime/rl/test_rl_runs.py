@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from meshwright.runtime.rl.exchange import Answered, Exchange, spread
 from meshwright.runtime.rl.launch import launch_rl, require_runnable
 from meshwright.runtime.rl.run import RlJob, RlOptions
 from meshwright.schema import ConfigError, Layout, MeshwrightError, RlPlan, RuntimeMismatchError
@@ -30,13 +33,18 @@ def raises(sample):
 """
 
 
-def run(folder: Path, plan: RlPlan, *, steps: int = 2, reward: str = "count", **options: Any) -> list[dict[str, Any]]:
-    """Run a plan; the records of its steps."""
+def write_inputs(folder: Path, plan: RlPlan) -> None:
+    """Write the plan, its prompts and the reward functions."""
     folder.mkdir(exist_ok=True)
     (folder / "rewards.py").write_text(REWARD)
     rows = [json.dumps({"prompt": [(idx + k) % VOCABULARY for k in range(4)]}) for idx in range(16)]
     (folder / "prompts.jsonl").write_text("\n".join(rows))
     plan.save(folder / "rl.json")
+
+
+def run(folder: Path, plan: RlPlan, *, steps: int = 2, reward: str = "count", **options: Any) -> list[dict[str, Any]]:
+    """Run a plan; the records of its steps."""
+    write_inputs(folder, plan)
     report = folder / "steps.jsonl"
     fields = {"learning_rate": 3e-3, "critic_learning_rate": 3e-3, **options}
     given = RlOptions(
@@ -170,6 +178,71 @@ def test_a_few_steps_raise_the_reward_and_a_failing_function_ends_the_job(tmp_pa
         run(tmp_path / "b", plan, reward="raises")
     text = "\n".join((str(error.value), *error.value.details))
     assert "no answer for [" in text and "Traceback" not in str(error.value.message)
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("steps", [2, pytest.param(14, marks=pytest.mark.long)])
+def test_islands_share_responses_and_each_learns_from_all(tmp_path: Path, steps: int) -> None:
+    layout = {"actor": Layout(micro_batch_size=32)}
+    fields = {"prompts": 16, "responses": 8, "updates": 2, "islands": 2, "shared": 0.5, "loss": RlLoss(temperature=1.0)}
+    plan = rl_plan([(1, ("generator", "actor"))], layout, **fields)
+    command = [sys.executable, "-m", "meshwright.cli", "apply-rl", "rl.json", "--prompts", "prompts.jsonl", "--json"]
+    command += [
+        "--reward",
+        "rewards.py:count",
+        "--steps",
+        str(steps),
+        "--learning-rate",
+        "3e-3",
+        "--exchange",
+        "shared",
+    ]
+    write_inputs(tmp_path, plan)
+    islands = [
+        subprocess.Popen([*command, "--island", str(idx)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for idx in range(2)
+    ]
+    for process in islands:
+        records = json.loads(process.communicate(timeout=240)[0])
+        assert process.returncode == 0 and [record["received"] for record in records] == [8] * steps
+        assert steps < 14 or sum(r["mean_reward"] for r in records[-3:]) > 1.5 * sum(
+            r["mean_reward"] for r in records[:3]
+        )
+        assert any(record["received_new"] for record in records)
+    rows = [json.loads((tmp_path / "shared" / f"island-{idx}" / f"{steps - 1}.json").read_text()) for idx in range(2)]
+    # Eight prompts of each, other ones, with all responses; two updates that both have some of either island.
+    assert [[len(row["responses"]) for row in island] for island in rows] == [[8] * 8] * 2
+    assert {str(row["line"]) for row in rows[0]}.isdisjoint(str(row["line"]) for row in rows[1])
+    assert spread([1, 2, 3, 4], [8, 9]) == [1, 8, 2, 3, 9, 4]
+
+
+def test_what_other_islands_share_is_checked_and_an_island_alone_says_so(tmp_path: Path) -> None:
+    work = rl_plan([(1, ("generator", "actor"))], {}, islands=3, shared=0.5).post_training
+    exchange = Exchange(tmp_path, 0, work, timeout_s=0.1)
+    with pytest.raises(MeshwrightError, match=r"no other island has shared a response in .* for 0\.1 s"):
+        exchange.take(2)
+    other, third = (Exchange(tmp_path, idx, work, timeout_s=1) for idx in (1, 2))
+    for step in range(6):
+        other.give(step, [Answered({"prompt": [step]}, ((1,),) * 4)])
+    third.give(0, [Answered({"prompt": [15]}, ((2, 3),) * 4)])
+    assert sorted(path.name for path in (tmp_path / "island-1").iterdir()) == ["2.json", "3.json", "4.json", "5.json"]
+    # The newest of each first, then older ones that were not taken; where all were, the newest once more.
+    taken = [[each.line["prompt"][0] for each in exchange.take(count)] for count in (2, 3, 1)]
+    assert taken == [[5, 15], [4, 3, 2], [5]] and exchange.num_new == 0
+    for row, says in (
+        ({"line": {"prompt": [99]}, "responses": [[1]] * 4}, "token 99"),
+        ({"line": {"prompt": [1]}, "responses": [[1]] * 3}, "not 4 responses"),
+        ({"line": {"prompt": [1]}, "responses": [[1] * 7] * 4}, "is no response"),
+        ([], "no prompt"),
+    ):
+        (tmp_path / "island-2" / "0.json").write_text(json.dumps([row]))
+        with pytest.raises(ConfigError, match=says):
+            exchange.take(1)
+    plan = rl_plan([(1, ("generator", "actor"))], {}, islands=3, shared=0.5)
+    with pytest.raises(ConfigError, match="3 islands, and there is no exchange"):
+        run(tmp_path / "run", plan)
+    with pytest.raises(ConfigError, match="island 3 of 3"):
+        run(tmp_path / "run", plan, exchange=str(tmp_path), island=3)
 
 
 def test_what_this_version_does_not_run_is_said_in_one_message() -> None:
