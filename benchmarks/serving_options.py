@@ -1,26 +1,31 @@
-"""Tokens a second of decoding with low-rank adapters over those without, as `plan --serve --adapters` takes them.
+"""What adapters cost the steps that serve, and what an adapter's fine-tuning gets of them, beside the figures of two papers.
 
     python benchmarks/serving_options.py
 
-Llama-2-7B in fp16 on A100-SXM-80GB, adapters of rank 8 on attention, popularity k^-1 (the settings of S-LoRA, arXiv:2311.03285),
-rows of 400 cached tokens, steps of kernels alone.
+Adapters: tokens a second of decoding over those without, as `plan --serve --adapters` takes them: Llama-2-7B in fp16 on
+A100-SXM-80GB, rank 8 on attention, popularity k^-1 (the settings of S-LoRA, arXiv:2311.03285), rows of 400 cached tokens, steps of kernels alone.
+
+Fine-tuning: `plan --serve --finetune rank=16` for Llama-3.1-8B on four A100-SXM-80GB, requests of 220 and 180 tokens, 50 ms a token
+(FlexLLM, arXiv:2402.18789: over 76 % of what it fine-tunes under a light load remains at 20 requests a second).
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
 from meshwright.cost_models.serving.step import StepCosts
-from meshwright.schema import ClusterSpec, ModelSpec
-from meshwright.schema.adapters import Adapters
-from meshwright.schema.serving import ServingLayout
+from meshwright.planner import plan
+from meshwright.schema import ClusterSpec, ModelSpec, ServingPlan
+from meshwright.schema.adapters import Adapters, FineTuning
+from meshwright.schema.requests_file import parse_limit, parse_requests
+from meshwright.schema.serving import Serving, ServingLayout
 
 COUNTS, ROWS, CACHED = (1, 5, 100, 1000, 2000), (1, 8, 32, 64, 128), 400
+RATES = (1, 4, 10, 20, 30)
 
 
-def main() -> None:
+def adapters() -> None:
     """Print a row for each number of adapters."""
-    ArgumentParser(description=__doc__).parse_args()
     model, cluster = ModelSpec.named("llama-2-7b"), ClusterSpec.parse("1xA100-SXM-80GB")
 
     def step(adapters: Adapters | None) -> StepCosts:
@@ -33,6 +38,33 @@ def main() -> None:
         of_rows = (float(plain.seconds(b, b * CACHED) / costs.seconds(b, b * CACHED)) for b in ROWS)
         size = (costs.weight_bytes - plain.weight_bytes) / 1e9
         print(f"{count:8,} {size:7.2f}  " + "  ".join(f"{ratio:.2f}" for ratio in of_rows))
+
+
+def fine_tuning() -> None:
+    """Print a row for each rate of requests."""
+    print("requests/s  tokens/s fine-tuned on all four, of the first row's  of the peak  by the others alone")
+    first = None
+    for rate in RATES:
+        task = Serving(
+            requests=parse_requests(f"isl=220,osl=180,rate={rate}"), modes=("agg",), fine_tuning=FineTuning(rank=16),
+            limits=(parse_limit("tpot", "50ms@p90"), parse_limit("ttft", "5s@p90")),
+        )  # fmt: skip
+        made = plan("llama-3.1-8b", "4xA100-SXM-80GB", task, fixed={"tp": 1, "pp": 1})
+        assert isinstance(made, ServingPlan) and made.estimate.fine_tuning is not None
+        cost = made.estimate.fine_tuning
+        per_s = cost.pools[-1].tokens_per_s
+        first = first or per_s
+        others = made.cluster.num_devices - made.pools[0].replicas
+        print(
+            f"{rate:10}  {per_s:8,.0f}  {per_s / first:.0%}  {cost.share_of_peak:.0%}  {cost.apart_tokens_per_s:,.0f} on {others}"
+        )
+
+
+def main() -> None:
+    """Print both tables."""
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
+    adapters()
+    fine_tuning()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ class ServingOptions(OptionModel):
         "on=all or attention (what they change).",
         metavar="n=N,rank=R,...",
     )  # fmt: skip
+    finetune: str | None = option(
+        None, "an adapter that is trained in the steps that serve, as far as the limits leave room: rank=16, with seq_len=2048 and "
+        "on=all or attention; with --modes agg.",
+        metavar="rank=R,...",
+    )  # fmt: skip
     prefix_cache: Literal["on", "off"] = option(
         "on", "on: prefixes of the load are in the cache; off: every prompt is computed."
     )
@@ -59,7 +64,7 @@ class ServingOptions(OptionModel):
         Raises:
             ConfigError: an option means nothing, with what would.
         """
-        from ..schema.adapters import parse_adapters
+        from ..schema.adapters import parse_adapters, parse_fine_tuning
         from ..schema.requests_file import parse_limit, parse_requests
         from ..schema.speculation import parse_speculation
 
@@ -89,4 +94,5 @@ class ServingOptions(OptionModel):
             scheduler=self.scheduler,
             speculate=None if self.speculate is None else parse_speculation(self.speculate),
             adapters=None if self.adapters is None else parse_adapters(self.adapters),
+            fine_tuning=None if self.finetune is None else parse_fine_tuning(self.finetune),
         )

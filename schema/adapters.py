@@ -14,6 +14,7 @@ from .units import FloatArray, parse_count
 
 MAX_ADAPTERS = 100_000
 MAX_RANK = 4096
+MAX_SEQ_LEN = 1 << 20
 _EXAMPLE = "--adapters n=200,rank=16[,zipf=1][,on=attention]"
 
 
@@ -42,6 +43,39 @@ class Adapters(Frozen):
         flat = np.asarray(requests, dtype=np.float64).ravel()
         missed = np.log1p(-np.minimum(self.popularity, 1 - 1e-12))
         return np.array([-np.expm1(number * missed).sum() for number in flat]).reshape(np.shape(requests))
+
+
+class FineTuning(Frozen):
+    """An adapter that is fine-tuned in the steps that serve (FlexLLM, arXiv:2402.18789).
+
+    Attributes:
+        rank: of the adapter; on: the products that it changes; seq_len: tokens of a sequence.
+    """
+
+    rank: Annotated[Count, Field(le=MAX_RANK)]
+    seq_len: Annotated[Count, Field(le=MAX_SEQ_LEN)] = 2048
+    on: Literal["all", "attention"] = "all"
+
+
+_TUNING_EXAMPLE = "--finetune rank=16[,seq_len=2048][,on=attention]"
+
+
+def parse_fine_tuning(text: str) -> FineTuning:
+    """Read ``rank=16,seq_len=2048,on=attention``.
+
+    Raises:
+        ConfigError: a key that is not known, or no number.
+    """
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    fields = {key: value for key, _, value in parts}
+    if len(fields) != len(parts) or not {"rank"} <= {*fields} <= {"rank", "seq_len", "on"}:
+        raise ConfigError(f"--finetune {text!r}: the rank of an adapter", help=_TUNING_EXAMPLE)
+    try:
+        counts: dict[str, Any] = {key: parse_count(value) for key, value in fields.items() if key != "on"}
+        return FineTuning(**counts, **({"on": fields["on"]} if "on" in fields else {}))
+    except (ValueError, ConfigError) as error:
+        reason = error.message if isinstance(error, ConfigError) else str(error)
+        raise ConfigError(f"--finetune {text!r}: {reason}", help=_TUNING_EXAMPLE) from error
 
 
 def parse_adapters(text: str) -> Adapters:

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from .adapters import Adapters
+from .adapters import Adapters, FineTuning
 from .base import Count, CountOrNone, Frozen
 from .speculation import Speculation
 from .task import Phase, Task
@@ -219,6 +219,7 @@ class Serving(Task):
         scheduler: what a step serves: mixed (decoding rows and prompts) or prefill_first; None: as the engine does by itself.
         speculate: tokens are drafted and checked; draft_tokens None: as many as are best, none among them.
         adapters: that requests name, one each; None: none.
+        fine_tuning: an adapter that is trained in the same steps, as far as the limits leave room; None: none.
     """
 
     fixable: ClassVar[frozenset[str] | None] = frozenset(
@@ -237,6 +238,18 @@ class Serving(Task):
     scheduler: SchedulerPolicy | None = None
     speculate: Speculation | None = None
     adapters: Adapters | None = None
+    fine_tuning: FineTuning | None = None
+
+    @model_validator(mode="after")
+    def _leaves_room_for_fine_tuning(self) -> Serving:
+        if self.fine_tuning is None:
+            return self
+        if self.modes != ("agg",) or self.requests.rate is None or not self.limits or self.speculate is not None:
+            raise ValueError(
+                "fine-tuning in the steps that serve is planned for instances that prefill and decode (--modes agg), at a rate, "
+                "with a limit on latency (--tpot), without --speculate"
+            )
+        return self
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -110,6 +110,36 @@ class LimitEstimate(Frozen):
         return self.simulated_s <= self.limit_s
 
 
+class FineTuned(Frozen):
+    """Fine-tuning in the steps of so many instances.
+
+    Attributes:
+        tokens_per_step: of fine-tuning, in each step of an attention rank, two for a token; tokens_per_s: fine-tuned, of all.
+        limits: with what was simulated; none where nothing fits.
+    """
+
+    replicas: PositiveInt
+    tokens_per_step: NonNegativeFloat
+    tokens_per_s: NonNegativeFloat
+    limits: tuple[LimitEstimate, ...] = ()
+
+
+class FineTuningEstimate(Frozen):
+    """An adapter's fine-tuning beside the load.
+
+    Attributes:
+        state_bytes: of a device: the adapter with its states, what is kept of a sequence.
+        pools: of the plan's instances, and of as many as the cluster holds.
+        apart_tokens_per_s: of the cluster's other instances, which do nothing else.
+        share_of_peak: tokens a second on all instances, of what they would fine-tune without any load.
+    """
+
+    state_bytes: NonNegativeInt
+    pools: tuple[FineTuned, ...]
+    apart_tokens_per_s: NonNegativeFloat
+    share_of_peak: Share
+
+
 class ServingEstimate(Estimate):
     """Predicted figures of a deployment.
 
@@ -120,6 +150,7 @@ class ServingEstimate(Estimate):
         usd_per_hour, usd_per_million_tokens: where devices have prices.
         transfer_s: of the keys and values of a mean prompt from prefill to decode.
         overall: all requests; classes: those of the load, in its order.
+        fine_tuning: what an adapter's fine-tuning gets of the steps; None: none was asked for.
     """
 
     num_devices: PositiveInt
@@ -134,6 +165,7 @@ class ServingEstimate(Estimate):
     classes: tuple[ClassEstimate, ...] = ()
     limits: tuple[LimitEstimate, ...] = ()
     pools: tuple[PoolEstimate, ...] = Field(min_length=1)
+    fine_tuning: FineTuningEstimate | None = None
 
 
 class ServingFrontPoint(Frozen):

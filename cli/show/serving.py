@@ -56,9 +56,26 @@ def serving_table(plan: ServingPlan) -> Table:
         table.add_row("  transfer", format_seconds(cost.transfer_s), "", "of the keys and values of a mean prompt")
     for pool, of_pool in zip(plan.pools, cost.pools, strict=True):
         _add_pool(table, pool, of_pool)
+    _add_fine_tuning(table, plan)
     _add_search(table, plan)
     add_notes(table, plan)
     return table
+
+
+def _add_fine_tuning(table: Table, plan: ServingPlan) -> None:
+    cost = plan.estimate.fine_tuning
+    if cost is None:
+        return
+    table.add_section()
+    for one in cost.pools:
+        share = f"{one.tokens_per_step:,.0f} tokens of each step" if one.tokens_per_step else "the limits leave no room"
+        words = f"tokens/s on {counted(one.replicas, 'instance')}; {share}"
+        table.add_row("[bold]fine-tuning", f"[bold]{one.tokens_per_s:,.4g}", "", words)
+    words = f"of a cluster without a load; {format_bytes(cost.state_bytes)} a device"
+    table.add_row("  of the peak", "", format_percent(cost.share_of_peak, 0), words)
+    spare = plan.cluster.num_devices // plan.pools[0].layout.num_devices - plan.pools[0].replicas
+    words = f"tokens/s on {counted(spare, 'instance')} that fine-tune alone, beside the plan's"
+    table.add_row("  apart", f"{cost.apart_tokens_per_s:,.4g}", "", words)
 
 
 def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:

@@ -28,6 +28,7 @@ from ..tasks.serving import ServingProblem, ServingSearch
 from .bound import resource_bound
 from .checks import Deployment, Served
 from .families import Family, KindRates
+from .fine_tuning import fine_tuning_of
 from .mix import Mixture
 from .space import InstanceKind
 
@@ -122,6 +123,7 @@ def estimate_of(problem: ServingProblem, served: Served) -> ServingEstimate:
         pools=tuple(
             _pool_estimate(problem, served, family, pool, uses) for pool, uses in enumerate(served.result.pools)
         ),
+        fine_tuning=fine_tuning_of(problem, served),
     )
 
 
