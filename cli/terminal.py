@@ -7,6 +7,7 @@ Rich is imported where something is drawn: a command that draws nothing starts w
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import threading
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import BaseModel
 
+from ..schema.base import shown
 from ..schema.errors import ConfigError, MeshwrightError, SolverLimitError
 from ..schema.units import format_count, format_percent, format_seconds
 from .interrupt import INTERRUPTED, interruptible
@@ -62,6 +64,10 @@ def exit_on_error(*, as_json: bool = False) -> Iterator[None]:
             f"this needs {error.name}, which is not installed", help=f"pip install 'meshwright[{extra}]'"
         )
         raise exit_with(lacking, as_json=as_json) from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise exit_with(ConfigError(f"no file has so long a name: {shown(error.filename)}"), as_json=as_json) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         if as_json:

@@ -53,8 +53,8 @@ def fine_tuning_of(problem: ServingProblem, served: Served) -> FineTuningEstimat
     return FineTuningEstimate(
         state_bytes=round(work.taken_bytes),
         pools=tuple(work.best(replicas, served.requests_per_s) for replicas in dict.fromkeys((count, kind.max_count))),
-        apart_tokens_per_s=spare * work.alone_tokens_per_s,
-        share_of_peak=every.tokens_per_s / (kind.max_count * work.alone_tokens_per_s),
+        apart_tokens_per_s=spare * work.peak_tokens_per_s,
+        share_of_peak=every.tokens_per_s / (kind.max_count * work.peak_tokens_per_s),
     )
 
 
@@ -69,7 +69,7 @@ class _Tuned:
         self._known: dict[int, FineTuned] = {}
 
     @property
-    def alone_tokens_per_s(self) -> float:
+    def peak_tokens_per_s(self) -> float:
         """Return the tokens a second of an instance that does nothing else, with steps as full as they may be."""
         tokens = self._kind.model.max_batched_tokens
         model = self._kind.model
@@ -102,8 +102,8 @@ class _Tuned:
         if self._cache_tokens <= self._problem.serving.requests.longest:
             return
         limits = self._problem.serving.limits
-        most = self._kind.model.max_batched_tokens - 1
-        for tokens in np.unique(np.geomspace(PASSES, most, SIZES).round()).tolist():
+        limit = self._kind.model.max_batched_tokens - 1
+        for tokens in np.unique(np.geomspace(PASSES, limit, SIZES).round()).tolist():
             carried = largest_rate(self._model(tokens), self._mix, limits, replicas=replicas).requests_per_s
             if carried * replicas < rate:
                 return
@@ -124,11 +124,11 @@ class _Tuned:
         kind, limits = self._kind, self._kind.limits
         blocks = max(int(self._cache_tokens // limits.block_size), 1)
         largest = max(limits.max_batched_tokens - int(tokens), 1)
-        left = limits.replace(
+        remaining = limits.replace(
             cache_blocks=min(limits.cache_blocks, blocks), max_batched_tokens=largest,
             chunk=None if limits.chunk is None else min(limits.chunk, largest),
         )  # fmt: skip
-        changed = replace(kind, step=with_fine_tuning(kind.step, self._tuning, tokens), limits=left)
+        changed = replace(kind, step=with_fine_tuning(kind.step, self._tuning, tokens), limits=remaining)
         in_flight = rate * _life_s(self._model(tokens), self._mix, rate / replicas)
         return serve(Deployment((changed,), (replicas,)), self._problem.serving, rate=rate, in_flight=in_flight)
 

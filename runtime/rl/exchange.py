@@ -53,22 +53,22 @@ class Exchange:
         self._folder, self._island, self._work, self._timeout_s = Path(folder), island, workload, timeout_s
         self._used: set[tuple[int, int, int]] = set()
         self.num_new = 0
-        own = self._path(island)
+        place = self._path(island)
         try:
-            own.mkdir(parents=True, exist_ok=True)
-            for path in own.iterdir():
+            place.mkdir(parents=True, exist_ok=True)
+            for path in place.iterdir():
                 path.unlink()
         except OSError as error:
-            raise ConfigError(f"cannot share responses in {own}: {error.strerror}") from None
+            raise ConfigError(f"cannot share responses in {place}: {error.strerror}") from None
 
     def give(self, step: int, answered: Sequence[Answered]) -> None:
         """Share what this island answered in a step."""
-        own = self._path(self._island)
+        folder = self._path(self._island)
         rows = [{"line": each.line, "responses": each.responses} for each in answered]
-        unfinished = own / f".{step}"
+        unfinished = folder / f".{step}"
         unfinished.write_text(json.dumps(rows))
-        unfinished.replace(own / f"{step}.json")
-        (own / f"{step - STEPS}.json").unlink(missing_ok=True)
+        unfinished.replace(folder / f"{step}.json")
+        (folder / f"{step - STEPS}.json").unlink(missing_ok=True)
 
     def take(self, count: int) -> list[Answered]:
         """Return so many prompts that other islands answered.
@@ -78,18 +78,18 @@ class Exchange:
             ConfigError: a file is none of theirs.
         """
         end = time.monotonic() + self._timeout_s
-        while not (there := list(self._newest_first())):
+        while not (answered := list(self._newest_first())):
             if time.monotonic() > end:
                 raise MeshwrightError(
                     f"no other island has shared a response in {self._folder} for {self._timeout_s:g} s",
                     help=f"start all {self._work.islands} islands, each with its own --island, on the same folder",
                 )
             time.sleep(_LOOK_S)
-        fresh = [(key, each) for key, each in there if key not in self._used]
-        used = [(key, each) for key, each in there if key in self._used]
+        fresh = [(key, each) for key, each in answered if key not in self._used]
+        used = [(key, each) for key, each in answered if key in self._used]
         taken = list(itertools.islice(itertools.cycle([*fresh, *used]), count))
         self.num_new = min(len(fresh), count)
-        self._used = {key for key, _ in there} & (self._used | {key for key, _ in taken})
+        self._used = {key for key, _ in answered} & (self._used | {key for key, _ in taken})
         return [each for _, each in taken]
 
     def _path(self, island: int) -> Path:
@@ -145,5 +145,7 @@ def _answered(row: Any, workload: RlWorkload, where: str) -> Answered:
 
 def spread(ours: Sequence[int], others: Sequence[int]) -> list[int]:
     """Return the numbers of both, each evenly over the other, so that every update of a step has its part of both."""
-    places = [((idx + 0.5) / len(numbers), number) for numbers in (ours, others) for idx, number in enumerate(numbers)]
-    return [number for _, number in sorted(places)]
+    positions = [
+        ((idx + 0.5) / len(numbers), number) for numbers in (ours, others) for idx, number in enumerate(numbers)
+    ]
+    return [number for _, number in sorted(positions)]

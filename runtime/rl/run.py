@@ -176,11 +176,11 @@ class RlRun:
             return
         step_s = time.perf_counter() - start_s + (0.0 if self._is_stale else seconds.get("generate", 0.0))
         given = zip(responses, values, strict=True)
-        own = {number: value for number, value in given if number < FIRST_RECEIVED}
+        ours = {number: value for number, value in given if number < FIRST_RECEIVED}
         record = {
             "step": step + 1,
-            "mean_reward": sum(own.values()) / len(own),
-            "mean_len": sum(len(responses[number]) for number in own) / len(own),
+            "mean_reward": sum(ours.values()) / len(ours),
+            "mean_len": sum(len(responses[number]) for number in ours) / len(ours),
             "engine_steps": self._engine_steps,
             "responses_crc32": zlib.crc32(json.dumps(list(responses.values())).encode()),
             "step_time_s": step_s,

@@ -58,7 +58,7 @@ from typing import Any
 import numpy as np
 
 from ...schema.errors import ConfigError
-from ...schema.limits import MAX_LOADS
+from ...schema.limits import MAX_EXCHANGES, MAX_LOADS
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import SUMMED
 
@@ -183,6 +183,11 @@ def make_instance(
     slots = given.astype(np.int64)
     if int(slots.sum()) != num_slots:
         raise ConfigError(f"slots_per_gpu sums to {int(slots.sum())}, num_slots is {num_slots}")
+    if num_gpus * int(slots.max()) ** 2 * len(loads) > MAX_EXCHANGES and num_gpus > 1:
+        raise ConfigError(
+            f"{num_gpus} GPUs of up to {slots.max():,} slots: more than {MAX_EXCHANGES:,} exchanges of two slots in one layer",
+            help="use more GPUs, or fewer slots and workloads",
+        )
     if int(slots.max()) > num_experts:
         raise ConfigError(
             f"more replicas than GPUs: a GPU with {int(slots.max())} slots cannot fill them with "

@@ -23,6 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ...schema.limits import MAX_EXCHANGES
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import SUMMED
 from .instance import ExpertInstance, replica_counts
@@ -209,6 +210,11 @@ def improve_grid(
     instance: ExpertInstance, grid: IntArray, size: FloatArray, bound: FloatArray, effort: Effort
 ) -> IntArray:
     """Return a grid [L, G, K] with no layer's largest load higher, for sizes [L, E, D] of one replica and bounds [L]."""
+    # Layers are apart: as many at a time as their exchanges have memory.
+    exchanges = instance.num_gpus * grid.shape[2] ** 2 * size.shape[2]
+    if (chunk := max(MAX_EXCHANGES // exchanges, 1)) < len(grid):
+        parts = [slice(first, first + chunk) for first in range(0, len(grid), chunk)]
+        return np.concatenate([improve_grid(instance, grid[part], size[part], bound[part], effort) for part in parts])
     state = SlotGrid(instance, grid.copy(), size)
     if instance.num_gpus == 1:
         return state.expert

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from meshwright.cli.main import app
 from meshwright.planner.expert_files import write_placement
+from meshwright.schema import Layout, Workload
 from meshwright.solvers.experts.placement import place_experts
+from plans import make_plan, tiny_model
 from targets import small_profile
 from typer.testing import CliRunner
 
@@ -46,6 +48,8 @@ REFUSED = [
     "plan smollm2-135m --serve --cluster 2xH100-SXM-80GB --requests long.csv",
     "batch blank.txt.gz --pack 64",
     "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m",
+    "apply job.json --steps 1 --weights " + "-" * 300,
+    "experts place wide.npz --num-gpus 2 --num-slots 32770 --out x.npz",
 ]
 """Lines that once ended in a traceback, or took all memory."""
 
@@ -79,6 +83,8 @@ def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("blank.txt.gz").write_bytes(gzip.compress(b"\n" * 5_000_000))
     Path("surrogate.json").write_text('{"name": "\\ud800"}')
     Path("region.toml").write_text(f"regions = true\n{GROUPS}")
+    make_plan(tiny_model(), Layout(), workload=Workload(seq_len=8, global_batch_size=1)).save("job.json")
+    np.savez("wide.npz", loads=np.ones((1, 32770)))
     with_a_dead_gpu("placed.npz")
     np.savez("split.npz", **(dict(np.load("placed.npz")) | {"solve_s": np.ones(2)}))
     result = CliRunner().invoke(app, line.split())
