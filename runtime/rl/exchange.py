@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...schema.base import read_text, shown
+from ...schema.base import read_json, shown
 from ...schema.errors import ConfigError, MeshwrightError
 from ...schema.rl import RlWorkload
 from .prompts import prompt_of
@@ -107,12 +107,12 @@ class Exchange:
 
     def _read(self, island: int, step: int) -> list[Answered]:
         path = self._path(island) / f"{step}.json"
-        if not path.exists():  # its island has just removed it
-            return []
         try:
-            rows = json.loads(read_text(path))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: not JSON: {error}") from None
+            rows = read_json(path)
+        except ConfigError:
+            if not path.exists():  # its island has just removed it
+                return []
+            raise
         if not isinstance(rows, list):
             raise ConfigError(f"{path}: {shown(rows)} is no list of prompts with responses")
         return [_answered(row, self._work, f"{path}, prompt {place}") for place, row in enumerate(rows)]
