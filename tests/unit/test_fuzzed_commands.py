@@ -48,6 +48,7 @@ REFUSED = [
     "plan smollm2-135m --serve --cluster 2xH100-SXM-80GB --requests long.csv",
     "batch blank.txt.gz --pack 64",
     "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m",
+    "compare half.yaml --cluster 2xH100-SXM-80GB --global-batch-size 8 --seq-len 64 --model smollm2-135m",
     "apply job.json --steps 1 --weights " + "-" * 300,
     "experts place wide.npz --num-gpus 2 --num-slots 32770 --out x.npz",
 ]
@@ -82,6 +83,7 @@ def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("long.csv").write_text("arrival_s,prompt_tokens,output_tokens\n1,2," + "3" * 200_000)
     Path("blank.txt.gz").write_bytes(gzip.compress(b"\n" * 5_000_000))
     Path("surrogate.json").write_text('{"name": "\\ud800"}')
+    Path("half.yaml").write_text('dataset:\n  sequence_length: 64\n"a\\ud800": 1\n')
     Path("region.toml").write_text(f"regions = true\n{GROUPS}")
     make_plan(tiny_model(), Layout(), workload=Workload(seq_len=8, global_batch_size=1)).save("job.json")
     np.savez("wide.npz", loads=np.ones((1, 32770)))
