@@ -359,7 +359,7 @@ class Frontier:
         self._pool = pool
         self.quick_s, self._bound_s, self.bound_bytes, self.budget_bytes = np.zeros((4, 0))
         self.rows = self._order = np.zeros(0, dtype=np.int64)
-        self._next = 0
+        self._next, self._raised_s = 0, dict[int, float]()
         self._order_new()
 
     def _order_new(self) -> None:
@@ -401,6 +401,7 @@ class Frontier:
         if bound_s <= self._first_s:
             return False
         row = self.pop()
+        self._raised_s[row] = bound_s
         idx = int(np.searchsorted(self._bound_s, bound_s, side="right"))
         self.rows, self._bound_s = np.insert(self.rows, idx, row), np.insert(self._bound_s, idx, bound_s)
         return True
@@ -435,7 +436,7 @@ class Frontier:
         fits, bound_s = self._may_fit(rows), np.full(len(rows), np.inf)
         if fits.any():
             bound_s[fits] = bounds.time_bounds(costs.select(np.flatnonzero(fits)))
-        return fits, bound_s
+        return fits, np.maximum(bound_s, [self._raised_s.get(int(row), 0.0) for row in rows])
 
     def quick_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:
         """Return rows whose quick bounds are within a limit, and these; the pool takes in more layouts so many times at most."""
