@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models.stage import bounds, memory
+from ..cost_models.stage.capacity import time_bounds_of_pools
 from ..cost_models.stage.table import CostTable
 from ..schema import ConfigError
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, Rule
@@ -435,7 +436,10 @@ class Frontier:
         self.bound_bytes[rows] = bounds.memory_bounds(costs)
         fits, bound_s = self._may_fit(rows), np.full(len(rows), np.inf)
         if fits.any():
-            bound_s[fits] = bounds.time_bounds(costs.select(np.flatnonzero(fits)))
+            fitting = costs.select(np.flatnonzero(fits))
+            within_memory_s = time_bounds_of_pools(fitting)
+            within_memory_s[np.isinf(within_memory_s)] = 0.0  # named as what lacks memory once its turn comes
+            bound_s[fits] = np.maximum(bounds.time_bounds(fitting), within_memory_s)
         return fits, np.maximum(bound_s, [self._raised_s.get(int(row), 0.0) for row in rows])
 
     def quick_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:
