@@ -71,7 +71,7 @@ def stages_may_fit(costs: CostTable) -> BoolArray:
 
 
 def time_bounds_of_pools(costs: CostTable) -> FloatArray:
-    """Return seconds that no split of aligned layouts, each within the memory of its stages, is below [N]; infinite where none fits.
+    """Return seconds that no split of aligned layouts that is within the memory of its stages is below [N]; infinite without any.
 
     Zero where this is not looked at.
     """
