@@ -57,7 +57,7 @@ NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective"
 MIN_IDLE_FRACTION = 0.025
 """Idle part of a pipeline from which more orders are tried: they gain a half of it at most, less than predictions tell apart."""
 
-AT_ONCE = 1 << 13
+SMALL_ARRAY = 1 << 13
 """Numbers in an array that take about as long as the call for it."""
 
 Fits = NDArray[np.bool_]
@@ -74,7 +74,7 @@ def last_layers_that_fit(
     """
     first = np.broadcast_to(np.arange(size), (*shape, size))
     feasible, too_large = first.copy(), np.full(first.shape, size)
-    parts = 1 + np.clip(AT_ONCE // first.size, 1, max(math.isqrt(size), 1))
+    parts = 1 + np.clip(SMALL_ARRAY // first.size, 1, max(math.isqrt(size), 1))
     inner = np.arange(1, parts).reshape(-1, *(1,) * first.ndim)
     while np.any(too_large - feasible > 1):
         ends = feasible + (too_large - feasible) * inner // parts

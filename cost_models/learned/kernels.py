@@ -247,19 +247,19 @@ class _KnownShapes:
             mix = (mix ^ size.view(np.uint64)) * np.uint64(factor)
             mix ^= mix >> np.uint64(29)
         mixes, known_s = self._known
-        places = np.searchsorted(mixes, mix)
+        idx = np.searchsorted(mixes, mix)
         is_new = np.ones(mix.size, dtype=bool)
-        inside = np.flatnonzero(places < len(mixes))
-        is_new[inside] = mixes[places[inside]] != mix[inside]
+        inside = np.flatnonzero(idx < len(mixes))
+        is_new[inside] = mixes[idx[inside]] != mix[inside]
         if is_new.any():
             new, first = np.unique(mix[is_new], return_index=True)
             rows = np.flatnonzero(is_new)[first]
             new_s = predict(m[rows], n[rows], k[rows], self._rates)
-            at = np.searchsorted(mixes, new)
-            mixes, known_s = np.insert(mixes, at, new), np.insert(known_s, at, new_s)
-            places = np.searchsorted(mixes, mix)
+            before = np.searchsorted(mixes, new)
+            mixes, known_s = np.insert(mixes, before, new), np.insert(known_s, before, new_s)
+            idx = np.searchsorted(mixes, mix)
             self._known = (mixes, known_s) if len(mixes) <= MAX_KNOWN else (mixes[:0], known_s[:0])
-        return np.asarray(known_s[places])
+        return np.asarray(known_s[idx])
 
 
 @lru_cache(maxsize=1 << 10)

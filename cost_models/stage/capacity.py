@@ -130,16 +130,16 @@ def _in_order_s(costs: CostTable, cap: IntArray, busy: _Stages, exposed: _Stages
     """Return the bound in one order: the least over ranges of the slowest stage, which what it may hold in each of them limits."""
     b, n, is_gpipe = costs.layouts, costs.model.num_blocks, costs.layouts.schedule_fact("all_forward_first")
     transfer = np.min([2 * pool.transfer_s for pool in costs.device_pools], axis=0)
-    least, best = _least_fullest(cap, busy, n), np.full(len(b), np.inf)
-    at_least = np.where(np.isfinite(least), least, 0.0)
+    slowest, best = _fullest_stage(cap, busy, n), np.full(len(b), np.inf)
+    shortest = np.where(np.isfinite(slowest), slowest, 0.0)
     for ratio, next_ratio in pairwise(SLOWER):
-        within = np.minimum(cap, _blocks_within(np.maximum(at_least, SHORTEST_S) * next_ratio, busy))
-        total = _least_total(within, busy.block, n) + busy.fixed.sum(axis=1)
+        within = np.minimum(cap, _blocks_within(np.maximum(shortest, SHORTEST_S) * next_ratio, busy))
+        total = _min_total(within, busy.block, n) + busy.fixed.sum(axis=1)
         pipeline_s = single_stages_s(
-            b.num_microbatches, b.pp, is_gpipe, total + b.pp * transfer, at_least * ratio + transfer
+            b.num_microbatches, b.pp, is_gpipe, total + b.pp * transfer, shortest * ratio + transfer
         )
-        best = np.minimum(best, pipeline_s + _least_fullest(within, exposed, n))
-    return np.where(np.isfinite(least), best, np.inf)
+        best = np.minimum(best, pipeline_s + _fullest_stage(within, exposed, n))
+    return np.where(np.isfinite(slowest), best, np.inf)
 
 
 def _blocks_within(limit: FloatArray, stages: _Stages) -> FloatArray:
@@ -148,7 +148,7 @@ def _blocks_within(limit: FloatArray, stages: _Stages) -> FloatArray:
     return np.floor(np.divide(room, stages.block, out=np.full(room.shape, np.inf), where=stages.block > 0)).clip(min=0)
 
 
-def _least_fullest(cap: FloatArray | IntArray, stages: _Stages, n: int) -> FloatArray:
+def _fullest_stage(cap: FloatArray | IntArray, stages: _Stages, n: int) -> FloatArray:
     """Return what the stage with the most has at least [N]; infinite where they cannot hold n blocks (C2)."""
     low, high = stages.fixed.max(axis=1), (stages.fixed + cap * stages.block).max(axis=1)
     low = np.minimum(low, high)
@@ -159,13 +159,13 @@ def _least_fullest(cap: FloatArray | IntArray, stages: _Stages, n: int) -> Float
     return np.where(cap.sum(axis=1) >= n, low, np.inf)
 
 
-def _least_total(cap: FloatArray, block: FloatArray, n: int) -> FloatArray:
+def _min_total(cap: FloatArray, block: FloatArray, n: int) -> FloatArray:
     """Return the least seconds of n blocks on stages [N, S]: as many as they can hold on the fastest ones."""
     order = np.argsort(block, axis=1, kind="stable")
     sorted_cap = np.take_along_axis(cap, order, axis=1)
     before = np.cumsum(sorted_cap, axis=1) - sorted_cap
-    held = np.clip(n - before, 0, sorted_cap)
-    return np.asarray((held * np.take_along_axis(block, order, axis=1)).sum(axis=1))
+    blocks = np.clip(n - before, 0, sorted_cap)
+    return np.asarray((blocks * np.take_along_axis(block, order, axis=1)).sum(axis=1))
 
 
 def _max_blocks(costs: CostTable, rows: IntArray) -> IntArray:
