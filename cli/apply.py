@@ -26,6 +26,7 @@ from .meeting import MeetingOptions, meeting_of_used
 from .options import Mode, OptionModel, ProfileOptions, command, option
 
 if TYPE_CHECKING:
+    from ..runtime.supervision.supervisor import Scale
     from ..schema import ClusterSpec
 
 
@@ -192,12 +193,20 @@ def apply(
         ) as on_record:
             run(
                 path, prepared, rendezvous=rendezvous, fallbacks=plans, on_record=on_record,
-                scale=faults.scale and following(faults.scale, loaded, faults.available), **faults.settings(), **settings,
+                scale=_following(loaded, prepared, faults), **faults.settings(), **settings,
             )  # fmt: skip
     if prepared.trace is not None and Path(prepared.trace).exists():
         typer.echo(
             f"wrote {training.trace}; open it in ui.perfetto.dev, next to that of `meshwright report --trace`", err=True
         )
+
+
+def _following(plan: TrainingPlan, options: TrainOptions, faults: FaultHandling) -> Scale | None:
+    """Return what says how many machines to hold; None without a policy."""
+    if faults.scale is None:
+        return None
+    checkpoints = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
+    return following(faults.scale, plan, faults.available, checkpoints=checkpoints, resumes=options.resume)
 
 
 def _fallbacks(plan: TrainingPlan, options: TrainOptions, faults: FaultHandling) -> Sequence[TrainingPlan]:

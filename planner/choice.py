@@ -25,8 +25,7 @@ from ..cost_models.stage.table import CostTable
 from ..schema import Layout
 from ..schema.layout_table import LayoutTable
 from ..schema.units import BoolArray, FloatArray, IntArray
-from .cuts import replayed_bound
-from .expand import Candidate, expand_fitting, expand_with_fp32_gradients
+from .expand import Candidate, bound_of_stages_s, expand_fitting, expand_with_fp32_gradients
 from .request import PlanRequest
 from .search import REL_GAP, SearchResult
 from .stage_choice import SYNTHESISED, Layers, free_program
@@ -255,7 +254,7 @@ def _may_be_below(costs: CostTable, below_s: float) -> bool:
     """Return whether the one layout of a table may take less, by a replay, or within memory where blocks choose."""
     if not stages_may_fit(costs)[0]:
         return False
-    is_open = replayed_bound(costs, 0, below_s=below_s).bound_s < below_s
+    is_open = bound_of_stages_s(costs, 0, below_s=below_s) < below_s
     if not is_open or not costs.layouts.is_mixed:
         return is_open
     layers = Layers(RecomputeCosts(costs), 0, costs.cluster.memory_budget_bytes, below_s=below_s)

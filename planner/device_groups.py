@@ -185,6 +185,8 @@ def search_device_pools(
     if best.open() is None and best.error is not None:
         raise best.error
     assert best.problem is not None
+    for candidate in best.candidates:
+        best.problem.take_scout(candidate.idx)
     result = SearchResult(
         best.problem,
         Search(best.problem),

@@ -12,6 +12,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cost_models.pipeline.orders import Order
 from ..cost_models.stage.contents import RecomputeCosts, pipeline_shape
@@ -26,7 +27,7 @@ from ..schema.schedules import GIVEN, OVER_A_V
 from ..solvers import rank_mapping
 from ..solvers.stages import splits
 from .cuts import Cut, best_chunks, even_cuts, rank_fits, replayed_bound, required_bytes, stage_fits
-from .rank_map import STEPS_IN_SEARCH, expand_on_pools, in_order, node_order, nodes_in_order
+from .rank_map import STEPS_IN_SEARCH, expand_on_pools, in_order, node_order, nodes_in_order, placed_stages
 from .request import PlanRequest
 from .stage_choice import (
     LEANEST,
@@ -157,7 +158,7 @@ def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0, below_s:
         bound_s: of the layout before it is cut; the result's bound is raised to what its stages can have at best.
         below_s: seconds of a step that matter: cuts whose bound is not below are not compared further.
     """
-    if costs.device_pools and is_aligned(costs.select(np.array([idx])))[0]:
+    if _is_on_pools(costs, idx):
         return _expand_on_pools(costs, idx, bound_s, below_s)
     candidate = _expand_as_listed(costs, idx, bound_s=bound_s, below_s=below_s)
     if candidate is not None and costs.device_pools and has_unlike_replicas(costs)[idx]:
@@ -167,8 +168,26 @@ def expand_fitting(costs: CostTable, idx: int, *, bound_s: float = 0.0, below_s:
     return _with_rank_map(costs, replace(candidate, bound_s=bound_s))
 
 
+def _pool_fits(pool: CostTable, row: int, cap_bytes: float) -> NDArray[np.bool_]:
+    return stage_fits(pool, row, cap_bytes=cap_bytes)
+
+
+def _is_on_pools(costs: CostTable, idx: int) -> bool:
+    return bool(costs.device_pools) and bool(is_aligned(costs.select(np.array([idx])))[0])
+
+
+def bound_of_stages_s(costs: CostTable, idx: int, *, below_s: float) -> float:
+    """Return seconds that no split of layout ``idx`` is below: by a replay, or on device pools by the splits that fit.
+
+    Zero where neither is looked at, infinite where no split fits on the pools.
+    """
+    if not _is_on_pools(costs, idx):
+        return replayed_bound(costs, idx, below_s=below_s).bound_s
+    return min((placed.bound_s for placed in placed_stages(costs, idx, _pool_fits)), default=np.inf)
+
+
 def _expand_on_pools(costs: CostTable, idx: int, bound_s: float, below_s: float) -> Candidate | None:
-    placed = expand_on_pools(costs, idx, lambda pool, row, cap: stage_fits(pool, row, cap_bytes=cap), below_s=below_s)
+    placed = expand_on_pools(costs, idx, _pool_fits, below_s=below_s)
     if placed is None:
         return None
     if costs.cluster.bandwidth_matrix is None:

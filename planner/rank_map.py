@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,13 +152,21 @@ class OnPools:
     bound_s: float
 
 
-def expand_on_pools(costs: CostTable, idx: int, stage_fits: StageFits, *, below_s: float = np.inf) -> OnPools | None:
-    """Return the fastest order of the pools and split of the layers that fits; None where none does.
+class PlacedStages(NamedTuple):
+    """An order of the pools along the pipeline, splits worth costing in it, and what no split in it is faster than.
 
-    For each order three splits are tried: the best for the pipeline only by its closed form, the best with what a stage adds to
-    the step once, and the one with the lowest bound on the replay. Orders and splits after the first are left out where they are
-    bound to take MAX_TIE times ``below_s``.
+    Attributes:
+        costs: with the links between the pools in this order.
     """
+
+    bound_s: float
+    costs: CostTable
+    pool_of_stage: IntArray
+    splits: list[tuple[int, ...]]
+
+
+def placed_stages(costs: CostTable, idx: int, stage_fits: StageFits) -> list[PlacedStages]:
+    """Return the orders of the pools in which some split fits, by their bounds."""
     if costs.cluster.bandwidth_matrix is not None:  # every order has links of its own between the stages
         costs, idx = costs.select(np.array([idx])), 0
     fits = []
@@ -171,8 +180,19 @@ def expand_on_pools(costs: CostTable, idx: int, stage_fits: StageFits, *, below_
         pool_of_stage = np.repeat(np.array(order), stages_of_pools(costs)[list(order), idx])
         allowed = np.array([fits[g][s] for s, g in enumerate(pool_of_stage)])
         splits, bound_s = _splits(placed, idx, pool_of_stage, allowed)
-        by_bound += [(bound_s, placed, pool_of_stage, splits)] if splits else []
-    by_bound.sort(key=lambda entry: entry[0])
+        by_bound += [PlacedStages(bound_s, placed, pool_of_stage, splits)] if splits else []
+    return sorted(by_bound, key=lambda entry: entry.bound_s)
+
+
+def expand_on_pools(costs: CostTable, idx: int, stage_fits: StageFits, *, below_s: float = np.inf) -> OnPools | None:
+    """Return the fastest order of the pools and split of the layers that fits; None where none does.
+
+    For each order three splits are tried: the best for the pipeline only by its closed form, the best with what a stage adds to
+    the step once, and the one with the lowest bound on the replay. Orders and splits after the first are left out where they are
+    bound to take MAX_TIE times ``below_s``.
+    """
+    by_bound = placed_stages(costs, idx, stage_fits)
+    idx = 0 if costs.cluster.bandwidth_matrix is not None else idx
     best: OnPools | None = None
     below_s *= MAX_TIE
     for bound_s, placed, pool_of_stage, splits in by_bound:
@@ -182,7 +202,7 @@ def expand_on_pools(costs: CostTable, idx: int, stage_fits: StageFits, *, below_
             estimate = estimate_step(placed, idx, boundaries, pool_of_stage)
             if best is None or estimate.step_time_s < best.estimate.step_time_s:
                 best = OnPools(boundaries, tuple(int(g) for g in pool_of_stage), estimate, 0.0)
-    return None if best is None else replace(best, bound_s=float(by_bound[0][0]))
+    return None if best is None else replace(best, bound_s=by_bound[0].bound_s)
 
 
 def orders(costs: CostTable) -> list[tuple[int, ...]]:

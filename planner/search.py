@@ -31,8 +31,7 @@ from ..schema import Certificate
 from ..schema.schedules import OVER_A_V
 from ..schema.units import FloatArray, IntArray
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop
-from .cuts import replayed_bound
-from .expand import Candidate, expand_fitting, expand_row, expand_with_new_order, improve_order
+from .expand import Candidate, bound_of_stages_s, expand_fitting, expand_row, expand_with_new_order, improve_order
 from .request import Deadline, PlanRequest
 from .space import BLOCK, Frontier, Pool, Space, build_narrow_space
 
@@ -223,14 +222,16 @@ class LayoutProblem:
         return degrees, (*degrees, int(layouts.sequence_parallel[row]))
 
     def _raise_first(self, window: CostTable, idx: int, below_s: float) -> bool:
-        """Raise the bound of the first layout, ``idx`` in ``window``, once for each: by a replay, up to ``below_s``."""
+        """Raise the bound of the first layout, ``idx`` in ``window``, once for each by its stages, a replay up to ``below_s``."""
         row = int(self.frontier.rows[0])
         if row in self.any_order_s:
             return False
         self.any_order_s[row] = self.frontier.bound_s
         if np.isinf(below_s) or self.pool.costs.cluster.bandwidth_matrix is not None:  # ranks may lie on better nodes
             return False
-        return self.frontier.raise_first(replayed_bound(window, idx, below_s=below_s).bound_s)
+        bound_s = bound_of_stages_s(window, idx, below_s=below_s)
+        self._may_fit[idx] = np.isfinite(bound_s)
+        return bool(self._may_fit[idx]) and self.frontier.raise_first(bound_s)
 
     def _expand_scout(self, scouts: Scouts, incumbent: float) -> LayoutStep:
         """Cut the most promising layout into stages; it stays on the frontier, where it is not cut again (`scouted`).

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models.stage import bounds, memory
+from ..cost_models.stage.capacity import time_bounds_of_pools
 from ..cost_models.stage.table import CostTable
 from ..schema import ConfigError
 from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, Rule
@@ -359,7 +360,7 @@ class Frontier:
         self._pool = pool
         self.quick_s, self._bound_s, self.bound_bytes, self.budget_bytes = np.zeros((4, 0))
         self.rows = self._order = np.zeros(0, dtype=np.int64)
-        self._next = 0
+        self._next, self._raised_s = 0, dict[int, float]()
         self._order_new()
 
     def _order_new(self) -> None:
@@ -401,6 +402,7 @@ class Frontier:
         if bound_s <= self._first_s:
             return False
         row = self.pop()
+        self._raised_s[row] = bound_s
         idx = int(np.searchsorted(self._bound_s, bound_s, side="right"))
         self.rows, self._bound_s = np.insert(self.rows, idx, row), np.insert(self._bound_s, idx, bound_s)
         return True
@@ -434,8 +436,11 @@ class Frontier:
         self.bound_bytes[rows] = bounds.memory_bounds(costs)
         fits, bound_s = self._may_fit(rows), np.full(len(rows), np.inf)
         if fits.any():
-            bound_s[fits] = bounds.time_bounds(costs.select(np.flatnonzero(fits)))
-        return fits, bound_s
+            fitting = costs.select(np.flatnonzero(fits))
+            within_memory_s = time_bounds_of_pools(fitting)
+            within_memory_s[np.isinf(within_memory_s)] = 0.0  # named as what lacks memory once its turn comes
+            bound_s[fits] = np.maximum(bounds.time_bounds(fitting), within_memory_s)
+        return fits, np.maximum(bound_s, [self._raised_s.get(int(row), 0.0) for row in rows])
 
     def quick_within(self, limit_s: float, *, max_growths: int) -> tuple[IntArray, FloatArray]:
         """Return rows whose quick bounds are within a limit, and these; the pool takes in more layouts so many times at most."""

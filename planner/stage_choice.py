@@ -11,6 +11,7 @@ of v-min, v-half and zb-v (solvers/pipeline/greedy.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -56,6 +57,9 @@ NONE, SELECTIVE, FULL = (RECOMPUTES.index(name) for name in ("none", "selective"
 MIN_IDLE_FRACTION = 0.025
 """Idle part of a pipeline from which more orders are tried: they gain a half of it at most, less than predictions tell apart."""
 
+SMALL_ARRAY = 1 << 13
+"""Numbers in an array that take about as long as the call for it."""
+
 Fits = NDArray[np.bool_]
 """[O, S, L+1, L+1]: whether a stage may hold layers i..j-1 with one option for all."""
 
@@ -65,15 +69,19 @@ def last_layers_that_fit(
 ) -> IntArray:
     """Return for each first layer [*shape, size] the end of the longest span that fits, by bisection.
 
-    More layers never need less memory. ``fits`` tells of first layers and ends [*shape, size] which spans are within memory.
+    More layers never need less memory. ``fits`` tells of first layers and ends [..., *shape, size] which spans are within memory:
+    of several ends at once where arrays are so small that their number decides what it takes.
     """
     first = np.broadcast_to(np.arange(size), (*shape, size))
     feasible, too_large = first.copy(), np.full(first.shape, size)
+    parts = 1 + np.clip(SMALL_ARRAY // first.size, 1, max(math.isqrt(size), 1))
+    inner = np.arange(1, parts).reshape(-1, *(1,) * first.ndim)
     while np.any(too_large - feasible > 1):
-        middle = (feasible + too_large) // 2
-        is_feasible = fits(first, middle)
-        feasible = np.where(is_feasible, middle, feasible)
-        too_large = np.where(is_feasible, too_large, np.maximum(middle, feasible + 1))
+        ends = feasible + (too_large - feasible) * inner // parts
+        is_feasible = fits(np.broadcast_to(first, ends.shape), ends) | (ends == feasible)
+        last_feasible = np.where(is_feasible, ends, feasible).max(axis=0)
+        too_large = np.maximum(np.where(is_feasible, too_large, ends).min(axis=0), last_feasible + 1)
+        feasible = last_feasible
     return feasible
 
 

@@ -49,6 +49,7 @@ class ScalePolicy(Document):
         lost_s, joined_s, restart_s: that a loss, machines that come or go, and a start where none is left take.
         expected_usd, bound_usd: of the training by the policy and of any, from a pool that has as many machines as usual.
         replay: on the recording.
+        begun_unix_s, begun_steps: of a training that follows it, next to its checkpoints: when it began to, and the steps before.
     """
 
     document_kind: ClassVar[str] = "scale policy"
@@ -71,6 +72,8 @@ class ScalePolicy(Document):
     expected_usd: NonNegativeFloat
     bound_usd: NonNegativeFloat
     replay: ScaleReplay | None = None
+    begun_unix_s: NonNegativeFloat = 0.0
+    begun_steps: CountOrNone = 0
 
     @model_validator(mode="after")
     def _require_sizes(self) -> ScalePolicy:

@@ -120,6 +120,9 @@ def shipped_model(name: Literal["gemm", "attention", "decode_attention", "expert
 
 # Products
 
+MAX_KNOWN = 1 << 16
+"""Shapes that are remembered for one set of rates."""
+
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 
 _TILE = 128
@@ -220,29 +223,48 @@ def gemm_seconds(
     runs as fast as a forward product of its shape, the second ``weight_gradient_ratio`` longer (transposed operands, fp32 sums).
     """
     shapes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k)))
-    first, inverse = _distinct(*shapes)
     order = {"forward": (0, 1, 2), "input_gradient": (0, 2, 1), "weight_gradient": (2, 1, 0)}[which]
-    distinct = tuple(np.ascontiguousarray(size.ravel()[first]).tobytes() for size in (shapes[idx] for idx in order))
-    seconds = _seconds(distinct[0], distinct[1], distinct[2], rates)
+    seconds = _known_shapes(rates).seconds(*(np.ascontiguousarray(shapes[idx]).ravel() for idx in order))
     ratio = float(shipped_model("gemm").provenance["weight_gradient_ratio"]) if which == "weight_gradient" else 1.0
-    return np.asarray(ratio * seconds[inverse].reshape(shapes[0].shape))
+    return np.asarray(ratio * seconds.reshape(shapes[0].shape))
 
 
-def _distinct(m: FloatArray, n: FloatArray, k: FloatArray) -> tuple[Any, Any]:
-    """Return the positions of the first of equal shapes, and which of them each shape is."""
-    # One sort of a 64-bit mix instead of three: among thousands of shapes two mixes agree with a probability of 1e-12.
-    mix = np.zeros(m.size, dtype=np.uint64)
-    for size, factor in ((m, 0x9E3779B97F4A7C15), (n, 0xC2B2AE3D27D4EB4F), (k, 0x165667B19E3779F9)):
-        mix = (mix ^ np.ascontiguousarray(size.ravel()).view(np.uint64)) * np.uint64(factor)
-        mix ^= mix >> np.uint64(29)
-    _, first, inverse = np.unique(mix, return_index=True, return_inverse=True)
-    return first, inverse
+class _KnownShapes:
+    """Shapes that were evaluated under some rates, by a 64-bit mix of their sizes: searches over many sizes of a cluster meet the
+    same ones again and again.
+
+    Among thousands of shapes two mixes agree with a probability of 1e-12.
+    """
+
+    def __init__(self, rates: GemmRates) -> None:
+        self._rates = rates
+        self._known: tuple[NDArray[np.uint64], FloatArray] = (np.zeros(0, dtype=np.uint64), np.zeros(0))
+
+    def seconds(self, m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+        """Return the seconds [N] of forward products, those of new shapes after evaluating each of them once."""
+        mix = np.zeros(m.size, dtype=np.uint64)
+        for size, factor in ((m, 0x9E3779B97F4A7C15), (n, 0xC2B2AE3D27D4EB4F), (k, 0x165667B19E3779F9)):
+            mix = (mix ^ size.view(np.uint64)) * np.uint64(factor)
+            mix ^= mix >> np.uint64(29)
+        mixes, known_s = self._known
+        idx = np.searchsorted(mixes, mix)
+        is_new = np.ones(mix.size, dtype=bool)
+        inside = np.flatnonzero(idx < len(mixes))
+        is_new[inside] = mixes[idx[inside]] != mix[inside]
+        if is_new.any():
+            new, first = np.unique(mix[is_new], return_index=True)
+            rows = np.flatnonzero(is_new)[first]
+            new_s = predict(m[rows], n[rows], k[rows], self._rates)
+            before = np.searchsorted(mixes, new)
+            mixes, known_s = np.insert(mixes, before, new), np.insert(known_s, before, new_s)
+            idx = np.searchsorted(mixes, mix)
+            self._known = (mixes, known_s) if len(mixes) <= MAX_KNOWN else (mixes[:0], known_s[:0])
+        return np.asarray(known_s[idx])
 
 
-@lru_cache(maxsize=1 << 14)
-def _seconds(m: bytes, n: bytes, k: bytes, rates: GemmRates) -> FloatArray:
-    rows, columns, depth = (np.frombuffer(size, dtype=np.float64) for size in (m, n, k))
-    return predict(rows, columns, depth, rates)
+@lru_cache(maxsize=1 << 10)
+def _known_shapes(rates: GemmRates) -> _KnownShapes:
+    return _KnownShapes(rates)
 
 
 def predict(

@@ -284,8 +284,12 @@ def budget_bytes(costs: CostTable) -> FloatArray:
 
 
 def estimates_s(costs: CostTable, bound_s: FloatArray) -> FloatArray:
-    """Return about what the step of each layout takes, given its bound; infinite where it seems not to fit [N]."""
+    """Return about what the step of each layout takes, given its bound; infinite where it seems not to fit [N].
+
+    On device pools that is the bound: ranks as slow as the weakest say nothing of them.
+    """
     seconds, flight = rough_pipeline(costs)
+    seconds = np.where(is_aligned(costs), 0.0, seconds)
     fits = rough_bytes(costs, flight) <= (1 + ROUGH_ERROR) * budget_bytes(costs)
     return np.where(fits, bound_s + np.maximum(seconds - quick_time_bounds(costs), 0.0), np.inf)
 

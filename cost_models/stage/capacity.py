@@ -2,24 +2,44 @@
 
 The bound of memory in bounds.py is about the mean of all ranks. Where the first ranks hold more micro-batches than the last ones
 that mean may fit, and no split of the blocks; what is excluded here need not be cut into stages one by one.
+
+On device pools the same says how fast a step can be: in an order of the pools stage s may hold CAP[s] blocks of BLOCK[s] seconds
+next to FIXED[s], the layers before the first block and behind the last one, and all n blocks are held only if
+
+    (C2) memory:  sum_s min(CAP[s], floor((z - FIXED[s]) / BLOCK[s])) >= n           z being the slowest stage
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from ...schema.layout_table import MIXED, distinct_rows
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..pipeline.in_flight import holdings, in_flight_of_stage, summed_in_flight
+from ..pipeline.replay import single_stages_s
+from .bounds import time_bounds
 from .contents import fullest_terms, handed_on, outputs_retained, pipeline_shape, shape_of_ranks, step_shape
 from .memory import required_by_terms, stage_memory
 from .passing import StageContents
-from .table import CostTable
+from .pool_bounds import fullest_stage_on_pools, pipeline_bound
+from .table import CostTable, is_aligned, stages_of_pools
 
 ENOUGH = 3
 """Times its share of the blocks from which on a rank counts as able to hold all: no need to know how many more."""
+
+MAX_POOLS, NUM_HALVINGS = 4, 20
+"""Device pools whose orders are all looked at; halvings of the range of the slowest stage."""
+
+SHORTEST_S = 1e-12
+"""Of a stage, so that infinitely many times as long is infinite."""
+
+SLOWER = (1.0, 1.03, 1.07, 1.15, 1.3, 1.6, np.inf)
+"""Times the least that the slowest stage takes: ranges that are bounded apart."""
 
 _OF_ONE_BLOCK = (
     "num_params", "num_trained", "expert_params", "frozen_bytes", "activation_bytes", "pending_bytes",
@@ -37,7 +57,9 @@ def stages_may_fit(costs: CostTable) -> BoolArray:
     b, may_fit = costs.layouts, np.ones(len(costs.layouts), dtype=bool)
     is_judged = (b.pp > 1) & (b.recompute < MIXED) & (b.vocabulary == 0) & ~b.schedule_fact("is_given")
     rows = np.flatnonzero(is_judged)
-    if not len(rows) or costs.device_pools or not costs.workload.has_backward:
+    if costs.device_pools:
+        return np.isfinite(time_bounds_of_pools(costs))
+    if not len(rows) or not costs.workload.has_backward:
         return may_fit
     # Only under split backward passes the moments depend on how many micro-batches there are.
     passes = np.where(b.schedule_fact("splits_backward")[rows], b.num_microbatches[rows], 0)
@@ -46,6 +68,104 @@ def stages_may_fit(costs: CostTable) -> BoolArray:
         of_group = rows[group == number]
         may_fit[of_group] = _max_blocks(costs, of_group).sum(axis=1) >= costs.model.num_blocks
     return may_fit
+
+
+def time_bounds_of_pools(costs: CostTable) -> FloatArray:
+    """Return seconds that no split of aligned layouts that is within the memory of its stages is below [N]; infinite without any.
+
+    Zero where this is not looked at.
+    """
+    bound_s, rows = np.zeros(len(costs.layouts)), np.flatnonzero(is_aligned(costs))
+    is_judged = len(costs.device_pools) <= MAX_POOLS and costs.cluster.bandwidth_matrix is None
+    if not len(rows) or not is_judged or not costs.workload.has_backward:
+        return bound_s
+    aligned = costs.select(rows)
+    exposed = fullest_stage_on_pools(aligned, [pool.dp_exposed_by_kind for pool in aligned.device_pools])
+    rest_s = time_bounds(aligned) - pipeline_bound(aligned, transfers=True) - exposed
+    for pp in np.unique(aligned.layouts.pp):
+        of_group = np.flatnonzero(aligned.layouts.pp == pp)
+        bound_s[rows[of_group]] = _within_memory_s(aligned.select(of_group)) + rest_s[of_group]
+    return bound_s
+
+
+def _within_memory_s(costs: CostTable) -> FloatArray:
+    """Return the seconds of pipeline and exposed communication [N] of aligned layouts with as many stages, in no order less."""
+    pools, num_stages = costs.device_pools, stages_of_pools(costs)[:, 0]
+    caps = [np.maximum(_max_blocks(pool, np.arange(len(costs.layouts))), 0) for pool in pools]
+    busy = [_of_stage(pool, [cost.busy_s[pool.case_idx] for cost in pool.by_case]) for pool in pools]
+    exposed = [_of_stage(pool, pool.dp_exposed_by_kind) for pool in pools]
+    best = np.full(len(costs.layouts), np.inf)
+    for order in itertools.permutations(range(len(pools))):
+        pool_of_stage = np.repeat(order, num_stages[list(order)])
+        cap = np.stack([caps[g][:, s] for s, g in enumerate(pool_of_stage)], axis=1)
+        best = np.minimum(best, _in_order_s(costs, cap, *(_on_pools(of, pool_of_stage) for of in (busy, exposed))))
+    return best
+
+
+class _Stages(NamedTuple):
+    """What a block adds to each stage, and what the stage has anyway [N, S]; of one pool [N]: embedding and head apart."""
+
+    block: FloatArray
+    fixed: FloatArray
+
+
+def _of_stage(costs: CostTable, by_kind: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Return what the cheapest block has of something [N], the layers before the first block, and those behind the last one."""
+    kinds, blocks = costs.kind_of_layer, np.flatnonzero(costs.is_block)
+    none = np.zeros(len(costs.layouts))
+    ends = (sum((by_kind[k] for k in of_end), none) for of_end in (kinds[: blocks[0]], kinds[blocks[-1] + 1 :]))
+    before, behind = ends
+    return np.min([by_kind[k] for k in set(kinds[blocks].tolist())], axis=0), before, behind
+
+
+def _on_pools(of_pools: Sequence[tuple[FloatArray, FloatArray, FloatArray]], pool_of_stage: IntArray) -> _Stages:
+    block = np.stack([of_pools[g][0] for g in pool_of_stage], axis=1)
+    fixed = np.zeros(block.shape)
+    fixed[:, 0] += of_pools[pool_of_stage[0]][1]
+    fixed[:, -1] += of_pools[pool_of_stage[-1]][2]
+    return _Stages(block, fixed)
+
+
+def _in_order_s(costs: CostTable, cap: IntArray, busy: _Stages, exposed: _Stages) -> FloatArray:
+    """Return the bound in one order: the least over ranges of the slowest stage, which what it may hold in each of them limits."""
+    b, n, is_gpipe = costs.layouts, costs.model.num_blocks, costs.layouts.schedule_fact("all_forward_first")
+    transfer = np.min([2 * pool.transfer_s for pool in costs.device_pools], axis=0)
+    slowest, best = _fullest_stage(cap, busy, n), np.full(len(b), np.inf)
+    shortest = np.where(np.isfinite(slowest), slowest, 0.0)
+    for ratio, next_ratio in pairwise(SLOWER):
+        within = np.minimum(cap, _blocks_within(np.maximum(shortest, SHORTEST_S) * next_ratio, busy))
+        total = _min_total(within, busy.block, n) + busy.fixed.sum(axis=1)
+        pipeline_s = single_stages_s(
+            b.num_microbatches, b.pp, is_gpipe, total + b.pp * transfer, shortest * ratio + transfer
+        )
+        best = np.minimum(best, pipeline_s + _fullest_stage(within, exposed, n))
+    return np.where(np.isfinite(slowest), best, np.inf)
+
+
+def _blocks_within(limit: FloatArray, stages: _Stages) -> FloatArray:
+    """Return the blocks that each stage may hold at most within a limit [N]."""
+    room = limit[:, None] * (1 + 1e-9) - stages.fixed
+    return np.floor(np.divide(room, stages.block, out=np.full(room.shape, np.inf), where=stages.block > 0)).clip(min=0)
+
+
+def _fullest_stage(cap: FloatArray | IntArray, stages: _Stages, n: int) -> FloatArray:
+    """Return what the stage with the most has at least [N]; infinite where they cannot hold n blocks (C2)."""
+    low, high = stages.fixed.max(axis=1), (stages.fixed + cap * stages.block).max(axis=1)
+    low = np.minimum(low, high)
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        is_enough = np.minimum(cap, _blocks_within(middle, stages)).sum(axis=1) >= n
+        low, high = np.where(is_enough, low, middle), np.where(is_enough, middle, high)
+    return np.where(cap.sum(axis=1) >= n, low, np.inf)
+
+
+def _min_total(cap: FloatArray, block: FloatArray, n: int) -> FloatArray:
+    """Return the least seconds of n blocks on stages [N, S]: as many as they can hold on the fastest ones."""
+    order = np.argsort(block, axis=1, kind="stable")
+    sorted_cap = np.take_along_axis(cap, order, axis=1)
+    before = np.cumsum(sorted_cap, axis=1) - sorted_cap
+    blocks = np.clip(n - before, 0, sorted_cap)
+    return np.asarray((blocks * np.take_along_axis(block, order, axis=1)).sum(axis=1))
 
 
 def _max_blocks(costs: CostTable, rows: IntArray) -> IntArray:

@@ -40,7 +40,8 @@ def region_values(plan: TrainingPlan, deadline: Deadline) -> tuple[RegionValue, 
     values = [
         RegionValue(
             change=f"{counted(exchange.fragments, 'step')} more between sums", step_time_s=step_s(instance, later)
-        )
+        ),
+        RegionValue(change="no sums, so that each region trains a model of its own", step_time_s=max(steps_s)),
     ]
     zones = [island.region for island in updates.islands]
     edges = list(zip(updates.ring, (*updates.ring[1:], updates.ring[0]), strict=True))

@@ -50,7 +50,7 @@ _WAITING = re.compile(
     r"|autograd/graph\.py)"
 )
 _FRAME = re.compile(r'\s+File "')
-_RECORD = struct.Struct("<qdd")
+_RECORD = struct.Struct("<qddq")
 
 
 # --- the rank's side -------------------------------------------------------------------------------------------------
@@ -59,12 +59,14 @@ _RECORD = struct.Struct("<qdd")
 class Heartbeat(NamedTuple):
     """The progress that a rank wrote last: steps of this process, and the longest time between two so far.
 
-    ``time_s`` is by the monotonic clock of the machine; 0 where nobody should wait for it.
+    ``time_s`` is by the monotonic clock of the machine; 0 where nobody should wait for it. ``done`` are the steps of the training,
+    those before a checkpoint that it went on from among them.
     """
 
     steps: int
     time_s: float
     longest_s: float
+    done: int = 0
 
 
 class ProgressFile:
@@ -83,11 +85,11 @@ class ProgressFile:
         self._stacks = path.with_suffix(".stacks").open("a")  # for the life of the process; the launcher empties it
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
 
-    def beat(self) -> None:
-        """Note that a step is done."""
+    def beat(self, done: int) -> None:
+        """Note that a step is done, which is step ``done`` of the training."""
         now, before = time.monotonic(), self._beat
         longest_s = max(before.longest_s, now - before.time_s) if before.time_s else before.longest_s
-        self._write(Heartbeat(before.steps + 1, now, longest_s))
+        self._write(Heartbeat(before.steps + 1, now, longest_s, done))
 
     def rest(self) -> None:
         """Note that what comes next may take any time (a checkpoint, the end of the run), until the next `beat`."""
@@ -113,9 +115,9 @@ class Watch:
 
     @property
     def num_steps(self) -> int:
-        """Steps that ranks of this node have done since they were started, the one with most."""
+        """Steps of the training that ranks of this node have done, the one with most."""
         beats = [read_heartbeat(self.folder, int(file.name)) for file in self.folder.iterdir() if file.name.isdigit()]
-        return max((beat.steps for beat in beats if beat is not None), default=0)
+        return max((beat.done for beat in beats if beat is not None), default=0)
 
     def look(self, pids: Mapping[int, int]) -> None:
         """Look at the processes of the local ranks, once in `LOOK_S`, and kill one that is at fault."""

@@ -243,7 +243,7 @@ class TrainingRun:
         self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
         self._scheduler.step()
         self.is_updating = False
-        self._progress.beat()
+        self._progress.beat(self.steps)
         self.step_times_s.append(step_time_s or max(self.step_times_s, default=1.0))
         if len(self.step_times_s) == WARMUP_STEPS:
             self.meter.stop_counting()

@@ -9,6 +9,7 @@ from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.compute import gemm_s, grouped_gemm_s, operator_time
 from meshwright.cost_models.hardware.machine import device_rates
 from meshwright.cost_models.layer.operators import Elementwise, Gemm
+from meshwright.cost_models.learned import kernels
 from meshwright.planner import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, Workload
 from meshwright.schema.engine_facts import ENGINES
@@ -126,3 +127,15 @@ def test_plain_model_code_dispatches_for_as_long_as_on_litgpts_a100() -> None:
     workload = Workload(seq_len=112, global_batch_size=1, precision="bf16", adapters=adapter, fusion="eager")
     found = estimate(ModelSpec.named("llama-2-7b"), ClusterSpec.parse("1xA100-SXM-40GB"), workload, Layout())
     assert found.breakdown_s.compute / 32 == pytest.approx(2.8e-3, rel=0.15)
+
+
+def test_products_take_the_same_whatever_was_timed_before() -> None:
+    rates = device_rates(Scenario.build(WORKLOAD, H100)).gemm
+    assert rates is not None
+    sizes = np.random.default_rng(0).integers(1, 200, (3, 300)) * 64.0
+    kernels._known_shapes.cache_clear()
+    parts = [kernels.gemm_seconds(*sizes[:, i : i + 70], rates) for i in (140, 0, 70, 210, 230)]
+    together = kernels.gemm_seconds(*sizes, rates)
+    kernels._known_shapes.cache_clear()
+    np.testing.assert_array_equal(kernels.gemm_seconds(*sizes, rates), together)
+    np.testing.assert_array_equal(np.concatenate([parts[1], parts[2], parts[0]]), together[:210])

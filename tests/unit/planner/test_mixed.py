@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from meshwright.cost_models.stage import memory
 from meshwright.cost_models.stage.bounds import quick_time_bounds, time_bounds
+from meshwright.cost_models.stage.capacity import time_bounds_of_pools
 from meshwright.cost_models.stage.step import estimate_step
 from meshwright.cost_models.stage.table import CostTable, is_aligned
 from meshwright.planner import estimate, expand, plan, search
@@ -89,10 +90,12 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
             assert found.feasible[0].estimate.step_time_s == pytest.approx(min(times), rel=1e-9), seed
             assert found.bound_s <= min(times) * (1 + 1e-9), seed
         bound_s, quick_s = time_bounds(costs), quick_time_bounds(costs)
+        within_memory_s = time_bounds_of_pools(costs)
         for idx, candidate in enumerate(everything):
             if candidate.estimate.fits:
                 assert quick_s[idx] <= bound_s[idx] * (1 + 1e-9), seed
                 assert bound_s[idx] <= candidate.estimate.step_time_s * (1 + 1e-9), seed
+                assert within_memory_s[idx] <= candidate.estimate.step_time_s * (1 + 1e-9), seed
                 assert candidate.bound_s <= candidate.estimate.step_time_s * (1 + 1e-9), seed
     assert solved > NUM_INSTANCES / NUM_GROUPS / 4
     assert on_parts > 0
@@ -136,6 +139,7 @@ def test_no_order_and_no_split_beats_the_bound_and_the_best_one_is_found(seed: i
         candidate = expand.expand_fitting(costs, idx)
         assert (candidate is None) == (not fitting)
         assert time_bounds(costs)[idx] <= min(time for time, _ in placements) * (1 + 1e-9)
+        assert time_bounds_of_pools(costs)[idx] <= min(fitting, default=np.inf) * (1 + 1e-9)
         if candidate is not None:
             assert candidate.bound_s <= min(fitting) * (1 + 1e-9)
             assert min(fitting) <= candidate.estimate.step_time_s * (1 + 1e-9)

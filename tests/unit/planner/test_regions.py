@@ -108,6 +108,8 @@ def test_explain_says_what_links_and_regions_are_worth(three: TrainingPlan) -> N
     planned_s = three.estimate.step_time_s
     more = [seconds for change, seconds in values.items() if "more" in change]
     assert len(more) == 3 and all(seconds is not None and seconds <= planned_s for seconds in more)
+    least_s = next(seconds for change, seconds in values.items() if change.startswith("no sums"))
+    assert least_s is not None and all(seconds is not None and least_s <= seconds for seconds in more)
     without = [seconds for change, seconds in values.items() if change.startswith("without")]
     assert len(without) == 3 and all(seconds is not None and seconds > planned_s for seconds in without)
 

@@ -12,6 +12,7 @@ from meshwright.cli.main import app
 from meshwright.planner import plan
 from meshwright.planner.scaling import HOLDING_RULES, holding_rule, replay_rule, scale, solved
 from meshwright.planner.spot import Costs
+from meshwright.runtime.training.options import INFO_FILE
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, Offer, TrainingPlan
 from meshwright.schema.machines_file import Change
 from meshwright.schema.scaling import ScalePolicy
@@ -134,3 +135,31 @@ def test_a_running_training_is_told_what_to_hold_as_the_pool_changes(trained: Tr
     policy.replace(tokens_per_step=1).save(tmp_path / "other.json")
     with pytest.raises(ConfigError, match="and 1 tokens a step"):
         following(tmp_path / "other.json", trained, pool)
+
+
+def test_a_training_that_goes_on_has_done_what_it_did_before(trained: TrainingPlan, tmp_path: Path) -> None:
+    tokens = 0.5 * trained.estimate.tokens_per_s * HOURS * 3600
+    policy = scale(trained, offers(trained), tokens=tokens, deadline_s=HOURS * 3600, costs=COSTS)
+    policy.save(tmp_path / "policy.json")
+    all_steps, folder = int(tokens / policy.tokens_per_step), tmp_path / "checkpoints"
+    done = folder / f"step-{all_steps - 1:08}"
+
+    def held(*, resumes: bool) -> tuple[int, int, int]:
+        return following(tmp_path / "policy.json", trained, None, checkpoints=folder, resumes=resumes)(0, 2)
+
+    assert sum(held(resumes=False)[:2]) > 0
+    followed = ScalePolicy.load(folder / "scale.json")
+    # Two thirds of the time are over, and all but one step is done.
+    followed.replace(begun_unix_s=followed.begun_unix_s - HOURS * 2400).save(folder / "scale.json")
+    late = held(resumes=True)
+    assert late[1] == 2, "as if nothing had been done in that time"
+    done.mkdir()
+    (done / INFO_FILE).write_text("{}")
+    assert held(resumes=True)[1] == 0
+    assert ScalePolicy.load(folder / "scale.json").begun_steps == 0
+    # Another policy begins where the training is.
+    policy.replace(tokens=tokens / 2).save(tmp_path / "policy.json")
+    held(resumes=True)
+    assert ScalePolicy.load(folder / "scale.json").begun_steps == all_steps - 1
+    held(resumes=False)
+    assert ScalePolicy.load(folder / "scale.json").begun_steps == 0

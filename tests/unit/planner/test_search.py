@@ -15,6 +15,7 @@ from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import cuts, expand, plan, search
 from meshwright.planner.request import Deadline, PlanRequest
 from meshwright.planner.space import Frontier, Pool, build_space
+from meshwright.planner.stage_choice import last_layers_that_fit
 from meshwright.planner.tasks import training
 from meshwright.schema import ClusterSpec, ModelSpec, SolverLimitError, Workload
 from meshwright.schema.layers import Block
@@ -276,3 +277,17 @@ def test_ranks_that_cannot_hold_all_blocks_have_no_split(model: str, engine: str
         for idx in np.flatnonzero(~may_fit)[::9]:
             assert expand.expand_fitting(within, int(idx)) is None, within.layouts.layout(int(idx))
     assert num_seen > 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_longest_span_that_fits_is_that_of_trying_every_end(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size, stages = int(rng.integers(2, 140)), int(rng.integers(1, 20))
+    layers = rng.random((stages, size - 1)) * rng.choice([0, 1], (stages, size - 1))
+    before, cap = np.pad(np.cumsum(layers, axis=1), ((0, 0), (1, 0))), rng.random((stages, 1)) * size / 2
+    stage = np.arange(stages)[:, None]
+    last = last_layers_that_fit((stages,), size, lambda i, j: before[stage, j] - before[stage, i] <= cap)
+    fits = before[:, None, :] - before[:, :, None] <= cap[:, :, None]
+    ends = np.arange(size)
+    expected = np.where(fits & (ends >= ends[:, None]), ends, ends[:, None]).max(axis=-1)
+    np.testing.assert_array_equal(last, expected)

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from meshwright.profilers.machine import num_cores
 from meshwright.runtime.job.launch import launch
-from meshwright.runtime.job.watch import Heartbeat, ProgressFile, is_stalled, is_waiting, main_stack, read_heartbeat
+from meshwright.runtime.job.watch import (
+    Heartbeat,
+    ProgressFile,
+    Watch,
+    is_stalled,
+    is_waiting,
+    main_stack,
+    read_heartbeat,
+)
 from meshwright.runtime.job.worker import Job
 from meshwright.schema import Layout, MeshwrightError
 from small_jobs import small_plan
@@ -26,7 +34,7 @@ def read_the_data():
     time.sleep(600)
 for step in range(100):
     dist.all_reduce(torch.ones(4))
-    progress.beat()
+    progress.beat(step + 1)
     if step == 3 and os.environ["RANK"] == "1":
         read_the_data()
 """
@@ -93,11 +101,12 @@ def test_progress_is_read_by_another_process_and_rests(tmp_path: Path, monkeypat
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert read_heartbeat(tmp_path, 3) is None
     progress = ProgressFile()
-    progress.beat()
-    progress.beat()
+    progress.beat(101)
+    progress.beat(102)
     beat = read_heartbeat(tmp_path, 3)
     assert beat is not None
     assert (beat.steps, beat.time_s > 0, beat.longest_s >= 0) == (2, True, True)
+    assert Watch(tmp_path).num_steps == 102
     progress.rest()
     rested = read_heartbeat(tmp_path, 3)
     assert rested is not None
