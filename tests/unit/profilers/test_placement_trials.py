@@ -118,7 +118,12 @@ def test_a_gradient_that_is_a_part_where_all_is_asked_for_is_seen() -> None:
     graph, given = graph_of(Of(F.linear, (8, 6)), torch.randn(3, 4, 6, requires_grad=True))
     (name,) = graph.calls
     wrong = why_wrong(
-        graph, {name: parsed("I,S0>S2")}, {next(iter(graph.parameters)): Form("S", 0)}, Unsplit.of(graph, given), 2, set()
+        graph,
+        {name: parsed("I,S0>S2")},
+        {next(iter(graph.parameters)): Form("S", 0)},
+        Unsplit.of(graph, given),
+        2,
+        set(),
     )
     assert wrong is not None
     assert wrong.node == name
