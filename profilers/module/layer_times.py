@@ -26,7 +26,7 @@ from ..placements.work import rows_of
 from .fakes import without_caches
 
 MICRO_BATCHES = (1, 2, 4)
-MIN_SAMPLES, MAX_SAMPLES = 5, 40
+MIN_SAMPLES, MAX_SAMPLES = 3, 40
 SAMPLES_S = 0.3
 """Of all samples of one point, unless that is fewer than MIN_SAMPLES."""
 
@@ -97,10 +97,10 @@ def _layers_of(
 ) -> list[tuple[Layer, _Passes]]:
     """Return the passes of each kind of layer of one micro-batch."""
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-    whole = _Call(model, args, kwargs)
+    entire = _Call(model, args, kwargs)
     if blocks == [model]:
-        return [(block, _timed(whole, clock)) for block, _ in spec.block_runs]
-    calls, before, after = _watched(whole, blocks, clock)
+        return [(block, _timed(entire, clock)) for block, _ in spec.block_runs]
+    calls, before, after = _watched(entire, blocks, clock)
     kinds, timed, inside = dict[Block, _Passes](), list[tuple[Layer, _Passes]](), 0.0
     first = 0
     for block, count in spec.block_runs:
@@ -109,7 +109,7 @@ def _layers_of(
             timed.append((block, kinds[block]))
         inside += count * median(kinds[block].backward)
         first += count
-    outside = max(median(_timed(whole, clock).backward) - inside, 0.0)
+    outside = max(median(_timed(entire, clock).backward) - inside, 0.0)
     both = median(before) + median(after)
     for run in spec.layers:
         forward = before if isinstance(run.layer, Embedding) else after
@@ -125,7 +125,7 @@ def _is_counted(layer: Embedding | Head) -> bool:
 
 
 def _watched(
-    whole: _Call, blocks: Sequence[nn.Module], clock: Callable[[], float]
+    entire: _Call, blocks: Sequence[nn.Module], clock: Callable[[], float]
 ) -> tuple[list[_Call], list[float], list[float]]:
     """Return what each block is called with, and seconds before the first and after the last one."""
     calls, stamps = dict[nn.Module, _Call](), list[float]()
@@ -145,7 +145,7 @@ def _watched(
         for idx in range(MIN_SAMPLES + 1):
             stamps.clear()
             start = clock()
-            whole.module(*whole.args, **whole.kwargs)
+            entire.module(*entire.args, **entire.kwargs)
             if idx:
                 before.append(stamps[0] - start)
                 after.append(clock() - stamps[-1])
