@@ -1,14 +1,16 @@
 """The `base_model_tp_plan` of models of transformers as a placement in our program, against the one that the program chooses.
 
-    python benchmarks/placements_against_tp_plan.py OUT.json [architecture ...] [--tp 4] [--cluster 8xH100-SXM-80GB] [--samples 512]
+    python benchmarks/placements_against_tp_plan.py OUT.json [architecture ...] [--tp 4] [--cluster 8xH100-SXM-80GB] [--samples 128]
+        [--narrower 8]
 
-Of each architecture one layer with its default widths is made on the meta device and its units are traced, tried and proved. The
-program is then solved twice with the same costs: freely, and with the weights of the model's plan in the form that the plan says,
-read in that form, and everything else that has parameters whole. What has no parameters is free in both, so the plan is read as
-kindly as it can be. Ours can then never cost more than theirs but by the solver's tolerance: a row where it does is an error of the
-program, and the figure to look at is how much less it costs. Counted are units with a weight of the plan; seconds are those of a
-forward and backward pass of so many samples of SEQ_LEN tokens, with what is kept of the states of parameters
-(planner/placements.py).
+Of each architecture one layer with its default heads, and with its default widths divided by ``--narrower``, is made on the meta
+device and its units are traced, tried and proved; the gate computes with all of its parameters, so wide ones take minutes and
+gigabytes. The program is then solved twice with the same costs: freely, and with the weights of the model's plan in the form that
+the plan says, read in that form, and everything else that has parameters whole. What has no parameters is free in both, so the
+plan is read as kindly as it can be. Ours can then never cost more than theirs but by the solver's tolerance: a row where it does
+is an error of the program, and the figure to look at is how much less it costs. Counted are units with a weight of the plan;
+seconds are those of a forward and backward pass of so many samples of SEQ_LEN tokens, with what is kept of the states of
+parameters (planner/placements.py).
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ ARCHITECTURES = (
 SEQ_LEN = 32
 VOCAB_SIZE = 256
 """Embeddings are no part of the plans."""
+
+WIDTHS = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 8}
+"""Of a config, with what they stay multiples of."""
 
 FORMS: dict[Rule, str] = {"by_output": "S0", "gathered": "S0", "by_input": "S1", "by_slice": "S1"}
 """Of a weight [outputs, inputs]."""
@@ -83,9 +88,14 @@ def as_planned(work: UnitWork, rules: Mapping[str, Rule]) -> UnitWork | None:
     return work.replace(operators=tuple(operators))
 
 
-def compared(name: str, scenario: Scenario, tp: int, num_samples: int) -> dict[str, Any]:
+def compared(name: str, scenario: Scenario, tp: int, num_samples: int, narrower: int) -> dict[str, Any]:
     """Return both costs of one layer of an architecture, and whether the same weights are cut."""
-    config = AutoConfig.for_model(name, num_hidden_layers=1, vocab_size=VOCAB_SIZE, pad_token_id=0, use_cache=False)
+    fixed = {"num_hidden_layers": 1, "vocab_size": VOCAB_SIZE, "pad_token_id": 0, "use_cache": False}
+    full = AutoConfig.for_model(name, **fixed)
+    given = {size: getattr(full, size, None) for size in WIDTHS}
+    given["head_dim"] = given["head_dim"] or full.hidden_size // full.num_attention_heads
+    sizes = {size: width // narrower // WIDTHS[size] * WIDTHS[size] for size, width in given.items() if width}
+    config = AutoConfig.for_model(name, **fixed, **sizes)
     with torch.device("meta"):
         model = AutoModel.from_config(config)
     works, unplaced = placed_units(model, {"input_ids": torch.zeros(1, SEQ_LEN, dtype=torch.long)}, (tp,))
@@ -105,6 +115,7 @@ def compared(name: str, scenario: Scenario, tp: int, num_samples: int) -> dict[s
     if not theirs:
         return {"whole": [unit.why for unit in unplaced]}
     row = {
+        "widths": [config.hidden_size, config.intermediate_size],
         "ours_us": round(1e6 * ours, 1),
         "theirs_us": round(1e6 * theirs, 1),
         "theirs_over_ours": round(theirs / ours, 4),
@@ -136,14 +147,15 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="all where none is given; rows of others in OUT.json stay")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--cluster", default="8xH100-SXM-80GB")
-    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--narrower", type=int, default=8, help="divide widths by it; heads stay as many")
     given = parser.parse_args()
     workload = Workload(seq_len=SEQ_LEN, global_batch_size=given.samples)
     scenario = Scenario.build(workload, ClusterSpec.parse(given.cluster))
     rows = json.loads(given.out.read_text()) if given.out.exists() else {}
     for name in given.names or ARCHITECTURES:
         try:
-            rows[name] = compared(name, scenario, given.tp, given.samples)
+            rows[name] = compared(name, scenario, given.tp, given.samples, given.narrower)
         except Exception as error:  # whatever a model meets; a row of the table
             rows[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
         print(name, json.dumps(rows[name]), flush=True)

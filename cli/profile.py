@@ -45,6 +45,10 @@ class MeasureOptions(OptionModel):
         None, "measure the real layers of this model as well.", metavar="MODEL", complete=complete_models
     )
     seq_len: Count = option(4096, "tokens of one sequence of the layers.", needs=("model",))
+    sample_batch: str | None = option(
+        None, "what MODEL, given as module:name, is called with: FILE.py that defines sample_batch, or module:name.",
+        needs=("model",), barred_by=("serve", "documents"),
+    )  # fmt: skip
     micro_batch_size: Count = option(1, "sequences of a micro-batch of the layers.", needs=("model",))
     documents: bool = option(
         False, "measure them over shorter sequences as well, as batches of documents have.", needs=("model",)
@@ -76,7 +80,7 @@ RANK = Mode(
     name="torchrun or srun",
     when=lambda values: _is_rank(),
     takes=(MeasureOptions,),
-    without=frozenset({"ranks", "serve", "weights"}),
+    without=frozenset({"ranks", "serve", "weights", "sample_batch"}),
     why="says how many ranks there are",
 )
 
@@ -97,6 +101,9 @@ def measure(context: typer.Context, options: MeasureOptions) -> None:
     profile = _measure(task, options.ranks, is_brief=options.serve and options.parts is None)
     if profile is not None and options.serve:
         profile = _measure_engine(profile, options, task)
+        profile.save(options.out)
+    if profile is not None and options.sample_batch is not None:
+        profile = _time_user_model(profile, options)
         profile.save(options.out)
     if profile is not None:
         if options.as_json:
@@ -138,7 +145,10 @@ def _task(options: MeasureOptions) -> ProfileTask:
         if visible_gpus()[0]:
             raise ConfigError("--cpu-seconds: this machine has GPUs, whose seconds are not a processor's")
         parts = tuple(part for part in parts if part not in ("storage", "overlap"))  # they are of waiting
-    spec = ModelSpec.resolve(options.model) if options.model is not None else None
+    is_code = options.sample_batch is not None
+    if is_code and visible_gpus()[0]:
+        raise ConfigError("--sample-batch: layers of a module are timed on CPUs, and this machine has GPUs")
+    spec = ModelSpec.resolve(options.model) if options.model is not None and not is_code else None
     if spec is not None and (lacking := why_not_runnable(spec)):
         raise ConfigError(f"the layers of {spec.name} cannot be measured: this version cannot run it", details=lacking)
     if nvme is not None:
@@ -220,6 +230,31 @@ def _measure_engine(profile: Profile, options: MeasureOptions, task: ProfileTask
         serving_steps=(*known, *points["serving_steps"]), serving_host=(*known_hosts, *points["serving_host"]),
         parts=(*(part for part in profile.parts if part.name != "serving"), section),
         duration_s=profile.duration_s + section.duration_s, budget_s=options.budget_s, content_sha256="",
+    ).sealed()  # fmt: skip
+
+
+def _time_user_model(profile: Profile, options: MeasureOptions) -> Profile:
+    """Return the profile with the layers of a user's model, timed in this process with the threads of one rank."""
+    import torch
+
+    from ..profilers.machine import num_cores
+    from ..profilers.module.layer_times import MICRO_BATCHES
+    from ..profilers.module.user_code import time_user_model
+    from ..schema.profile import ProfileSection
+
+    assert options.model is not None
+    assert options.sample_batch is not None
+    begun = time.time()
+    torch.set_num_threads(1 if options.cpu_seconds else max(1, num_cores() // profile.machine.num_devices))
+    points = time_user_model(
+        options.model, options.sample_batch, cpu_seconds=options.cpu_seconds,
+        micro_batches=[size * options.micro_batch_size for size in MICRO_BATCHES],
+    )  # fmt: skip
+    section = ProfileSection(name="layers", state="complete", duration_s=time.time() - begun, num_points=len(points))
+    parts = tuple(section if part.name == "layers" else part for part in profile.parts)
+    return profile.replace(
+        layers=points, parts=parts if section in parts else (*parts, section), content_sha256="",
+        duration_s=profile.duration_s + section.duration_s,
     ).sealed()  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> t
     profile, workload = inputs.cluster.profile, inputs.workload
     if profile is None or workload.adapters is not None:
         return None
-    dtype = workload.precision.removesuffix("-mixed")
+    dtype, undivided = workload.precision.removesuffix("-mixed"), _undivided(layer)
     points = [
         point
         for point in profile.layers
@@ -71,7 +71,7 @@ def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> t
         and point.recompute == "none"
         and point.hidden_dim == inputs.hidden_dim
         and point.dtype == dtype
-        and (point.layer == layer or layer in getattr(point.layer, "halves", ()))
+        and (_undivided(point.layer) == undivided or layer in getattr(point.layer, "halves", ()))
     ]
     by_length: dict[int, list[LayerPoint]] = {}
     for point in points:
@@ -85,6 +85,16 @@ def layer_ratios(layer: Layer, inputs: CostInputs, modelled_s: PassSeconds) -> t
     share = math.log(length / low) / math.log(high / low) if high > low else 0.0
     below, above = (_ratios_of_length(by_length[entry], inputs, modelled_s) for entry in (low, high))
     return below[0] ** (1 - share) * above[0] ** share, below[1] ** (1 - share) * above[1] ** share
+
+
+@lru_cache(maxsize=256)
+def _undivided(layer: Layer) -> Layer:
+    """Return a layer without what a placement on some cluster divides of it: it was measured before."""
+    if (traced := layer.counted) is None:
+        return layer
+    products = tuple(product.replace(shard="none") for product in traced.products)
+    attentions = tuple(attention.replace(split=False) for attention in traced.attentions)
+    return layer.replace(traced=traced.replace(products=products, attentions=attentions, split=None))
 
 
 def _ratios_of_length(

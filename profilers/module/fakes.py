@@ -112,15 +112,23 @@ class _Limit(TorchFunctionMode):
 
 
 @contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """Let a model of transformers keep no keys and values inside, which every call would add to."""
+    with ExitStack() as stack:
+        for config in caching_configs(module):
+            config.use_cache = False
+            stack.callback(setattr, config, "use_cache", True)
+        yield
+
+
+@contextmanager
 def on_fakes(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Run what is inside on fake tensors; a model of transformers keeps no keys and values, which every call would add to."""
+    """Run what is inside on fake tensors, without caches of keys and values."""
     level = _LOG.level
     with ExitStack() as stack:
         _LOG.setLevel(logging.CRITICAL)  # it writes what it raises as well
         stack.callback(_LOG.setLevel, level)
-        for config in caching_configs(module):
-            config.use_cache = False
-            stack.callback(setattr, config, "use_cache", True)
+        stack.enter_context(without_caches(module))
         stack.enter_context(mode)
         stack.enter_context(_Shapes())
         stack.enter_context(_Limit())

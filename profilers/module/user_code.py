@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch import nn
 
 from ...schema.errors import ConfigError
 from ...schema.model import ModelSpec
+from ...schema.profile import LayerPoint
 from ..modules import profile_module
+from .layer_times import time_layers
 from .trials import first_line
 
 BATCH_NAME = "sample_batch"
@@ -64,6 +66,23 @@ def profile_user_model(text: str, sample_batch: str | None, *, seq_len: int | No
             help=f"use --seq-len {spec.traced_len}, or give a batch of such sequences",
         )
     return spec
+
+
+def time_user_model(
+    text: str, sample_batch: str, *, micro_batches: Sequence[int], cpu_seconds: bool
+) -> tuple[LayerPoint, ...]:
+    """Return measured seconds of the layers of a user's model, given as for `profile_user_model`, on the CPU."""
+    batch, model = load_batch(sample_batch), _load_model(text)
+    try:
+        spec = profile_module(model, batch)
+        return time_layers(model, batch, spec, micro_batches=micro_batches, cpu_seconds=cpu_seconds)
+    except ConfigError:
+        raise
+    except Exception as error:  # the model's own code
+        raise ConfigError(
+            f"{text} does not run on the sample batch: {type(error).__name__}: {first_line(error)}",
+            help="call it and its backward pass once on this batch in Python",
+        ) from None
 
 
 def load_batch(text: str) -> Any:

@@ -2,7 +2,8 @@
 
 Trials find signatures of operators on random tensors; a coincidence would pass them. So placements are run as a whole, forward and
 backward, with conversions, until every signature of every operator has been in one: whatever a program then chooses is made of
-signatures that were proved together with their conversions. One that computes something else is left out.
+signatures that were proved together with their conversions. Later operators can hide an error in a gradient, so each signature's
+backward pass is compared by itself as well. One that computes something else is left out.
 """
 
 from __future__ import annotations
@@ -82,12 +83,13 @@ def proved(
     """
     retained = {name: list(signatures) for name, signatures in proposed.items()}
     unsplit = Unsplit.of(graph, given)
+    right = set[tuple[str, Signature]]()
     turn = 0
     while turn < max((len(signatures) for signatures in retained.values()), default=0):
         # From the last one down, so that the first placements cut most.
         placed = {name: signatures[-1 - turn % len(signatures)] for name, signatures in retained.items()}
         forms = {name: of[-1 - turn % len(of)] for name, of in parameters.items()}
-        wrong = why_wrong(graph, placed, forms, unsplit, num_ranks)
+        wrong = why_wrong(graph, placed, forms, unsplit, num_ranks, right)
         if wrong is None:
             turn += 1
         elif wrong.node and not all(form.is_entire for form in placed[wrong.node].ins):
@@ -103,12 +105,14 @@ def why_wrong(
     parameters: Mapping[str, Form],
     unsplit: Unsplit,
     num_ranks: int,
+    right_backward: set[tuple[str, Signature]],
 ) -> Wrong | None:
     """Return the first node of a placed graph that computes something else than in the unsplit one; None where all is right.
 
     Args:
         placed: of each operator; parameters: form of each parameter's node.
         unsplit: what the graph makes on one rank.
+        right_backward: signatures of nodes whose gradients were right by themselves; more are added.
     """
     given, entire = unsplit.given, unsplit.values
     parts: dict[tuple[Value, Form], Sequence[Any]] = {}
@@ -155,11 +159,10 @@ def why_wrong(
         for o in graph.outputs
         if isinstance(o, torch.fx.Node)
     ]
+    if (by_itself := _wrong_backward(graph, placed, unsplit, num_ranks, right_backward)) is not None:
+        return by_itself
     wrong, largest = _worst_gradient(unsplit, ends, inputs, parameters)
-    if wrong is None:
-        return None
-    # One that is small next to the largest may be rounding: then an operator has to be wrong by itself.
-    return _wrong_backward(graph, placed, unsplit, num_ranks) or (wrong if largest > TOLERANCE else None)
+    return wrong if largest > TOLERANCE else None  # one that is small next to the largest may be rounding
 
 
 def text(signature: Signature) -> str:
@@ -243,15 +246,21 @@ def _worst_gradient(
 
 
 def _wrong_backward(
-    graph: UnitGraph, placed: Mapping[str, Signature], unsplit: Unsplit, num_ranks: int
+    graph: UnitGraph,
+    placed: Mapping[str, Signature],
+    unsplit: Unsplit,
+    num_ranks: int,
+    right: set[tuple[str, Signature]],
 ) -> Wrong | None:
     """Return the first node, from the end, whose gradients by themselves differ from the unsplit graph's."""
     for node in reversed(graph.nodes):
-        signature = placed[node.name]
+        if (key := (node.name, signature := placed[node.name])) in right:
+            continue
         error = _backward_error(graph, node, signature, unsplit, num_ranks)
         if error > TOLERANCE:
             why = f"{node.name} ({node.target}) as {text(signature)}: a gradient differs by {error:.1e}"
             return Wrong(node.name, why)
+        right.add(key)
     return None
 
 

@@ -271,7 +271,7 @@ class Gated(NamedTuple):
 
     def why_wrong(self, placed: dict[str, Signature], parameters: dict[str, Form]) -> Wrong | None:
         """Ask the gate."""
-        return why_wrong(self.graph, placed, parameters, self.unsplit, 2)
+        return why_wrong(self.graph, placed, parameters, self.unsplit, 2, set())
 
 
 def gated(module: nn.Module, x: Tensor) -> tuple[list[Gated], list[WholeUnit]]:

@@ -102,9 +102,9 @@ def test_the_gate_names_a_planted_signature_and_leaves_it_out() -> None:
     right = [parsed(s) for s in ("R,S0>S2", "I>I", "S2,S1>P")]
     forms = {name: Form("I") for name in graph.parameters}
     placed = dict(zip(names, right, strict=True))
-    assert why_wrong(graph, placed, forms, Unsplit.of(graph, given), 2) is None
+    assert why_wrong(graph, placed, forms, Unsplit.of(graph, given), 2, set()) is None
     planted = {**placed, names[1]: parsed("S2>S2")}
-    wrong = why_wrong(graph, planted, forms, Unsplit.of(graph, given), 2)
+    wrong = why_wrong(graph, planted, forms, Unsplit.of(graph, given), 2, set())
     assert wrong is not None
     assert wrong.node == names[1]
     assert "softmax" in wrong.why
@@ -118,7 +118,12 @@ def test_a_gradient_that_is_a_part_where_all_is_asked_for_is_seen() -> None:
     graph, given = graph_of(Of(F.linear, (8, 6)), torch.randn(3, 4, 6, requires_grad=True))
     (name,) = graph.calls
     wrong = why_wrong(
-        graph, {name: parsed("I,S0>S2")}, {next(iter(graph.parameters)): Form("S", 0)}, Unsplit.of(graph, given), 2
+        graph,
+        {name: parsed("I,S0>S2")},
+        {next(iter(graph.parameters)): Form("S", 0)},
+        Unsplit.of(graph, given),
+        2,
+        set(),
     )
     assert wrong is not None
     assert wrong.node == name

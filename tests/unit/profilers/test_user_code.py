@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from meshwright.cli.main import app
 from meshwright.planner.request import resolve_model
-from meshwright.profilers.module.user_code import load_batch
+from meshwright.profilers.module.user_code import load_batch, time_user_model
 from meshwright.schema import ConfigError, TrainingPlan
 from typer.testing import CliRunner
 
@@ -95,6 +95,18 @@ def test_what_fails_is_said_without_a_traceback(text: str, batch: str | None, wh
 def test_another_length_than_the_batchs_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a sample of batch\.py has 5 tokens"):
         resolve_model("user_package_of_tests:Model", 6, "batch.py")
+
+
+@pytest.mark.usefixtures("_package")
+def test_layers_of_a_users_model_are_timed_or_it_is_said_what_fails() -> None:
+    points = time_user_model(
+        "user_package_of_tests:Model", "user_package_of_tests:inputs", micro_batches=[2], cpu_seconds=False
+    )
+    assert [(point.direction, point.micro_batch_size) for point in points] == [("forward", 2), ("backward", 2)]
+    with pytest.raises(ConfigError, match="does not run on the sample batch"):
+        time_user_model(
+            "user_package_of_tests:Broken", "user_package_of_tests:inputs", micro_batches=[2], cpu_seconds=False
+        )
 
 
 @pytest.mark.usefixtures("_package")
