@@ -7,13 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meshwright.cost_models.serving.steady_state import (
-    InstanceModel,
-    Mix,
-    largest_rate,
-    operating_points,
-    prefill_points,
-)
+from meshwright.cost_models.serving.instance_model import InstanceModel
+from meshwright.cost_models.serving.mix import Mix
+from meshwright.cost_models.serving.steady_state import largest_rate, operating_points, prefill_points
 from meshwright.schema import LatencyLimit, RequestClass, Requests
 from meshwright.schema.units import FloatArray
 
