@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema.units import FloatArray
-from .fluid import BESIDE, fluid_steps
+from .fluid import WAVES, fluid_steps
 from .instance_model import InstanceModel
 from .mix import Mix
 from .steady_state import first_token_s, largest_per_step, operating_points
@@ -35,8 +35,8 @@ class ClosedLoop:
         if not fluid:
             points = operating_points(instance, mix, x)
             return cls(points.requests_per_s[None, :], points.ttft_s[None, :], points.step_s[None, :])
-        steps = fluid_steps(instance, mix, x, beside=BESIDE)
-        ways = len(steps.step_s) // len(BESIDE) or 1
+        steps = fluid_steps(instance, mix, x, waves=WAVES)
+        ways = len(steps.step_s) // len(WAVES) or 1
         per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
         first_s = [
             first_token_s(instance, mix, rows, rows * per_row, fluid=True) @ mix.share
@@ -44,7 +44,7 @@ class ClosedLoop:
         ]
         return cls(x / steps.step_s * instance.lanes, np.repeat(first_s, ways, axis=0), steps.seen_s)
 
-    def at(
+    def under(
         self, in_flight: float, *, more_first_s: float, decode_steps: float, count: int
     ) -> tuple[float, float, float]:
         """Return the most requests a second of so many instances, and the least seconds of the first token and of a further one.
@@ -61,7 +61,7 @@ class ClosedLoop:
 
         return max(values(rate)), min(values(first_s)), min(values(self.token_s))
 
-    def token_s_at(self, requests_per_s: float) -> float:
+    def token_s_by_rate(self, requests_per_s: float) -> float:
         """Return the least seconds between two tokens of an instance at a rate."""
         return min(
             float(np.interp(requests_per_s, np.maximum.accumulate(rate), token_s))

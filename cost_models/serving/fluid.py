@@ -25,7 +25,7 @@ from .mix import Mix
 WAYS = 24
 """Tokens of prompts in a step that are tried, from the fewest to the most."""
 
-BESIDE = (1.0, 0.5, 0.0)
+WAVES = (1.0, 0.5, 0.0)
 """N1 over N in waves of requests that are kept in flight."""
 
 
@@ -34,7 +34,7 @@ def chunks(instance: InstanceModel, mix: Mix) -> float:
     return float(mix.share @ np.ceil(mix.new_len / min(instance.max_batched_tokens, instance.chunk)))
 
 
-def least_part(instance: InstanceModel, x: FloatArray, mix: Mix, rows: FloatArray, more: Any = 1.0) -> FloatArray:
+def smallest_part(instance: InstanceModel, x: FloatArray, mix: Mix, rows: FloatArray, more: Any = 1.0) -> FloatArray:
     """Return the part of the steps that have prompts where each takes all tokens that it may."""
     room = instance.max_batched_tokens - (0.0 if instance.prefill_first else rows)
     return np.asarray(more * x * mix.new_tokens / np.maximum(room, 1.0))
@@ -55,12 +55,12 @@ class FluidSteps:
 
 
 def fluid_steps(
-    instance: InstanceModel, mix: Mix, per_step: FloatArray, *, beside: Sequence[float] = (1.0,)
+    instance: InstanceModel, mix: Mix, per_step: FloatArray, *, waves: Sequence[float] = (1.0,)
 ) -> FluidSteps:
     """Return the steps of an instance where nothing waits or varies, prompts in few steps to one for each of their chunks.
 
     Args:
-        beside: rows that decode in steps with prompts, over those of a mean step: below one where requests come in waves.
+        waves: rows that decode in steps with prompts, over those of a mean step: below one where requests come in waves.
     """
     x = np.asarray(per_step, dtype=np.float64)
     per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
@@ -68,25 +68,27 @@ def fluid_steps(
     if not mix.new_tokens:
         seconds = instance.pass_s(rows, rows * per_row)[None, :]
         return FluidSteps(seconds, seconds, rows[None, :])
-    low = least_part(instance, x, mix, rows)
+    low = smallest_part(instance, x, mix, rows)
     high = np.maximum(x * chunks(instance, mix), low)
     parts = low * (high / np.maximum(low, 1e-30)) ** np.linspace(0, 1, WAYS)[:, None]
-    part = np.concatenate([parts] * len(beside))
+    part = np.concatenate([parts] * len(waves))
     part = part if instance.prefill_first else np.minimum(part, 1.0)
-    alone = np.repeat(np.asarray(beside), WAYS)[:, None] + 0 * part
+    fraction = np.repeat(np.asarray(waves), WAYS)[:, None] + 0 * part
     prompts = np.maximum(part, 1e-12)
-    first = alone * rows
+    first = fraction * rows
     other = rows + 0 * part if instance.prefill_first else (rows - part * first) / np.maximum(1 - part, 1e-12)
-    other = np.where(alone == 1, rows, other)
-    held = mix.held_steps(reserves_output=instance.reserves_output) / mix.decode_steps if mix.decode_steps else 0.0
+    other = np.where(fraction == 1, rows, other)
+    occupied = (
+        mix.occupied_steps(reserves_output=instance.reserves_output) / mix.decode_steps if mix.decode_steps else 0.0
+    )
     fits = (other <= np.maximum(instance.max_batch, rows)) & (
-        other * held <= np.maximum(instance.cache_tokens, rows * held)
+        other * occupied <= np.maximum(instance.cache_tokens, rows * occupied)
     )
     other = np.where(fits, other, rows)
     plain_s = instance.pass_s(other, other * per_row)
     mixed_s = instance.prompt_s(first, first * per_row, x * mix.new_tokens / prompts, mix.mean_context, x / prompts)
     if instance.prefill_first:
-        step_s, seen_s = plain_s + part * mixed_s, plain_s + alone * part * mixed_s
+        step_s, seen_s = plain_s + part * mixed_s, plain_s + fraction * part * mixed_s
     else:
         step_s = (1 - part) * plain_s + part * mixed_s
         seen_s = ((1 - part) * other * plain_s + part * first * mixed_s) / np.maximum(rows, 1e-12)

@@ -57,7 +57,7 @@ class Mix:
         """Tokens that a mean request attends to, summed over its steps of decoding."""
         return float(self.share @ ((self.output_len - 1) * (self.prompt_len + self.output_len / 2)))
 
-    def held_steps(self, *, reserves_output: bool) -> float:
+    def occupied_steps(self, *, reserves_output: bool) -> float:
         """Return the tokens whose cache it holds by itself, summed alike; that of the last one from the first one on, or not."""
         made = self.output_len if reserves_output else self.output_len / 2
         return float(self.share @ ((self.output_len - 1) * (self.prompt_len - self.shared_len + made)))

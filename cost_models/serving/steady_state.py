@@ -7,13 +7,12 @@
     T = (1 - f) t(N, S, 0) + f t(N, S, p / f); prompts first: t(N, S, 0) + f t(0, 0, p / f); t with what the host
         adds                                                                              (S4)
     rate = x / T                                                                        (S5)
-    N <= max_batch, N + p <= max_batched_tokens, S <= cache                             (S6)
+    N <= max_batch, N + p <= max_batched_tokens, S <= cache, of S without shared prefixes (S6)
 
 A request sees its own row besides N. Over its life N varies as a shot noise does: with lives of one length the mean of N over one
 life has the variance 2/3 cv^2 N, the prompts met in it (cv^2 + scv) / N of their mean (S7). The first token waits for the step
 under way, for prompts before it (Kingman's bound of a server that takes max_batched_tokens a step, with Sakasegawa's factor for
-several replicas, S8), and for its own chunks (S9). ``fluid`` leaves (S7) and (S8) out and takes the best f up to x chunks, more
-steps than a scheduler has that fills them: nothing simulated does better.
+several replicas, S8), and for its own chunks (S9). ``fluid`` leaves (S7) and (S8) out and takes the best f (fluid.py).
 
 All counts are of one lane: an attention rank, with pipeline stages a pp-th of its requests, whose steps are in flight together.
 
@@ -31,7 +30,7 @@ import numpy as np
 
 from ...schema.serving import LatencyLimit
 from ...schema.units import FloatArray
-from .fluid import chunks, fluid_steps, least_part
+from .fluid import chunks, fluid_steps, smallest_part
 from .instance_model import InstanceModel
 from .mix import Mix
 
@@ -120,7 +119,7 @@ def largest_per_step(instance: InstanceModel, mix: Mix) -> float:
     """Return the requests a step that (S6) allows."""
     needs = mix.new_tokens if instance.prefill_first else mix.decode_steps + mix.new_tokens
     by_rows = instance.max_batch / mix.decode_steps if mix.decode_steps else np.inf
-    cache_need = mix.held_steps(reserves_output=instance.reserves_output)
+    cache_need = mix.occupied_steps(reserves_output=instance.reserves_output)
     by_cache = instance.cache_tokens / cache_need if cache_need else np.inf
     by_tokens = instance.max_batched_tokens / needs if needs else np.inf
     if instance.prefill_first:  # as many steps of prompts as it takes
@@ -161,7 +160,7 @@ def _mean_step_s(instance: InstanceModel, mix: Mix, x: FloatArray, rows: FloatAr
     per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     if not mix.new_tokens:
         return instance.pass_s(rows, rows * per_row)
-    part = np.maximum(-np.expm1(-more * x * chunks(instance, mix)), least_part(instance, x, mix, rows, more))
+    part = np.maximum(-np.expm1(-more * x * chunks(instance, mix)), smallest_part(instance, x, mix, rows, more))
     part = part if instance.prefill_first else np.minimum(part, 1.0)
     return instance.step_s(rows, rows * per_row, more * x * mix.new_tokens, mix.mean_context, more * x, part)
 
@@ -301,7 +300,7 @@ def largest_rate(
 def _binding_resource(instance: InstanceModel, mix: Mix) -> str:
     """Return which of (S6) ends the curve."""
     end = largest_per_step(instance, mix)
-    cache_need = mix.held_steps(reserves_output=instance.reserves_output)
+    cache_need = mix.occupied_steps(reserves_output=instance.reserves_output)
     if cache_need and end * cache_need >= 0.999 * instance.cache_tokens:
         return "cache"
     if mix.decode_steps and end * mix.decode_steps >= 0.999 * instance.max_batch:

@@ -63,8 +63,8 @@ def device_seconds(problem: ServingProblem, cluster: ClusterSpec) -> float:
         context = mix.cached_steps / mix.decode_steps
         weights = active * BYTES_OF[kind.weights]
         total = cluster.num_devices * device.memory_bytes
-        held = mix.held_steps(reserves_output=False) / mix.decode_steps
-        batch = max((total - weights) / max(kv * held, 1e-9), 1.0)
+        occupied = mix.occupied_steps(reserves_output=False) / mix.decode_steps
+        batch = max((total - weights) / max(kv * occupied, 1e-9), 1.0)
         limits = [limit.seconds for limit in serving.limits if limit.metric == "tpot"]
         if limits:
             room = min(limits) * device.memory_bandwidth_bytes_per_s * cluster.num_devices - weights

@@ -209,8 +209,8 @@ class Family:
             before_s = self.rates[0].prefill_service_s + self.sent_s_per_token * mean_prompt
             cap = counts[0] * self.largest(0, fluid=True)
         loop, steps = last.loop(self.roles[-1], fluid=fluid), last.mix.decode_steps
-        carried, first_s, token_s = loop.at(concurrency, more_first_s=before_s, decode_steps=steps, count=counts[-1])
+        carried, first_s, token_s = loop.under(concurrency, more_first_s=before_s, decode_steps=steps, count=counts[-1])
         if carried > cap:
-            carried, token_s = cap, loop.token_s_at(cap / counts[-1])
+            carried, token_s = cap, loop.token_s_by_rate(cap / counts[-1])
         waiting_s = concurrency / carried - steps * token_s if carried else math.inf
         return carried, max(first_s, waiting_s), token_s
