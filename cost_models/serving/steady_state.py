@@ -40,7 +40,7 @@ POINTS = 48
 _START = 1e-3
 """The curve begins at this part of its end."""
 
-_BISECTIONS = 40
+_BISECTIONS = 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,30 +183,39 @@ def _slot_wait_s(instance: InstanceModel, mix: Mix, rows: FloatArray, step_s: Fl
     return np.asarray(waits * mix.decode_steps * step_s)
 
 
-def prefill_points(
-    instance: InstanceModel,
-    mix: Mix,
-    load: FloatArray,
-    *,
-    transfer_s_per_token: float = 0.0,
-    fluid: bool = False,
-    replicas: int = 1,
-) -> OperatingPoints:
-    """Return points of an instance that only prefills, by the share of its capacity that is used (S8).
+@dataclass(frozen=True)
+class Prefill:
+    """An instance that only prefills: prompts a second of a lane, and seconds [1, W] of the first token of each class."""
 
-    The keys and values of a prompt are sent when it ends: ``transfer_s_per_token`` adds to the first token.
-    """
-    rho, none = np.asarray(load, dtype=np.float64), np.zeros(len(load))
-    capacity = _prompts_per_s(instance, mix, none, none)
-    wait_s = none if fluid else _wait_s(mix, rho, capacity, replicas)
-    rate, service = rho * capacity, first_token_s(instance, mix, none, none, fluid=fluid)
-    step_s = service @ mix.share
-    return OperatingPoints(
-        mix=mix, fluid=fluid, per_step=rate * step_s, requests_per_s=rate * instance.lanes, rows=none,
-        prompt_tokens=rate * step_s * mix.new_tokens, cached_tokens=rate * step_s * float(mix.share @ mix.prompt_len),
-        step_s=step_s, slow_step_s=step_s, service_s=service, load=rho, wait_s=wait_s,
-        transfer_s=np.broadcast_to(transfer_s_per_token * mix.prompt_len, (len(rho), len(mix.share))),
-    )  # fmt: skip
+    instance: InstanceModel
+    mix: Mix
+    fluid: bool
+    capacity: FloatArray
+    service_s: FloatArray
+
+    @classmethod
+    def of(cls, instance: InstanceModel, mix: Mix, *, fluid: bool = False) -> Prefill:
+        """Return what an instance does with prompts alone."""
+        none = np.zeros(1)
+        service_s = first_token_s(instance, mix, none, none, fluid=fluid)
+        return cls(instance, mix, fluid, _prompts_per_s(instance, mix, none, none), service_s)
+
+    def points(self, load: FloatArray, *, transfer_s_per_token: float = 0.0, replicas: int = 1) -> OperatingPoints:
+        """Return points by the share of its capacity that is used (S8).
+
+        The keys and values of a prompt are sent when it ends: ``transfer_s_per_token`` adds to the first token.
+        """
+        rho, none, mix = np.asarray(load, dtype=np.float64), np.zeros(len(load)), self.mix
+        wait_s = none if self.fluid else _wait_s(mix, rho, self.capacity, replicas)
+        rate, service = rho * self.capacity, np.broadcast_to(self.service_s, (len(rho), len(mix.share)))
+        step_s = service @ mix.share
+        return OperatingPoints(
+            mix=mix, fluid=self.fluid, per_step=rate * step_s, requests_per_s=rate * self.instance.lanes, rows=none,
+            prompt_tokens=rate * step_s * mix.new_tokens,
+            cached_tokens=rate * step_s * float(mix.share @ mix.prompt_len),
+            step_s=step_s, slow_step_s=step_s, service_s=service, load=rho, wait_s=wait_s,
+            transfer_s=np.broadcast_to(transfer_s_per_token * mix.prompt_len, service.shape),
+        )  # fmt: skip
 
 
 def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray) -> FloatArray:
@@ -215,13 +224,10 @@ def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: 
         return np.full(rows.shape, np.inf)
     room = np.full(rows.shape, instance.max_batched_tokens)
     room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
-    best = np.zeros(rows.shape)
     # Fewer prompts a step may be quicker for each of them than as many as it takes.
-    for count in (1.0, 2.0, 4.0, np.inf):
-        tokens = np.minimum(count * mix.new_tokens, room)
-        prompts = tokens / mix.new_tokens
-        best = np.maximum(best, prompts / instance.prompt_s(rows, cached, tokens, mix.mean_context, prompts))
-    return best
+    tokens = np.minimum(np.array([1.0, 2.0, 4.0, np.inf])[:, None] * mix.new_tokens, room)
+    prompts = tokens / mix.new_tokens
+    return np.asarray((prompts / instance.prompt_s(rows, cached, tokens, mix.mean_context, prompts)).max(axis=0))
 
 
 def first_token_s(
@@ -270,11 +276,11 @@ def largest_rate(
     if not end > 0 or not np.isfinite(end):
         return Largest(0.0, None, "cache")
 
+    prompts_only = Prefill.of(instance, mix, fluid=fluid) if prefill else None
+
     def points(positions: FloatArray) -> OperatingPoints:
-        if prefill:
-            return prefill_points(
-                instance, mix, positions, transfer_s_per_token=transfer_s_per_token, fluid=fluid, replicas=replicas
-            )
+        if prompts_only is not None:
+            return prompts_only.points(positions, transfer_s_per_token=transfer_s_per_token, replicas=replicas)
         return operating_points(instance, mix, positions, fluid=fluid, replicas=replicas)
 
     low, high, best, binds = _START * end, end, Largest(0.0, None, ""), ""

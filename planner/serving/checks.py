@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from ...schema.requests_file import read_trace
 from ...schema.serving import LatencyLimit, LatencyMetric, Requests, Serving
 from ...schema.serving_plan import ClassEstimate, LimitEstimate, Percentiles
 from ...schema.units import BoolArray, FloatArray, IntArray
+from .limits import Touched
 from .space import InstanceKind
 
 MIN_COUNTED, MAX_COUNTED = 800, 4000
@@ -100,15 +101,20 @@ class Served:
         values: FloatArray = getattr(self.result, f"{metric}_s")
         return values[mask]
 
-    @property
+    @cached_property
     def limits(self) -> tuple[LimitEstimate, ...]:
         """Return each limit with what was simulated."""
         return tuple(self._limit(limit) for limit in self.serving.limits)
 
-    @property
+    @cached_property
     def meets_limits(self) -> bool:
         """Return whether every limit is met at its quantile, and no queue grows."""
         return self.keeps_up and all(limit.is_met for limit in self.limits)
+
+    @cached_property
+    def touched(self) -> tuple[Touched, ...]:
+        """Return what the instances of each pool reached of their limits."""
+        return tuple(Touched.of(uses) for uses in self.result.pools)
 
     def _limit(self, limit: LatencyLimit) -> LimitEstimate:
         values = self.values(limit.metric)

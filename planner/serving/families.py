@@ -19,10 +19,10 @@ from ...cost_models.serving.mix import Mix
 from ...cost_models.serving.steady_state import (
     Largest,
     OperatingPoints,
+    Prefill,
     largest_per_step,
     largest_rate,
     operating_points,
-    prefill_points,
 )
 from ...schema.serving import LatencyLimit, Serving
 from .checks import Deployment
@@ -52,12 +52,13 @@ class KindRates:
         """Return the largest rate of an instance; in a closed loop limits on the first token are the queue's."""
         # Pooled waiting changes little beyond a few replicas.
         near = 1 if fluid else 2 ** round(math.log2(max(replicas, 1)))
-        key = (f"{role} {sent_s_per_token:.6e}", fluid, near)
+        sent_s = sent_s_per_token if role == "prefill" else 0.0
+        key = (f"{role} {sent_s:.6e}", fluid, near)
         if key not in self._known:
             mix = self.mix.decoding if role == "decode" else self.mix
             self._known[key] = largest_rate(
                 self._model(fluid=fluid), mix, self.limits(role), fluid=fluid, replicas=near, prefill=role == "prefill",
-                transfer_s_per_token=sent_s_per_token,
+                transfer_s_per_token=sent_s,
             )  # fmt: skip
         return self._known[key]
 
@@ -91,7 +92,7 @@ class KindRates:
     @cached_property
     def prefill_service_s(self) -> float:
         """Seconds of the mean request's first token without waiting."""
-        return float(prefill_points(self.kind.loosest, self.mix, np.zeros(1), fluid=True).ttft_s[0])
+        return float(Prefill.of(self.kind.loosest, self.mix, fluid=True).points(np.zeros(1)).ttft_s[0])
 
     def _curve(self, mix: Mix, *, fluid: bool) -> OperatingPoints:
         model = self._model(fluid=fluid)
