@@ -59,7 +59,8 @@ class ClosedLoop:
         def values(of: FloatArray) -> list[float]:
             return [float(np.interp(in_flight, load, each)) for load, each in zip(loads, of, strict=True)]
 
-        return max(values(rate)), min(values(first_s)), min(values(self.token_s))
+        # More in flight never carry less: what is beyond the best may wait.
+        return max(values(np.maximum.accumulate(rate, axis=1))), min(values(first_s)), min(values(self.token_s))
 
     def token_s_by_rate(self, requests_per_s: float) -> float:
         """Return the least seconds between two tokens of an instance at a rate."""
