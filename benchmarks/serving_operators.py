@@ -19,7 +19,7 @@ from meshwright.cost_models.learned.serving_kernels import ExpertShape
 from meshwright.cost_models.serving.engine import EngineProfile
 from meshwright.cost_models.serving.memory import serving_memory
 from meshwright.cost_models.serving.operators import row_costs
-from meshwright.cost_models.serving.step import StepCosts, attention_planes
+from meshwright.cost_models.serving.step import StepCosts, decoding_plane, prompts_plane
 from meshwright.cost_models.serving.tables import Plane, over_rows
 from meshwright.fitting.gemm import SYSTEMS
 from meshwright.schema import ClusterSpec, Link, MeshwrightError, ModelSpec
@@ -249,7 +249,7 @@ def latent_modules(data: Path) -> pd.DataFrame:
             dtypes = ("fp8" if "fp8" in key[3] else "bf16",) * 2 + ("fp8" if key[2] == "fp8" else "bf16",)
             step = step_costs("deepseek-v3", gpu, (tp, 1, 1, 1), dtypes)
             costs = row_costs(step.instance, half)["products"]
-            planes = [Plane.of(seconds) for seconds in attention_planes(step.instance, half)]
+            planes = [Plane.of(plane(step.instance, half)) for plane in (decoding_plane, prompts_plane)]
             rows, isl = part.batch_size.to_numpy(dtype=float), part.isl.to_numpy(dtype=float)
             if name.startswith("decode"):
                 seconds = over_rows(rows, costs) + planes[0](rows, part.step + 1.0)

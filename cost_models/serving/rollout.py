@@ -19,7 +19,7 @@ import numpy as np
 
 from ...schema.batch import Lengths
 from ...schema.units import FloatArray
-from .steady_state import InstanceModel
+from .instance_model import InstanceModel
 
 POINTS = 96
 """Of the grid over steps: the sum over every step differs by less than 1 % (test)."""

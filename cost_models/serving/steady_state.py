@@ -7,13 +7,12 @@
     T = (1 - f) t(N, S, 0) + f t(N, S, p / f); prompts first: t(N, S, 0) + f t(0, 0, p / f); t with what the host
         adds                                                                              (S4)
     rate = x / T                                                                        (S5)
-    N <= max_batch, N + p <= max_batched_tokens, S <= cache                             (S6)
+    N <= max_batch, N + p <= max_batched_tokens, S <= cache, of S without shared prefixes (S6)
 
 A request sees its own row besides N. Over its life N varies as a shot noise does: with lives of one length the mean of N over one
 life has the variance 2/3 cv^2 N, the prompts met in it (cv^2 + scv) / N of their mean (S7). The first token waits for the step
 under way, for prompts before it (Kingman's bound of a server that takes max_batched_tokens a step, with Sakasegawa's factor for
-several replicas, S8), and for its own chunks (S9). ``fluid`` leaves (S7) and (S8) out and takes the best f up to x chunks, more
-steps than a scheduler has that fills them: nothing simulated does better.
+several replicas, S8), and for its own chunks (S9). ``fluid`` leaves (S7) and (S8) out and takes the best f (fluid.py).
 
 All counts are of one lane: an attention rank, with pipeline stages a pp-th of its requests, whose steps are in flight together.
 
@@ -24,14 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ...schema.serving import LatencyLimit, Requests
+from ...schema.serving import LatencyLimit
 from ...schema.units import FloatArray
+from .fluid import chunks, fluid_steps, smallest_part
+from .instance_model import InstanceModel
+from .mix import Mix
 
 POINTS = 48
 """Points of a curve; the largest rate is looked for between two of them with as many again, twice."""
@@ -39,173 +40,7 @@ POINTS = 48
 _START = 1e-3
 """The curve begins at this part of its end."""
 
-_BISECTIONS = 40
-
-
-class Steps(Protocol):
-    """What steps cost: `StepCosts`."""
-
-    def seconds(
-        self,
-        decode_rows: Any,
-        cached_tokens: Any,
-        prefill_tokens: Any = 0,
-        prefill_context: Any = 0,
-        *,
-        prompts: Any = 0,
-    ) -> FloatArray:
-        """Return the seconds of a pass."""
-        ...
-
-
-@dataclass(frozen=True)
-class Mix:
-    """Classes of a load as arrays [W], and their moments."""
-
-    share: FloatArray
-    prompt_len: FloatArray
-    output_len: FloatArray
-    prefix_len: FloatArray
-    arrival_cv: float = 1.0
-
-    @classmethod
-    def of(cls, requests: Requests, *, only: int | None = None, prefix_cache: bool = True) -> Mix:
-        """Return the mix of a load, or of one of its classes alone."""
-        classes = requests.classes if only is None else requests.classes[only : only + 1]
-        columns = np.array([(c.share, c.prompt_len, c.output_len, c.prefix_len) for c in classes], dtype=np.float64).T
-        share, prompt, output, prefix = columns
-        # Under a fixed number in flight a request follows an end: arrivals are as even as ends are.
-        cv = requests.arrival_cv if requests.concurrency is None else 0.0
-        return cls(share / share.sum(), prompt, output, prefix if prefix_cache else 0 * prefix, cv)
-
-    @cached_property
-    def new_len(self) -> FloatArray:
-        """Tokens of a prompt that are computed."""
-        return self.prompt_len - self.prefix_len
-
-    @cached_property
-    def new_tokens(self) -> float:
-        """Mean of those."""
-        return float(self.share @ self.new_len)
-
-    @cached_property
-    def decode_steps(self) -> float:
-        """Steps in which a mean request decodes."""
-        return float(self.share @ (self.output_len - 1))
-
-    @cached_property
-    def cached_steps(self) -> float:
-        """Tokens that a mean request attends to, summed over its steps of decoding."""
-        return float(self.share @ ((self.output_len - 1) * (self.prompt_len + self.output_len / 2)))
-
-    @cached_property
-    def reserved_steps(self) -> float:
-        """The same where the cache of the last token is held from the first one on."""
-        return float(self.share @ ((self.output_len - 1) * (self.prompt_len + self.output_len)))
-
-    @cached_property
-    def context(self) -> FloatArray:
-        """Tokens that one of a prompt attends to on average, by class."""
-        return self.prefix_len + self.new_len / 2
-
-    @cached_property
-    def mean_context(self) -> float:
-        """The same over all tokens of prompts."""
-        return float(self.share @ (self.new_len * self.context)) / self.new_tokens if self.new_tokens else 0.0
-
-    @cached_property
-    def prompt_scv(self) -> float:
-        """Squared coefficient of variation of computed prompts."""
-        return max(float(self.share @ self.new_len**2) / self.new_tokens**2 - 1, 0.0) if self.new_tokens else 0.0
-
-    @property
-    def decoding(self) -> Mix:
-        """Return what of the load an instance has that only decodes: nothing of a prompt is computed there."""
-        return replace(self, prefix_len=self.prompt_len)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """What the engine's host adds to a step (`EngineProfile.overhead`), and to a request before its first step.
-
-    Attributes:
-        overlapped: beside the device's work; step_s, row_s: of a step and of a row of it; device_s: between two steps of it.
-        draft_row_s: of a row whose draft is checked.
-        eager_s: least time of a step that no captured graph holds; graph_rows: rows of the largest graph.
-        request_s, token_s: of a request and a token of its prompt.
-    """
-
-    overlapped: bool = True
-    step_s: float = 0.0
-    row_s: float = 0.0
-    device_s: float = 0.0
-    eager_s: float = 0.0
-    graph_rows: float = 0.0
-    draft_row_s: float = 0.0
-    request_s: float = 0.0
-    token_s: float = 0.0
-
-    def with_step(self, seconds: FloatArray, rows: Any, tokens: Any, prompts: Any) -> FloatArray:
-        """Return the seconds of steps with what the host adds."""
-        host = self.step_s + self.row_s * (np.asarray(rows) + prompts)
-        seconds = np.maximum(seconds, np.where(np.asarray(rows) + tokens > self.graph_rows, self.eager_s, 0.0))
-        seconds = seconds + self.device_s
-        seconds = np.maximum(seconds, host) if self.overlapped else seconds + host
-        return seconds + self.draft_row_s * np.asarray(rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstanceModel:
-    """An engine instance as the steady state sees it; limits and cache are of one lane.
-
-    Attributes:
-        steps: what they cost; host: what it adds.
-        lanes: attention ranks times pipeline stages.
-        max_batch, max_batched_tokens: limits of a step; chunk: of a prompt's tokens in it; cache_tokens: that fit.
-        prefill_first: prompts have steps of their own, before others decode; else they join the steps of those.
-        reserves_output: a request has the cache of its last token from its first one.
-        tokens_per_step: of a row, where drafts are checked (speculation.py): seconds below are those between two tokens.
-        others: instances of which the quickest is taken for each step, in a bound on all of them.
-    """
-
-    steps: Steps
-    host: Host = Host()
-    lanes: int = 1
-    max_batch: float = 1024
-    max_batched_tokens: float = 8192
-    chunk: float = np.inf
-    cache_tokens: float = np.inf
-    prefill_first: bool = False
-    reserves_output: bool = False
-    tokens_per_step: float = 1.0
-    others: tuple[InstanceModel, ...] = ()
-
-    def pass_s(self, rows: Any, cached: Any, tokens: Any = 0.0, context: Any = 0.0, prompts: Any = 0.0) -> FloatArray:
-        """Return the seconds between two steps of the same lane, if all steps are alike."""
-        if self.others:
-            return np.minimum.reduce([other.pass_s(rows, cached, tokens, context, prompts) for other in self.others])
-        seconds = self.steps.seconds(rows, cached, tokens, context, prompts=prompts)
-        seconds = self.host.with_step(seconds, rows, tokens, prompts)
-        if self.tokens_per_step == 1:
-            return seconds
-        if not np.any(tokens):
-            return np.asarray(seconds / self.tokens_per_step)
-        # Of the step with prompts a token is due what they add, and its part of the rest.
-        unmixed_s = self.host.with_step(self.steps.seconds(rows, cached), rows, 0.0, 0.0)
-        return np.where(np.asarray(rows) > 0, seconds - (1 - 1 / self.tokens_per_step) * unmixed_s, seconds)
-
-    def prompt_s(self, rows: Any, cached: Any, tokens: Any, context: Any, prompts: Any) -> FloatArray:
-        """Return the seconds of a step with tokens of prompts, beside rows that decode where they may."""
-        if self.prefill_first:
-            return self.pass_s(0.0 * np.asarray(rows), 0.0, tokens, context, prompts)
-        return self.pass_s(rows, cached, tokens, context, prompts)
-
-    def step_s(self, rows: Any, cached: Any, tokens: Any, context: float, prompts: Any, part: Any) -> FloatArray:
-        """Return the mean seconds between two tokens of a request; ``part`` of the steps have prompts (S4)."""
-        plain = self.pass_s(rows, cached)
-        share = np.maximum(part, 1e-12)
-        mixed = self.prompt_s(rows, cached, tokens / share, context, prompts / share)
-        return np.asarray(plain + part * mixed if self.prefill_first else (1 - part) * plain + part * mixed)
+_BISECTIONS = 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +119,7 @@ def largest_per_step(instance: InstanceModel, mix: Mix) -> float:
     """Return the requests a step that (S6) allows."""
     needs = mix.new_tokens if instance.prefill_first else mix.decode_steps + mix.new_tokens
     by_rows = instance.max_batch / mix.decode_steps if mix.decode_steps else np.inf
-    cache_need = mix.reserved_steps if instance.reserves_output else mix.cached_steps
+    cache_need = mix.occupied_steps(reserves_output=instance.reserves_output)
     by_cache = instance.cache_tokens / cache_need if cache_need else np.inf
     by_tokens = instance.max_batched_tokens / needs if needs else np.inf
     if instance.prefill_first:  # as many steps of prompts as it takes
@@ -298,44 +133,36 @@ def operating_points(
     """Return points of an aggregated instance, or of one that only decodes where the mix has no prompts to compute."""
     x = np.asarray(per_step, dtype=np.float64)
     rows, cached, tokens = x * mix.decode_steps, x * mix.cached_steps, x * mix.new_tokens
-    decodes = mix.decode_steps > 0
-    seen = np.maximum(rows, 1.0) if fluid else np.minimum(rows + 1, max(instance.max_batch, 1.0))
-    seen = seen if decodes else rows
-    per_row = mix.cached_steps / mix.decode_steps if decodes else 0.0
-    largest_part = min(instance.max_batched_tokens, instance.chunk)
-    context, chunks = mix.mean_context, float(mix.share @ np.ceil(mix.new_len / largest_part))
-    prompts = x if mix.new_tokens else 0 * x
-
-    def step_s(rows: FloatArray, more: Any = 1.0) -> FloatArray:
-        if not mix.new_tokens:
-            return instance.pass_s(rows, rows * per_row)
-        room = instance.max_batched_tokens - (0.0 if instance.prefill_first else rows)
-        lowest = more * tokens / np.maximum(room, 1.0)
-        parts = [np.maximum(-np.expm1(-more * x * chunks), lowest)]
-        if fluid:
-            highest = np.maximum(more * x * chunks, lowest)
-            parts = [lowest + share * (highest - lowest) for share in (0.0, 0.5, 0.9, 1.0)]
-        if not instance.prefill_first:
-            parts = [np.minimum(part, 1.0) for part in parts]
-        every = [instance.step_s(rows, rows * per_row, more * tokens, context, more * prompts, part) for part in parts]
-        return np.asarray(np.minimum.reduce(every))
-
-    seconds = step_s(seen)
-    slow_s = seconds
-    if not fluid and decodes:
-        lively = mix.arrival_cv**2
-        slow_rows = np.minimum(seen + np.sqrt(2 / 3 * lively * rows), np.maximum(instance.max_batch, seen))
-        slow_s = step_s(slow_rows, 1 + np.sqrt((lively + mix.prompt_scv) / np.maximum(rows, 1.0)))
+    if fluid:
+        seconds = slow_s = fluid_steps(instance, mix, x).step_s.min(axis=0)
+    else:
+        seen = np.minimum(rows + 1, max(instance.max_batch, 1.0)) if mix.decode_steps else rows
+        seconds = slow_s = _mean_step_s(instance, mix, x, seen)
+        if mix.decode_steps:
+            lively = mix.arrival_cv**2
+            slow_rows = np.minimum(seen + np.sqrt(2 / 3 * lively * rows), np.maximum(instance.max_batch, seen))
+            more = 1 + np.sqrt((lively + mix.prompt_scv) / np.maximum(rows, 1.0))
+            slow_s = _mean_step_s(instance, mix, x, slow_rows, more)
     rate = x / seconds
     capacity = _prompts_per_s(instance, mix, rows, cached)
     load = np.minimum(rate / capacity, 1.0)
     return OperatingPoints(
         mix=mix, fluid=fluid, per_step=x, requests_per_s=rate * instance.lanes, rows=rows, prompt_tokens=tokens,
         cached_tokens=cached, step_s=seconds, slow_step_s=np.maximum(slow_s, seconds),
-        service_s=_service_s(instance, mix, rows, cached, fluid=fluid), load=load,
+        service_s=first_token_s(instance, mix, rows, cached, fluid=fluid), load=load,
         wait_s=0 * x if fluid else _wait_s(mix, load, capacity, replicas) + _slot_wait_s(instance, mix, rows, seconds, replicas),
         transfer_s=np.zeros((len(x), len(mix.share))),
     )  # fmt: skip
+
+
+def _mean_step_s(instance: InstanceModel, mix: Mix, x: FloatArray, rows: FloatArray, more: Any = 1.0) -> FloatArray:
+    """Return the seconds of a step with prompts in a part of them as they fall by chance (S3)."""
+    per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
+    if not mix.new_tokens:
+        return instance.pass_s(rows, rows * per_row)
+    part = np.maximum(-np.expm1(-more * x * chunks(instance, mix)), smallest_part(instance, x, mix, rows, more))
+    part = part if instance.prefill_first else np.minimum(part, 1.0)
+    return instance.step_s(rows, rows * per_row, more * x * mix.new_tokens, mix.mean_context, more * x, part)
 
 
 def _wait_s(mix: Mix, load: FloatArray, capacity: FloatArray, replicas: int) -> FloatArray:
@@ -356,30 +183,39 @@ def _slot_wait_s(instance: InstanceModel, mix: Mix, rows: FloatArray, step_s: Fl
     return np.asarray(waits * mix.decode_steps * step_s)
 
 
-def prefill_points(
-    instance: InstanceModel,
-    mix: Mix,
-    load: FloatArray,
-    *,
-    transfer_s_per_token: float = 0.0,
-    fluid: bool = False,
-    replicas: int = 1,
-) -> OperatingPoints:
-    """Return points of an instance that only prefills, by the share of its capacity that is used (S8).
+@dataclass(frozen=True)
+class Prefill:
+    """An instance that only prefills: prompts a second of a lane, and seconds [1, W] of the first token of each class."""
 
-    The keys and values of a prompt are sent when it ends: ``transfer_s_per_token`` adds to the first token.
-    """
-    rho, none = np.asarray(load, dtype=np.float64), np.zeros(len(load))
-    capacity = _prompts_per_s(instance, mix, none, none)
-    wait_s = none if fluid else _wait_s(mix, rho, capacity, replicas)
-    rate, service = rho * capacity, _service_s(instance, mix, none, none, fluid=fluid)
-    step_s = service @ mix.share
-    return OperatingPoints(
-        mix=mix, fluid=fluid, per_step=rate * step_s, requests_per_s=rate * instance.lanes, rows=none,
-        prompt_tokens=rate * step_s * mix.new_tokens, cached_tokens=rate * step_s * float(mix.share @ mix.prompt_len),
-        step_s=step_s, slow_step_s=step_s, service_s=service, load=rho, wait_s=wait_s,
-        transfer_s=np.broadcast_to(transfer_s_per_token * mix.prompt_len, (len(rho), len(mix.share))),
-    )  # fmt: skip
+    instance: InstanceModel
+    mix: Mix
+    fluid: bool
+    capacity: FloatArray
+    service_s: FloatArray
+
+    @classmethod
+    def of(cls, instance: InstanceModel, mix: Mix, *, fluid: bool = False) -> Prefill:
+        """Return what an instance does with prompts alone."""
+        none = np.zeros(1)
+        service_s = first_token_s(instance, mix, none, none, fluid=fluid)
+        return cls(instance, mix, fluid, _prompts_per_s(instance, mix, none, none), service_s)
+
+    def points(self, load: FloatArray, *, transfer_s_per_token: float = 0.0, replicas: int = 1) -> OperatingPoints:
+        """Return points by the share of its capacity that is used (S8).
+
+        The keys and values of a prompt are sent when it ends: ``transfer_s_per_token`` adds to the first token.
+        """
+        rho, none, mix = np.asarray(load, dtype=np.float64), np.zeros(len(load)), self.mix
+        wait_s = none if self.fluid else _wait_s(mix, rho, self.capacity, replicas)
+        rate, service = rho * self.capacity, np.broadcast_to(self.service_s, (len(rho), len(mix.share)))
+        step_s = service @ mix.share
+        return OperatingPoints(
+            mix=mix, fluid=self.fluid, per_step=rate * step_s, requests_per_s=rate * self.instance.lanes, rows=none,
+            prompt_tokens=rate * step_s * mix.new_tokens,
+            cached_tokens=rate * step_s * float(mix.share @ mix.prompt_len),
+            step_s=step_s, slow_step_s=step_s, service_s=service, load=rho, wait_s=wait_s,
+            transfer_s=np.broadcast_to(transfer_s_per_token * mix.prompt_len, service.shape),
+        )  # fmt: skip
 
 
 def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray) -> FloatArray:
@@ -388,16 +224,15 @@ def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: 
         return np.full(rows.shape, np.inf)
     room = np.full(rows.shape, instance.max_batched_tokens)
     room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
-    best = np.zeros(rows.shape)
     # Fewer prompts a step may be quicker for each of them than as many as it takes.
-    for count in (1.0, 2.0, 4.0, np.inf):
-        tokens = np.minimum(count * mix.new_tokens, room)
-        prompts = tokens / mix.new_tokens
-        best = np.maximum(best, prompts / instance.prompt_s(rows, cached, tokens, mix.mean_context, prompts))
-    return best
+    tokens = np.minimum(np.array([1.0, 2.0, 4.0, np.inf])[:, None] * mix.new_tokens, room)
+    prompts = tokens / mix.new_tokens
+    return np.asarray((prompts / instance.prompt_s(rows, cached, tokens, mix.mean_context, prompts)).max(axis=0))
 
 
-def _service_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray, *, fluid: bool) -> FloatArray:
+def first_token_s(
+    instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray, *, fluid: bool
+) -> FloatArray:
     """Return the seconds [X, W] of the chunks of one prompt beside the rows that decode (S9), and of the host before."""
     if not mix.new_tokens:
         return np.zeros((len(rows), len(mix.share)))
@@ -441,11 +276,11 @@ def largest_rate(
     if not end > 0 or not np.isfinite(end):
         return Largest(0.0, None, "cache")
 
+    prompts_only = Prefill.of(instance, mix, fluid=fluid) if prefill else None
+
     def points(positions: FloatArray) -> OperatingPoints:
-        if prefill:
-            return prefill_points(
-                instance, mix, positions, transfer_s_per_token=transfer_s_per_token, fluid=fluid, replicas=replicas
-            )
+        if prompts_only is not None:
+            return prompts_only.points(positions, transfer_s_per_token=transfer_s_per_token, replicas=replicas)
         return operating_points(instance, mix, positions, fluid=fluid, replicas=replicas)
 
     low, high, best, binds = _START * end, end, Largest(0.0, None, ""), ""
@@ -471,7 +306,7 @@ def largest_rate(
 def _binding_resource(instance: InstanceModel, mix: Mix) -> str:
     """Return which of (S6) ends the curve."""
     end = largest_per_step(instance, mix)
-    cache_need = mix.reserved_steps if instance.reserves_output else mix.cached_steps
+    cache_need = mix.occupied_steps(reserves_output=instance.reserves_output)
     if cache_need and end * cache_need >= 0.999 * instance.cache_tokens:
         return "cache"
     if mix.decode_steps and end * mix.decode_steps >= 0.999 * instance.max_batch:

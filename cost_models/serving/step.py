@@ -105,9 +105,12 @@ class StepCosts:
         costs = {layer: row_costs(instance, layer) for stage in counts for layer in stage}
         planes, known = dict[Layer, Any](), {} if known is None else known
         for layer in (layer for layer in costs if isinstance(layer, Block)):
-            if (key := (layer.attention, layout.tp, queries)) not in known:
-                known[key] = attention_planes(instance, layer, queries)
-            planes[layer] = known[key]
+            key = (layer.attention, layout.tp)
+            if (key, queries) not in known:
+                known[key, queries] = decoding_plane(instance, layer, queries)
+            if key not in known:
+                known[key] = prompts_plane(instance, layer)
+            planes[layer] = known[key, queries], known[key]
         sizes = [sum(count * weight_bytes(instance, layer) for layer, count in stage.items()) for stage in counts]
         caches = [_cache_bytes(instance, stage) for stage in counts]
         fullest = int(np.argmax([sum(of_window.values()) for of_window, _ in caches]))
@@ -218,8 +221,8 @@ def _counted(layers: list[Layer]) -> dict[Layer, int]:
     return counts
 
 
-def attention_planes(instance: Instance, block: Block, queries: int = 1) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds of decoding and of prompts in one block over the sizes of a `Plane`.
+def decoding_plane(instance: Instance, block: Block, queries: int = 1) -> FloatArray:
+    """Return the seconds of decoding in one block over the sizes of a `Plane`.
 
     Several queries of a row are to its cache what so many times the heads are: it is read once for all.
     """
@@ -228,13 +231,18 @@ def attention_planes(instance: Instance, block: Block, queries: int = 1) -> tupl
     heads = AttentionHeads.decoding(block, tp, cache_bytes)
     shape = np.zeros(np.broadcast_shapes(rows.shape, tokens.shape))
     if heads is None:
-        decode = state_s(block, tp, rates.compute_bytes, rows + shape, rates)
-    else:
-        device = None if instance.products.plain is None else instance.products.device()
-        heads = replace(heads, num_heads=queries * heads.num_heads)
-        decode = decode_s(heads, rows, tokens, rates, device) + index_s(block, queries * rows, tokens, rows, rates)
-    prompt = prompt_s(block, instance.model.hidden_dim, tp, rows, tokens, rates)
-    return decode + shape, prompt + index_s(block, rows, tokens, np.ones_like(rows), rates) + shape
+        return state_s(block, tp, rates.compute_bytes, rows + shape, rates)
+    device = None if instance.products.plain is None else instance.products.device()
+    heads = replace(heads, num_heads=queries * heads.num_heads)
+    return decode_s(heads, rows, tokens, rates, device) + index_s(block, queries * rows, tokens, rows, rates) + shape
+
+
+def prompts_plane(instance: Instance, block: Block) -> FloatArray:
+    """Return the seconds of prompts in one block over the sizes of a `Plane`."""
+    rows, tokens = Plane.sizes()
+    shape = np.zeros(np.broadcast_shapes(rows.shape, tokens.shape))
+    seconds = prompt_s(block, instance.model.hidden_dim, instance.layout.tp, rows, tokens, instance.rates)
+    return seconds + index_s(block, rows, tokens, np.ones_like(rows), instance.rates) + shape
 
 
 def _stage(

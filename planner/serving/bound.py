@@ -2,7 +2,7 @@
 
     F_w   2 P_active (i_w + o_w - 1)                                           FLOPs of a request's tokens (without attention)
     B_w   (o_w - 1) (W / b + kv (i_w + o_w / 2))                               bytes that its decoding reads, batched with b
-    b     at most what the caches of all devices hold, (n M - W) / (kv mean context), and what TPOT allows
+    b     at most what the caches of all devices hold, (n M - W) / (kv mean context without shared prefixes), and what TPOT allows
     n >= rate sum_w share_w max(F_w / peak, B_w / bandwidth)                   (R)
 
 P_active counts what one token goes through; a batch may read fewer experts than all, so that W is the part that every token reads.
@@ -63,7 +63,8 @@ def device_seconds(problem: ServingProblem, cluster: ClusterSpec) -> float:
         context = mix.cached_steps / mix.decode_steps
         weights = active * BYTES_OF[kind.weights]
         total = cluster.num_devices * device.memory_bytes
-        batch = max((total - weights) / max(kv * context, 1e-9), 1.0)
+        occupied = mix.occupied_steps(reserves_output=False) / mix.decode_steps
+        batch = max((total - weights) / max(kv * occupied, 1e-9), 1.0)
         limits = [limit.seconds for limit in serving.limits if limit.metric == "tpot"]
         if limits:
             room = min(limits) * device.memory_bandwidth_bytes_per_s * cluster.num_devices - weights

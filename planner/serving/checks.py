@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from ...schema.requests_file import read_trace
 from ...schema.serving import LatencyLimit, LatencyMetric, Requests, Serving
 from ...schema.serving_plan import ClassEstimate, LimitEstimate, Percentiles
 from ...schema.units import BoolArray, FloatArray, IntArray
+from .limits import Touched
 from .space import InstanceKind
 
 MIN_COUNTED, MAX_COUNTED = 800, 4000
@@ -100,15 +101,20 @@ class Served:
         values: FloatArray = getattr(self.result, f"{metric}_s")
         return values[mask]
 
-    @property
+    @cached_property
     def limits(self) -> tuple[LimitEstimate, ...]:
         """Return each limit with what was simulated."""
         return tuple(self._limit(limit) for limit in self.serving.limits)
 
-    @property
+    @cached_property
     def meets_limits(self) -> bool:
         """Return whether every limit is met at its quantile, and no queue grows."""
         return self.keeps_up and all(limit.is_met for limit in self.limits)
+
+    @cached_property
+    def touched(self) -> tuple[Touched, ...]:
+        """Return what the instances of each pool reached of their limits."""
+        return tuple(Touched.of(uses) for uses in self.result.pools)
 
     def _limit(self, limit: LatencyLimit) -> LimitEstimate:
         values = self.values(limit.metric)
@@ -192,7 +198,7 @@ def serve(
         result = simulate(pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token)
     mask = np.zeros(len(table), dtype=bool)
     mask[warm : warm + counted] = True
-    per_s, keeps_up = _ended_per_s(result, mask, rate)
+    per_s, keeps_up = _ended_per_s(result, mask, rate, concurrency or 1)
     tokens = per_s * float(result.output_len[mask].mean())
     return Served(deployment, serving, result, mask, classes, per_s, tokens, keeps_up)
 
@@ -227,7 +233,9 @@ def _serve_apart(
     return SimulatedRequests(**merged, pools=tuple(uses), duration_s=duration, mean_in_flight=in_flight)
 
 
-def _ended_per_s(result: SimulatedRequests, mask: BoolArray, rate: float | None) -> tuple[float, bool]:
+def _ended_per_s(
+    result: SimulatedRequests, mask: BoolArray, rate: float | None, concurrency: int
+) -> tuple[float, bool]:
     """Return the requests that end in a second while the counted ones do, and whether they keep up with those that arrive.
 
     Where they do, as many end as arrive: what is counted would differ by what chance leaves in flight.
@@ -240,11 +248,8 @@ def _ended_per_s(result: SimulatedRequests, mask: BoolArray, rate: float | None)
         if after - before <= allowed:
             return rate, True
         return float(((ends > begin) & (ends <= end)).sum()) / max(end - begin, 1e-9), False
-    # Between the tenth and the ninth tenth of the ends: neither the ramp before nor the tail after.
-    in_order = np.sort(ends[mask])
-    begin, end = in_order[int(0.1 * len(in_order))], in_order[int(0.9 * len(in_order))]
-    ended = int(((ends >= begin) & (ends < end)).sum())
-    return (ended / (end - begin) if end > begin else 1 / float(result.e2e_s[mask].mean())), True
+    # By Little's law: where all come in waves, those that end in a stretch of time depend on how many waves it holds.
+    return concurrency / float(result.e2e_s[mask].mean()), True
 
 
 @lru_cache(maxsize=8)

@@ -13,23 +13,23 @@ from functools import cached_property
 
 import numpy as np
 
+from ...cost_models.serving.closed_loop import ClosedLoop
+from ...cost_models.serving.instance_model import InstanceModel
+from ...cost_models.serving.mix import Mix
 from ...cost_models.serving.steady_state import (
-    InstanceModel,
     Largest,
-    Mix,
     OperatingPoints,
+    Prefill,
     largest_per_step,
     largest_rate,
     operating_points,
-    prefill_points,
 )
 from ...schema.serving import LatencyLimit, Serving
-from ...schema.units import FloatArray
 from .checks import Deployment
 from .space import InstanceKind, mix_of
 
 CURVE = 64
-"""Points of the curves for closed loops and for the front."""
+"""Points of the curves for latency and for the front."""
 
 
 class KindRates:
@@ -38,6 +38,7 @@ class KindRates:
     def __init__(self, kind: InstanceKind, serving: Serving) -> None:
         self.kind, self.serving, self.mix = kind, serving, mix_of(serving)
         self._known: dict[tuple[str, bool, int], Largest] = {}
+        self._loops: dict[tuple[str, bool], ClosedLoop] = {}
         self._variants: dict[str, tuple[KindRates, ...]] = {}
         self._by_kind: dict[int, KindRates] = {}
 
@@ -51,12 +52,13 @@ class KindRates:
         """Return the largest rate of an instance; in a closed loop limits on the first token are the queue's."""
         # Pooled waiting changes little beyond a few replicas.
         near = 1 if fluid else 2 ** round(math.log2(max(replicas, 1)))
-        key = (f"{role} {sent_s_per_token:.6e}", fluid, near)
+        sent_s = sent_s_per_token if role == "prefill" else 0.0
+        key = (f"{role} {sent_s:.6e}", fluid, near)
         if key not in self._known:
             mix = self.mix.decoding if role == "decode" else self.mix
             self._known[key] = largest_rate(
                 self._model(fluid=fluid), mix, self.limits(role), fluid=fluid, replicas=near, prefill=role == "prefill",
-                transfer_s_per_token=sent_s_per_token,
+                transfer_s_per_token=sent_s,
             )  # fmt: skip
         return self._known[key]
 
@@ -69,6 +71,13 @@ class KindRates:
     def curve(self) -> OperatingPoints:
         """The same as estimated."""
         return self._curve(self.mix, fluid=False)
+
+    def loop(self, role: str, *, fluid: bool) -> ClosedLoop:
+        """Return what the instance does with requests that are kept in flight, at its best or as estimated."""
+        if (role, fluid) not in self._loops:
+            mix = self.mix.decoding if role == "decode" else self.mix
+            self._loops[role, fluid] = ClosedLoop.of(self._model(fluid=fluid), mix, fluid=fluid)
+        return self._loops[role, fluid]
 
     @cached_property
     def fluid_decode_curve(self) -> OperatingPoints:
@@ -83,7 +92,7 @@ class KindRates:
     @cached_property
     def prefill_service_s(self) -> float:
         """Seconds of the mean request's first token without waiting."""
-        return float(prefill_points(self.kind.loosest, self.mix, np.zeros(1), fluid=True).ttft_s[0])
+        return float(Prefill.of(self.kind.loosest, self.mix, fluid=True).points(np.zeros(1)).ttft_s[0])
 
     def _curve(self, mix: Mix, *, fluid: bool) -> OperatingPoints:
         model = self._model(fluid=fluid)
@@ -195,30 +204,14 @@ class Family:
 
     def in_closed_loop(self, counts: tuple[int, ...], concurrency: int, *, fluid: bool) -> tuple[float, float, float]:
         """Return requests a second, mean seconds of the first token and of a token, of a load that is kept in flight."""
-        last = self.rates[-1]
-        if not self.is_disaggregated:
-            curve = last.fluid_curve if fluid else last.curve
-            first_s, cap = curve.ttft_s, math.inf
-        else:
-            curve = last.fluid_decode_curve if fluid else last.decode_curve
+        last, before_s, cap = self.rates[-1], 0.0, math.inf
+        if self.is_disaggregated:
             mean_prompt = float(last.mix.share @ last.mix.prompt_len)
-            sent_s = self.sent_s_per_token * mean_prompt
-            first_s = np.full(CURVE, self.rates[0].prefill_service_s + sent_s)
+            before_s = self.rates[0].prefill_service_s + self.sent_s_per_token * mean_prompt
             cap = counts[0] * self.largest(0, fluid=True)
-        rate: FloatArray = curve.requests_per_s * counts[-1]
-        in_flight = rate * (first_s + last.mix.decode_steps * curve.step_s)
-        idx = min(int(np.searchsorted(np.maximum.accumulate(in_flight), concurrency)), CURVE - 1)
-        carried, step_s = float(rate[idx]), float(curve.step_s[idx])
-        if in_flight[idx] >= concurrency and idx:  # between two points
-            part = (concurrency - in_flight[idx - 1]) / max(in_flight[idx] - in_flight[idx - 1], 1e-30)
-            # The bound takes the better end of both.
-            carried = carried if fluid else float(rate[idx - 1] + part * (rate[idx] - rate[idx - 1]))
-            step_s = (
-                float(curve.step_s[idx - 1]) if fluid else float(curve.step_s[idx - 1] * (1 - part) + part * step_s)
-            )
+        loop, steps = last.loop(self.roles[-1], fluid=fluid), last.mix.decode_steps
+        carried, first_s, token_s = loop.under(concurrency, more_first_s=before_s, decode_steps=steps, count=counts[-1])
         if carried > cap:
-            carried = cap
-            before = np.flatnonzero(rate >= cap)
-            step_s = float(curve.step_s[max(int(before[0]) - 1, 0)]) if len(before) else step_s
-        waiting = concurrency / carried - last.mix.decode_steps * step_s if carried else math.inf
-        return carried, max(float(first_s[idx]), waiting), step_s
+            carried, token_s = cap, loop.token_s_by_rate(cap / counts[-1])
+        waiting_s = concurrency / carried - steps * token_s if carried else math.inf
+        return carried, max(first_s, waiting_s), token_s

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...cost_models.serving.steady_state import Mix, largest_rate
+from ...cost_models.serving.mix import Mix
+from ...cost_models.serving.steady_state import largest_rate
 from ...schema import ClusterSpec, LinkLevel, Offer
 from ...schema.units import FloatArray
 from ...solvers.deployment import DeploymentInstance, solve

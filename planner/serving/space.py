@@ -17,11 +17,12 @@ from typing import Any
 
 from ...cost_models.serving.dispatch import step_kernels
 from ...cost_models.serving.engine import EngineProfile
+from ...cost_models.serving.instance_model import Host, InstanceModel
 from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps, measured_weights
 from ...cost_models.serving.memory import ServingMemory, serving_memory
+from ...cost_models.serving.mix import Mix
 from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import check_drafts, with_drafts
-from ...cost_models.serving.steady_state import Host, InstanceModel, Mix
 from ...cost_models.serving.step import StepCosts
 from ...schema import ClusterSpec, ConfigError, ModelSpec
 from ...schema.serving import CacheDtype, EngineLimits, Pool, Role, Serving, ServingLayout, WeightDtype

@@ -21,7 +21,6 @@ from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
 from ..request import PlanRequest
 from ..serving.checks import Deployment, Served, serve
 from ..serving.families import Family, KindRates
-from ..serving.limits import Touched
 from ..serving.mix import Mixture, columns_of_each_type, mixed_deployments
 from ..serving.space import ServingSpace, mix_of
 
@@ -301,9 +300,9 @@ class ServingProblem:
                 old.base is new.base
                 and old.step is new.step
                 and count <= tried
-                and Touched.of(uses).same_under(old.limits, new.limits)
-                for old, new, count, tried, uses in zip(
-                    other.kinds, family.kinds, counts, other.counts, served.result.pools, strict=True
+                and touched.same_under(old.limits, new.limits)
+                for old, new, count, tried, touched in zip(
+                    other.kinds, family.kinds, counts, other.counts, served.touched, strict=True
                 )
             ]
             if all(alike) or (alike[0] and family.is_disaggregated and _prompts_are_late(served)):
@@ -380,9 +379,8 @@ class ServingProblem:
 
 def _prompts_are_late(served: Served) -> bool:
     """Return whether the pool that prefills broke the limit on the first token, whatever decodes: no request waited for that."""
-    ends = Touched.of(served.result.pools[-1])
     is_late = any(limit.metric == "ttft" and not limit.is_met for limit in served.limits)
-    return is_late and not ends.reached(served.deployment.kinds[-1].limits)
+    return is_late and not served.touched[-1].reached(served.deployment.kinds[-1].limits)
 
 
 def goal_of(serving: Serving) -> Goal:

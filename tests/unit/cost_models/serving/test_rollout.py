@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshwright.cost_models.serving.instance_model import InstanceModel
 from meshwright.cost_models.serving.rollout import concurrent_rows, rollout, steady_rollout, stratified
-from meshwright.cost_models.serving.steady_state import InstanceModel
 from meshwright.schema.batch import Lengths
 from meshwright.schema.rl import lengths_of_mean
 

@@ -9,7 +9,7 @@ from meshwright.cost_models.serving.attention import state_element_bytes
 from meshwright.cost_models.serving.engine import EngineProfile
 from meshwright.cost_models.serving.operators import KERNELS, operators
 from meshwright.cost_models.serving.simulation import EnginePool
-from meshwright.cost_models.serving.step import StepCosts, attention_planes
+from meshwright.cost_models.serving.step import StepCosts, decoding_plane, prompts_plane
 from meshwright.cost_models.serving.tables import Plane
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec
 from meshwright.schema.serving import ServingLayout, WeightDtype
@@ -143,9 +143,9 @@ def test_an_indexer_costs_its_scores_and_bounds_what_is_read() -> None:
     assert {op.name for op in operators(instance, sparse)} - {op.name for op in operators(instance, dense)} == {
         "index_q", "index_k", "index_weights", "index_rotation"
     }  # fmt: skip
-    for which, size in ((0, 64.0), (1, 16384.0)):
+    for plane, size in ((decoding_plane, 64.0), (prompts_plane, 16384.0)):
         few, many = (
-            [float(Plane.of(attention_planes(instance, block)[which])(size, tokens)) for block in (sparse, dense)]
+            [float(Plane.of(plane(instance, block))(size, tokens)) for block in (sparse, dense)]
             for tokens in (1024.0, 2.0**18)
         )
         assert few[0] > few[1]

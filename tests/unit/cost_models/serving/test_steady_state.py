@@ -7,13 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meshwright.cost_models.serving.steady_state import (
-    InstanceModel,
-    Mix,
-    largest_rate,
-    operating_points,
-    prefill_points,
-)
+from meshwright.cost_models.serving.instance_model import InstanceModel
+from meshwright.cost_models.serving.mix import Mix
+from meshwright.cost_models.serving.steady_state import Prefill, largest_rate, operating_points
 from meshwright.schema import LatencyLimit, RequestClass, Requests
 from meshwright.schema.units import FloatArray
 
@@ -66,7 +62,8 @@ def test_affine_steps_cost_the_same_however_prompts_fall_on_them() -> None:
 def test_prefill_is_a_queue_of_its_service() -> None:
     mix = Mix.of(LOAD)
     service = 0.01 + 1e-4 * 1000
-    points = prefill_points(replace(INSTANCE, max_batched_tokens=1000), mix, np.array([0.5]), transfer_s_per_token=1e-5)
+    instance = replace(INSTANCE, max_batched_tokens=1000)
+    points = Prefill.of(instance, mix).points(np.array([0.5]), transfer_s_per_token=1e-5)
     assert points.requests_per_s[0] == pytest.approx(0.5 / service)
     assert points.ttft_s[0] == pytest.approx(service + 0.5 / 0.5 / 2 * service + 1e-5 * 1000)
     tail = points.quantile_s("ttft", 0.9)[0] - service - 0.01
