@@ -71,8 +71,8 @@ def parse_fine_tuning(text: str) -> FineTuning:
     if len(fields) != len(parts) or not {"rank"} <= {*fields} <= {"rank", "seq_len", "on"}:
         raise ConfigError(f"--finetune {text!r}: the rank of an adapter", help=_TUNING_EXAMPLE)
     try:
-        counts: dict[str, Any] = {key: parse_count(value) for key, value in fields.items() if key != "on"}
-        return FineTuning(**counts, **({"on": fields["on"]} if "on" in fields else {}))
+        given: dict[str, Any] = {key: parse_count(value) for key, value in fields.items() if key != "on"}
+        return FineTuning(**given | ({"on": fields["on"]} if "on" in fields else {}))
     except (ValueError, ConfigError) as error:
         reason = error.message if isinstance(error, ConfigError) else str(error)
         raise ConfigError(f"--finetune {text!r}: {reason}", help=_TUNING_EXAMPLE) from error

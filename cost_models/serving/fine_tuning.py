@@ -24,8 +24,8 @@ from ...schema.layers import Block
 from ...schema.units import FloatArray
 from ..layer.operators import BACKWARD_ATTENTION_RATIO, Gemm
 from .adapters import ELEMENT_BYTES, adapters_bytes, changes
+from .instance_model import InstanceModel
 from .operators import Instance, operators
-from .steady_state import InstanceModel
 from .step import StepCosts
 
 PASSES = 2

@@ -13,8 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from ...cost_models.serving.fine_tuning import PASSES, fine_tuning_bytes, model_with_fine_tuning, with_fine_tuning
+from ...cost_models.serving.instance_model import InstanceModel
 from ...cost_models.serving.memory import cached_token_bytes
-from ...cost_models.serving.steady_state import InstanceModel, Mix, largest_per_step, largest_rate, operating_points
+from ...cost_models.serving.mix import Mix
+from ...cost_models.serving.steady_state import largest_per_step, largest_rate, operating_points
 from ...schema import ConfigError
 from ...schema.adapters import FineTuning
 from ...schema.serving_plan import FineTuned, FineTuningEstimate
