@@ -1,6 +1,6 @@
 """Faults at random against small jobs for some minutes; the losses of every step are compared with those of runs without faults.
 
-    python benchmarks/chaos.py OUT.json [--minutes 10] [--seed 1] [--steps 200]
+    python benchmarks/chaos.py OUT.json [--minutes 10] [--seed 1] [--steps 200] [--layout fsdp] [--mean-s 6]
 
 Episodes follow each other: `meshwright apply` trains a tiny model on four gloo ranks under a layout drawn at random, going on after
 deaths, with dead ranks started anew, checkpoints, and restarts from them. Meanwhile faults come at random times:
@@ -9,9 +9,10 @@ deaths, with dead ranks started anew, checkpoints, and restarts from them. Meanw
     disk     no rank may write more than 64 KiB to a file from then on, as on a disk that is full
     notice   SIGTERM to the launcher      launcher   SIGKILL to the launcher
 
-After the last three the command is given again with --resume, as whoever runs the job would. Of each episode is noted: its faults,
-how far the losses of its steps, also of those done twice, are from the reference, whether the job came to its end, what it said
-where it ended before, and which of its processes were still there afterwards.
+After the last three the command is given again with --resume, as whoever runs the job would, until the last step is done. Of each
+episode is noted: its faults with the last step that was told before, how far the losses of its steps, also of those done twice, are
+from the reference, whether the job came to its end, what it said where it ended before, and which of its processes were still
+there afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from meshwright.schema import TrainingPlan
 SAME = 1e-5
 """Relative difference of losses within which sums in another order lie."""
 
-RANKS, MEAN_S, MOST_STARTS, TIMEOUT_S = 4, 6.0, 25, 240.0
+RANKS, MOST_STARTS, TIMEOUT_S = 4, 25, 240.0
 FAULTS = {"kill": 6, "kill two": 2, "stop": 1, "disk": 1, "notice": 1, "launcher": 1}
 """How often each fault comes, next to the others."""
 
@@ -48,13 +49,9 @@ COMMAND = "from meshwright.runtime.job import machine; machine.num_cores = lambd
 class Episode:
     """One job, started again where a fault ends it."""
 
-    def __init__(self, plan: Path, folder: Path, steps: int, generator: random.Random) -> None:
-        self._generator, self._metrics, self.faults, self.messages = (
-            generator,
-            folder / "metrics",
-            list[str](),
-            list[str](),
-        )
+    def __init__(self, plan: Path, folder: Path, steps: int, generator: random.Random, mean_s: float) -> None:
+        self._generator, self._mean_s, self._metrics, self._steps = generator, mean_s, folder / "metrics", steps
+        self.faults, self.messages = list[tuple[str, int]](), list[str]()
         self._words = [
             "apply", str(plan), "--steps", str(steps), "--metrics", str(self._metrics), "--on-fault", "continue",
             "--restart-ranks", "1000", "--max-restarts", "3", "--checkpoint-dir", str(folder / "checkpoints"),
@@ -64,7 +61,7 @@ class Episode:
 
     def run(self, *, until_s: float) -> None:
         """Train to the end under faults, of which none comes after a time of the monotonic clock."""
-        while self.exit_code and self.starts < MOST_STARTS:
+        while self.exit_code and self.last_step < self._steps and self.starts < MOST_STARTS:
             self.starts += 1
             resume = ["--resume"] if self.starts > 1 else []
             with tempfile.TemporaryFile("w+") as errors:
@@ -85,19 +82,19 @@ class Episode:
 
     def _disturb(self, launcher: subprocess.Popen[Any], until_s: float) -> None:
         """Draw faults until the launcher ends."""
-        due_s = time.monotonic() + self._generator.expovariate(1 / MEAN_S)
+        due_s = time.monotonic() + self._generator.expovariate(1 / self._mean_s)
         end_s = time.monotonic() + TIMEOUT_S
         while launcher.poll() is None:
             time.sleep(0.05)
             ranks = self._ranks(launcher.pid)
             if time.monotonic() > end_s:
                 launcher.kill()
-                self.faults.append("time is over")
+                self.faults.append(("time is over", self.last_step))
             elif ranks and due_s < time.monotonic() < until_s:
                 kind = self._generator.choices(list(FAULTS), weights=list(FAULTS.values()))[0]
-                self.faults.append(kind)
+                self.faults.append((kind, self.last_step))
                 self._strike(kind, launcher, ranks)
-                due_s = time.monotonic() + self._generator.expovariate(1 / MEAN_S)
+                due_s = time.monotonic() + self._generator.expovariate(1 / self._mean_s)
 
     def _ranks(self, launcher: int) -> list[psutil.Process]:
         try:
@@ -127,13 +124,20 @@ class Episode:
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return [(record["step"], record["loss"]) for record in records if "step" in record]
 
+    @property
+    def last_step(self) -> int:
+        """The step that was reported last; 0 before the first."""
+        return next((step for step, _ in reversed(self.losses())), 0)
 
-def train(main: TrainingPlan, steps: int, seed: int, *, until_s: float) -> tuple[Episode, list[tuple[int, float]]]:
+
+def train(
+    main: TrainingPlan, steps: int, seed: int, mean_s: float, *, until_s: float
+) -> tuple[Episode, list[tuple[int, float]]]:
     """Run one episode; return it and its losses. With ``until_s`` in the past there are no faults."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         plan = Path(name) / "plan.json"
         main.save(plan)
-        episode = Episode(plan, Path(name), steps, random.Random(seed))
+        episode = Episode(plan, Path(name), steps, random.Random(seed), mean_s)
         episode.run(until_s=until_s)
         return episode, episode.losses()
 
@@ -145,26 +149,30 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--mean-s", type=float, default=6.0, help="seconds between faults on average")
+    parser.add_argument("--layout", choices=LAYOUTS, action="append")
     options = parser.parse_args()
     cluster, generator, episodes = measure_local(RANKS), random.Random(options.seed), list[dict[str, Any]]()
     plans = {}
-    for name, layout in LAYOUTS.items():
-        plan, fewer = small_plans(layout, cluster)
+    for name in options.layout or LAYOUTS:
+        plan, fewer = small_plans(LAYOUTS[name], cluster)
         plans[name] = plan.replace(fallbacks=fewer)
     expected = dict[str, dict[int, float]]()
     end_s = time.monotonic() + 60 * options.minutes
     while time.monotonic() < end_s:
         name = generator.choice(list(plans))
         if name not in expected:
-            expected[name] = dict(train(plans[name], options.steps, 0, until_s=0.0)[1])
-        episode, losses = train(plans[name], options.steps, generator.randrange(10**6), until_s=end_s)
+            expected[name] = dict(train(plans[name], options.steps, 0, options.mean_s, until_s=0.0)[1])
+        seed = generator.randrange(10**6)
+        episode, losses = train(plans[name], options.steps, seed, options.mean_s, until_s=end_s)
         reference = expected[name]
         episodes.append(
             {
                 "layout": name,
-                "faults": Counter(episode.faults),
+                "faults": Counter(kind for kind, _ in episode.faults),
+                "faults after steps": episode.faults,
                 "starts": episode.starts,
-                "reached the end": episode.exit_code == 0 and {step for step, _ in losses} == reference.keys(),
+                "reached the end": {step for step, _ in losses} == reference.keys(),
                 "steps done": len(losses),
                 "losses apart": max((abs(loss / reference[step] - 1) for step, loss in losses), default=0.0),
                 "steps apart": sorted({step for step, loss in losses if abs(loss / reference[step] - 1) > SAME}),

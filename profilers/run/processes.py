@@ -321,6 +321,11 @@ def exit_well() -> NoReturn:
     os._exit(0)
 
 
+def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Raise an error in another thread of this process, as soon as it runs Python code."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
+
+
 def exit_now(error: BaseException | None) -> NoReturn:
     """End this process from another thread than the main one, which may never come back; an error is recorded for the launcher."""
     if error is not None:

@@ -18,7 +18,7 @@ import re
 import signal
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -119,8 +119,12 @@ class Watch:
         beats = [read_heartbeat(self.folder, int(file.name)) for file in self.folder.iterdir() if file.name.isdigit()]
         return max((beat.done for beat in beats if beat is not None), default=0)
 
-    def look(self, pids: Mapping[int, int]) -> None:
-        """Look at the processes of the local ranks, once in `LOOK_S`, and kill one that is at fault."""
+    def look(self, pids: Mapping[int, int], standing_by: Collection[int] = ()) -> None:
+        """Look at the processes of the local ranks, once in `LOOK_S`, and kill one that is at fault.
+
+        Args:
+            standing_by: ranks that make no steps.
+        """
         now = time.monotonic()
         if now < self._next_look_s:
             return
@@ -132,6 +136,7 @@ class Watch:
             if now - since >= SUSPENDED_S:
                 self._killed_suspended.add(rank)
                 _send(pids[rank], signal.SIGKILL)
+        pids = {rank: pid for rank, pid in pids.items() if rank not in standing_by}
         beats = [read_heartbeat(self.folder, rank) for rank in pids]
         if self._suspended_since or self._hung or not self._hang_s or not is_stalled(beats, now, self._hang_s):
             return

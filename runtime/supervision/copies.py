@@ -1,8 +1,9 @@
 """Copies of states in a peer's memory, for layouts in which a rank's states are nowhere else.
 
 Every k steps a rank copies its states to host memory and sends them to the next rank, on another node where there are several,
-while the next step computes. Before any rank ends that step, all wait for the transfer: so once a later copy begins, every rank has
-the one before, and two are kept. After a death all roll back to the last step of which every part is there.
+while the next step computes. Before any rank ends that step, each waits for its transfer: once a later copy begins, every rank has
+the one before. Until then another may lack it, so that the one before that stays. After a death all roll back to the last step of
+which every part is there.
 
 k follows from what the first copies kept the training waiting, on the rank that waited longest (`copy_steps`, cost_models.goodput)
 """
@@ -62,7 +63,7 @@ class PeerCopies:
         self._target, self._source = (me + stride) % size, (me - stride) % size
         answers = exchange.tell([(p.name, p.offsets, p.sizes, p.of, p.dtype) for p in live])
         self._local_pieces, self._peers_pieces = list(live), [Piece.read(words) for words in answers[self._source]]
-        self._complete: _Copy | None = None
+        self._complete = list[_Copy]()
         self._coming: tuple[_Copy, list[Any]] | None = None
         self._next, self._waited_s, self._step_s = 0, list[float](), list[float]()
 
@@ -73,6 +74,7 @@ class PeerCopies:
             return
         start_s = time.perf_counter()
         self.settle()
+        self._complete = self._complete[-1:]
         local = as_bytes(list(self._live.values()))
         peers = torch.empty(packed_size(self._peers_pieces), dtype=torch.uint8)
         works = self._exchange.start({self._target: local}, {self._source: peers})
@@ -89,7 +91,8 @@ class PeerCopies:
         copy, works = self._coming
         for work in works:
             work.wait()
-        self._complete, self._coming = copy, None
+        self._complete.append(copy)
+        self._coming = None
         self._waited_s[-1] += time.perf_counter() - start_s
 
     def _decide(self) -> None:
@@ -103,10 +106,7 @@ class PeerCopies:
         self._on_decided(self._every, longest_s[0] / (longest_s[0] + self._every * longest_s[1]))
 
     def holdings(self) -> list[Holding]:
-        """Return what is complete here, also of a transfer that has just ended."""
-        copies = [] if self._complete is None else [self._complete]
-        if self._coming is not None and all(_succeeded(work.is_completed, work.wait) for work in self._coming[1]):
-            copies.append(self._coming[0])
+        """Return what is complete here."""
         return [
             Holding(
                 self._generation,
@@ -114,15 +114,5 @@ class PeerCopies:
                 dict(zip(self._local_pieces, unpacked(self._local_pieces, copy.local), strict=True))
                 | dict(zip(self._peers_pieces, unpacked(self._peers_pieces, copy.peers), strict=True)),
             )
-            for copy in copies
+            for copy in self._complete
         ]
-
-
-def _succeeded(is_completed: Callable[[], bool], wait: Callable[[], Any]) -> bool:
-    try:
-        if not is_completed():
-            return False
-        wait()
-    except RuntimeError:
-        return False
-    return True

@@ -78,6 +78,10 @@ class Holding:
         """Holdings of all processes with the same tag are parts of one state."""
         return f"{self.generation}/{self.progress.step}"
 
+    def joined(self, other: Holding) -> Holding:
+        """Return what is held of the same state here and there."""
+        return replace(self, tensors={**other.tensors, **self.tensors})
+
 
 def pieces_of(state: dict[str, Any]) -> dict[Piece, Tensor]:
     """Return the local parts of a state, by reference: they follow the training."""
@@ -114,14 +118,16 @@ def unpacked(pieces: Sequence[Piece], buffer: Tensor) -> list[Tensor]:
 
 
 def missing(needed: Mapping[str, Sequence[int]], pieces: Sequence[Piece]) -> list[str]:
-    """Return the tensors of a model, by name and size, of which no piece holds some part.
+    """Return the tensors of which no piece holds some part: those of a model, by name and size, and all of which there are pieces.
 
-    Pieces of one layout are equal or do not overlap, so that counting elements is enough.
+    Pieces of one layout are equal or do not overlap, so that counting elements is enough. A part that nobody holds would not be
+    missed in loading: torch's planner reads what there is of a tensor.
     """
     counts: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for piece in pieces:
         counts[piece.name][piece.offsets] = math.prod(piece.sizes)
-    return [name for name, size in needed.items() if sum(counts[name].values()) < math.prod(size)]
+    sizes = {**needed, **{piece.name: piece.of for piece in pieces}}
+    return [name for name, size in sizes.items() if sum(counts[name].values()) < math.prod(size)]
 
 
 class SurvivorReader(StorageReader):

@@ -115,6 +115,7 @@ class Membership:
         self._groups: list[Any] = []
         self._stores: list[dist.Store] = []
         self._next_look_s = 0.0
+        self.is_new = is_new
         self.is_too_late = is_new and not self._is_taken_in()
         self.store = self._enter(self.generation)
 
@@ -259,12 +260,13 @@ class Membership:
     def _watch(self, take_over: Callable[[], bool]) -> None:
         store = Board(self._client()).store
         while True:
+            number = self._noticed + 1
             try:
-                store.wait([key_of(self._noticed + 1)], _FOREVER)
+                store.wait([key_of(number)], _FOREVER)
             except dist.DistError:  # the launcher is gone, and this process with it
                 return
-            with self._lock:
-                self._noticed += 1
+            with self._lock:  # the driver may have entered a later one meanwhile
+                self._noticed = max(self._noticed, number)
             since = time.monotonic()
             while self._is_behind():
                 time.sleep(_ABORT_S)

@@ -204,7 +204,8 @@ class Supervisor:
         has_met = self._line is not None and self._line.notice is not None and self._line.met == generation.number
         if has_met and not set(self._ranks) & set(generation.active):
             raise InterruptedRunError(signal.SIGTERM)  # the others have what was held here
-        self._watch.look({rank: pid for rank, pid in pids.items() if first + rank in generation.active})
+        members = {rank: pid for rank, pid in pids.items() if first + rank in generation.members}
+        self._watch.look(members, [rank for rank in members if first + rank not in generation.active])
 
     def _rescale(self, decisions: Decisions) -> None:
         """Follow the policy of the job: more or fewer ranks train from the next step on; machines are the user's to rent."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from ...cost_models.goodput import MTBF_HOURS_PER_DEVICE
-from ...profilers.run.processes import exit_now
+from ...profilers.run.processes import exit_now, raise_in
 from ...schema import MeshwrightError, TrainingPlan
 from ...schema.shares import state_copies
 from ..job.events import JobEvent
@@ -41,8 +42,8 @@ from .holdings import Holding, Piece, SurvivorReader, missing, pieces_of
 from .membership import STUCK_S, Membership
 from .neighbours import Means, layer_of, means_of_neighbours
 
-_BEGIN_ANEW_STEPS = 2
-"""Until the first copies are complete, a run that lost a part begins anew: so few steps are done by then."""
+_BEGIN_AGAIN_STEPS = 2
+"""Until the first copies are complete, a run that lost a part begins again, as it has begun: so few steps are done by then."""
 
 
 class StatesLostError(MeshwrightError):
@@ -63,13 +64,18 @@ def train_through_faults(options: TrainOptions, *, report: str | Path | None, ti
     survivor.drive()
 
 
+class ReplacedError(BaseException):
+    """Raised in a thread whose place another one has taken, wherever it comes back to."""
+
+
 class Survivor:
     """One process of the job, through all generations; the guard of its run.
 
     Its driver is the main thread, until that does not come back from a collective of a generation that is over (of gloo's, a wait
-    for a send that a closed connection never ends). Another thread then drives on from what the process holds, and the one
-    before only waits for it, or is still inside the collective when the job is done: the process then ends without it. No thread
-    is replaced while it changes states.
+    for a send that a closed connection never ends). Another thread then drives on from what the process holds. The one before may
+    come back after all, if it was only slow: it does nothing more with the run, which is the other's now, and waits for it. If it
+    is still inside the collective when the job is done, the process ends without it. No thread is replaced while it changes
+    states.
 
     Attributes:
         run: None before the process has first trained.
@@ -84,7 +90,8 @@ class Survivor:
         self._retained: list[Holding] = []
         self._past: list[Generation] = []
         self._means: Means = {}
-        self._plan = membership.plan()
+        self._plan, self._begun = membership.plan(), 0
+        self._is_current = membership.is_active and not membership.is_new  # it knows how far the run is
         _, self._device = backend_and_device(self._plan)
         self._meter = MemoryMeter(self._device, count=options.count_memory)
         if membership.generation.number and options.checkpoint_dir is not None:  # what it has is this job's
@@ -92,14 +99,34 @@ class Survivor:
         self._options = prepare_options(self._plan, options)
         self._driver, self._is_behind = threading.current_thread(), True
         self._outcome: Future[None] = Future()
-        self._handover, self._is_following = threading.Lock(), False
+        # A driver is not replaced once it follows the job, or ends, by itself, and while it changes states.
+        self._handover, self._is_following, self._is_updating = threading.Lock(), False, False
 
     def drive(self) -> None:
-        """Train until the job is done, through all generations.
+        """Train until the job is done, through all generations, in this thread or one that has taken its place.
 
         Raises:
             MeshwrightError: as by `train`, or too much is lost to go on.
         """
+        with suppress(ReplacedError):
+            try:
+                self._train()
+            except BaseException:
+                if self._remains_driver():
+                    raise
+            if self._remains_driver():
+                return
+        with nullcontext() if self.run is None else self.run.listening():  # signals come to the main thread
+            self._outcome.result()
+
+    def _remains_driver(self) -> bool:
+        """Tell whether this thread drives; then no other takes its place until it has followed the job."""
+        with self._handover:
+            is_driver = self._driver is threading.current_thread()
+            self._is_following |= is_driver
+        return is_driver
+
+    def _train(self) -> None:
         while True:
             try:
                 if self._is_behind:
@@ -114,11 +141,7 @@ class Survivor:
             except StatesLostError:
                 raise
             except (Exception, CheckpointException) as error:
-                with self._handover:
-                    is_driver = self._driver is threading.current_thread()
-                    self._is_following |= is_driver
-                if not is_driver:
-                    self._outcome.result()
+                if not self._remains_driver():
                     return
                 self.follow(error, has_met=not self._is_behind)
                 self._is_behind = True
@@ -140,9 +163,10 @@ class Survivor:
                 exit_now(error)
 
         with self._handover:
-            if self._is_following or (self.run is not None and self.run.is_updating):
+            if self._is_following or self._is_updating:
                 return False
             self._is_following = True
+            raise_in(self._driver, ReplacedError)
             self._driver = threading.Thread(target=drive, daemon=True, name="driver")
             self._driver.start()
         return True
@@ -158,7 +182,7 @@ class Survivor:
         if not has_met and not isinstance(error, MeshwrightError):
             self.membership.request()
         self._past += self.membership.follow(error)
-        self._is_following = False
+        self._is_following = self._is_updating = False
 
     # --- the guard of the run ---
 
@@ -169,10 +193,15 @@ class Survivor:
     def before_sums(self) -> None:
         """Wait for the copies on their way: no rank ends the step before."""
         self.membership.check()
-        if self._driver is not threading.current_thread():
-            raise GenerationOverError("another thread has taken over")
         if self._copies is not None:
             self._copies.settle()
+
+    def before_update(self) -> None:
+        """Let no other thread take this one's place until the step is done."""
+        with self._handover:
+            if self._driver is not threading.current_thread():
+                raise GenerationOverError("another thread has taken this one's place")
+            self._is_updating = True
 
     def calls_a_halt(self) -> bool:
         """Tell whether this rank asks all others to end the step, because processes come or go."""
@@ -185,6 +214,7 @@ class Survivor:
             GenerationOverError: others are taken in, or let go, after this step.
         """
         assert self.run is not None
+        self._is_updating = False
         if self._past:
             self._tell()
         if self._live is None:
@@ -202,11 +232,13 @@ class Survivor:
         membership, generation = self.membership, self.membership.generation
         self._plan = plan = membership.plan()
         if generation.number == 0:
+            self._is_current = membership.is_active
             if membership.is_active:
                 self._build(plan, None)
             return
         exchange = Exchange(membership, "members", len(generation.members))
         statuses = exchange.tell(self._status())
+        self._begun = max(status["begun"] for status in statuses)
         self._end_step(statuses)
         holdings = self._holdings()
         offers = exchange.tell(
@@ -229,7 +261,7 @@ class Survivor:
             self._copies.settle()
         exchange.barrier()
         membership.note_met()
-        self._retained = []
+        self._retained, self._is_current = [], membership.is_active
         if self.run is not None and membership.is_active:
             self._save_again(max(status["saved"] for status in statuses))
 
@@ -244,14 +276,13 @@ class Survivor:
             if reader is not None:
                 read_states(part.model, part.optimizer, reader, planner=DefaultLoadPlanner(), is_collective=False)
         number = self.membership.generation.number
-        start = progress or TrainingProgress(step=0, seed=self._options.seed, samples=0, data=part.data)
         if self.run is None:
-            self.run = TrainingRun(
-                part, self._options, self._meter, self._report, self, start=start if number else None
-            )
+            self.run = TrainingRun(part, self._options, self._meter, self._report, self, start=progress)
         else:
-            self.run.adopt(part, start)
-        if number == 0 and self.run.steps:  # resumed
+            self.run.adopt(part, progress)
+        if progress is None:
+            self._begun = self.run.steps
+        if self.run.steps:
             progress = self.run.progress
         self._generation, self._live, self._copies = number, None, None
         if progress is not None:
@@ -283,15 +314,15 @@ class Survivor:
         self.run.writer.write(event.record())
 
     def _status(self) -> dict[str, Any]:
-        run = self.run
-        if run is None:
-            return {"generation": -1, "step": 0, "sums": [], "saved": -1, "has_checkpoint": False}
-        sums = None if run.sums is None else [repr(value) for value in run.sums]  # may be no number
-        folder = self._options.checkpoint_dir
-        return {
-            "generation": self._generation, "step": run.steps, "sums": sums, "saved": run.saved,
+        run, folder = self.run, self._options.checkpoint_dir
+        common = {
+            "generation": self._generation, "is_current": self._is_current, "begun": self._begun,
             "has_checkpoint": folder is not None and bool(list_checkpoints(folder)),
         }  # fmt: skip
+        if run is None:
+            return {**common, "step": 0, "sums": [], "saved": -1}
+        sums = None if run.sums is None else [repr(value) for value in run.sums]  # may be no number
+        return {**common, "step": run.steps, "sums": sums, "saved": run.saved}
 
     def _end_step(self, statuses: Sequence[dict[str, Any]]) -> None:
         """End the step whose gradients are here, where another rank has the sums that this one waited for."""
@@ -300,28 +331,26 @@ class Survivor:
             return
         ahead = [s for s in statuses if s["generation"] == self._generation and s["step"] == run.steps + 1]
         if ahead:
-            run.guard = None
             run.complete(torch.tensor([float(value) for value in ahead[0]["sums"]], device=self._device))
-            run.guard = self
+            self._is_updating = False
             self._live = self._live or pieces_of(checkpoint_state(run.model, run.optimizer))
 
     def _holdings(self) -> dict[str, Holding]:
-        holdings = {holding.tag: holding for holding in self._retained}
-        if (
-            self.run is not None
-            and self._live is not None
-            and not any(holding.tensors is self._live for holding in self._retained)
-        ):
-            live = Holding(self._generation, self.run.progress, self._live)
-            holdings[live.tag] = live
-        for holding in () if self._copies is None else self._copies.holdings():
-            holdings.setdefault(f"{holding.tag}/copy", holding)
+        """Return what this process holds, by the state that it is part of."""
+        parts = [*self._retained]
+        is_noted = any(part.generation == self._generation for part in parts)
+        if self.run is not None and self._live is not None and not is_noted:
+            parts.append(Holding(self._generation, self.run.progress, self._live))
+        parts += () if self._copies is None else self._copies.holdings()
+        holdings = dict[str, Holding]()
+        for each in parts:
+            holdings[each.tag] = each if each.tag not in holdings else holdings[each.tag].joined(each)
         return holdings
 
     def _chosen(
         self, plan: TrainingPlan, offers: Sequence[dict[str, Any]], statuses: Sequence[dict[str, Any]]
     ) -> tuple[str | None, Means]:
-        """Return the latest state of which every part is held, None where there is none yet; and what is recovered from neighbours.
+        """Return the latest state of which every part is held, and what is recovered from neighbours; None: the run begins again.
 
         Raises:
             StatesLostError: a part is lost.
@@ -333,7 +362,8 @@ class Survivor:
             lost = missing(needed, pieces[tag])
             if not lost:
                 return tag, {}
-        if max(status["step"] for status in statuses) <= _BEGIN_ANEW_STEPS:
+        steps = [status["step"] for status in statuses if status["is_current"]]
+        if steps and max(steps) - self._begun <= _BEGIN_AGAIN_STEPS:
             return None, {}
         if self._options.recover is not None and not any(status["has_checkpoint"] for status in statuses):
             for tag, of_state in pieces.items():

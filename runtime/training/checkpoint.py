@@ -248,6 +248,8 @@ class CheckpointWriter:
         in_background: bool = False,
     ) -> None:
         self._root, self._model, self._optimizer, self._keep = Path(root), model, optimizer, keep
+        # Named, or a thread that is late would meet ranks of a later generation of the job in its group.
+        self._ranks = dist.group.WORLD
         self._group = dist.new_group(backend="gloo") if in_background else None
         self._present: Path | None = self._root
         self._pending: tuple[Future[Any], CheckedWriter, Path, TrainingProgress] | None = None
@@ -262,12 +264,12 @@ class CheckpointWriter:
         folder = self._root / f"step-{progress.step:08d}"
         partial = _partial(folder)
         try:
-            if dist.get_rank() == 0:
+            if dist.get_rank(self._ranks) == 0:
                 self._remove_partial()
                 partial.mkdir(parents=True)
         except OSError as error:
             raise ConfigError(f"cannot write checkpoints to {self._root}: {error.strerror}") from None
-        dist.barrier()
+        dist.barrier(self._ranks)
         state, files = checkpoint_state(self._model, self._optimizer), CheckedWriter(partial)
         if self._group is not None:
             pending = async_save(state, storage_writer=files, process_group=self._group)
@@ -275,11 +277,11 @@ class CheckpointWriter:
             self._pending = pending, files, folder, progress
             return folder
         try:
-            save(state, storage_writer=files)
+            save(state, storage_writer=files, process_group=self._ranks)
         except CheckpointException as error:
             raise self._failure(folder, error) from None
         self._publish(files, folder, progress)
-        dist.barrier()
+        dist.barrier(self._ranks)
         return folder
 
     def poll(self) -> str | None:
@@ -315,7 +317,7 @@ class CheckpointWriter:
 
     def _publish(self, files: CheckedWriter, folder: Path, progress: TrainingProgress) -> None:
         """Give a checkpoint that every rank has written its name, and delete all but the newest; the first rank does it."""
-        if dist.get_rank() != 0:
+        if dist.get_rank(self._ranks) != 0:
             return
         partial = _partial(folder)
         try:

@@ -15,12 +15,14 @@ names one at most once in 1 / `FALSE_ALARMS` runs (Bonferroni), which is why few
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TextIO, TypedDict
 
@@ -97,6 +99,8 @@ class RankRecord(TypedDict):
 class MetricsWriter:
     """Writer of JSON lines to a file, each complete when it is written; without a path nothing is.
 
+    A line that a writer before could not end, because the disk was full, stays on a line of its own; who reads passes over it.
+
     Raises:
         ConfigError: the file cannot be opened.
     """
@@ -105,7 +109,9 @@ class MetricsWriter:
         self._file: TextIO | None = None
         try:
             if path is not None:
+                is_cut = append and _is_cut(Path(path))
                 self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115
+                self._file.write("\n" * is_cut)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
@@ -123,9 +129,24 @@ class MetricsWriter:
 
 def last_step(path: str | Path) -> int:
     """Return the last step that a file of metrics tells of; 0 where there is none."""
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
-    steps = [json.loads(line).get("step", 0) for line in lines]
-    return max(steps, default=0)
+    lines = Path(path).read_bytes().splitlines() if Path(path).exists() else []
+    return max((record.get("step", 0) for record in _complete(lines)), default=0)
+
+
+def _is_cut(path: Path) -> bool:
+    """Tell whether the last line of a file has no end."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def _complete(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the lines that were written to their end."""
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)
 
 
 def mfu(plan: TrainingPlan, step_time_s: float) -> float:
@@ -235,7 +256,7 @@ def read_new_records(path: str | Path, finished: threading.Event, *, poll_s: flo
                 new = file.read()
             position += len(new)
             *lines, rest = (rest + new).split(b"\n")
-            yield from (json.loads(line) for line in lines)
+            yield from _complete(lines)
         if last:
             return
         if not rest:

@@ -62,6 +62,9 @@ class Guard(Protocol):
     def before_sums(self) -> None:
         """Do what must be done before any rank can end the step."""
 
+    def before_update(self) -> None:
+        """Raise where this thread is not to change the states."""
+
     def calls_a_halt(self) -> bool:
         """Tell whether this rank asks all to interrupt the run after the next step."""
 
@@ -81,7 +84,6 @@ class TrainingRun:
         start: how far the run is whose part this is; None: at the beginning, or at the checkpoint that is to be resumed.
         saved: step of the last checkpoint that was written in this run.
         is_halted: a guard asked for the run to be interrupted after the last step.
-        is_updating: the states are being changed.
         sums: over all ranks, of the last step; None where this rank has gradients of the next one and awaits their sums.
     """
 
@@ -99,7 +101,6 @@ class TrainingRun:
     is_stopped: bool = False
     saved: int = -1
     is_halted: bool = False
-    is_updating: bool = False
     sums: list[float] | None = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,7 +115,7 @@ class TrainingRun:
         if self.start is not None:
             self.adopt(self.part, self.start)
             return
-        self.steps = self._resume()
+        self._resume()
         self._begin()
 
     def _begin(self) -> None:
@@ -137,17 +138,21 @@ class TrainingRun:
         for note in self._notes:
             self.writer.write({"note": note})
 
-    def adopt(self, part: RankPart, progress: TrainingProgress) -> None:
-        """Go on with another model, whose states are those of some progress, and another part of the data."""
+    def adopt(self, part: RankPart, progress: TrainingProgress | None) -> None:
+        """Go on with another model and another part of the data.
+
+        Args:
+            progress: of the model's states; None: they are new, and the newest checkpoint is read where the run resumes.
+        """
         if self._saves is not None:
             self._saves.abandon()
         self.writer.close()
         self.part, self.model, self.optimizer = part, part.model, part.optimizer
-        self.steps, self.sums, self.is_stopped, self.is_halted = progress.step, [], False, False
-        self.samples, self._save_s = progress.samples or 0, progress.save_s
-        scale = self.model.loss_scale
-        if scale.is_dynamic and progress.loss_scale is not None:
-            scale.value, scale.steps = progress.loss_scale, progress.scale_steps
+        self.sums, self.is_stopped, self.is_halted = [], False, False
+        if progress is None:
+            self._resume()
+        else:
+            self._follow(progress)
         self._begin()
         if self.report is not None:
             self._reported = max(self._reported, last_step(self.report))
@@ -160,10 +165,8 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Take SIGTERM as a request while inside, not as the end."""
-        if (
-            threading.current_thread() is not threading.main_thread()
-        ):  # which alone may; it listened before it was replaced
+        """Take SIGTERM as a request while inside, not as the end, where the run can be saved; the main thread alone can."""
+        if self.options.checkpoint_dir is None or threading.current_thread() is not threading.main_thread():
             yield
             return
         before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
@@ -172,8 +175,15 @@ class TrainingRun:
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _resume(self) -> int:
-        """Return the steps already done: those of the newest checkpoint, or none."""
+    def _follow(self, progress: TrainingProgress) -> None:
+        """Count on from some progress."""
+        self.steps, self.samples, self._save_s = progress.step, progress.samples or 0, progress.save_s
+        scale = self.model.loss_scale
+        if scale.is_dynamic and progress.loss_scale is not None:
+            scale.value, scale.steps = progress.loss_scale, progress.scale_steps
+
+    def _resume(self) -> None:
+        """Count on from the newest checkpoint, or begin."""
         options = self.options
         folders = checkpoints_to_resume(options.checkpoint_dir if options.resume else None)
         if self.part.updates is not None:  # no island goes back further than the others
@@ -182,7 +192,8 @@ class TrainingRun:
         newest, info, self._notes = load_newest(folders, self.model, self.optimizer)
         self.meter.resume()
         if info is None:
-            return 0
+            self._follow(TrainingProgress(step=0))
+            return
         if info.seed != options.seed:
             raise ConfigError(f"{newest} was trained with --seed {info.seed}, this run has {options.seed}")
         if info.step >= options.steps:
@@ -192,13 +203,8 @@ class TrainingRun:
                 f"{newest} was trained on other data, or on sequences of another length",
                 help="give the same --data, or add --restart-data to begin the order of the new data",
             )
-        scale = self.model.loss_scale
-        if scale.is_dynamic and info.loss_scale is not None:
-            scale.value, scale.steps = info.loss_scale, info.scale_steps
-        if not options.restart_data:
-            self.samples = info.samples if info.samples is not None else info.step * self.part.sequences
-        self._save_s = info.save_s
-        return info.step
+        samples = info.samples if info.samples is not None else info.step * self.part.sequences
+        self._follow(info.replace(samples=0 if options.restart_data else samples))
 
     def step(self, tokens: torch.Tensor | RankBatch) -> None:
         """Do one step; the clock runs from the batch being on the device to the parameters being new."""
@@ -219,12 +225,15 @@ class TrainingRun:
         self.sums = None
         model.add_over_ranks(sums)
         self.complete(sums, start_s, is_traced=is_traced)
+        if self.guard is not None:
+            self.guard.after_step()
 
     def complete(self, sums: torch.Tensor, start_s: float | None = None, *, is_traced: bool = False) -> None:
         """End a step whose gradients are there, given the sums over all ranks."""
         model = self.model
+        if self.guard is not None:
+            self.guard.before_update()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.is_updating = True
         overflowed = update(model, self.optimizer, sums, max_grad_norm=self.options.max_grad_norm)
         self.sums = sums.tolist()
         if self._expert_load is not None:
@@ -242,8 +251,12 @@ class TrainingRun:
         model.loss_scale.update(overflowed=overflowed)
         self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
         self._scheduler.step()
+<<<<<<< HEAD
         self.is_updating = False
         self._progress.beat(self.steps)
+=======
+        self._progress.beat()
+>>>>>>> r22
         self.step_times_s.append(step_time_s or max(self.step_times_s, default=1.0))
         if len(self.step_times_s) == WARMUP_STEPS:
             self.meter.stop_counting()
@@ -274,8 +287,6 @@ class TrainingRun:
             record["offload"] = model.offload.report(model.module)
         if self.steps > self._reported:  # a step that is done again was told
             self.writer.write(record)
-        if self.guard is not None:
-            self.guard.after_step()
 
     def _sum_islands(self, updates: LocalUpdater, *, stop_requested: bool) -> None:
         if updates.is_due(self.steps):
@@ -402,10 +413,7 @@ def train(
 def train_to_the_end(run: TrainingRun) -> None:
     """Do what is left of a run: steps, checkpoints, the report, and what is saved at the end."""
     options, model = run.options, run.model
-    with (
-        contextlib.nullcontext() if options.checkpoint_dir is None else run.listening(),
-        clock_waiting(model.clock),
-    ):
+    with run.listening(), clock_waiting(model.clock):
         for tokens in _in_advance(run, run.part.batches):
             run.step(tokens.to(model.device))
             run.checkpoint()

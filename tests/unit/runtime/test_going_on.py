@@ -7,9 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -22,12 +25,16 @@ from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.run import write_event
 from meshwright.runtime.job.worker import Job
 from meshwright.runtime.supervision import survivor as survivor_module
+from meshwright.runtime.supervision.copies import PeerCopies
+from meshwright.runtime.supervision.exchange import Exchange
 from meshwright.runtime.supervision.generations import Board, Generation
 from meshwright.runtime.supervision.holdings import Piece, missing, packed_size, unpacked
+from meshwright.runtime.supervision.membership import Membership
 from meshwright.runtime.supervision.neighbours import layer_of, means_of_neighbours
 from meshwright.runtime.supervision.supervisor import Hold, Scale, Supervisor
-from meshwright.runtime.supervision.survivor import Survivor
-from meshwright.runtime.training.metrics import last_step
+from meshwright.runtime.supervision.survivor import ReplacedError, Survivor
+from meshwright.runtime.training.checkpoint import TrainingProgress
+from meshwright.runtime.training.metrics import MetricsWriter, last_step, read_new_records
 from meshwright.runtime.training.options import TrainOptions, prepare_options, why_not_continued
 from meshwright.schema import Layout, MeshwrightError, TrainingPlan, Workload
 from meshwright.schema.shares import state_copies
@@ -213,10 +220,45 @@ def test_ranks_that_a_policy_does_not_want_stand_by_from_a_step_on_and_are_taken
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
-def test_states_that_nobody_holds_end_the_job_with_one_message(faults: Path) -> None:
-    """Neighbours of a sharded job die together, one with the copies of the other."""
+def test_a_thread_that_comes_back_after_another_took_its_place_does_nothing_more(
+    expected: list[float], faults: Path
+) -> None:
+    """Rank 0 is away in step 5, in which rank 1 dies, until the job is at step 7 with the spare."""
+    os.mkfifo(faults / "stuck-5-0")
+    records = go_on(plan_of(dp_replicate=2), faults, "die-5-1", fewer=(plan_of(),), spares=1)
+    assert [record["step"] for record in records if "step" in record] == list(range(1, STEPS + 1))
+    assert losses(records) == pytest.approx(expected, rel=1e-5)
+    assert causes_of(records) == ["rank 1 of 3 was killed by signal 9 (SIGKILL)"]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_death_before_anybody_has_read_the_checkpoint_does_not_lose_it(expected: list[float], faults: Path) -> None:
+    options = TrainOptions(checkpoint_dir=str(faults.parent / "checkpoints"), checkpoint_every=4)
+    two, one = plan_of(dp_shard=2, zero_stage=3), (plan_of(),)
+    with pytest.raises(MeshwrightError, match="killed by signal 9"):
+        go_on(two, faults, "die-6-0", "die-6-1", fewer=one, options=options)
+    (faults.parent / "report").unlink()
+    records = go_on(two, faults, "die-0-1", fewer=one, options=options.replace(resume=True))
+    assert [record["step"] for record in records if "step" in record] == list(range(5, STEPS + 1))
+    assert losses(records) == pytest.approx(expected[4:], rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(
+    ("deaths", "fewer"),
+    [
+        (("die-5-1", "die-5-2"), FEWER),
+        (("die-2-1", "die-7-0", "die-7-2"), (plan_of(dp_shard=2, zero_stage=3), plan_of())),
+    ],
+)
+def test_states_that_nobody_holds_end_the_job_with_one_message(
+    deaths: tuple[str, ...], fewer: tuple[TrainingPlan, ...], faults: Path
+) -> None:
+    """Neighbours of a sharded job die together, one with the copies of the other; or all but one that stands by since step 1."""
     with pytest.raises(MeshwrightError, match="too many ranks are gone") as caught:
-        go_on(FOUR["sharded, with copies"], faults, "die-5-1", "die-5-2")
+        go_on(FOUR["sharded, with copies"], faults, *deaths, fewer=fewer)
     assert "dp_replicate" in (caught.value.help or "")
 
 
@@ -236,11 +278,94 @@ def test_a_process_whose_main_thread_never_comes_back_ends_with_the_job(
     if not (child := os.fork()):
         survivor = Survivor.__new__(Survivor)
         survivor.run, survivor._is_behind, survivor._outcome = None, False, Future()
-        survivor._handover, survivor._is_following = threading.Lock(), False
-        survivor.take_over()
-        time.sleep(60)
+        survivor._handover, survivor._is_following, survivor._is_updating = threading.Lock(), False, False
+        survivor._driver = threading.current_thread()
+        threading.Timer(0.02, survivor.take_over).start()
+        for _ in range(2):
+            with suppress(ReplacedError):
+                time.sleep(60)
         os._exit(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+
+
+def test_a_thread_that_was_replaced_raises_when_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the outcome of the other, which is the job's, and the states are the other's to change."""
+    survivor = Survivor.__new__(Survivor)
+    survivor.run, survivor._is_behind, survivor._outcome = None, False, Future()
+    survivor._handover, survivor._is_following, survivor._is_updating = threading.Lock(), False, False
+    monkeypatch.setattr(survivor_module, "exit_now", lambda _: None)
+    monkeypatch.setattr(survivor_module, "STUCK_S", 0.0)
+    monkeypatch.setattr(Survivor, "follow", lambda survivor, *_, **__: setattr(survivor, "_is_following", False))
+    reached, (reads, writes) = list[str](), os.pipe()
+
+    def train(survivor: Survivor) -> None:
+        is_second = threading.current_thread() is not first
+        if not is_second:
+            os.read(reads, 1)  # in C, where nothing reaches it
+            reached.append("first")
+        survivor.before_update()
+        os.write(writes, b"1")
+        assert not survivor.take_over()  # while states change
+        first.join(0.1)
+        reached.append("second")
+
+    monkeypatch.setattr(Survivor, "_train", train)
+    first = threading.Thread(target=survivor.drive)
+    survivor._driver = first
+    first.start()
+    time.sleep(0.05)
+    assert survivor.take_over()
+    first.join()
+    assert reached == ["second"]
+
+
+def test_a_generation_that_was_entered_is_not_counted_twice(tmp_path: Path) -> None:
+    """Two begin at once: the driver enters the second while the thread that watches wakes for the first."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    board, first = Board(store), Generation(number=0, members=(0, 1, 2), num_active=3)
+    board.publish(first)
+    membership = Membership("localhost", store.port, 0, 5.0)
+    membership.begin(lambda: True)
+    with membership._lock:
+        board.publish(first.replace(number=1, members=(0, 1), num_active=2))
+        board.publish(first.replace(number=2, members=(0,), num_active=1))
+        time.sleep(0.1)
+        membership.generation = board.read(2)
+        membership._noticed = 2
+    time.sleep(0.1)
+    membership.check()
+
+
+def test_two_copies_stay_until_every_rank_has_the_later_one() -> None:
+    """One of two ranks has not waited for the second copy when the other dies: the first is complete on both."""
+    store = dist.HashStore()
+    copies = list[PeerCopies | None]([None, None])
+    states = [{Piece("w", (rank,), (1,), (2,), "float32"): torch.zeros(1)} for rank in range(2)]
+
+    def begin(rank: int) -> None:
+        members = SimpleNamespace(
+            position=rank, store=store,
+            group=lambda name, position, size: dist.ProcessGroupGloo(
+                dist.PrefixStore(name, store), position, size, timedelta(seconds=5)
+            ),
+        )  # fmt: skip
+        copies[rank] = PeerCopies(
+            Exchange(members, "active", 2), generation=0, every=1, mtbf_s=1e6, stride=1, live=states[rank]
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(begin, range(2)))
+    for step in (1, 2):
+        for rank, each in enumerate(copies):
+            assert each is not None
+            next(iter(states[rank].values())).fill_(10 * rank + step)
+            each.copy(TrainingProgress(step=step), 0.0)
+        for each in copies[: 3 - step]:
+            assert each is not None
+            each.settle()
+    held = [{each.progress.step: each.tensors for each in of_rank.holdings()} for of_rank in copies if of_rank]
+    assert [sorted(each) for each in held] == [[1, 2], [1]]
+    assert [float(tensor) for tensor in held[0][1].values()] == [1.0, 11.0]
 
 
 def test_copies_of_states() -> None:
@@ -277,6 +402,8 @@ def test_missing_parts_are_found_and_buffers_are_cut_at_their_pieces() -> None:
     halves = pieces([("w", (0, 0), (2, 2)), ("w", (2, 0), (2, 2))])
     assert not missing({"w": (4, 2)}, [*halves, halves[0]])
     assert missing({"w": (4, 2), "b": (3,)}, halves[:1]) == ["w", "b"]
+    moment = replace(halves[0], name="optimizer.w.exp_avg")
+    assert missing({"w": (4, 2)}, [*halves, moment]) == [moment.name]
     values = [torch.arange(4.0).view(2, 2), torch.arange(4.0, 8.0).view(2, 2)]
     buffer = torch.cat([value.view(-1).view(torch.uint8) for value in values])
     assert len(buffer) == packed_size(halves)
@@ -291,6 +418,18 @@ def test_last_step_of_a_report(tmp_path: Path) -> None:
     assert last_step(report) == 0
     report.write_text("".join(json.dumps(line) + "\n" for line in ({"step": 3}, {"event": "went on"})))
     assert last_step(report) == 3
+
+
+def test_a_line_that_a_full_disk_cut_short_is_passed_over(tmp_path: Path) -> None:
+    report, finished = tmp_path / "report", threading.Event()
+    report.write_text('{"step": 3}\n{"step": 4, "lo')
+    for step in (4, 5):
+        writer = MetricsWriter(report, append=True)
+        writer.write({"step": step})
+        writer.close()
+    assert last_step(report) == 5
+    finished.set()
+    assert [record["step"] for record in read_new_records(report, finished)] == [3, 4, 5]
 
 
 @pytest.mark.long

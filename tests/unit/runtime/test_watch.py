@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from meshwright.profilers.machine import num_cores
+from meshwright.runtime.job import watch as watch_module
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.watch import (
     Heartbeat,
@@ -50,6 +52,16 @@ def test_hung_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None:
     with pytest.raises(MeshwrightError, match="rank 1 of 2 stopped making steps while the others waited") as caught:
         launch(plan, job)
     assert "in read_the_data" in caught.value.details[0]
+
+
+def test_a_suspended_rank_is_killed_also_where_it_stands_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All members take part when the next generation begins."""
+    monkeypatch.setattr(watch_module, "SUSPENDED_S", 0.0)
+    process = subprocess.Popen(["sleep", "60"])
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    Watch(tmp_path).look({3: process.pid}, standing_by=[3])
+    assert process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
