@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cost_cases import cost_inputs
+from meshwright.cost_models.layer.context import context_parallel, ring_attention, ulysses_exchange
 from meshwright.cost_models.layer.operators import CostInputs, FusedAttention
-from meshwright.cost_models.layer.parallel import context_parallel, ring_attention, ulysses_exchange
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
