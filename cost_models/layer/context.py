@@ -31,7 +31,7 @@ from ..hardware.collectives import collective_s, p2p_s
 from ..hardware.compute import attention_s as fused_s
 from ..hardware.machine import device_rates
 from ..hardware.node_links import Hops
-from .operators import CostInputs, FusedAttention
+from .operators import CostInputs, FusedAttention, kernels_of
 
 _MERGE_KERNELS = 3
 """Kernels that merge one step's part: rescale the sums of exponentials, rescale and add the output (TransformerEngine)."""
@@ -89,7 +89,7 @@ def ring_attention(
     transfer_s = p2p_s(kv_bytes, Hops(degree, layouts.tp * layouts.cp_ulysses, "ring"), inputs.cluster)
     exposed_forward = steps * np.maximum(transfer_s - attention_s[0] / degree, 0.0)
     exposed_backward = steps * np.maximum(2 * transfer_s - attention_s[1] / degree, 0.0)
-    own = inputs.workload.engine_facts.kernels.ring
+    own = kernels_of(inputs.workload, on_host=inputs.cluster.weakest_device.backend.is_host).ring
     if own is not None:
         exposed = (
             exposed_forward,
@@ -120,7 +120,9 @@ def _in_pieces(
     layouts, rates, more = inputs.layouts, device_rates(inputs.scenario), np.zeros(len(seconds))
     for ring in np.unique(degree[degree > 1]).tolist():
         rows = np.flatnonzero(degree == ring)
-        length = attention.seq_len // ring
+        length = max(
+            attention.seq_len // ring, 2
+        )  # rings that are longer than sequences are asked for, and left out later
         first = replace(attention, context=(length + 1) / 2, seq_len=length, longest=length)
         further = replace(attention, context=length / 2, seq_len=length, longest=length // 2)
         once, step, entire = (

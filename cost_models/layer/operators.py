@@ -209,7 +209,7 @@ def kernels_of(workload: Workload, *, on_host: bool) -> EngineKernels:
         "engine": kernels._replace(norm=_NORM_ON_HOST) if on_host else kernels,
         "compiled": _COMPILED,
         "compiled_blocks": _COMPILED._replace(loss=TORCH_KERNELS.loss),  # all but the loss
-        "composite_norm": kernels._replace(norm=_COMPOSITE_NORM),
+        "composite_norm": TORCH_KERNELS._replace(norm=_COMPOSITE_NORM, loss=kernels.loss),
         "eager": TORCH_KERNELS._replace(norm=_COMPOSITE_NORM),
     }[workload.code]
 

@@ -50,6 +50,14 @@ def test_exchange_inside_nodes_and_ring_between_them_needs_fewer_steps() -> None
     assert outside.exposed_forward_s[0] < alone.exposed_forward_s[0]
 
 
+def test_rings_longer_than_the_sequence_have_a_cost() -> None:
+    """They are costed before a rule excludes them."""
+    workload, layout = Workload(seq_len=1024, global_batch_size=8), LayoutTable.from_layouts([Layout(cp=2048)], 8)
+    short = FusedAttention("attention", 32, 128, 128, 512.5, 1024, 1024, 8)
+    added = ring_attention(short, SECONDS, cost_inputs(LLAMA.hidden_dim, layout, workload, NODES))
+    assert all(np.isfinite(part).all() for part in added)
+
+
 def test_memory_does_not_depend_on_the_split() -> None:
     splits = [estimate(LLAMA, NODE, LONG, Layout(cp=8, cp_ulysses=u, recompute="full")) for u in (1, 2, 8)]
     assert len({split.memory_bytes for split in splits}) == 1
