@@ -36,8 +36,7 @@ def lay_out(runs: Sequence[Run], costs: OperatorSeconds, waits_s: Sequence[float
     ``waits_s``: how long each waits for the host; None: the entries are one pass.
     """
     waits_s = _host_waits(runs, costs) if waits_s is None else waits_s
-    law = slowdown_law(0.0, costs.scenario.coefficients)
-    slows_sent = float(law.collective)
+    slows_sent = float(slowdown_law(0.0, costs.scenario.coefficients).collective)
     queues: dict[str, deque[int]] = {"compute": deque()}
     for position, run in enumerate(runs):
         queues.setdefault(run.stream, deque()).append(position)
@@ -51,13 +50,11 @@ def lay_out(runs: Sequence[Run], costs: OperatorSeconds, waits_s: Sequence[float
         first = next((idx for idx in active if runs[idx].stream == "compute"), None)
         sent = max((idx for idx in active if idx != first), key=lambda idx: runs[idx].slows, default=None)
         is_kernel = first is not None and runs[first].level is None
-        of_level = Counter(runs[idx].level for idx in active)
-        rates = {
-            idx: 1 / (of_level[runs[idx].level] if runs[idx].level is not None else 1) / (1 + slows_sent * is_kernel)
-            for idx in active
-        }
-        if is_kernel and first is not None:
-            rates[first] = 1 / (1 + (0.0 if sent is None else (1 - idle[first]) * runs[sent].slows))
+        computing = 1 - idle[first] if first is not None and is_kernel else 0.0
+        of_level = Counter(runs[idx].level for idx in active if runs[idx].level is not None)
+        rates = {idx: 1 / of_level.get(runs[idx].level, 1) / (1 + slows_sent * computing) for idx in active}
+        if first is not None and is_kernel:
+            rates[first] = 1 / (1 + (0.0 if sent is None else computing * runs[sent].slows))
         step = min(remaining[idx] / rate for idx, rate in rates.items())
         if first is None:
             parts[_awaited(queues["compute"], runs, done, active)] += step

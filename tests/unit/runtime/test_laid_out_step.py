@@ -55,6 +55,25 @@ def test_a_collective_takes_from_kernels_what_its_law_says(given: TrainingPlan) 
     assert parts["dp"] == pytest.approx(shared * (1 - 1 / 1.25))
 
 
+def test_collectives_over_the_same_links_share_them(given: TrainingPlan) -> None:
+    gather, reduce = (
+        Run("dp", "all_gather", 1.0, "gather", level=0),
+        Run("dp", "reduce_scatter", 2.0, "reduce", level=0),
+    )
+    costs = OperatorSeconds(given)
+    assert sum(lay_out([gather, reduce], costs).values()) == pytest.approx(3.0)
+    assert sum(lay_out([gather, reduce._replace(level=1)], costs).values()) == pytest.approx(2.0)
+
+
+def test_collectives_go_on_while_kernels_wait_for_the_host(given: TrainingPlan) -> None:
+    parts = lay_out(
+        [Run("products", "mm", 1.0), Run("dp", "all_gather", 4.0, "gather")], OperatorSeconds(given), [9.0, 0.0]
+    )
+    assert parts["dispatch"] == pytest.approx(9.0)
+    assert parts["products"] == pytest.approx(1.0)
+    assert parts["dp"] == pytest.approx(0.0)
+
+
 def test_entries_that_wait_for_each_other_are_a_bug(given: TrainingPlan) -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
         lay_out(
