@@ -16,7 +16,7 @@ from .engine_kernels import (
     FUSED_GATED,
     FUSED_NORM,
     FUSED_ROTARY,
-    OWN_KERNELS,
+    RUNTIME_KERNELS,
     STEPWISE_LOSS,
     TORCH_KERNELS,
     EngineKernels,
@@ -215,7 +215,7 @@ _RECORDS = (
         uses_fully_shard=True,
         takes_uneven_shares=True,
         keeps_parameters_closer=True,
-        kernels=OWN_KERNELS,
+        kernels=RUNTIME_KERNELS,
         # Prefetches the next layer's parameters, reduces during the next layer's backward pass: runtime/data_parallel.py.
         # reshard_after_forward=N keeps what a forward pass gathered within N ranks.
         data_parallel=DataParallelFacts(0, 0, gathers_from_owners=True, sums_shards=True),

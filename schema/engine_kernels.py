@@ -99,7 +99,7 @@ FUSED_GATED = KernelTraffic(3, 5, 1, 1)
 STEPWISE_LOSS = KernelTraffic(9.5, 3.5, 7, 3)  # Megatron's vocab_parallel_cross_entropy, step by step
 _LOSS_IN_PLACE = KernelTraffic(5.5, 9.0, 5, 6)
 """runtime/loss.py: a cast, the largest logit, exponentials and their sum; backward a cast, three passes in place, a copy."""
-OWN_KERNELS = TORCH_KERNELS._replace(
+RUNTIME_KERNELS = TORCH_KERNELS._replace(
     loss=_LOSS_IN_PLACE,
     # Of queries and of keys each: two products, the other half turned and joined, a sum.
     rotary=KernelTraffic(10, 10, 10, 10),

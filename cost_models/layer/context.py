@@ -89,14 +89,12 @@ def ring_attention(
     transfer_s = p2p_s(kv_bytes, Hops(degree, layouts.tp * layouts.cp_ulysses, "ring"), inputs.cluster)
     exposed_forward = steps * np.maximum(transfer_s - attention_s[0] / degree, 0.0)
     exposed_backward = steps * np.maximum(2 * transfer_s - attention_s[1] / degree, 0.0)
-    own = kernels_of(inputs.workload, on_host=inputs.cluster.weakest_device.backend.is_host).ring
-    if own is not None:
-        exposed = (
-            exposed_forward,
-            exposed_backward + (steps > 0) * transfer_s,
-        )  # gradients of keys arrive after the last step
+    around = kernels_of(inputs.workload, on_host=inputs.cluster.weakest_device.backend.is_host).ring
+    if around is not None:
+        # Gradients of keys arrive after the last step.
+        exposed = exposed_forward, exposed_backward + (steps > 0) * transfer_s
         pieces = [_in_pieces(attention, seconds, degree, which, inputs) for which, seconds in enumerate(attention_s)]
-        return _own_ring(own, attention, (steps, pieces), exposed, inputs)
+        return _copied_ring(around, attention, (steps, pieces), exposed, inputs)
     out, q = attention.num_heads * attention.v_dim, attention.num_heads * attention.qk_dim
     floor = rates.launch_s + _MERGE_KERNELS * rates.kernel_s
     # Reads the running and the new part and writes the sum; half of the steps concern half of the rows only.
@@ -122,18 +120,18 @@ def _in_pieces(
         rows = np.flatnonzero(degree == ring)
         length = max(
             attention.seq_len // ring, 2
-        )  # rings that are longer than sequences are asked for, and left out later
+        )  # of a ring that is longer than the sequence, which a rule excludes later
         first = replace(attention, context=(length + 1) / 2, seq_len=length, longest=length)
-        further = replace(attention, context=length / 2, seq_len=length, longest=length // 2)
-        once, step, entire = (
+        next_one = replace(attention, context=length / 2, seq_len=length, longest=length // 2)
+        start_s, step_s, entire_s = (
             fused_s(op, inputs.tokens[rows], layouts.tp[rows], rates, backward=bool(is_backward))
-            for op in (first, further, attention)
+            for op in (first, next_one, attention)
         )
-        more[rows] = seconds[rows] * ((once + (ring - 1) * step) / entire - 1)
+        more[rows] = seconds[rows] * ((start_s + (ring - 1) * step_s) / entire_s - 1)
     return more
 
 
-def _own_ring(
+def _copied_ring(
     kernels: RingKernels,
     attention: FusedAttention,
     ring: tuple[IntArray, list[FloatArray]],
@@ -148,15 +146,15 @@ def _own_ring(
     element_s = np.asarray(inputs.tokens / layouts.tp * inputs.workload.compute_bytes / rates.elementwise_bytes_per_s)
     seconds, dispatches, steps = [], np.zeros(len(layouts)), ring[0]
     for which, more in zip(("forward", "backward"), ring[1], strict=True):
-        once, step, launched, launched_a_step = copied, copied / 2, float(is_shared), float(is_shared)
-        for width, first, further in (
+        start, step, launched, launched_a_step = copied, copied / 2, float(is_shared), float(is_shared)
+        for width, first, later in (
             (queries, kernels.queries, kernels.step_queries), (keys, kernels.keys, kernels.step_keys),
         ):  # fmt: skip
-            once, step = once + width * getattr(first, which), step + width * getattr(further, which)
+            start, step = start + width * getattr(first, which), step + width * getattr(later, which)
             launched += getattr(first, f"{which}_kernels")
-            launched_a_step += getattr(further, f"{which}_kernels")
+            launched_a_step += getattr(later, f"{which}_kernels")
         count = launched + steps * launched_a_step
-        copied_s = element_s * (once + steps * step) + count * rates.kernel_s
+        copied_s = element_s * (start + steps * step) + count * rates.kernel_s
         seconds.append(np.where(steps > 0, copied_s, 0.0) + more)
         dispatches = dispatches + np.where(steps > 0, (count + 2 * steps) / 2, 0.0)  # attention, sends and receives
     return AddedTime(*seconds, *(np.asarray(one) for one in exposed), dispatches)
