@@ -1,13 +1,15 @@
 """The memory model against rehearsals: layouts drawn at random over catalogue models at their real size.
 
-    python benchmarks/rehearsal.py OUT.jsonl [--layouts 300] [--seed 21] [--max-work 24] [--kinds fullest] [--summary FILE]
+    python benchmarks/rehearsal.py OUT.jsonl [--layouts 300] [--seed 21] [--max-work 24] [--kinds fullest] [--drawn 0.75]
+        [--summary FILE]
 
-Each layout is one that `plan` chooses with some fields fixed at random: sizes of axes, ZeRO stage, recompute, schedule. Rehearsed
-is the rank with the highest prediction, or the first, a middle and the last stage (--kinds some), or all; one line each in OUT;
-the summary has the errors of the peak, predicted over rehearsed less one, how many plans failed, and how many kinds of collectives
-have the bytes of their formula. What a plan counts for libraries (cuBLAS), which a rehearsal does not see, is taken off the
-prediction first. Where all stages were rehearsed (--kinds all), the step as it is laid out over streams stands next to the closed
-form's, by part, and the summary has how far they are apart. Where OUT has lines already, it goes on after the last of them.
+Each layout is one that `plan` chooses with some fields fixed at random: sizes of axes, ZeRO stage, recompute, schedule; --drawn
+says how many of them are, and what is chosen takes `plan` most of the time here. Rehearsed is the rank with the highest
+prediction, or the first, a middle and the last stage (--kinds some), or all; one line each in OUT; the summary has the errors of
+the peak, predicted over rehearsed less one, how many plans failed, and how many kinds of collectives have the bytes of their
+formula. What a plan counts for libraries (cuBLAS), which a rehearsal does not see, is taken off the prediction first. Where all
+stages were rehearsed (--kinds all), the step as it is laid out over streams stands next to the closed form's, by part, and the
+summary has how far they are apart. Where OUT has lines already, it goes on after the last of them.
 """
 
 from __future__ import annotations
@@ -32,17 +34,14 @@ MODELS = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-3.2-1b", "qwen2.5-32b", "qwen3-8b", "gpt3-175b",
     "mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "deepseek-v2-lite", "deepseek-v3", "smollm2-1.7b", "qwen3-235b-a22b",
 )  # fmt: skip
-FIXED = 0.75
-"""Part of the fields of a layout that are drawn; the others are chosen by `plan`."""
-
 FEW_NUMBERS = 2e-4
 """Part of the bytes over an axis that losses, votes and counts of rows may be, which no formula counts."""
 
 DEVICES = ("H100-SXM-80GB", "H200-SXM-141GB", "A100-SXM-80GB", "B200-SXM-180GB")
 
 
-def drawn(rng: random.Random, models: tuple[str, ...]) -> dict[str, Any]:
-    """Draw a problem and some fixed fields."""
+def drawn(rng: random.Random, models: tuple[str, ...], part: float) -> dict[str, Any]:
+    """Draw a problem and this part of the fields of its layout."""
     model, ranks = rng.choice(models), 2 ** rng.randint(3, 14)
     fixed: dict[str, Any] = {}
     for name, values in {
@@ -52,7 +51,7 @@ def drawn(rng: random.Random, models: tuple[str, ...]) -> dict[str, Any]:
         "sequence_parallel": (True, False), "cp_ulysses": (1, 2), "dp_replicate": (1, 2, 4), "etp": (1, 2),
         "half_blocks": (False, False, True),
     }.items():  # fmt: skip
-        if rng.random() < FIXED:
+        if rng.random() < part:
             fixed[name] = rng.choice(values)
     passes = rng.choice((1, 2, 4, 8))
     return {
@@ -82,26 +81,34 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no layout after so long")
     parser.add_argument("--max-work", type=int, default=10**9, help="skip ranks with more passes through blocks")
     parser.add_argument("--kinds", choices=("fullest", "some", "all"), default="fullest")
+    parser.add_argument(
+        "--drawn", type=float, default=0.75, help="part of a layout's fields; `plan` chooses the others"
+    )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--summary", type=Path, help="write the summary there as well")
     options = parser.parse_args()
     done = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
     rng, begun_s, models = random.Random(options.seed), time.monotonic(), tuple(options.models.split(","))
-    while done and drawn(rng, models) != done[-1]["problem"]:
+    while done and drawn(rng, models, options.drawn) != done[-1]["problem"]:
         pass
     numbers = range(done[-1]["number"] + 1 if done else 0, options.layouts)
     with options.out.open("a") as file:
         for number in numbers:
             if time.monotonic() - begun_s > options.seconds:
                 break
-            while (given := planned(problem := drawn(rng, models), options.max_work)) is None:
+            while (given := planned(problem := drawn(rng, models, options.drawn), options.max_work)) is None:
                 pass
             for row in compared(given, which=options.kinds):
                 row = {"number": number, "problem": problem, "layout": str(given.layout), **row}
                 done.append(row)
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-    about = {"seed": options.seed, "max_work": options.max_work, "kinds": options.kinds} | summary(done)
+    about = {
+        "seed": options.seed,
+        "max_work": options.max_work,
+        "kinds": options.kinds,
+        "drawn": options.drawn,
+    } | summary(done)
     print(text := json.dumps(about, indent=1))
     if options.summary is not None:
         options.summary.write_text(text + "\n")

@@ -158,9 +158,9 @@ def _backward_ring(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor, Tenso
     for meeting, moving in _round(key_value, group, ctx.lengths):
         rows = (x[:, :, meeting.queries] for x in (grad_out, query, out, lse))
         part_query, part_grads = _backward(*rows, moving[:, :, :, meeting.keys], meeting)
-        grad_query[:, :, meeting.queries] += part_query
+        _add_rows(grad_query, meeting.queries, part_query)
         grads = arriving_grads.wait() if arriving_grads is not None else grads
-        grads[:, :, :, meeting.keys] += part_grads
+        _add_rows(grads, meeting.keys, part_grads)
         arriving_grads = _Passing(grads, group)
     assert arriving_grads is not None
     grad_key, grad_value = arriving_grads.wait()
@@ -234,7 +234,20 @@ def _forward(query: Tensor, key_value: Tensor, meeting: _Meeting) -> tuple[Tenso
         out, lse, *_ = flash(*rows, 0.0, meeting.causal)
         outs.append(out)
         lses.append(lse)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    return _joined(outs), _joined(lses)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all documents; of one document without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
+
+
+def _add_rows(total: Tensor, rows: slice | Tensor, part: Tensor) -> None:
+    """Add to some rows [..., rows, C] in place."""
+    if isinstance(rows, slice):
+        total[..., rows, :].add_(part)
+    else:
+        total.index_add_(-2, rows, part.to(total.dtype))
 
 
 def _by_document(
@@ -275,7 +288,7 @@ def _backward(
             seed = torch.zeros(0, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
             grads = _aten._scaled_dot_product_flash_attention_backward(*rows, *sizes, 0.0, meeting.causal, seed, seed)
         documents.append(grads[:3])
-    grad_query, *grads = (torch.cat(parts, dim=2) for parts in zip(*documents, strict=True))
+    grad_query, *grads = (_joined(parts) for parts in zip(*documents, strict=True))
     batch, kv_heads = key_value.shape[1:3]
     summed = [grad.view(batch, kv_heads, -1, *grad.shape[2:]).sum(2) for grad in grads]
     return grad_query, torch.stack(summed)

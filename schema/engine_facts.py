@@ -11,6 +11,17 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from .engine_kernels import (
+    COPIED_CONTEXT,
+    FUSED_GATED,
+    FUSED_NORM,
+    FUSED_ROTARY,
+    RUNTIME_KERNELS,
+    STEPWISE_LOSS,
+    TORCH_KERNELS,
+    EngineKernels,
+    KernelTraffic,
+)
 from .engine_models import Lacks, full_training, of_megatron, of_torchtitan
 from .engine_rules import (
     ACCELERATE_RULES,
@@ -27,43 +38,6 @@ from .layout import LayoutRecompute
 from .layout_rules import EXCHANGE_RULES, FSDP2_RULES, TOKENS_OF_EXPERTS, Rule
 from .layout_table import LAYOUT_RECOMPUTES
 from .units import MIB
-
-
-class KernelTraffic(NamedTuple):
-    """Memory-bound kernels: elements read and written forward and backward, and kernels launched."""
-
-    forward: float
-    backward: float
-    forward_kernels: int
-    backward_kernels: int
-
-
-class EngineKernels(NamedTuple):
-    """What an engine's memory-bound kernels read and write, in elements per element of the tensor's width.
-
-    Reads that miss the cache twice count twice. A layer norm takes 2.2 elements forward and 6.9 backward, a softmax 2.3 and 6.1, at
-    the bandwidth of plain pointwise kernels: 26 and 8 measured sizes each on A100 and H100 (NeuSight traces, MIT), mean error 4 %
-    with a launch and a rate fitted to each.
-
-    Attributes:
-        norm: per element of the hidden states; rotary: per rotated element of queries and keys.
-        gated: per element of the feed-forward width, for silu(gate) * up; plain: for one activation.
-        loss: fp32 elements per logit, from logits in the compute dtype to their gradient.
-        residual: per element of the hidden states, both additions of a block.
-        qkv: copies around attention per element of q, k and v.
-        bias: the gradient of one bias, a sum over tokens, per element of the product's output; none where the product does it.
-        expert_bias: that of an expert's output where it is added one expert after the other; None: as any bias.
-    """
-
-    norm: KernelTraffic
-    rotary: KernelTraffic
-    gated: KernelTraffic
-    plain: KernelTraffic
-    loss: KernelTraffic
-    residual: KernelTraffic
-    qkv: KernelTraffic
-    bias: KernelTraffic
-    expert_bias: KernelTraffic | None = None
 
 
 class DataParallelFacts(NamedTuple):
@@ -162,6 +136,10 @@ class EngineFacts:
         hides_reduction_in_weight_gradient: the gradient of a column-parallel product's input is reduced while that of its weight
             is computed.
         saves_fp8_inputs: under fp8 products keep their inputs in fp8.
+        gathers_before_exchange: ranks that share an expert gather their tokens before these are routed, and each sends the rows of
+            all; else the rows that reach them.
+        scales_expert_gradients: gradients of experts with ranks of their own are multiplied in a pass of their own, so that
+            fully_shard, which divides by an expert's copies, gives what the ranks that see other tokens share.
         groups_expert_products: the products of experts are one grouped product, instead of one for each.
         multiplies_apart: q, k and v, and gate and up, are products of their own, each with its weight as checkpoints have it;
             else one product whose weights lie together.
@@ -211,6 +189,8 @@ class EngineFacts:
     sends_tokens_once_per_node: bool = False
     hides_reduction_in_weight_gradient: bool = False
     saves_fp8_inputs: bool = False
+    gathers_before_exchange: bool = False
+    scales_expert_gradients: bool = False
     groups_expert_products: bool = False
     multiplies_apart: bool = False
     uses_hopper_attention: bool = False
@@ -224,29 +204,6 @@ class EngineFacts:
     receives_by_stage: bool = False
 
 
-# Eager torch: F.rms_norm and F.layer_norm are one kernel forward and two backward; rotary embedding, silu and product, and the
-# loss's casts are kernels each. Loss: forward cast (1.5) and log-softmax; backward zeros of the picked ones (1), softmax, cast
-# back (1.5).
-TORCH_KERNELS = EngineKernels(
-    norm=KernelTraffic(2.2, 6.9, 1, 2),
-    rotary=KernelTraffic(9, 9, 8, 8),
-    gated=KernelTraffic(5, 9, 2, 3),
-    plain=KernelTraffic(2, 3, 1, 1),
-    loss=KernelTraffic(3.8, 8.6, 3, 3),
-    residual=KernelTraffic(6, 6, 2, 2),
-    qkv=KernelTraffic(0, 0, 0, 0),
-    bias=KernelTraffic(0, 1, 0, 1),
-)
-FUSED_NORM = KernelTraffic(2.2, 4.0, 1, 2)
-FUSED_ROTARY = KernelTraffic(2, 2, 2, 2)
-FUSED_GATED = KernelTraffic(3, 5, 1, 1)
-_STEPWISE_LOSS = KernelTraffic(9.5, 3.5, 7, 3)  # Megatron's vocab_parallel_cross_entropy, step by step
-_LOSS_IN_PLACE = KernelTraffic(5.5, 9.0, 5, 6)
-"""runtime/loss.py: a cast, the largest logit, exponentials and their sum; backward a cast, three passes in place, a copy."""
-_COPIED_CONTEXT = KernelTraffic(
-    0.67, 2.67, 1, 2
-)  # the attended context is copied, the gradients of q, k and v concatenated
-
 _RECORDS = (
     EngineFacts(
         name="fsdp2",
@@ -258,12 +215,14 @@ _RECORDS = (
         uses_fully_shard=True,
         takes_uneven_shares=True,
         keeps_parameters_closer=True,
-        kernels=TORCH_KERNELS._replace(loss=_LOSS_IN_PLACE),
+        kernels=RUNTIME_KERNELS,
         # Prefetches the next layer's parameters, reduces during the next layer's backward pass: runtime/data_parallel.py.
         # reshard_after_forward=N keeps what a forward pass gathered within N ranks.
         data_parallel=DataParallelFacts(0, 0, gathers_from_owners=True, sums_shards=True),
         update_copy_bytes=0.0,  # fully_shard casts when it gathers, and gradients are dropped, not zeroed
         sums_gradients="shards",
+        gathers_before_exchange=True,
+        scales_expert_gradients=True,
         groups_expert_products=True,
         multiplies_apart=True,
         # FSDPParam copies a reduced gradient to the host without waiting; what is clipped is there: read, read and written.
@@ -325,7 +284,7 @@ _RECORDS = (
         ),
         keeps_parameters_closer=True,
         # Megatron-DeepSpeed: fused norms and bias-gelu; rotary and gated parts as torch.
-        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=_STEPWISE_LOSS, qkv=_COPIED_CONTEXT),
+        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=STEPWISE_LOSS, qkv=COPIED_CONTEXT),
         # overlap_comm is false unless stage 3, and updated parameters are gathered in the step itself.
         # ZeRO++ reads its second partition (hpZ) in the backward pass only; MiCS sums over islands at the step's end. Partitioned
         # gradients are reduced in every pass (reduce_ready_partitions_and_remove_grads).
@@ -354,7 +313,7 @@ _RECORDS = (
     EngineFacts(
         name="nanotron",
         # flash-attn's Triton norm and rotary kernels; gated part as torch.
-        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, rotary=FUSED_ROTARY, loss=_STEPWISE_LOSS),
+        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, rotary=FUSED_ROTARY, loss=STEPWISE_LOSS),
         # v0.5 reduces after the backward pass: unsharded gradients in DistributedDataParallel's buckets (bucket_cap_mb = 25), under
         # ZeRO-1 every tensor by itself (reduce_scatter_coalesced and all_gather_coalesced in optim/zero.py).
         data_parallel=DataParallelFacts(3, 3, zero1_by_tensor=True, bucket_bytes=25 * MIB),
@@ -377,7 +336,7 @@ _RECORDS = (
     # As Megatron before it overlapped anything (Aceso, EuroSys 2024, on a fork of 2021).
     EngineFacts(
         name="aceso",
-        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=_STEPWISE_LOSS, qkv=_COPIED_CONTEXT),
+        kernels=TORCH_KERNELS._replace(norm=FUSED_NORM, loss=STEPWISE_LOSS, qkv=COPIED_CONTEXT),
         data_parallel=DataParallelFacts(3, 3),
         # Megatron's operators, one module each, so that any of them can be recomputed: inputs and outputs of all of them stay.
         # [fitted: 0.19 GiB a layer and sequence of OPT-350M at tp 4, `meshwright validate --source libai_sailor2`]
@@ -398,6 +357,7 @@ _DERIVED = (
         _BY_NAME["fsdp2"],
         name="torchtitan",
         kernels=TORCH_KERNELS,
+        scales_expert_gradients=False,  # its experts' divide factor is set instead
         is_own_runtime=False,
         cuts_blocks=False,
         has_stage_degrees=False,

@@ -273,9 +273,13 @@ def _elementwise_time(
         kernels * op.num_matrices / ep if op.num_matrices > 1 else kernels
         for kernels in (op.forward_kernels, op.backward_kernels)
     )
-    return OperatorTime(
+    time = OperatorTime(
         forward * rates.kernel_s + op.forward_elements * bytes_per_element,
         backward * rates.kernel_s + op.backward_elements * bytes_per_element,
         forward,
         backward,
     )
+    if op.over is None:
+        return time
+    runs = np.where(np.broadcast_to({"tp": tp, "ep": ep}[op.over], np.shape(tp)) > 1, 1.0, 0.0)
+    return time.scaled(runs, runs, with_dispatches=True)

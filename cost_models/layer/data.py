@@ -290,7 +290,8 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
     that is reduced: in every pass under zero 3, gradients of every micro-batch under zero 2, else (and under a pipeline that
     waits) once a step. Where a shard is all there is, it is cast and copied, and a reduced gradient is copied once more.
     Gradients that wait for the last micro-batch add up unsharded in the reduction's dtype, those that are reduced more than once as
-    shards. DDP, which replicas in one dtype have, copies into its buckets and divides there.
+    shards. DDP, which replicas in one dtype have, copies into its buckets and divides there. Every gradient of experts may be
+    multiplied (`EngineFacts.scales_expert_gradients`).
     Source: torch.distributed.fsdp, torch.nn.parallel.
     """
     m, b, master, facts = layouts.num_microbatches, workload.compute_bytes, workload.master_bytes, workload.engine_facts
@@ -314,7 +315,11 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
     is_ddp = (layouts.zero_stage == 0) & (b == g) & (layouts.stage_ranks == layouts.dp) & ~layouts.is_piped
     buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g) + np.where(has_one_shard, 2 * g, 0))
     reductions = np.where((ranks > 1) | has_one_shard, np.where(waits, 1, m), 0)
-    return np.asarray(gathered + summed + reductions * buffered, dtype=np.float64)
+    scaled = np.zeros(len(layouts))
+    if of_experts and facts.scales_expert_gradients:
+        is_scaled = (layouts.expert_copies != layouts.dp * layouts.cp) & (layouts.experts_follow_tp == 0)
+        scaled = np.where(is_scaled, m * 2.0 * b, 0.0)
+    return np.asarray(gathered + summed + scaled + reductions * buffered, dtype=np.float64)
 
 
 def gradient_bytes(layouts: Any, workload: Workload) -> Array:

@@ -24,6 +24,7 @@ from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_by
 from ..measured import attention_ratio, layer_ratios
 from . import recurrences as _registered  # noqa: F401  operators and saved tensors of those kinds
 from .adapters import with_adapters
+from .context import AddedTime, context_parallel, state_passing_s
 from .data import data_parallel_s, has_copies
 from .memory import MODULES, activation_bytes, read_bytes, tp_params, trained_and_frozen
 from .operators import (
@@ -36,14 +37,7 @@ from .operators import (
     layer_operators,
     operator_rules,
 )
-from .parallel import (
-    AddedTime,
-    context_parallel,
-    expert_params,
-    exposed_communication,
-    state_passing_s,
-    token_share,
-)
+from .parallel import expert_params, exposed_communication, token_share
 from .working_set import last_pending_bytes, pending_bytes, working_bytes
 
 

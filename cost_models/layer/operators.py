@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
-from ...schema.engine_facts import FUSED_GATED, FUSED_NORM, FUSED_ROTARY, TORCH_KERNELS, EngineKernels, KernelTraffic
+from ...schema.engine_kernels import FUSED_GATED, FUSED_NORM, FUSED_ROTARY, TORCH_KERNELS, EngineKernels, KernelTraffic
 from ...schema.layers import (
     Attention,
     Block,
@@ -112,6 +112,7 @@ class Elementwise:
         element_bytes: of one element; None is the compute dtype's.
         routed: works on the rows that reach experts.
         num_matrices: experts that each have these kernels of their own; 1: all together.
+        over: only where that degree is more than 1.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Elementwise:
     element_bytes: int | None = None
     routed: bool = False
     num_matrices: int = 1
+    over: Literal["tp", "ep"] | None = None
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def kernels_of(workload: Workload, *, on_host: bool) -> EngineKernels:
         "engine": kernels._replace(norm=_NORM_ON_HOST) if on_host else kernels,
         "compiled": _COMPILED,
         "compiled_blocks": _COMPILED._replace(loss=TORCH_KERNELS.loss),  # all but the loss
-        "composite_norm": kernels._replace(norm=_COMPOSITE_NORM),
+        "composite_norm": TORCH_KERNELS._replace(norm=_COMPOSITE_NORM, loss=kernels.loss),
         "eager": TORCH_KERNELS._replace(norm=_COMPOSITE_NORM),
     }[workload.code]
 
@@ -350,6 +352,10 @@ def _(attention: SoftmaxAttention, rules: OperatorRules) -> tuple[Operator, ...]
         (attention.qkv_bias, _elementwise("qkv_bias", width, kernels.bias, "column")),
         (True, _elementwise("qkv_copies", width, kernels.qkv, "column")),
         (attention.qk_norm != "none", _elementwise("qk_norm", q + kv, kernels.norm, "column")),
+        (
+            attention.qk_norm == "full",
+            replace(_elementwise("qk_split_norm", q + kv, kernels.split_norm, "column"), over="tp"),
+        ),
         (rotated > 0, _elementwise("rotary", rotated, kernels.rotary, "column")),
         (True, FusedAttention("attention", *heads, context, seq_len, longest, attention.num_kv_heads)),
         (attention.gate_dim > 0, _elementwise("attention_gate", q, kernels.gated, "column")),
@@ -406,13 +412,18 @@ def _(part: DenseMLP | NoMixer, rules: OperatorRules) -> tuple[Operator, ...]:
 
 @operators_of.register
 def _(mlp: MoE, rules: OperatorRules) -> tuple[Operator, ...]:
-    # Routing copies each token's vector to its experts and back: gather and weighted scatter, read and write.
-    width = 5 * mlp.top_k * rules.hidden_dim
-    dispatch = Elementwise("dispatch", width, width, 6, 6, "none", routed=True)
+    # Routing copies each token's vector to its experts and back.
+    routing, rows = rules.kernels.routing, mlp.top_k * rules.hidden_dim
+    dispatch = (
+        _elementwise("dispatch", rows, routing.rows, "none", routed=True),
+        _elementwise("dispatch_tokens", rules.hidden_dim, routing.tokens, "none", routed=True),
+        replace(_elementwise("dispatch_exchanged", rows, routing.exchanged, "none", routed=True), over="ep"),
+        *((_elementwise("shared_sum", rules.hidden_dim, routing.shared, "tokens"),) if mlp.shared else ()),
+    )
     shared = _dense(mlp.shared, rules, "shared_") if mlp.shared else ()
     router = Gemm("router", mlp.num_experts, rules.hidden_dim, "none", quantized=False)
     experts = _dense(mlp.expert, rules, "expert_", mlp.top_k, mlp.num_experts, routed=True)
-    return (router, dispatch, *experts, *shared)
+    return (router, *dispatch, *experts, *shared)
 
 
 def _dense(

@@ -1,24 +1,7 @@
-"""Communication of one micro-batch within a layer, and to the next stage: tensor, context, pipeline and expert parallelism.
+"""Communication of one micro-batch within a layer, and to the next stage: tensor, pipeline and expert parallelism.
 
 Tensor parallelism: two pairs of all-gather and reduce-scatter a block and pass (one where attention and feed-forward part read the
 same norm: their sum is reduced, as in PaLM, arXiv:2204.02311 section 2), some of them hidden behind products.
-
-Context parallelism: what a ring of ranks, and an exchange of tokens for heads, add to attention.
-Every rank holds 1 / cp of each sequence, cut into 2 cp pieces and dealt head to tail, so that causal work is even (Megatron's
-`cp_comm_type` p2p, arXiv:2310.01889; load balancing as in Llama 3, arXiv:2407.21783 section 3.3.2). In r steps it works through
-the keys and values of all ranks; while it works on one part the next arrives from its neighbour:
-
-    exposed = (r - 1) * max(0, transfer of k and v - attention / r)      backward: twice the bytes, k, v and their gradients
-
-Each further step adds kernels and merges its part into the output (backward: into the gradients of q, k and v). Grouped queries and
-latent attention send what their kernels read.
-With Ulysses degree u (arXiv:2309.14509; Megatron's a2a, and a2a+p2p where the ring has r = cp / u > 1 steps) u neighbours first
-exchange queries, keys and values, so that each has all their tokens for a u-th of the heads, and exchange the output back. Nothing
-overlaps the exchanges, and each tensor is put into the order of its receivers and back, a copy each:
-
-    exposed = all-to-all of q, k, v and out over u, forward; of their gradients, backward
-
-Mixers with a state (linear attention, Mamba) pass it from piece to piece of the sequence instead: `state_passing_s`.
 
 Expert parallelism: within a stage ep * expert_tp * copies = ranks. A rank holds E / ep experts, each cut over expert_tp ranks. It
 keeps T / tp of a micro-batch's tokens for itself (sequence parallelism), so that with an even router its experts get
@@ -26,7 +9,8 @@ keeps T / tp of a micro-batch's tokens for itself (sequence parallelism), so tha
     rows = top_k * T * expert_tp / tp
 
 however many ranks share them: more ep brings more tokens and fewer experts. Tokens travel by all-to-all over ep (dispatch
-and combine, forward, and the same backward), each of its top_k copies by itself, and are gathered and reduced over expert_tp.
+and combine, forward, and the same backward), each of its top_k copies by itself, and are gathered and reduced over expert_tp,
+before they are routed (ours) or the rows that reach a rank.
 Experts that follow tp (ep = 1, expert_tp = tp) have no such traffic. The slowest rank decides: where loads of the experts were
 measured (Workload.expert_imbalance), rows and bytes are those of the rank with most.
 Source: MoE Parallel Folding (arXiv:2504.14960), Megatron's all-to-all dispatcher.
@@ -34,21 +18,20 @@ Source: MoE Parallel Folding (arXiv:2504.14960), Megatron's all-to-all dispatche
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
 from ...schema.layers import Embedding, Head, MoE
 from ...schema.layout_table import RECOMPUTES, LayoutTable
-from ...schema.recurrences import Recurrence
 from ...schema.units import Array, FloatArray, IntArray
 from ..coefficients import Scenario
 from ..hardware.collectives import Op, collective_s, exposed_s, p2p_s, slowdown_law
 from ..hardware.compute import OperatorTime
 from ..hardware.machine import device_rates
 from ..hardware.node_links import Hops
-from .operators import CostInputs, FusedAttention, Layer, Operator
+from .operators import CostInputs, Layer, Operator
 
 # Tensor parallelism
 
@@ -201,90 +184,6 @@ def _over_tp_s(op: Op, inputs: CostInputs) -> FloatArray:
     return np.asarray(collective_s(op, of_shapes.hidden_bytes, tp, np.ones_like(tp), inputs.cluster)[case_idx])
 
 
-# Context parallelism
-
-_MERGE_KERNELS = 3
-"""Kernels that merge one step's part: rescale the sums of exponentials, rescale and add the output (TransformerEngine)."""
-
-_EXCHANGED_COPIES = 2
-"""Copies of each tensor around its all-to-all: into the order of the receivers, and back into that of the sequence."""
-
-_EXCHANGE_DISPATCHES = 12
-"""Operators the host dispatches for the exchanges of one pass: two copies and a collective for each of four tensors."""
-
-_STEP_DISPATCHES = 5
-"""Operators the host dispatches for one more step: attention, its merging kernels, a batch of sends and receives."""
-
-
-class AddedTime(NamedTuple):
-    """Seconds and dispatches [N] that are added to one block: on the device, and exposed between ranks."""
-
-    forward_s: FloatArray
-    backward_s: FloatArray
-    exposed_forward_s: FloatArray
-    exposed_backward_s: FloatArray
-    dispatches: FloatArray
-
-
-def context_parallel(
-    attention: FusedAttention, attention_s: tuple[FloatArray, FloatArray], inputs: CostInputs
-) -> AddedTime:
-    """Return what ring and exchange add to attention that takes ``attention_s`` seconds forward and backward on one rank."""
-    terms = zip(ring_attention(attention, attention_s, inputs), ulysses_exchange(attention, inputs), strict=True)
-    return AddedTime(*(np.asarray(of_ring + of_exchange) for of_ring, of_exchange in terms))
-
-
-def ulysses_exchange(attention: FusedAttention, inputs: CostInputs) -> AddedTime:
-    """Return what the exchange of tokens for heads over cp_ulysses ranks adds."""
-    layouts, rates, ranks = inputs.layouts, device_rates(inputs.scenario), inputs.layouts.cp_ulysses
-    each = attention.kv_width / 2
-    widths = (attention.num_heads * attention.qk_dim, each, each, attention.num_heads * attention.v_dim)
-    element = np.asarray(inputs.tokens / layouts.tp * float(inputs.workload.compute_bytes))
-    exposed = sum(collective_s("all_to_all", element * width, ranks, layouts.tp, inputs.cluster) for width in widths)
-    copied = 2 * element * sum(widths) / rates.elementwise_bytes_per_s  # read and written
-    copies_s = np.where(ranks > 1, _EXCHANGED_COPIES * (len(widths) * rates.kernel_s + copied), 0.0)
-    dispatches = np.where(ranks > 1, float(_EXCHANGE_DISPATCHES), 0.0)
-    return AddedTime(copies_s, copies_s, np.asarray(exposed), np.asarray(exposed), dispatches)
-
-
-def ring_attention(
-    attention: FusedAttention, attention_s: tuple[FloatArray, FloatArray], inputs: CostInputs
-) -> AddedTime:
-    """Return what the ring adds to attention that takes ``attention_s`` seconds forward and backward on one rank."""
-    layouts, compute_bytes, rates = inputs.layouts, inputs.workload.compute_bytes, device_rates(inputs.scenario)
-    degree = layouts.cp // layouts.cp_ulysses
-    tokens, steps = inputs.tokens, degree - 1
-    kv_bytes = np.asarray(tokens * attention.kv_width / layouts.tp * compute_bytes)
-    # The ring crosses whatever its ranks span, and its slowest link decides.
-    transfer_s = p2p_s(kv_bytes, Hops(degree, layouts.tp * layouts.cp_ulysses, "ring"), inputs.cluster)
-    exposed_forward = steps * np.maximum(transfer_s - attention_s[0] / degree, 0.0)
-    exposed_backward = steps * np.maximum(2 * transfer_s - attention_s[1] / degree, 0.0)
-    out, q = attention.num_heads * attention.v_dim, attention.num_heads * attention.qk_dim
-    floor = rates.launch_s + _MERGE_KERNELS * rates.kernel_s
-    # Reads the running and the new part and writes the sum; half of the steps concern half of the rows only.
-    merged = 0.75 * 3 * tokens / layouts.tp * compute_bytes / rates.elementwise_bytes_per_s
-    return AddedTime(
-        steps * (floor + merged * out),
-        steps * (floor + merged * (q + attention.kv_width)),
-        np.asarray(exposed_forward),
-        np.asarray(exposed_backward),
-        np.asarray(steps * float(_STEP_DISPATCHES)),
-    )
-
-
-def state_passing_s(mixer: Recurrence, inputs: CostInputs) -> FloatArray:
-    """Return the seconds [N] in which the state of a recurrence passes through all ranks of a sequence, in either direction.
-
-    Of the 2 cp pieces, dealt head to tail, neighbours are on different ranks but for the two in the middle: 2 (cp - 1) hops in a
-    row, of a state in fp32. All scans run at once before, from an empty state each, and what arrives is added (LASP,
-    arXiv:2404.02882); nothing hides the hops.
-    """
-    layouts = inputs.layouts
-    state_bytes = 4.0 * mixer.state_elements / layouts.tp * layouts.micro_batch_size
-    hop_s = p2p_s(state_bytes, Hops(layouts.cp, layouts.tp, "loop"), inputs.cluster)
-    return np.where(layouts.cp > 1, 2 * (layouts.cp - 1) * hop_s, 0.0)
-
-
 # Pipeline
 
 
@@ -368,8 +267,10 @@ def dispatch_s(layer: Layer, inputs: CostInputs) -> FloatArray:
         return np.zeros(len(layouts))
     token_bytes = inputs.tokens / layouts.tp * inputs.hidden_dim * float(inputs.workload.compute_bytes)
     token_bytes = token_bytes * expert_imbalance(layouts, inputs.workload)
-    exchanges_s = 2 * _exchange_s(token_bytes, moe, inputs)
-    gathered, stride = moe.top_k * token_bytes * layouts.expert_tp, np.ones_like(layouts.tp)
+    gathered, stride = token_bytes * layouts.expert_tp, np.ones_like(layouts.tp)
+    gathers_first = inputs.workload.engine_facts.gathers_before_exchange
+    exchanges_s = 2 * _exchange_s(gathered if gathers_first else token_bytes, moe, inputs)
+    gathered = gathered * (1 if gathers_first else moe.top_k)
     gather = collective_s("all_gather", gathered, layouts.expert_tp, stride, cluster)
     scatter = collective_s("reduce_scatter", gathered, layouts.expert_tp, stride, cluster)
     return np.asarray(np.where(layouts.experts_follow_tp, 0.0, exchanges_s + gather + scatter))
@@ -380,8 +281,9 @@ def expert_parallel_s(
 ) -> tuple[tuple[FloatArray, FloatArray], FloatArray]:
     """Return the exposed seconds of tokens to experts and back, forward and backward [N], and those another micro-batch hides [N].
 
-    Recomputing entire blocks sends them again. With ``ep_overlap`` a layer's forward pass on one micro-batch runs along with the
-    backward pass of another, and communication of one beside compute of the other:
+    Recomputing entire blocks sends them again, in our runtime recomputing what is cheap too. With ``ep_overlap`` a layer's
+    forward pass on one micro-batch runs along with the backward pass of another, and communication of one beside compute of the
+    other:
 
         communication   combine, backward    dispatch, forward and backward    combine, forward
         compute         before experts, forward     experts, both passes      before experts, backward
@@ -392,8 +294,8 @@ def expert_parallel_s(
     layouts, (rows, case_idx) = inputs.layouts, inputs.layouts.operators
     once = dispatch_s(layer, inputs.select(rows))[case_idx]  # switches do not change what is sent
     repeats = layouts.recompute == RECOMPUTES.index("full")
-    if "moe" in inputs.workload.recompute_modules:
-        repeats = layouts.recompute != RECOMPUTES.index("none")
+    if "moe" in inputs.workload.recompute_modules or inputs.workload.engine_facts.is_own_runtime:
+        repeats = layouts.recompute != RECOMPUTES.index("none")  # ours keeps products and attention only
     both = (once, once * np.where(repeats, 2, 1))
     if layer.experts is None or not layouts.ep_overlap.any():
         return both, np.zeros(len(layouts))

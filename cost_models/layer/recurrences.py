@@ -7,7 +7,7 @@ units. No efficiency was fitted: we have no measured rows of such kernels, so th
 
 from __future__ import annotations
 
-from ...schema.engine_facts import KernelTraffic
+from ...schema.engine_kernels import KernelTraffic
 from ...schema.layout import Recompute
 from ...schema.recurrences import GatedRecurrence, LinearAttention, SelectiveScan, ShortConvolution
 from .memory import SavedElements, SavedTensorRules, saved_by

@@ -20,7 +20,8 @@ import numpy as np
 
 from ...schema import ClusterSpec, ModelSpec, Workload
 from ...schema.adapters import Adapters
-from ...schema.engine_facts import OWN_ENGINE, EngineKernels, KernelTraffic
+from ...schema.engine_facts import OWN_ENGINE
+from ...schema.engine_kernels import EngineKernels, KernelTraffic
 from ...schema.layers import Block, Head, LatentAttention, MoE
 from ...schema.recurrences import LinearAttention
 from ...schema.serving import BYTES_OF, CacheDtype, ServingLayout, WeightDtype

@@ -1,9 +1,10 @@
 """The second opinion on time: what a rehearsed step runs, laid out over streams by list scheduling.
 
 Every stream works its entries off in order, an entry when those that it waits for have ended (trace.py). Kernels and a collective
-that run at once slow each other down by the law of the closed form. A second of the step counts to what the compute stream does in
-it; while it waits, to the axis of the collective that it waits for, which also has what it takes from kernels that run next to it.
-Where the host falls behind kernels is told pass by pass, by the formula of the closed form (hardware.machine.waiting_s).
+that run at once slow each other down by the law of the closed form; collectives over links of one level share these. A second of
+the step counts to what the compute stream does in it; while it waits, to the axis of the collective that it waits for, which also
+has what it takes from kernels that run next to it. How long kernels wait for the host is told pass by pass, by the formula of the
+closed form (hardware.machine.waiting_s), and is dealt out to them by what the host takes for each: collectives go on meanwhile.
 
 Under a pipeline each kind of pass is laid out by itself, and the passes are put together by the schedule's order with the transfers
 between stages (cost_models/pipeline/replay.py): T = replay of the passes + max over ranks of what lies outside them.
@@ -29,35 +30,44 @@ from .trace import OperatorSeconds, Run, Trace
 Parts = dict[str, float]
 
 
-def lay_out(runs: Sequence[Run], costs: OperatorSeconds) -> Parts:
-    """Return the seconds from the first start to the last end of entries, by what they are spent on."""
-    law = slowdown_law(0.0, costs.scenario.coefficients)
-    slows_sent = float(law.collective)
+def lay_out(runs: Sequence[Run], costs: OperatorSeconds, waits_s: Sequence[float] | None = None) -> Parts:
+    """Return the seconds from the first start to the last end of entries, by what they are spent on.
+
+    ``waits_s``: how long each waits for the host; None: the entries are one pass.
+    """
+    waits_s = _host_waits(runs, costs) if waits_s is None else waits_s
+    slows_sent = float(slowdown_law(0.0, costs.scenario.coefficients).collective)
     queues: dict[str, deque[int]] = {"compute": deque()}
     for position, run in enumerate(runs):
         queues.setdefault(run.stream, deque()).append(position)
-    done, remaining, parts = [False] * len(runs), [run.seconds for run in runs], Counter[str]()
+    done, parts = [False] * len(runs), Counter[str]()
+    remaining = [run.seconds + wait for run, wait in zip(runs, waits_s, strict=True)]
+    idle = [wait / max(run.seconds + wait, 1e-15) for run, wait in zip(runs, waits_s, strict=True)]
     while any(queues.values()):
         heads = [queue[0] for queue in queues.values() if queue]
         active = [idx for idx in heads if all(done[one] for one in runs[idx].waits)]
-        kernel = next((idx for idx in active if runs[idx].stream == "compute"), None)
-        sent = max((idx for idx in active if idx != kernel), key=lambda idx: runs[idx].slows, default=None)
-        slows = 0.0 if sent is None else runs[sent].slows
-        rates = {idx: 1 / (1 + (slows if idx == kernel else slows_sent * (kernel is not None))) for idx in active}
         assert active, "entries wait for each other"
+        first = next((idx for idx in active if runs[idx].stream == "compute"), None)
+        sent = max((idx for idx in active if idx != first), key=lambda idx: runs[idx].slows, default=None)
+        is_kernel = first is not None and runs[first].level is None
+        computing = 1 - idle[first] if first is not None and is_kernel else 0.0
+        of_level = Counter(runs[idx].level for idx in active if runs[idx].level is not None)
+        rates = {idx: 1 / of_level.get(runs[idx].level, 1) / (1 + slows_sent * computing) for idx in active}
+        if first is not None and is_kernel:
+            rates[first] = 1 / (1 + (0.0 if sent is None else computing * runs[sent].slows))
         step = min(remaining[idx] / rate for idx, rate in rates.items())
-        if kernel is None:
+        if first is None:
             parts[_awaited(queues["compute"], runs, done, active)] += step
         else:
-            parts[runs[kernel].part] += step * rates[kernel]
+            parts[runs[first].part] += step * rates[first] * (1 - idle[first])
+            parts["dispatch"] += step * rates[first] * idle[first]
             if sent is not None:
-                parts[runs[sent].part] += step * (1 - rates[kernel])
+                parts[runs[sent].part] += step * (1 - rates[first])
         for idx, rate in rates.items():
             remaining[idx] -= step * rate
             if remaining[idx] <= 1e-15:
                 done[idx] = True
                 queues[runs[idx].stream].popleft()
-    parts["dispatch"] = _dispatch_s(runs, costs)
     return dict(parts)
 
 
@@ -77,21 +87,22 @@ def step_time(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
 
 def _in_passes(trace: Trace) -> Parts:
     """Return the seconds of a step without a pipeline: passes overlap, and are laid out together."""
-    parts = lay_out(trace.runs, trace.costs)
-    if not trace.costs.host.adds:
-        passes = (trace.part(begin, end) for begin, end in trace.spans.values())
-        parts["dispatch"] = sum(_dispatch_s(runs, trace.costs) for runs in passes)
+    waits_s = [run.host_s if trace.costs.host.adds else 0.0 for run in trace.runs]
+    for begin, end in trace.spans.values():
+        waits_s[begin:end] = _host_waits(trace.runs[begin:end], trace.costs)
+    parts = lay_out(trace.runs, trace.costs, waits_s)
     parts["optimizer"] = parts.get("optimizer", 0.0) + trace.costs.host.step_s
     return parts
 
 
-def _dispatch_s(runs: Sequence[Run], costs: OperatorSeconds) -> float:
-    """Return how long the compute stream waits for the host."""
-    device_s = sum(run.seconds for run in runs if run.stream == "compute")
-    host_s = sum(run.host_s for run in runs)
-    return (
-        host_s if costs.host.adds else float(waiting_s(np.array(device_s), np.array(host_s), costs.host.overlap_norm))
-    )
+def _host_waits(runs: Sequence[Run], costs: OperatorSeconds) -> list[float]:
+    """Return how long each entry of a pass waits for the host; only what is on the kernels' stream does."""
+    of_kernels = [run.host_s if run.stream == "compute" else 0.0 for run in runs]
+    if costs.host.adds or not sum(of_kernels):
+        return of_kernels
+    device_s, host_s = sum(run.seconds for run in runs if run.stream == "compute"), sum(run.host_s for run in runs)
+    waits_s = float(waiting_s(np.array(device_s), np.array(host_s), costs.host.overlap_norm))
+    return [waits_s * one / sum(of_kernels) for one in of_kernels]
 
 
 def _pipelined(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:

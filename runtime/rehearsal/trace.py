@@ -3,8 +3,8 @@
 An entry is a kernel or a collective. It runs on a stream after the one before it there, and waits for entries of other streams as
 `fully_shard` and DTensor let it: whoever reads what a collective wrote waits for that one; a reduction starts when the gradients
 are there that were made before it; a gather of the next unit's parameters when the unit before the last one has been copied out of
-its buffer (backward: the last one), and at most one reduction is under way while the next is prepared. Collectives that a step
-waits for at once are entries of the compute stream.
+its buffer (backward: the last one), and the reductions of at most one unit are under way while the next unit's are prepared.
+Collectives that a step waits for at once are entries of the compute stream.
 
 Streams are told apart by where `fully_shard` makes them, since a rehearsal's tensors are on a CPU, which has none.
 """
@@ -91,6 +91,7 @@ class Run(NamedTuple):
         slows: extra seconds of kernels for each of their own while it runs; of a kernel 0.
         host_s: of the host, to launch it.
         waits: positions of those that have to end before.
+        level: of the links that bound a collective, outer ones have a higher one; None: a kernel.
     """
 
     part: str
@@ -100,6 +101,7 @@ class Run(NamedTuple):
     slows: float = 0.0
     host_s: float = 0.0
     waits: tuple[int, ...] = ()
+    level: int | None = None
 
 
 class OperatorSeconds:
@@ -111,6 +113,7 @@ class OperatorSeconds:
         # In each pass; the halves of a block share what is measured of one unit.
         self.unit_s = self.host.fsdp_unit_s / (4 if plan.layout.half_blocks else 2)
         self.kernels = kernels_of(plan.workload, on_host=plan.cluster.weakest_device.backend.is_host)
+        self.domains = [level.domain_size for level in plan.cluster.levels[:-1]]
         self.product_s, self.group_s = cache(self._product_s), cache(self._group_s)
         self.attention_s, self.collective_s = cache(self._attention_s), cache(self._collective_s)
 
@@ -176,6 +179,7 @@ class Trace:
     boundary_bytes: int = 0
     _is_sent: bool = False
     _unit: int = 0
+    _is_first_of_unit: bool = True
 
     def start(self) -> None:
         """Begin anew."""
@@ -336,7 +340,8 @@ class Trace:
         elif stream != "compute" and "compute" in self._last:
             waits.add(self._last["compute"])
         waits |= {idx for tensor in tensors if (idx := self._writer.get(_key(tensor))) is not None}
-        position = self._append(Run(part, op, seconds, stream, slows, host_s, tuple(sorted(waits))))
+        level = sum(ranks[0] // size != ranks[-1] // size for size in self.costs.domains)
+        position = self._append(Run(part, op, seconds, stream, slows, host_s, tuple(sorted(waits)), level))
         if stream != "compute":
             for tensor in tensors:
                 self._writer[_key(tensor)] = position
@@ -381,9 +386,10 @@ class Trace:
             outer, self._within = self._within, within
             if function.__name__ == ("wait_for_unshard" if self.is_forward else "post_backward"):
                 self._note_hooks(args[0])
-            if (
-                within == "reduce" and self.is_on and "reduce" in self._last
-            ):  # one at a time beside the next one's buffer
+            if function.__name__ == "post_backward":
+                # The last group of a unit, whose backward pass ends first, waits for what earlier units reduce.
+                self._is_first_of_unit = args[0]._param_group_index == args[0]._num_param_groups - 1
+            if within == "reduce" and self._is_first_of_unit and self.is_on and "reduce" in self._last:
                 self._append(Run("parameter_copies", "wait", 0.0, waits=(self._last["reduce"],)))
             try:
                 return function(*args, **kwargs)

@@ -251,12 +251,7 @@ class TrainingRun:
         model.loss_scale.update(overflowed=overflowed)
         self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
         self._scheduler.step()
-<<<<<<< HEAD
-        self.is_updating = False
         self._progress.beat(self.steps)
-=======
-        self._progress.beat()
->>>>>>> r22
         self.step_times_s.append(step_time_s or max(self.step_times_s, default=1.0))
         if len(self.step_times_s) == WARMUP_STEPS:
             self.meter.stop_counting()

@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 from cost_cases import cost_inputs, layer_cost
+from meshwright.cost_models.layer.context import ring_attention
 from meshwright.cost_models.layer.operators import CostInputs, FusedAttention
 from meshwright.cost_models.layer.parallel import (
     dispatch_s,
     expected_distinct,
     expert_params,
-    ring_attention,
     token_share,
 )
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
@@ -157,8 +157,9 @@ def test_context_parallelism_divides_work_and_activations() -> None:
         estimate(spec, NODE, workload, layout)
         for layout in (Layout(dp_shard=8, recompute="full"), Layout(cp=8, recompute="full"))
     )
-    # One sequence on eight ranks eight times, or eight sequences at once: the same work; the ring adds little at this length.
-    assert alone.step_time_s < shared.step_time_s < 1.1 * alone.step_time_s
+    # One sequence on eight ranks eight times, or eight sequences at once: the same work; at this length the ring adds an eighth,
+    # for kernels of one rank's keys each and the sums of what they put out.
+    assert alone.step_time_s < shared.step_time_s < 1.15 * alone.step_time_s
     assert shared.memory_bytes.activations == pytest.approx(alone.memory_bytes.activations / 8, rel=1e-6)
     assert shared.memory_bytes.parameters == alone.memory_bytes.parameters
     assert shared.mfu == pytest.approx(alone.mfu * alone.step_time_s / shared.step_time_s)

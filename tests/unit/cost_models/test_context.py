@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cost_cases import cost_inputs
+from meshwright.cost_models.layer.context import context_parallel, ring_attention, ulysses_exchange
 from meshwright.cost_models.layer.operators import CostInputs, FusedAttention
-from meshwright.cost_models.layer.parallel import context_parallel, ring_attention, ulysses_exchange
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
@@ -48,6 +48,14 @@ def test_exchange_inside_nodes_and_ring_between_them_needs_fewer_steps() -> None
     assert outside.dispatches[0] == pytest.approx(alone.dispatches[0] * 3 / 31)
     # Three transfers instead of 31, each beside a quarter of the attention instead of a 32nd.
     assert outside.exposed_forward_s[0] < alone.exposed_forward_s[0]
+
+
+def test_rings_longer_than_the_sequence_have_a_cost() -> None:
+    """They are costed before a rule excludes them."""
+    workload, layout = Workload(seq_len=1024, global_batch_size=8), LayoutTable.from_layouts([Layout(cp=2048)], 8)
+    short = FusedAttention("attention", 32, 128, 128, 512.5, 1024, 1024, 8)
+    added = ring_attention(short, SECONDS, cost_inputs(LLAMA.hidden_dim, layout, workload, NODES))
+    assert all(np.isfinite(part).all() for part in added)
 
 
 def test_memory_does_not_depend_on_the_split() -> None:

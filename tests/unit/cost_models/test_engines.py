@@ -146,12 +146,14 @@ def test_fully_shard_copies_what_it_gathers_and_reduces() -> None:
 
 
 def test_parameters_with_nothing_to_gather_are_cast_and_copied() -> None:
-    """One rank, and experts that each rank has for itself: cast (6) and copied (4), the gradient cast (6), its sum copied (8)."""
+    """One rank, and experts that each rank has for itself: cast (6) and copied (4), the gradient cast (6), its sum copied (8); of
+    experts it is multiplied before (4).
+    """
     table = LayoutTable.from_layouts([Layout(), Layout(dp_shard=8, ep=8, zero_stage=2)], 8)
     workload = Workload(seq_len=1, global_batch_size=8)
     one, of_dense = copied_bytes_per_param(table, workload).tolist()
     _, of_experts = copied_bytes_per_param(table, workload, of_experts=True).tolist()
-    assert of_experts == 24
+    assert of_experts == 28
     assert of_dense == 10 / 8 + 4 + 6
     assert (
         one == 10 + 6 + 7 * 10 + 8 + 8

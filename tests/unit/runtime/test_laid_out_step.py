@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from meshwright.planner import plan, rehearse
 from meshwright.runtime.rehearsal.timeline import lay_out
@@ -52,6 +55,25 @@ def test_a_collective_takes_from_kernels_what_its_law_says(given: TrainingPlan) 
     assert parts["dp"] == pytest.approx(shared * (1 - 1 / 1.25))
 
 
+def test_collectives_over_the_same_links_share_them(given: TrainingPlan) -> None:
+    gather, reduce = (
+        Run("dp", "all_gather", 1.0, "gather", level=0),
+        Run("dp", "reduce_scatter", 2.0, "reduce", level=0),
+    )
+    costs = OperatorSeconds(given)
+    assert sum(lay_out([gather, reduce], costs).values()) == pytest.approx(3.0)
+    assert sum(lay_out([gather, reduce._replace(level=1)], costs).values()) == pytest.approx(2.0)
+
+
+def test_collectives_go_on_while_kernels_wait_for_the_host(given: TrainingPlan) -> None:
+    parts = lay_out(
+        [Run("products", "mm", 1.0), Run("dp", "all_gather", 4.0, "gather")], OperatorSeconds(given), [9.0, 0.0]
+    )
+    assert parts["dispatch"] == pytest.approx(9.0)
+    assert parts["products"] == pytest.approx(1.0)
+    assert parts["dp"] == pytest.approx(0.0)
+
+
 def test_entries_that_wait_for_each_other_are_a_bug(given: TrainingPlan) -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
         lay_out(
@@ -69,6 +91,59 @@ def test_products_and_attention_are_those_of_the_closed_form(rehearsed: Rehearsa
 def test_step_is_near_the_closed_form(rehearsed: Rehearsal, given: TrainingPlan) -> None:
     assert rehearsed.predicted_step_s == pytest.approx(given.estimate.step_time_s)
     assert rehearsed.step_s == pytest.approx(rehearsed.predicted_step_s, rel=0.05)
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_hidden_layers": 4,
+    "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 8192, "max_position_embeddings": 32768,
+    "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+SHARDED = "pp=1,cp=1,micro_batch_size=2,zero_stage=2"
+
+
+@pytest.mark.parametrize(
+    "fix",
+    [
+        "tp=1,ep=8,etp=1,recompute=none",
+        pytest.param("tp=1,ep=1,etp=1,recompute=none", marks=pytest.mark.long),
+        pytest.param("tp=1,ep=2,etp=4,recompute=none", marks=pytest.mark.long),
+        pytest.param("tp=2,ep=4,etp=1,recompute=selective", marks=pytest.mark.long),
+    ],
+)
+def test_tokens_take_as_long_to_their_experts_and_back(tmp_path: Path, fix: str) -> None:
+    """Rows picked, weighted, summed and sent: the closed form had half of what copies take, and exchanged fewer rows over etp.
+
+    Kernels of the router itself, a few elements for each token and expert, are not in the closed form. Gradients of experts that
+    are multiplied count to the copies of parameters there.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    fixed = parse_assignments(f"{SHARDED},{fix}")
+    given = plan(str(tmp_path), "8xH100-SXM-80GB", global_batch_size=16, seq_len=4096, fixed=fixed, runnable=True)
+    rehearsal = rehearse(given)
+    laid_out, predicted = rehearsal.time_parts, rehearsal.predicted_time_parts
+    kernels = ("memory_bound", "products", "recompute")
+    assert sum(predicted.get(name, 0.0) for name in kernels) == pytest.approx(
+        sum(laid_out.get(name, 0.0) for name in kernels), rel=0.06
+    )
+    assert predicted.get("ep", 0.0) == pytest.approx(laid_out.get("ep", 0.0), rel=0.04)
+
+
+@pytest.mark.long
+def test_ring_merges_what_it_attends_to_in_pieces(tmp_path: Path) -> None:
+    """The closed form counts the kernels around each piece to attention."""
+    config = EXPERTS | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fixed = parse_assignments("pp=1,tp=1,cp=4,cp_ulysses=1,zero_stage=1,micro_batch_size=1,recompute=none")
+    rehearsal = rehearse(plan(str(tmp_path), "8xH100-SXM-80GB", global_batch_size=2, seq_len=16384, fixed=fixed))
+    kernels = ("memory_bound", "attention")
+    predicted = sum(rehearsal.predicted_time_parts[name] for name in kernels)
+    assert predicted == pytest.approx(sum(rehearsal.time_parts[name] for name in kernels), rel=0.06)
 
 
 @pytest.mark.long
