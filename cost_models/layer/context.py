@@ -157,7 +157,8 @@ def _copied_ring(
         copied_s = element_s * (start + steps * step) + count * rates.kernel_s
         seconds.append(np.where(steps > 0, copied_s, 0.0) + more)
         dispatches = dispatches + np.where(steps > 0, (count + 2 * steps) / 2, 0.0)  # attention, sends and receives
-    return AddedTime(*seconds, *(np.asarray(one) for one in exposed), dispatches)
+    forward_s, backward_s = seconds
+    return AddedTime(forward_s, backward_s, np.asarray(exposed[0]), np.asarray(exposed[1]), dispatches)
 
 
 def state_passing_s(mixer: Recurrence, inputs: CostInputs) -> FloatArray:
