@@ -241,10 +241,11 @@ class _Parser(WordReader):
         while self.peek() != ")":
             if self.pos >= len(self.text):
                 raise ConfigError(f"line {line}: the array {match[1]}=( has no )")
-            if self.peek() in "&|(":
-                self.take()
-            else:
+            start = self.pos
+            if self.peek() not in "&|(":
                 values.append(self.word())
+            if self.pos == start:  # what is no part of a word
+                self.take()
             self.gaps()
         self.take()
         return Assignment(match[1], tuple(values), True, appends)

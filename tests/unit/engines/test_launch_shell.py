@@ -188,3 +188,18 @@ def test_a_broken_script_is_refused_with_its_line(text: str, reason: str) -> Non
 def test_any_text_is_followed_or_refused(text: str) -> None:
     with contextlib.suppress(ConfigError):
         read_script(text, Path("x.sh"))
+
+
+WORDS = ("A=(", "A+=(", "(", ")", "<", "<<EOF", ">", ";;", ";", "&", "||", "|", "\n", " ", "if ", "then ", "fi ", "for a in ", "do ", "done ",
+         "case a in ", "esac ", "{ ", "}", "[[ ", "]]", "$(", "${", "\"", "'", "\\", "`", "a", "b=1 ", "# c", "EOF", "()", "2>&1", "<(")  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(WORDS), max_size=16))
+def test_any_words_are_followed_to_their_end_or_refused(words: list[str]) -> None:
+    with contextlib.suppress(ConfigError):
+        read_script("".join(words), Path("x.sh"))
+
+
+def test_what_is_no_part_of_a_word_is_passed_over_in_an_array() -> None:
+    assert read_script("A=(--tp ;; 4 < 5)\ntorchrun ${A[@]}\n", Path("x.sh"))
