@@ -128,7 +128,7 @@ def test_plans_do_not_depend_on_the_solver() -> None:
         answers = [plan(model, machine, task, offload=offload) for task in tasks]
     for one, other in zip(expected, answers, strict=True):
         # Another optimal vertex is rounded to another schedule.
-        assert other.estimate.tokens_per_s == pytest.approx(one.estimate.tokens_per_s, rel=5e-3)
+        assert other.estimate.tokens_per_s == pytest.approx(one.estimate.tokens_per_s, rel=1e-2)
         assert other.search.bound == pytest.approx(one.search.bound, rel=2e-3)  # type: ignore[union-attr]
 
 
