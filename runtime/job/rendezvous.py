@@ -14,7 +14,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -46,6 +46,8 @@ _LOOPBACK, _GLOO_INTERFACE = "127.0.0.1", "GLOO_SOCKET_IFNAME"
 _TRY_S, _POLL_S = 2.0, 0.1
 _LEAVE_S = 300.0
 """How long the node with the store waits for nodes whose ranks are not done when its own are."""
+_NOTICED_S = 10.0
+"""Within which the others notice that a node is gone: it may be back before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +159,7 @@ def _among_others(rendezvous: Rendezvous, store: dist.TCPStore, relay: Relay, *,
         is_return = number > rendezvous.nnodes
         if is_return:
             nodes = range(rendezvous.nnodes) if rendezvous.node_rank is None else (node_rank,)
-            node_rank = next((node for node in nodes if store.delete_key(_absent(node))), -1)
-            if node_rank < 0:
-                raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
+            node_rank = _taken_place(store, nodes, min(rendezvous.timeout_s, _NOTICED_S))
             shared.delete_key(f"done/{node_rank}")
         _wait_for(partial(_num_awaited, shared, rendezvous.nnodes), rendezvous.nnodes, rendezvous.timeout_s)
     except dist.DistError as error:
@@ -180,6 +180,22 @@ def _among_others(rendezvous: Rendezvous, store: dist.TCPStore, relay: Relay, *,
                 _wait_for(partial(_num_training, shared, meeting, rendezvous.nnodes), rendezvous.nnodes, _LEAVE_S)
     finally:
         del shared, store, relay, meeting  # a traceback would hold them, and with them the port
+
+
+def _taken_place(store: dist.TCPStore, nodes: Iterable[int], limit_s: float) -> int:
+    """Return the absent node whose place a returning one takes; the others may be about to notice that it is gone.
+
+    Raises:
+        DistStoreError: none of them is gone.
+    """
+    end = time.monotonic() + limit_s
+    while True:
+        for node in nodes:
+            if store.delete_key(_absent(node)):
+                return node
+        if time.monotonic() > end:
+            raise dist.DistStoreError("as many nodes are there already: another job has the same --rdzv-id?")
+        time.sleep(_POLL_S)
 
 
 def _not_met(rendezvous: Rendezvous, error: Exception) -> NodesNotMetError:
