@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -147,7 +147,7 @@ def read_serving(path: Path) -> list[ServingRow]:
             if name in ("id", "described") or not text:
                 continue
             values[name] = text if kind == "str" else _number(text, kind, f"{path}, line {line}, {name}")
-        if absent := [name for name in ("isl", "osl") if name not in values]:
+        if absent := [each.name for each in fields(ServingRow) if each.default is MISSING and each.name not in values]:
             raise ConfigError(f"{path}, line {line}: {absent[0]} is empty")
         rows.append(ServingRow(**values))
     described = {_load(row) for row in rows if _has_day(row)}

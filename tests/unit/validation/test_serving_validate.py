@@ -79,6 +79,8 @@ def test_unreadable_tables_are_refused(tmp_path: Path) -> None:
         read_serving(table(tmp_path, f"{HEADER}\n{AGG.replace(',512,', ',many,')}\n"))
     with pytest.raises(ConfigError, match="isl is empty"):
         read_serving(table(tmp_path, f"{HEADER}\n{AGG.replace(',512,', ',,')}\n"))
+    with pytest.raises(ConfigError, match="gpu is empty"):
+        read_serving(table(tmp_path, f"{HEADER}\n{AGG.replace('H100-SXM-80GB', ' ')}\n"))
 
 
 def test_the_profile_is_that_of_the_version_or_of_the_day() -> None:
