@@ -216,8 +216,10 @@ class PoolsProblem:
                 if child.bound < incumbent:
                     nodes.append(child)
                 continue
-            blocks = zip(state.partition, size_idxs, strict=True)
-            offloaded = frozenset[int]().union(*(self.costs(block, size).offloaded for block, size in blocks))
+            costs = [self.costs(block, size) for block, size in zip(state.partition, size_idxs, strict=True)]
+            if not all(map(math.isfinite, itertools.chain.from_iterable(each.level_s for each in costs))):  # (C2)
+                continue
+            offloaded = frozenset[int]().union(*(each.offloaded for each in costs))
             answer = PlacedPools(state.partition, size_idxs, offloaded)
             seconds = period(i, answer)
             if math.isfinite(seconds):
