@@ -55,7 +55,7 @@ def fine_tuning() -> None:
         cost = made.estimate.fine_tuning
         per_s = cost.pools[-1].tokens_per_s
         first = first or per_s
-        others = made.cluster.num_devices - made.pools[0].replicas
+        others = cost.pools[-1].replicas - cost.pools[0].replicas
         print(
             f"{rate:10}  {per_s:8,.0f}  {per_s / first:.0%}  {cost.share_of_peak:.0%}  {cost.apart_tokens_per_s:,.0f} on {others}"
         )

@@ -22,13 +22,10 @@ from meshwright.planner import plan_rl
 from meshwright.schema import ClusterSpec, ModelSpec, RlWorkload
 from meshwright.schema.batch import Lengths
 from meshwright.schema.rl import RlModel
+from post_training_run import CONFIG
 
 OUT = Path(__file__).resolve().parent / "shared_rollouts.json"
-CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 10000.0, "hidden_act": "silu",
-}  # fmt: skip
+MODEL = {**CONFIG, "vocab_size": 16}
 LENGTH = 16
 REWARD = """
 def count(sample):
@@ -45,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 def run(fields: dict[str, Any], steps: int, seed: int, folder: Path) -> list[list[dict[str, Any]]]:
     """Plan and run all islands at once; return the records of each."""
     workload = RlWorkload(
-        models=(RlModel(role="actor", model=ModelSpec.from_hf(CONFIG)),), reward_function="rewards.py:count", responses=8,
+        models=(RlModel(role="actor", model=ModelSpec.from_hf(MODEL)),), reward_function="rewards.py:count", responses=8,
         prompt_len=4, lengths=Lengths(lengths=(LENGTH,), counts=(1,)), max_len=LENGTH, precision="fp32",
         generation_engine="meshwright", **fields,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ..schema.base import HALF_A_CHARACTER, has_half_a_character
 from ..schema.errors import ConfigError
 from .adapter import Table
 
@@ -26,12 +27,8 @@ def parse_table(suffix: str, text: str) -> Table:
         content = PARSERS[suffix](text)
     except (ValueError, yaml.YAMLError, RecursionError, KeyError, TypeError) as error:  # PyYAML's last two: odd tags
         raise ConfigError(f"not valid {suffix[1:]}: {' '.join(str(error).split())[:200]}") from None
-    if "\\ud" in text.lower():
-        try:
-            json.dumps(content, ensure_ascii=False, default=str).encode()
-        except (UnicodeEncodeError, TypeError) as error:
-            reason = "half of a character, which is no text" if isinstance(error, UnicodeEncodeError) else str(error)
-            raise ConfigError(f"has {reason}") from None
+    if has_half_a_character(content, text):
+        raise ConfigError(HALF_A_CHARACTER)
     if not isinstance(content, dict):
         raise ConfigError("holds no table of settings")
     if {"schema_version", "estimate"} <= content.keys():

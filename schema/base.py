@@ -172,11 +172,6 @@ def read_json(path: str | Path) -> Any:
         raise ConfigError(f"{path} is empty")
     try:
         content = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(content, ensure_ascii=False).encode()
-        return content
-    except UnicodeEncodeError:
-        raise ConfigError(f"{path} has half of a character (\\ud800 to \\udfff), which is no text") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}",
@@ -185,6 +180,23 @@ def read_json(path: str | Path) -> Any:
     except (RecursionError, ValueError) as error:  # a ValueError is an integer of thousands of digits
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{path} is not usable JSON: {reason}") from None
+    if has_half_a_character(content, text):
+        raise ConfigError(f"{path} {HALF_A_CHARACTER}")
+    return content
+
+
+HALF_A_CHARACTER = "has half of a character (\\ud800 to \\udfff), which is no text"
+
+
+def has_half_a_character(content: Any, text: str) -> bool:
+    """Tell whether what JSON or YAML text stands for has half of a character, which can be escaped and not be written."""
+    if "\\ud" not in text.lower():
+        return False
+    try:
+        json.dumps(content, ensure_ascii=False, default=str, skipkeys=True).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _add_fine_tuning(table: Table, plan: ServingPlan) -> None:
         table.add_row("[bold]fine-tuning", f"[bold]{one.tokens_per_s:,.4g}", "", words)
     words = f"of a cluster without a load; {format_bytes(cost.state_bytes)} a device"
     table.add_row("  of the peak", "", format_percent(cost.share_of_peak, 0), words)
-    spare = plan.cluster.num_devices // plan.pools[0].layout.num_devices - plan.pools[0].replicas
+    spare = cost.pools[-1].replicas - cost.pools[0].replicas
     words = f"tokens/s on {counted(spare, 'instance')} that fine-tune alone, beside the plan's"
     table.add_row("  apart", f"{cost.apart_tokens_per_s:,.4g}", "", words)
 

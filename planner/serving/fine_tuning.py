@@ -50,13 +50,12 @@ def fine_tuning_of(problem: ServingProblem, served: Served) -> FineTuningEstimat
         )
     kind, (count,) = deployment.kinds[0], deployment.counts
     work = _Tuned(problem, kind, tuning)
-    every = work.best(kind.max_count, served.requests_per_s)
-    spare = kind.max_count - count
+    pools = tuple(work.best(replicas, served.requests_per_s) for replicas in dict.fromkeys((count, kind.max_count)))
     return FineTuningEstimate(
         state_bytes=round(work.taken_bytes),
-        pools=tuple(work.best(replicas, served.requests_per_s) for replicas in dict.fromkeys((count, kind.max_count))),
-        apart_tokens_per_s=spare * work.peak_tokens_per_s,
-        share_of_peak=every.tokens_per_s / (kind.max_count * work.peak_tokens_per_s),
+        pools=pools,
+        apart_tokens_per_s=(kind.max_count - count) * work.peak_tokens_per_s,
+        share_of_peak=pools[-1].tokens_per_s / (kind.max_count * work.peak_tokens_per_s),
     )
 
 
@@ -68,7 +67,6 @@ class _Tuned:
         self.taken_bytes = fine_tuning_bytes(kind.step, tuning)
         token = cached_token_bytes(kind.step, float(problem.serving.requests.longest))
         self._cache_tokens = kind.model.cache_tokens - self.taken_bytes / token if token else kind.model.cache_tokens
-        self._known: dict[int, FineTuned] = {}
 
     @property
     def peak_tokens_per_s(self) -> float:
@@ -80,11 +78,6 @@ class _Tuned:
 
     def best(self, replicas: int, rate: float) -> FineTuned:
         """Return the most tokens of fine-tuning that so many instances take within the limits, as simulated."""
-        if replicas not in self._known:
-            self._known[replicas] = self._best(replicas, rate)
-        return self._known[replicas]
-
-    def _best(self, replicas: int, rate: float) -> FineTuned:
         choices = [(self._tokens_per_s(tokens, replicas, rate), tokens) for tokens in self._sizes(replicas, rate)]
         _, tokens = max(choices, default=(0.0, 0.0))
         for _ in range(TRIES):
