@@ -169,7 +169,12 @@ def _timed(call: _Call, clock: Callable[[], float]) -> _Passes:
         start = clock()
         output = call.module(*call.args, **call.kwargs)
         middle = clock()
-        result = next(t for t in tree_leaves(_values(output)) if isinstance(t, Tensor) and t.requires_grad)
+        tensors = (t for t in tree_leaves(_values(output)) if isinstance(t, Tensor) and t.requires_grad)
+        if (result := next(tensors, None)) is None:
+            raise ConfigError(
+                f"nothing that {type(call.module).__name__} returns has a gradient: its backward pass has no time",
+                help="profile the model with parameters that are trained in every block",
+            )
         gradient = torch.ones_like(result)
         begin = clock()
         torch.autograd.grad(result, leaves, gradient, allow_unused=True)
