@@ -29,6 +29,7 @@ from meshwright.runtime.rehearsal.kinds import rank_kinds
 from meshwright.runtime.rehearsal.run import rehearse
 from meshwright.schema import ConfigError, InfeasibleError, MeshwrightError, TrainingPlan
 from meshwright.schema.errors import SolverLimitError
+from meshwright.schema.layout_rules import why_not_runnable
 
 MODELS = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-3.2-1b", "qwen2.5-32b", "qwen3-8b", "gpt3-175b",
@@ -62,13 +63,16 @@ def drawn(rng: random.Random, models: tuple[str, ...], part: float) -> dict[str,
 
 
 def planned(problem: dict[str, Any], max_work: int) -> TrainingPlan | None:
-    """Return what `plan` makes of a problem; None where nothing fits, or it is more work than that."""
+    """Return what `plan` makes of a problem; None where nothing fits, `apply` does not train it, or it is more work than that."""
     options = {name: value for name, value in problem.items() if name not in ("model", "cluster")}
     try:
         given = plan(problem["model"], problem["cluster"], **options, runnable=True, time_limit_s=5.0)
     except (InfeasibleError, ConfigError, SolverLimitError):
         return None
-    work = min(given.num_microbatches, 4) * given.model.num_blocks // given.layout.pp
+    if why_not_runnable(given.model, given.workload):
+        return None
+    ring = given.layout.cp // given.layout.cp_ulysses  # a ring's steps are operators of their own
+    work = min(given.num_microbatches, 4) * given.model.num_blocks * ring // given.layout.pp
     return given if work <= max_work else None
 
 

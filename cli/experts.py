@@ -13,6 +13,7 @@ import typer
 
 from ..schema.base import write_atomically
 from ..schema.errors import ConfigError
+from ..schema.limits import MAX_DEVICES, MAX_LAYERS
 from ..schema.units import counted, format_percent, format_seconds
 from .options import JsonOption, Mode, OptionModel, SolverOptions, command, option
 from .terminal import Table, headed_table, show
@@ -37,7 +38,9 @@ LoadsArgument = Annotated[
 PlacementArgument = Annotated[
     Path, typer.Argument(metavar="PLACEMENT", help="A placement of any format that convert writes.")
 ]
-GpusOption = Annotated[int | None, typer.Option("--num-gpus", metavar="G", help="Where the file does not say.")]
+GpusOption = Annotated[
+    int | None, typer.Option("--num-gpus", metavar="G", min=1, max=MAX_DEVICES, help="Where the file does not say.")
+]
 
 _KEY_HELP = "arrays of a file to read, globs allowed; several are several workloads."
 
@@ -240,9 +243,12 @@ def convert(
     to: Annotated[FormatName, typer.Option(help="What to write.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where.")],
     num_gpus: GpusOption = None,
-    num_nodes: Annotated[int, typer.Option(metavar="N", help="Nodes that the GPUs are divided among.")] = 1,
+    num_nodes: Annotated[
+        int, typer.Option(metavar="N", min=1, max=MAX_DEVICES, help="Nodes that the GPUs are divided among.")
+    ] = 1,
     first_layer_idx: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Index in the model of the first layer with experts.")
+        int,
+        typer.Option(metavar="N", min=0, max=MAX_LAYERS, help="Index in the model of the first layer with experts."),
     ] = 0,
 ) -> None:
     """Write a placement in the format of a serving engine, or one of theirs in ours."""

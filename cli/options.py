@@ -32,15 +32,13 @@ from typer.core import TyperGroup
 
 from ..schema.base import Frozen, OptionSpec, field_texts
 from ..schema.errors import ConfigError
+from ..schema.limits import MAX_COUNT
 from ..schema.units import parse_count, parse_number
 from .complete import complete_models
 from .terminal import INTERRUPTED, exit_on_error, exit_with
 
 if TYPE_CHECKING:
     from ..schema import ClusterSpec, ModelSpec, Workload
-
-_NO_LIMIT = 10**9
-"""Bounds from here on keep numbers computable and say nothing to a user."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 _CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -165,17 +163,19 @@ class Option:
         text = condition + _sentence(self.text, self.choices, begins=not condition)
         if is_conditional and self.field.is_required():
             text, default = f"{text} Needed.", None
-        bounds: dict[str, Any] = {}
+        bounds: dict[str, Any] = {"max": MAX_COUNT} if kind is int else {}
         for limit in self.metadata if kind in (int, float) else ():
             if isinstance(limit, Ge):
                 bounds["min"] = limit.ge
             elif isinstance(limit, Gt) and kind is int:
                 bounds["min"] = int(limit.gt) + 1  # type: ignore[call-overload]
-            elif isinstance(limit, Le) and limit.le < _NO_LIMIT:  # type: ignore[operator]
+            elif isinstance(limit, Le):
                 bounds["max"] = limit.le
         parse = self.spec.parse or ({int: parse_count, float: parse_number}.get(kind))
         if parse is not None:
             bounds["parser"] = _parser(parse, self.flag, **bounds)
+        if bounds.get("max", 0) >= MAX_COUNT:
+            del bounds["max"]  # it keeps numbers computable, and says nothing to a user
         info = typer.Option(self.flag, metavar=self.metavar, help=text, autocompletion=self.spec.complete, **bounds)
         if get_origin(_without_none(self.field.annotation)) is tuple:
             kind = list[kind]  # type: ignore[valid-type]

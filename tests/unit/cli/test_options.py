@@ -226,6 +226,7 @@ def test_help_says_text_default_and_bounds() -> None:
     ("words", "said"),
     [
         (["--width", "0"], "--width"),
+        (["--width", "1" + "0" * 400], "1000000000 or less"),
         (["--kind", "flat"], "--kind"),
         (["--folder", "x", "--share", "2"], "--share"),
         (["--share", "0.5"], "--share without --folder"),
