@@ -173,23 +173,18 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     """
     layouts, workload = inputs.layouts, inputs.workload
     facts = workload.engine_facts.data_parallel
-    forward = overlap * (cost.forward_s + cost.comm_forward_s - cost.ep_forward_s)
     backward = overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s - cost.ep_backward_s)
-    forward = forward * (workload.overlaps & (layouts.zero_stage >= facts.gather_hides_from))
     backward = backward * (workload.overlaps & (layouts.zero_stage >= facts.reduction_hides_from))
     # What waits for the last backward pass has nothing left to hide behind.
     backward = np.where(waits_for_pipeline(layouts, workload), 0.0, backward)
     gather_backward = np.where((layouts.zero_stage == 3) & (not is_head), cost.regather_s, 0.0)
-    gathered, reduced = cost.num_params * workload.compute_bytes, cost.num_params * gradient_bytes(layouts, workload)
     # A ring all-gather or reduce-scatter sends what all others hold; sums over replicas are small next to it.
     shard, dp = layouts.dp_shard, layouts.dp
-    again, sent = (shard - 1) / shard * gathered, (dp - 1) / dp * reduced
-    from_owners = facts.gathers_from_owners | (layouts.zero_stage < 3)
-    gathers = np.where(from_owners, shard * (layouts.num_optimizer_shards // layouts.num_shards), shard)
-    first = (gathers - 1) / gathers * gathered
+    again = (shard - 1) / shard * cost.num_params * workload.compute_bytes
+    sent = (dp - 1) / dp * cost.num_params * gradient_bytes(layouts, workload)
     both_s = gather_backward + cost.reduce_s
     both = np.where(gather_backward > 0, again, 0.0) + sent
-    in_forward = _added_s(forward, cost.gather_s, first, inputs)
+    in_forward = exposed_gather_s(cost, overlap, inputs)
     in_backward = _added_s(backward, both_s, both, inputs)
     passes = passes_per_step(layouts, workload)
     behind = cost.backward_s + cost.recompute_s + cost.comm_backward_s + both_s
@@ -199,6 +194,17 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
         update = _host_update_s(cost.num_trained, cost.expert_params, inputs)
         exposed = exposed + np.maximum(update - behind - left, 0.0)
     return np.asarray(exposed)
+
+
+def exposed_gather_s(cost: Any, overlap: float, inputs: CostInputs) -> FloatArray:
+    """Return what gathering a layer of a LayerCost once adds to its forward pass [N]."""
+    layouts, facts = inputs.layouts, inputs.workload.engine_facts.data_parallel
+    forward = overlap * (cost.forward_s + cost.comm_forward_s - cost.ep_forward_s)
+    forward = forward * (inputs.workload.overlaps & (layouts.zero_stage >= facts.gather_hides_from))
+    from_owners, shard = facts.gathers_from_owners | (layouts.zero_stage < 3), layouts.dp_shard
+    gathers = np.where(from_owners, shard * (layouts.num_optimizer_shards // layouts.num_shards), shard)
+    sent = (gathers - 1) / gathers * cost.num_params * inputs.workload.compute_bytes
+    return _added_s(forward, cost.gather_s, sent, inputs)
 
 
 def leaving_s(cost: Any, inputs: CostInputs) -> FloatArray:
@@ -294,7 +300,7 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
     multiplied (`EngineFacts.scales_expert_gradients`).
     Source: torch.distributed.fsdp, torch.nn.parallel.
     """
-    m, b, master, facts = layouts.num_microbatches, workload.compute_bytes, workload.master_bytes, workload.engine_facts
+    m, b, facts = layouts.num_microbatches, workload.compute_bytes, workload.engine_facts
     g = gradient_bytes(layouts, workload)
     ranks, owners, summed_over = (
         (layouts.expert_copies, layouts.expert_optimizer_shards, layouts.expert_gradient_shards)
@@ -302,11 +308,9 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
         else (layouts.dp * layouts.cp, layouts.num_optimizer_shards, layouts.num_gradient_shards)
     )
     is_gathered = waits_for_pipeline(layouts, workload)
-    # Ours wraps what has nothing to gather or reduce too, for its casts.
-    has_one_shard = facts.is_own_runtime & (has_copies(layouts, workload) | (layouts.cp > 1)) & (owners == 1)
+    has_one_shard = _has_one_shard(layouts, workload, owners)
     gathers = np.where(is_gathered | (layouts.zero_stage < 2), 1, np.where(layouts.zero_stage == 3, 2 * m, m))
-    into_buffer = np.where(owners > 1, 2 * b / owners, 0) + (b + master) / owners * (b != master)
-    gathered = gathers * (np.where((owners > 1) | has_one_shard, 2 * b, 0) + into_buffer)
+    gathered = gathers * _gathered_bytes(layouts, workload, owners)
     if not workload.has_backward:
         return np.asarray(gathered, dtype=np.float64)
     waits = (m > 1) & (is_gathered | (layouts.zero_stage < 2))
@@ -320,6 +324,35 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
         is_scaled = (layouts.expert_copies != layouts.dp * layouts.cp) & (layouts.experts_follow_tp == 0)
         scaled = np.where(is_scaled, m * 2.0 * b, 0.0)
     return np.asarray(gathered + summed + scaled + reductions * buffered, dtype=np.float64)
+
+
+def filling_bytes_per_param(layouts: LayoutTable, workload: Workload, *, of_experts: bool = False) -> FloatArray:
+    """Return what of `copied_bytes_per_param` the passes of a pipeline that fills and drains read and write [N].
+
+    An undivided backward pass adds gradients up; where parameters then stay, the first forward pass of each stage gathers them;
+    zero 3 copies as much in every pass.
+    """
+    m, b, g = layouts.num_microbatches, workload.compute_bytes, gradient_bytes(layouts, workload)
+    added = {"products": 8.0, "fp32": b + 8.0, "shards": 2 * g + b}.get(workload.engine_facts.sums_gradients, 3.0 * b)
+    stays = waits_for_pipeline(layouts, workload)
+    adds = (m > 1) & ~layouts.schedule_fact("splits_backward") & workload.has_backward
+    owners = layouts.expert_optimizer_shards if of_experts else layouts.num_optimizer_shards
+    gathered = np.where(stays, _gathered_bytes(layouts, workload, owners), 0.0)
+    of_each = copied_bytes_per_param(layouts, workload, of_experts=of_experts) / m
+    return np.where((layouts.zero_stage == 3) & ~stays, of_each, np.where(adds, added, 0.0) + gathered)
+
+
+def _gathered_bytes(layouts: LayoutTable, workload: Workload, owners: IntArray) -> FloatArray:
+    """Return what fully_shard reads and writes for one parameter to gather it once, of so many shards [N]."""
+    b, master = workload.compute_bytes, workload.master_bytes
+    into_buffer = np.where(owners > 1, 2 * b / owners, 0) + (b + master) / owners * (b != master)
+    return np.where((owners > 1) | _has_one_shard(layouts, workload, owners), 2 * b, 0) + into_buffer
+
+
+def _has_one_shard(layouts: LayoutTable, workload: Workload, owners: IntArray) -> Array:
+    """Return where ours wraps what has nothing to gather or reduce, for its casts."""
+    is_wrapped = has_copies(layouts, workload) | (layouts.cp > 1)
+    return workload.engine_facts.is_own_runtime & is_wrapped & (owners == 1)
 
 
 def gradient_bytes(layouts: Any, workload: Workload) -> Array:

@@ -37,7 +37,7 @@ from .operators import (
     layer_operators,
     operator_rules,
 )
-from .parallel import expert_params, exposed_communication, token_share
+from .parallel import expert_params, exposed_communication, norm_sums, reductions, token_share
 from .working_set import last_pending_bytes, pending_bytes, working_bytes
 
 
@@ -347,9 +347,10 @@ def passes_s(
     written_s = unpacked_s(operators, inputs, device_rates(inputs.scenario))
     forward, backward = forward + written_s, backward + written_s
     recompute = recompute + written_s * layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
-    # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces.
-    per_pass = 0.5 if layer.inner_block is None else layer.inner_block.num_reductions
-    collectives = np.where(layouts.tp > 1, per_pass * np.where(layouts.sequence_parallel == 1, 2, 1), 0.0)
+    # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces; sums of norms.
+    per_pass = 0.5 if layer.inner_block is None else reductions(layer, inputs)
+    each_pass = per_pass * np.where(layouts.sequence_parallel == 1, 2, 1) + norm_sums(layer, inputs)
+    collectives = np.where(layouts.tp > 1, each_pass, 0.0)
     repeats = layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
     each_s = host.collective_s + layouts.tp * _between_nodes_s(host, inputs)
     is_wrapped = has_copies(layouts, workload) | (layouts.cp > 1)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ...schema import ClusterSpec, Workload
-from ...schema.layers import Embedding, Head, MoE
+from ...schema.layers import Embedding, Head, MoE, SoftmaxAttention
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.units import Array, FloatArray, IntArray
 from ..coefficients import Scenario
@@ -52,11 +52,7 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
         return reduce, gather
     if isinstance(layer, Head):
         return gather, reduce
-    # Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
-    moe = layer.experts
-    parts = 2 if layer.inner_block is None else layer.inner_block.num_reductions
-    pairs = np.where(layouts.experts_follow_tp, parts, 1) if moe is not None and moe.shared is None else parts
-    once = pairs * (gather + reduce)
+    once = reductions(layer, inputs) * (gather + reduce) + norm_sums(layer, inputs) * _norm_sum_s(inputs)
     # Ours repeats all but the last reduction, which nothing in the backward pass reads; Megatron under full recompute all of it,
     # and none for the core of unfused attention alone.
     workload, full, selective = inputs.workload, once - reduce, once - reduce
@@ -155,6 +151,32 @@ def userbuffers_bytes(boundary_bytes: Array, layouts: Any, workload: Workload) -
     gathered = 1.0 if workload.precision in ("fp8", "nvfp4") else float(workload.compute_bytes)
     exchanged = boundary_bytes * layouts.tp * (6 * gathered / workload.compute_bytes + 4)
     return np.where(layouts.tp_overlap, exchanged, 0.0)
+
+
+def reductions(layer: Layer, inputs: CostInputs) -> IntArray:
+    """Return the outputs of a layer that tp reduces in a pass [N].
+
+    Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
+    """
+    moe, layouts = layer.experts, inputs.layouts
+    parts = 2 if layer.inner_block is None else layer.inner_block.num_reductions
+    has_axes = (
+        ~layouts.experts_follow_tp if moe is not None and moe.shared is None else np.zeros(len(layouts), dtype=bool)
+    )
+    return np.where(has_axes, 1, parts)
+
+
+def norm_sums(layer: Layer, inputs: CostInputs) -> int:
+    """Return the sums over tp in a pass for norms of queries and of keys over all heads: one number a token each."""
+    block, kernels = layer.inner_block, inputs.workload.engine_facts.kernels
+    is_split = block is not None and isinstance(block.attention, SoftmaxAttention) and block.attention.qk_norm == "full"
+    return 2 if is_split and kernels.split_norm.forward_kernels else 0
+
+
+def _norm_sum_s(inputs: CostInputs) -> FloatArray:
+    """Return the seconds of such a sum, in fp32 [N]."""
+    tp = inputs.layouts.tp
+    return np.asarray(collective_s("all_reduce", 4.0 * inputs.tokens, tp, np.ones_like(tp), inputs.cluster))
 
 
 def _reduction_s(inputs: CostInputs) -> FloatArray:

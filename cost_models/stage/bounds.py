@@ -255,6 +255,9 @@ def _balanced_contents(costs: CostTable) -> StageContents:
         working_bytes=costs.working_bytes,
         split_working_bytes=costs.split_working_bytes,
         block_activation_bytes=costs.block_activation_bytes,
+        head_activation_bytes=np.where(
+            pp == 1, costs.by_kind[costs.kind_of_layer[costs.head_idx]].activation_bytes, 0.0
+        ),
         logits=np.where(pp == 1, costs.logits, 0.0),
         boundary_bytes=costs.boundary_bytes,
         ends_are_one=costs.model.tie_embeddings & (pp == 1),

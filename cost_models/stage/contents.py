@@ -126,6 +126,7 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
     roots = np.concatenate([[0.0], np.cumsum(costs.per_layer("num_params", idx) * ~costs.is_block)])
     less = costs.per_layer("last_pending_bytes", idx) - costs.per_layer("pending_bytes", idx)
     last_pending = np.where(last > first, less[last - 1], 0.0)
+    has_head = (first <= costs.head_idx) & (costs.head_idx < last)
     contents = StageContents(
         params=span("num_params"),
         trained=span("num_trained"),
@@ -139,7 +140,8 @@ def contents_between(costs: CostTable, idx: int, first: IntArray, last: IntArray
         working_bytes=_working_between(costs, idx, first, last),
         split_working_bytes=np.asarray(costs.split_working_bytes[idx]),
         block_activation_bytes=np.asarray(costs.block_activation_bytes[idx]),
-        logits=np.where((first <= costs.head_idx) & (costs.head_idx < last), costs.logits[idx], 0.0),
+        head_activation_bytes=has_head * costs.per_layer("activation_bytes", idx)[costs.head_idx],
+        logits=np.where(has_head, costs.logits[idx], 0.0),
         boundary_bytes=costs.boundary_bytes[idx],
         read_bytes=span("read_bytes"),
         output_bytes=outputs_retained(costs.workload, first > 0, last < len(costs.kind_of_layer))
@@ -199,9 +201,10 @@ def contents_of_ranks(costs: CostTable, idx: int, contents: StageContents) -> St
     on_rank = np.array(shape.rank_of_stage)[:, None] == np.arange(shape.pp)
     summed = (
         "params", "trained", "expert_params", "frozen_bytes", "root_params", "activation_bytes", "pending_bytes", "logits",
-        "output_bytes",
+        "output_bytes", "head_activation_bytes",
     )  # fmt: skip
-    of_ranks = replace(contents, **{name: np.asarray(getattr(contents, name)) @ on_rank for name in summed})
+    every = np.shape(contents.params)
+    of_ranks = replace(contents, **{name: np.broadcast_to(getattr(contents, name), every) @ on_rank for name in summed})
     return replace(of_ranks, root_params=np.minimum(of_ranks.root_params, costs.root_params[idx]))
 
 

@@ -135,7 +135,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     is_repeated = waits & (step.num_microbatches > 1)
     later = block + np.where(waits, 0.0, stage.root_params)
     to_come = np.where(is_repeated, 0.0, np.minimum(later, stage.trained) / np.maximum(stage.trained, 1.0))
-    pieces = gathered_bytes(block, stage, step, workload)
+    pieces = gathered_bytes(np.minimum(2 * block, stage.trained), stage, step, workload)  # one block in advance
     copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
     all_copies = gathered_bytes(stage.trained, stage, step, workload)
     late = {

@@ -96,6 +96,7 @@ class StageContents:
     ``read_bytes``: of the activations what products read that nothing but the gradients of their weights needs.
     ``output_bytes``: what the stage sends on, which torch's pipelining keeps until the backward pass, less what it saves of what it
         received, which stays in the buffer that it arrived in.
+    ``head_activation_bytes``: saved by the head, whose backward pass has ended when a block's begins.
     ``ends_are_one``: embedding and head are one parameter, whose gradient is reduced after the last block's.
     """
 
@@ -115,6 +116,7 @@ class StageContents:
     boundary_bytes: Array
     read_bytes: Array = 0.0
     output_bytes: Array = 0.0
+    head_activation_bytes: Array = 0.0
     ends_are_one: Array = False
 
     def frozen(self, step: StepShape, workload: Workload) -> Array:
@@ -151,8 +153,10 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
     is_late = waits_for_pipeline(step, workload)
     waits = is_late | stage.ends_are_one
     reduced = np.where(waits, 0.0, of_head)
-    stays = np.where(has_copies(step, workload) & ~is_late, 4.0 * np.maximum(reduced, grads), 0.0)
-    waiting = np.where(stage.ends_are_one & ~is_late, b * of_head, 0.0)
+    stays = np.where(has_copies(step, workload) & ~is_late, 4.0, 0.0)
+    waiting = np.where(stage.ends_are_one & ~is_late, b * of_head, 0.0) - stage.head_activation_bytes
+    # What the block before held: its activations, and its copies, which only zero 3 counts by blocks.
+    ended = stage.block_activation_bytes + np.where(is_late | step.gathers_in_pieces, 0.0, b * block)
 
     def reduction(params: Array, is_later: Array) -> Array:
         return np.where(is_later, b * params, reduction_bytes(params, stage, step, scenario))
@@ -171,7 +175,8 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
             ),
             (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
             (block, none, reduction(of_head, waits)),
-            (2 * block, none, stage.working_bytes + stays + waiting),
+            (2 * block, none, stage.working_bytes + stays * reduced + waiting),
+            (2 * block, none, stage.working_bytes + stays * grads + waiting - ended),
             (block, none, reduction(block, is_late) + waiting),
         )
     ]

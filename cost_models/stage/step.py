@@ -106,7 +106,12 @@ def estimate_step(
     once_s = (edges_s(costs, idx, pool_of_stage), update_s + host_costs(costs.scenario).step_s)
     breakdown_s = _time_breakdown(replace(shape, pp=num_ranks), passes, ranks, transfer_s, once_s)
     unhidden_s = float(costs.total("ep_hidden_s")[idx])
-    breakdown_s = breakdown_s.replace(dp=max(breakdown_s.dp - unhidden_s, 0.0), ep=breakdown_s.ep + unhidden_s)
+    filling_s = min(float(costs.filling_s[idx]), once_s[0])
+    breakdown_s = breakdown_s.replace(
+        dp=max(breakdown_s.dp - unhidden_s - filling_s, 0.0),
+        ep=breakdown_s.ep + unhidden_s,
+        bubble=breakdown_s.bubble + filling_s,
+    )
     breakdown_s = _with_vocabulary_s(costs, idx, breakdown_s)
     forward_s, backward_s = (np.bincount(ranks, seconds, num_ranks) for seconds in (passes.forward, passes.backward))
     if (share := costs.vocabulary) is not None:

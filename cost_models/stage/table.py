@@ -18,7 +18,15 @@ from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients, Scenario
 from ..hardware.collectives import collective_s
 from ..hardware.machine import device_rates
-from ..layer.data import copied_bytes_per_param, exposed_collectives_s, passes_per_step, update_s
+from ..layer.data import (
+    copied_bytes_per_param,
+    exposed_collectives_s,
+    exposed_gather_s,
+    filling_bytes_per_param,
+    passes_per_step,
+    update_s,
+    waits_for_pipeline,
+)  # fmt: skip
 from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_layer_cost
 from ..layer.operators import CostInputs, Layer
 from ..layer.parallel import transfer_s
@@ -328,16 +336,20 @@ class CostTable:
 
     @cached_property
     def _copied_s_per_param(self) -> tuple[FloatArray, FloatArray]:
-        """Seconds of the copies and sums that all micro-batches make of a parameter [N], and what one of an expert takes more.
-
-        On a CPU at the bandwidth of plain copies: AdamW, which writes what it has read, streams twice as much.
-        """
-        streams = device_rates(self.scenario).update_bytes_per_s
-        rate = min(streams, self.cluster.weakest_device.memory_bandwidth_bytes_per_s)
+        """Seconds of the copies and sums that all micro-batches make of a parameter [N], and what one of an expert takes more."""
         of_any, of_experts = (
             copied_bytes_per_param(self.layouts, self.workload, of_experts=is_expert) for is_expert in (False, True)
         )
-        return of_any / rate, (of_experts - of_any) / rate
+        return of_any / self._copies_per_s, (of_experts - of_any) / self._copies_per_s
+
+    @property
+    def _copies_per_s(self) -> float:
+        """Bytes a second of copies and sums.
+
+        On a CPU the bandwidth of plain copies: AdamW, which writes what it has read, streams twice as much.
+        """
+        streams = device_rates(self.scenario).update_bytes_per_s
+        return min(streams, self.cluster.weakest_device.memory_bandwidth_bytes_per_s)
 
     def _copied_s(self, trained: FloatArray, expert_params: FloatArray, idx: int | slice = slice(None)) -> FloatArray:
         """Return the seconds of the copies and sums of so many parameters, under layouts ``idx``."""
@@ -362,12 +374,13 @@ class CostTable:
     def dp_edges_s(self) -> FloatArray:
         """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients.
 
-        And tokens on their way to experts in the first forward and the last backward pass, which run beside no other micro-batch.
+        Tokens on their way to experts in the first forward and the last backward pass, which run beside no other micro-batch, and
+        `filling_s`.
         """
         first = self.by_kind[self.kind_of_layer[0]]
         exposed = self._exposed_s(self.kinds[self.kind_of_layer[0]], first)
         edges = np.maximum(self._whole_s(first) - exposed, 0.0)
-        edges = edges + self.total("ep_hidden_s")
+        edges = edges + self.total("ep_hidden_s") + self.filling_s
         if not self.model.tie_embeddings or self.workload.adapters is not None:  # frozen copies have no gradients
             return np.asarray(edges)
         b = self.layouts
@@ -376,6 +389,30 @@ class CostTable:
         both = collective_s("all_reduce", share, np.full_like(b.pp, 2), distance, self.stage_links)
         # Under a split vocabulary a stage has the same rows of both, once.
         return np.asarray(edges + np.where((b.pp > 1) & (b.vocabulary == 0), both, 0.0))
+
+    @cached_property
+    def filling_s(self) -> FloatArray:
+        """Seconds that stages wait for each other while a pipeline fills and drains, besides the passes of the layers [N].
+
+        In all stages but a rank's own: sums of gradients, part of an undivided backward pass, and what gathers add to the first
+        forward pass where parameters then stay, or collectives to each pass under zero 3. Of a schedule's chunks the first.
+        """
+        b = self.layouts
+        if not np.any(b.pp > 1):
+            return np.zeros(len(b))
+        of_any, of_experts = (
+            filling_bytes_per_param(b, self.workload, of_experts=is_expert) / self._copies_per_s
+            for is_expert in (False, True)
+        )
+        stays = waits_for_pipeline(b, self.workload)
+        in_passes = np.where((b.zero_stage == 3) & ~stays, 1 / b.num_microbatches, 0.0)
+        seconds = sum(
+            n * (of_any * cost.num_trained + (of_experts - of_any) * cost.expert_params)
+            + n * stays * exposed_gather_s(cost, self._overlap, self._inputs)
+            + n * in_passes * self._exposed_s(kind, cost)
+            for n, kind, cost in zip(self.counts, self.kinds, self.by_kind, strict=True)
+        )
+        return np.asarray((b.pp - 1) / b.pp / b.num_model_chunks * seconds)
 
     def update_s(
         self, trained: FloatArray | float, expert_params: FloatArray | float, idx: int | slice = slice(None)

@@ -113,12 +113,20 @@ def _pipelined(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
     )  # fmt: skip
     passes: dict[tuple[int, str], Parts] = {}
     after: list[Parts] = []
-    sent = 0
+    sent, first_s = 0, np.zeros(shape.num_stages)
     for kind, trace in traces.items():
-        stages = sorted({action.stage for action in trace.spans})
-        for (stage, which), action in _typical(trace).items():
-            begin, end = trace.spans[action]
-            passes[kind.stages[stages.index(stage)], which] = lay_out(trace.part(begin, end), trace.costs)
+        stages, typical = sorted({action.stage for action in trace.spans}), _typical(trace)
+        runs = {key: trace.part(*trace.spans[action]) for key, action in typical.items()}
+        for (stage, which), of_pass in runs.items():
+            # Ahead of a weight pass, few and long kernels, the host launches what comes next: both halves count as one pass.
+            halves = [runs[key] for key in ((stage, "B"), (stage, "W")) if which in ("B", "W") and key in runs]
+            waits_s = _host_waits([run for half in halves for run in half] or of_pass, trace.costs)
+            waits_s = waits_s[-len(of_pass) :] if which == "W" else waits_s[: len(of_pass)]
+            passes[kind.stages[stages.index(stage)], which] = lay_out(of_pass, trace.costs, waits_s)
+        for stage in stages:  # parameters are gathered in the first pass, and stay
+            first = lay_out(trace.part(*trace.spans[Action(stage, "F", 0)]), trace.costs)
+            idx = kind.stages[stages.index(stage)]
+            first_s[idx] = max(sum(first.values()) - sum(passes[idx, "F"].values()), 0.0)
         parts = lay_out(trace.outside(), trace.costs)
         parts["optimizer"] = parts.get("optimizer", 0.0) + trace.costs.host.step_s
         after.append(parts)
@@ -142,6 +150,9 @@ def _pipelined(plan: TrainingPlan, traces: Mapping[RankKind, Trace]) -> Parts:
             total.update({name: m * part for name, part in passes.get((stage, which), {}).items()})
         total["pp"] += 2 * m * each_way
     total["bubble"] = makespan - m * float(busy[slowest])
+    # The first micro-batch waits for the gathers of all stages on its way through the first chunks.
+    others_s = np.bincount(np.array(shape.rank_of_stage)[layout.pp :], first_s[layout.pp :], layout.pp)
+    total["dp"] += float(first_s[: layout.pp].sum() + others_s.max())
     total.update(max(after, key=lambda parts: sum(parts.values())))
     return dict(total)
 

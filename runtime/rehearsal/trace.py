@@ -64,8 +64,9 @@ _ROWS = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather}
 
 _SCATTERS = {_aten.scatter_add_, _aten.scatter_add}
 _UPDATES = {_aten._fused_adamw_, _aten._fused_adam_}
-_ROUTED = {"topk": 1.0, "_grouped_mm": 1 / 6}
-"""Parts of what routing costs the host in a pass: forward one router, backward two products for each of three weights."""
+_ROUTED = {"cumsum": 1.0, "_grouped_mm": 1 / 6}
+"""Parts of what routing costs the host in a pass: forward the ends of the experts' rows, once a layer (routers that choose groups
+first have several topk); backward two products for each of three weights."""
 
 _COPY_OUT = torch.ops.fsdp.split_with_sizes_copy
 _COPY_IN = torch.ops.fsdp.all_gather_copy_in
@@ -310,7 +311,7 @@ class Trace:
             if stream == "compute":
                 self._writer.pop(_key(tensor), None)
         host_s = 0.0 if self._within else self.costs.host.operator_s * dispatches
-        if name in _ROUTED and not self.costs.host.adds and self.is_forward == (name == "topk"):
+        if name in _ROUTED and not self.costs.host.adds and self.is_forward == (name == "cumsum"):
             host_s += self.costs.host.routing_s / 2 * _ROUTED[name]
         position = self._append(Run(part, name, seconds, stream, host_s=host_s, waits=tuple(sorted(waits))))
         if stream != "compute":

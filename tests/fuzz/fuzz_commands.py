@@ -227,8 +227,8 @@ class Fuzzer:
         return mutations.mutated(data, document.form, document.variants, self.random)
 
     def _mutate_word(self, template: list[str], places: list[int]) -> None:
-        # A time limit says how long to search and the steps of a job how long to train: longer is what was ordered, no hang.
-        lasting = ("limit-s", "--steps") if template[0].startswith("apply") else ("limit-s",)
+        # A limit says how long to search or measure, the steps of a job how long to train: longer is what was ordered, no hang.
+        lasting = ("limit-s", "budget-s", *(("--steps",) if template[0].startswith("apply") else ()))
         values = [
             idx for idx in places if not template[idx].startswith("--") and not template[idx - 1].endswith(lasting)
         ]
