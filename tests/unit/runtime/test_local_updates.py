@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshwright.profilers.run.processes import NodeJob, run_ranks
 from meshwright.runtime import parallelize
-from meshwright.runtime.job import worker
-from meshwright.runtime.job.rendezvous import Rendezvous, meet
+from meshwright.runtime.job.launch import launch
+from meshwright.runtime.job.rendezvous import Rendezvous
+from meshwright.runtime.job.run import write_event
 from meshwright.runtime.job.worker import Job
 from meshwright.runtime.training.islands import Pace
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints, require_local
 from meshwright.runtime.training.ring import Ring, decode, encode
-from meshwright.schema import ClusterSpec, Layout, RuntimeMismatchError, TrainingPlan, Workload
+from meshwright.runtime.training.ring_links import meet_in_ring
+from meshwright.schema import ClusterSpec, Layout, MeshwrightError, RuntimeMismatchError, TrainingPlan, Workload
 from meshwright.schema.local_updates import ROW, Island, LocalUpdates, WireBits, plan_of_island, wire_bytes
 from plans import make_plan, tiny_model
 from safetensors.torch import load_file
@@ -61,21 +62,56 @@ def islands_plan(
     )  # fmt: skip
 
 
+class Islands:
+    """A job whose islands are nodes with launchers of their own, threads of this process; ranks are forked.
+
+    Attributes:
+        errors: what launchers ended with, by island; nothing where they ended well.
+    """
+
+    def __init__(self, folder: Path, plan: TrainingPlan, options: TrainOptions) -> None:
+        folder.mkdir(exist_ok=True)
+        plan.save(folder / "plan.json")
+        self.folder, self.errors = folder, dict[int, MeshwrightError]()
+        self._plan, self._options, self._threads = plan, options, dict[int, threading.Thread]()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def start(self, island: int) -> None:
+        """Start the launcher of an island, for the first time or again."""
+        self._threads[island] = threading.Thread(target=self._launch, args=(island,))
+        self._threads[island].start()
+
+    def wait(self, island: int) -> None:
+        """Wait for a launcher's end."""
+        self._threads[island].join()
+
+    def records(self, island: int) -> list[dict[str, Any]]:
+        """What an island has reported."""
+        return read_lines(self.folder / f"report-{island}")
+
+    def _launch(self, island: int) -> None:
+        nodes = len(self._plan.cluster.groups)
+        job = Job(
+            plan=str(self.folder / "plan.json"), options=self._options, report=str(self.folder / f"report-{island}"),
+            timeout_s=60.0, regions="continue",
+        )  # fmt: skip
+        place = Rendezvous(nnodes=nodes, node_rank=island, endpoint=self._endpoint, secret=b"s" * 16, timeout_s=60)
+        try:
+            launch(self._plan, job, rendezvous=place, on_event=lambda event: write_event(job, event))
+        except MeshwrightError as error:
+            self.errors[island] = error
+
+
 def train_islands(folder: Path, plan: TrainingPlan, options: TrainOptions) -> list[dict[str, Any]]:
     """Train with all ranks on this machine; what the first island reports."""
-    folder.mkdir(exist_ok=True)
-    plan.save(folder / "plan.json")
-    report = folder / "report"
-    Job(plan=str(folder / "plan.json"), options=options, report=str(report), timeout_s=60.0).save(folder / "job.json")
-    with meet(Rendezvous()) as meeting:
-        end = run_ranks(
-            NodeJob(
-                command=(sys.executable, "-u", "-m", worker.__name__, str(folder / "job.json")), folder=folder,
-                num_ranks=plan.layout.world_size, variables={**meeting.variables, "OMP_NUM_THREADS": "1"},
-            )
-        )  # fmt: skip
-    assert not end.deaths, end.deaths
-    return read_lines(report)
+    islands = Islands(folder, plan, options)
+    for island in range(len(plan.cluster.groups)):
+        islands.start(island)
+    for island in range(len(plan.cluster.groups)):
+        islands.wait(island)
+    assert not islands.errors, islands.errors
+    return [record for record in islands.records(0) if "event" not in record]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -167,7 +203,8 @@ def in_threads(size: int, bits: WireBits, values: list[torch.Tensor]) -> list[tu
     store, results = dist.HashStore(), dict[int, tuple[torch.Tensor, float, int]]()
 
     def member(position: int) -> None:
-        ring = Ring(store, position, size, 30.0)
+        links, _ = meet_in_ring(store, "ring", range(size), position, timeout_s=30.0)
+        ring = Ring(links, position, size)
         summed = ring.sum(values[position], bits)
         results[position] = summed, ring.maximum(float(position == 1)), ring.sent_bytes
 
