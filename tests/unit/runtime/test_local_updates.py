@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_with_faults
 import torch
 import torch.distributed as dist
 from meshwright.runtime import parallelize
+from meshwright.runtime.job import machine
 from meshwright.runtime.job.launch import launch
 from meshwright.runtime.job.rendezvous import Rendezvous
 from meshwright.runtime.job.run import write_event
@@ -24,6 +27,7 @@ from meshwright.schema.local_updates import ROW, Island, LocalUpdates, WireBits,
 from plans import make_plan, tiny_model
 from safetensors.torch import load_file
 from small_jobs import losses, read_lines, train_here
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 WORKLOAD = Workload(seq_len=32, global_batch_size=6, precision="fp32", optimizer="sgd")
 PLAIN = TrainOptions(
@@ -51,7 +55,9 @@ def islands_plan(
     ]
     return plan.replace(
         cluster=ClusterSpec(name="regions", groups=tuple(groups), levels=cluster.levels, reserved_bytes=cluster.reserved_bytes),
-        shares=tuple(count // size for count, size in zip(sequences, ranks, strict=True) for _ in range(size)),
+        shares=tuple(
+            count * layout.tp // size for count, size in zip(sequences, ranks, strict=True) for _ in range(size // layout.tp)
+        ),
         local_updates=LocalUpdates(
             islands=tuple(
                 Island(region=f"r{i}", replicas=size // each, sequences=count, step_s=1.0)
@@ -158,6 +164,63 @@ def test_a_run_that_goes_on_is_the_run_without_a_stop(tmp_path: Path, bits: Wire
     assert losses(records) == expected[-len(records) :]
     expected_weights, reached = weights(tmp_path / "entire"), weights(tmp_path / "again")
     assert all(torch.equal(reached[name], value) for name, value in expected_weights.items())
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (Layout(dp_replicate=3), (1, 1, 1)),
+        pytest.param(Layout(dp_replicate=4, tp=2), (4, 2, 2), marks=pytest.mark.long),  # the first has a replica more
+    ],
+)
+def test_an_island_that_is_killed_and_back_ends_with_the_parameters_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout, ranks: tuple[int, ...]
+) -> None:
+    """One of its ranks is killed between sums 2 and 3; once it is back the others let it in at sum 6, of 10."""
+    faults, killed = tmp_path / "faults", ranks[0] + ranks[1] - 1
+    faults.mkdir()
+    for name in (f"die-5-{killed}", "stop-11"):
+        (faults / name).touch()
+    rank_with_faults.use(faults, monkeypatch)
+    monkeypatch.setattr(machine, "num_cores", lambda: 4)
+    plan = islands_plan(layout, ranks, (2, 2, 2), steps=2, bits=8)
+    options = PLAIN.replace(
+        steps=20, outer_learning_rate=0.7, outer_momentum=0.9, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=20
+    )
+    islands = Islands(tmp_path / "job", plan, options)
+    for island in range(3):
+        islands.start(island)
+    islands.wait(1)
+    assert f"rank {killed} of {sum(ranks)} was killed" in str(islands.errors.pop(1))
+    islands.start(1)
+    for rank in range(ranks[0], killed + 1):
+        while not (faults / f"waits-{rank}").exists():
+            time.sleep(0.01)
+    (faults / "takes-in").touch()
+    (faults / "stop-11").unlink()
+    for island in range(3):
+        islands.wait(island)
+    assert not islands.errors
+    steps = [[record["step"] for record in islands.records(island) if "step" in record] for island in range(3)]
+    assert steps[0] == steps[2] == list(range(1, 21))
+    assert steps[1] == [1, 2, 3, 4, *range(13, 21)]
+    assert losses(islands.records(0))[-1] < losses(islands.records(0))[0]
+    lost = [record["ranks"] for record in islands.records(2) if record.get("event") == "lost"]
+    assert lost == [list(range(ranks[0], killed + 1))]
+    reached = [stored_tensors(tmp_path / "c" / f"island-{island}") for island in range(3)]
+    assert any(name.startswith("islands.momentum.") for name in reached[0])
+    for name, value in reached[0].items():
+        assert all(torch.equal(other[name], value) for other in reached[1:]), name
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Parameters, anchors and their momenta of the last checkpoint, by name."""
+    last = list_checkpoints(folder)[-1]
+    dcp_to_torch_save(last, folder / "all.pt")
+    states = torch.load(folder / "all.pt", weights_only=True)
+    parts = {kind: states[kind] for kind in ("model", "islands")}
+    return {f"{kind}.{name}": value for kind, tensors in parts.items() for name, value in tensors.items()}
 
 
 @pytest.mark.usefixtures("warm_ranks")
