@@ -140,7 +140,9 @@ def goes_on(plan: TrainingPlan, options: TrainOptions, settings: JobSettings, *,
     """
     extras = settings.spares or settings.restart_ranks
     if plan.local_updates is not None and settings.spares:
-        raise ConfigError("--spares stand by for a single job: regions that train by themselves are many", help="leave it out")
+        raise ConfigError(
+            "--spares stand by for a single job: regions that train by themselves are many", help="leave it out"
+        )
     if plan.local_updates is not None and settings.on_fault != "restart":
         return False  # without fallbacks: each region goes on under its own plan
     if settings.on_fault == "restart" or settings.script:

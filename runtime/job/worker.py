@@ -18,7 +18,6 @@ from ...schema import ConfigError, TrainingPlan
 from ...schema.base import Document
 from ..training.options import TrainOptions
 
-
 OnFault = Literal["continue", "restart"]
 
 

@@ -7,8 +7,8 @@ connections closed, which a cut cable does not do. No step ends without the sums
 store begins no generation: so there is never a second job that trains.
 
 Of a job whose islands train by themselves (schema/local_updates.py) an island lives and dies as one, and any number of them goes on
-under the same plan. One that was started anew is taken in at the end of a sum, which all others have then done: never in the middle of
-one, for which a death begins a generation.
+under the same plan. One that was started anew is taken in at the end of a sum, which all others have then done, and not by the
+generation that a death begins in the middle of one.
 """
 
 from __future__ import annotations

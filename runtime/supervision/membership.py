@@ -4,8 +4,8 @@ A rank learns of the next generation from a thread that waits for its key. The t
 ranks, so that a collective that waits for the dead raises at once, and the rank unwinds to its step loop. (`abort` of torch 2.13's
 gloo groups ends nothing: a collective goes on to wait for its timeout.)
 
-A rank of an island (training/islands.py) leaves by itself, where it meets the other islands: nothing is cut, and the process group of its
-island stays.
+A rank of an island (training/islands.py) leaves by itself, where it meets the other islands: nothing is cut, and the process group
+of its island stays.
 """
 
 from __future__ import annotations
@@ -233,7 +233,11 @@ class Membership:
             self._board.mark("met", self.generation.number)
 
     def is_invited(self, *, looks: bool | None = None) -> bool:
-        """Tell whether this rank should have all end the step, so that others come or go; by itself the first one looks now and then."""
+        """Tell whether this rank should have all end the step, so that others come or go; the first one looks now and then.
+
+        Args:
+            looks: in place of being the first one.
+        """
         now = time.monotonic()
         if not (looks if looks is not None else self.position == 0) or now < self._next_look_s:
             return False

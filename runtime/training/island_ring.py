@@ -1,12 +1,12 @@
-"""The ring of a rank with those at its place of all other islands that are there: who they are, and what becomes of a sum that one leaves.
+"""The ring of a rank with those at its place of all other islands that are there: who they are, and what becomes of a sum without one.
 
 Generations (supervision/) say which islands there are. A rank follows to the next one where it meets the others: when a sum fails,
 or at the end of one after which islands that were started anew are let in. Nothing else of an island's training ends.
 
-A sum counts when every member has it, which all know after one more round: whoever passed it may move the anchor. If the ring breaks
-before, those who are left meet in the next generation and compare: where one lacks the sum all of them do it again, weighted by who is
-there now. Rings of other places may have had the sum with the lost island, which changes nothing for this one: members of a ring always
-have the same numbers.
+A sum counts when every member has it, which all know after one more round: whoever passed it may move the anchor. If the ring
+breaks before, those who are left meet in the next generation and compare: where one lacks the sum all of them do it again, weighted
+by who is there now. Rings of other places may have had the sum with the lost island, which changes nothing for this one: members of
+a ring always have the same numbers.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ of each island form a ring besides (island_ring.py). Anchor: the parameters as a
 With a delay the ring runs in a thread while training goes on. Of an island with more replicas of the model than another, the first
 ones sum up a part of the fragment each and give it to the others.
 
-An island that is lost is left out of the sums from the next one on, and weighs nothing. Started again, it gets anchor and momentum from
-its neighbour in the ring at the end of a sum, and goes on from there with an optimizer that begins anew.
+The sums go on without an island that is lost, which then weighs nothing. Started again, it gets anchor and momentum from its neighbour
+in the ring at the end of a sum, and goes on from there with an optimizer that begins anew.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from .island_ring import IslandRing
 from .options import TrainOptions
 from .ring import Ring
 
+
 @dataclass(frozen=True)
 class IslandPlace:
     """The island of this process among those that a job has.
@@ -61,9 +62,7 @@ class IslandPlace:
     sequences: int
 
     @classmethod
-    def join(
-        cls, plan: TrainingPlan, *, backend: str, device: torch.device, timeout_s: float
-    ) -> IslandPlace | None:
+    def join(cls, plan: TrainingPlan, *, backend: str, device: torch.device, timeout_s: float) -> IslandPlace | None:
         """Make the process group of this rank's island the default one; None where the job was done before it could come in.
 
         A rank that was started anew comes back when the others let its island in, at the end of a sum.
@@ -204,9 +203,7 @@ class LocalUpdater:
             for idx in range(first // width, -(-(first + size) // width)):
                 part = slice(max(idx * width - first, 0), min((idx + 1) * width - first, size))
                 momentum = self._momenta[name].view(-1)[part] if self._momenta else None
-                pieces[idx].append(
-                    Piece(value[part], nn.Parameter(anchor.view(-1)[part]), momentum, size < WIDE_BELOW)
-                )
+                pieces[idx].append(Piece(value[part], nn.Parameter(anchor.view(-1)[part]), momentum, size < WIDE_BELOW))
             first += size
         return [part for part in pieces if part]
 

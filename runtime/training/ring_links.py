@@ -1,8 +1,8 @@
 """Connections of a rank to its neighbours in a ring of islands: one to the next member, and one from the member before.
 
-They are plain TCP, and not gloo's, because waiting must end when a member of the ring is gone: gloo's send to a closed connection waits
-for the timeout of collectives. Each member listens at the interface by which the job's ranks meet, and takes the connection of who
-shows a token from the job's store, which only those reach who know the job's secret.
+They are plain TCP, and not gloo's, because waiting must end when a member of the ring is gone: gloo's send to a closed connection
+waits for the timeout of collectives. Each member listens at the interface by which the job's ranks meet, and takes the connection of
+who shows a token from the job's store, which only those reach who know the job's secret.
 """
 
 from __future__ import annotations
