@@ -1,4 +1,4 @@
-"""The ring of a rank with those at its place of all other islands that are there: who they are, and what becomes of a sum without one.
+"""The ring of a rank with those at its place of all islands that are there: who they are, and what becomes of a sum without one.
 
 Generations (supervision/) say which islands there are. A rank follows to the next one where it meets the others: when a sum fails,
 or at the end of one after which islands that were started anew are let in. Nothing else of an island's training ends.
@@ -77,7 +77,7 @@ class IslandRing:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to other islands."""
+        """Return what this rank has sent to other islands."""
         return self._sent_bytes + (0 if self._ring is None else self._ring.sent_bytes)
 
     def is_invited(self) -> bool:
@@ -109,9 +109,9 @@ class IslandRing:
                 return self._agreed[1]
             except (OSError, GenerationOverError) as error:
                 self._leave()  # the neighbours see it, and come as well
-                told = self._meet_again(error, is_between=False)
-            if min(words["sums"] for words in told if not words["is_new"]) == number:
-                return max(words["seconds"] for words in told if words["sums"] == number)
+                of_all = self._meet_again(error, is_between=False)
+            if min(words["sums"] for words in of_all if not words["is_new"]) == number:
+                return max(words["seconds"] for words in of_all if words["sums"] == number)
             self.num_sums, is_done = number - 1, False
 
     def let_in(self) -> None:
@@ -150,11 +150,11 @@ class IslandRing:
         membership, members = self.membership, {*self.membership.generation.members}
         self.present = tuple(idx for idx in self._updates.ring if members.issuperset(self._ranks[idx]))
         if not self.sends:
-            return [words for _, _, words in heard(membership.store, self._name, self.present)] if self.is_new else []
+            return [entry[2] for entry in heard(membership.store, self._name, self.present)] if self.is_new else []
         seconds = self._agreed[1] if self._agreed[0] == self.num_sums else 0.0
-        told = {"sums": self.num_sums, "seconds": seconds, "is_new": self.is_new, "is_between": is_between}
+        status = {"sums": self.num_sums, "seconds": seconds, "is_new": self.is_new, "is_between": is_between}
         links, words = meet_in_ring(
-            membership.store, self._name, self.present, self._idx, told=told | self._tell(),
+            membership.store, self._name, self.present, self._idx, words=status | self._tell(),
             check=self._check, timeout_s=self._timeout_s,
         )  # fmt: skip
         self._ring = Ring(links, self.present.index(self._idx), len(self.present))

@@ -9,8 +9,8 @@ of each island form a ring besides (island_ring.py). Anchor: the parameters as a
 With a delay the ring runs in a thread while training goes on. Of an island with more replicas of the model than another, the first
 ones sum up a part of the fragment each and give it to the others.
 
-The sums go on without an island that is lost, which then weighs nothing. Started again, it gets anchor and momentum from its neighbour
-in the ring at the end of a sum, and goes on from there with an optimizer that begins anew.
+The sums go on without an island that is lost, which then weighs nothing. Started again, it gets anchor and momentum from its
+neighbour in the ring at the end of a sum, and goes on from there with an optimizer that begins anew.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class LocalUpdater:
         )  # fmt: skip
         return group, members, ring
 
-    def _come_in(self, told: Sequence[dict[str, Any]]) -> TrainingProgress | None:
+    def _come_in(self, of_all: Sequence[dict[str, Any]]) -> TrainingProgress | None:
         """Take over anchor and progress of the others, where this island was started anew.
 
         Raises:
@@ -256,7 +256,7 @@ class LocalUpdater:
                 dist.broadcast(tensor, self._members[0], group=self._replicas)
         for fragment in self.fragments:
             fragment.go_to_anchor()
-        known = next(words for words in told if not words["is_new"])
+        known = next(words for words in of_all if not words["is_new"])
         self.pace.adopt(*known["pace"])
         self._ring.num_sums, self._ring.is_new = known["sums"], False
         progress = TrainingProgress(**known["progress"])
@@ -360,8 +360,8 @@ class LocalUpdater:
         """
         self.is_first = self._ring.sends and self._ring.is_first
         if dist.get_world_size() > 1:
-            told = (float(self._arrived), self._longest_s, float(self.is_first))
-            news = torch.tensor(told, device=self._model.device)
+            heard = (float(self._arrived), self._longest_s, float(self.is_first))
+            news = torch.tensor(heard, device=self._model.device)
             dist.all_reduce(news, dist.ReduceOp.MAX)
             self._arrived, self._longest_s, self.is_first = Vote(int(news[0])), float(news[1]), news[2] > 0
         if self._replicas is None:

@@ -1,8 +1,8 @@
 """Connections of a rank to its neighbours in a ring of islands: one to the next member, and one from the member before.
 
 They are plain TCP, and not gloo's, because waiting must end when a member of the ring is gone: gloo's send to a closed connection
-waits for the timeout of collectives. Each member listens at the interface by which the job's ranks meet, and takes the connection of
-who shows a token from the job's store, which only those reach who know the job's secret.
+waits for the timeout of collectives. Each member listens at the interface by which the job's ranks meet, and takes the connection
+of who shows a token from the job's store, which only those reach who know the job's secret.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def meet_in_ring(
     members: Sequence[int],
     member: int,
     *,
-    told: Any = None,
+    words: Any = None,
     check: Callable[[], None] = lambda: None,
     timeout_s: float,
 ) -> tuple[RingLinks, list[Any]]:
@@ -112,7 +112,7 @@ def meet_in_ring(
 
     Args:
         store: all members see it; name: of the ring in it.
-        told: of this member, as JSON.
+        words: of this member, as JSON.
         check: as of `RingLinks`.
 
     Raises:
@@ -121,16 +121,16 @@ def meet_in_ring(
     token = secrets.token_hex(_TOKEN)
     links = RingLinks(check, timeout_s)
     with _listener() as listener:
-        store.set(f"{name}/{member}", json.dumps([listener.getsockname()[:2], token, told]))
-        places = heard(store, name, members)
+        store.set(f"{name}/{member}", json.dumps([listener.getsockname()[:2], token, words]))
+        entries = heard(store, name, members)
         if len(members) > 1:
-            place, next_token, _ = places[(members.index(member) + 1) % len(members)]
+            place, next_token, _ = entries[(members.index(member) + 1) % len(members)]
             try:
                 links.join(listener, token.encode(), place, next_token.encode())
             except BaseException:
                 links.close()
                 raise
-    return links, [words for _, _, words in places]
+    return links, [entry[2] for entry in entries]
 
 
 def heard(store: dist.Store, name: str, members: Sequence[int]) -> list[Any]:
