@@ -213,7 +213,7 @@ def drop(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
     task = Workload(global_batch_size=2, seq_len=8, precision="fp32")
     chosen = with_sync_every(local_plan(ModelSpec.from_hf(SMALL), cluster, task, limits), 6)
     assert chosen.local_updates is not None
-    planned_s, slow_after, fast_after = chosen.local_updates.exchange_s, 13, 50
+    planned_s, slow_after, fast_after = chosen.local_updates.exchange_s, 12, 50
     rates = {slow_after: rate_mbit / 10, fast_after: rate_mbit}
     with tempfile.TemporaryDirectory() as name, slow_link(rate_mbit, round_trip_ms) as ends:
         path = Path(name) / "plan.json"
@@ -223,7 +223,7 @@ def drop(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
 
         def change() -> None:
             for step, rate in rates.items():
-                while not over.wait(0.02) and (not metrics.exists() or len(metrics.read_text().splitlines()) < step):
+                while not over.wait(0.02) and (not metrics.exists() or f'"step": {step},' not in metrics.read_text()):
                     pass
                 for namespace, device in ends:
                     subprocess.run(
@@ -243,13 +243,12 @@ def drop(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
         for line in steps
         if line["parts_s"]["communication"] > planned_s / 2
     ]
-    slow = [step for step, _ in sums if slow_after < step]
-    every = [after - before for before, after in itertools.pairwise(slow)]
+    gaps = [after - before for before, after in itertools.pairwise([step for step, _ in sums if step > slow_after])]
     return {
         "rate_mbit": rate_mbit, "round_trip_ms": round_trip_ms, "dropped_mbit": rate_mbit / 10,
         "planned_steps": chosen.local_updates.steps, "planned_s": planned_s,
         "dropped_after_step": slow_after, "restored_after_step": fast_after, "sums": sums,
-        "sums_until_raised": next((i + 1 for i, steps in enumerate(every) if steps > chosen.local_updates.steps), None),
+        "sums_until_raised": next((i + 1 for i, gap in enumerate(gaps) if gap > 2 * chosen.local_updates.steps), None),
     }  # fmt: skip
 
 

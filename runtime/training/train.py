@@ -245,12 +245,14 @@ class TrainingRun:
         self.samples += self.part.sequences
         stop_requested, self.is_halted = (number > 0 for number in votes)
         self.is_stopped = stop_requested and self.part.updates is None
+        norm = math.sqrt(square) if square >= 0 else math.nan
         if self.part.updates is not None:
+            self._require_finite(loss, norm)  # before the other islands have it
             self._sum_islands(self.part.updates, stop_requested=stop_requested)
         step_time_s = 0.0 if start_s is None else self._now_s() - start_s
         used_scale = model.loss_scale.value
         model.loss_scale.update(overflowed=overflowed)
-        self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
+        self._require_finite(loss, norm)
         self._scheduler.step()
         self._progress.beat(self.steps)
         self.step_times_s.append(step_time_s or max(self.step_times_s, default=1.0))
@@ -263,7 +265,7 @@ class TrainingRun:
         record = StepRecord(
             step=self.steps,
             loss=loss,
-            grad_norm=None if overflowed else math.sqrt(square),
+            grad_norm=None if overflowed else norm,
             learning_rate=learning_rate,
             step_time_s=self.step_times_s[-1],
             tokens_per_s=num_tokens / self.step_times_s[-1],
