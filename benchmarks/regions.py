@@ -2,39 +2,33 @@
 
     python benchmarks/regions.py published RUNS.csv
     python benchmarks/regions.py jobs CASES.json PAIRS.csv
-    python benchmarks/regions.py link [--rate-mbit 20] [--round-trip-ms 40]     as root, on Linux: two network namespaces
+    python benchmarks/regions.py link [--rate-mbit 20] [--round-trip-ms 40]     as root, on Linux
     python benchmarks/regions.py drop                                           the same, of which a tenth is left in the middle
+    python benchmarks/regions.py lost [--steps 2000]                            three regions, one of which is killed and comes back
     python benchmarks/regions.py loss [--steps 300] [--every 4 16 50]
 
 Each part replaces its results in regions.json next to this file. RUNS.csv has columns run, where, inner_steps, inner_s,
 outer_sync_s and compute_utilisation_percent; CASES.json a list of {name, model, global_batch_size, seq_len, groups: [{region,
 nodes, gpus_per_node, gpu}]}; PAIRS.csv what docs/regions.md says.
 
-The slow link is a kernel's token bucket (tc tbf) on each end, and a delay: a relay between two TUN devices, which needs no netem.
-It goes before all other work of the machine (SCHED_FIFO), and the ranks have most of the cores (nice -20, of their session
-where the kernel groups processes by it), one thread each: figures are meant to be those of a machine of its own.
+The slow link is that of slow_link.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import fcntl
 import itertools
 import json
 import os
 import secrets
-import select
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +43,7 @@ from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSp
 from meshwright.schema.local_updates import SyncLimits, with_sync_every
 from meshwright.schema.regions import RegionLink, joining_link
 from meshwright.solvers.islands import Exchange, IslandsInstance, step_s
-
-PACKET, PAYLOAD = 1500, 1448
-"""Bytes of a packet, and those without the headers of IPv4 and TCP with timestamps."""
-
-Ends = list[tuple[str, str]]
-"""Network namespaces, and the device of the link in each."""
+from slow_link import PACKET, PAYLOAD, bucket, commands, put_first, sent_by, slow_link
 
 RESULTS = Path(__file__).with_suffix(".json")
 SMALL = {
@@ -142,22 +131,23 @@ def _job(case: dict[str, Any], cluster: ClusterSpec) -> dict[str, Any]:
     return row
 
 
-def small_regions(rate_mbit: float, round_trip_ms: float) -> ClusterSpec:
-    """Two regions of one CPU rank of this machine each, with the throughput of one connection, as tables of pairs have it."""
+def small_regions(rate_mbit: float, round_trip_ms: float, zones: str = "ab") -> ClusterSpec:
+    """Regions of one CPU rank of this machine each, with the throughput of one connection, as tables of pairs have it."""
     rate_bytes_per_s, round_trip_s = PAYLOAD / PACKET * rate_mbit * 1e6 / 8, round_trip_ms / 1e3
     local = ClusterSpec.parse("local:1")
     links = tuple(
-        RegionLink(src=a, dst=b, line_bytes_per_s=rate_bytes_per_s, round_trip_s=round_trip_s) for a, b in ("ab", "ba")
+        RegionLink(src=a, dst=b, line_bytes_per_s=rate_bytes_per_s, round_trip_s=round_trip_s)
+        for a, b in itertools.permutations(zones, 2)
     )
-    groups = tuple(NodeGroup(**{**dict(local.groups[0]), "zone": zone, "levels": local.levels}) for zone in "ab")
-    outer = {"link": joining_link(links, "ab"), "domain_size": 2}
+    groups = tuple(NodeGroup(**{**dict(local.groups[0]), "zone": zone, "levels": local.levels}) for zone in zones)
+    outer = {"link": joining_link(links, zones), "domain_size": len(zones)}
     return ClusterSpec(name="two-regions", groups=groups, levels=(outer,), region_links=links, profile=local.profile)
 
 
 def local_plan(model: ModelSpec, cluster: ClusterSpec, task: Workload, limits: SyncLimits) -> TrainingPlan:
-    """Return the plan that both regions train by themselves."""
+    """Return the plan under which all regions train by themselves."""
     request = PlanRequest.create(model, cluster, task, local_updates=limits)
-    joined = IslandProblem(request, limits, plan_as_requested).joined((0, 1))
+    joined = IslandProblem(request, limits, plan_as_requested).joined(tuple(range(len(cluster.groups))))
     assert joined is not None
     return join(request, joined)
 
@@ -180,9 +170,9 @@ def link(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
         for kind, (chosen, steps) in runs.items():
             path = Path(name) / f"{kind}.json"
             chosen.save(path)
-            before = _sent(*ends[0])
-            lines = _train(_commands(ends), "10.77.9.1", path, steps, Path(name) / f"{kind}.jsonl")
-            sent, packets = (b - a for a, b in zip(before, _sent(*ends[0]), strict=True))
+            before = sent_by(*ends[0])
+            lines = _train(commands(ends), "10.77.9.1", path, steps, Path(name) / f"{kind}.jsonl")
+            sent, packets = (b - a for a, b in zip(before, sent_by(*ends[0]), strict=True))
             # The first steps also load and plan kernels, and one region begins before the other; then entire rounds.
             timed = [line for line in lines if "step" in line][1 if kind == "step" else updates.steps :]
             own_s = [line["step_time_s"] - line["parts_s"]["preempted"] for line in timed]
@@ -226,14 +216,12 @@ def drop(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
                 while not over.wait(0.02) and (not metrics.exists() or f'"step": {step},' not in metrics.read_text()):
                     pass
                 for namespace, device in ends:
-                    subprocess.run(
-                        ["tc", "-n", namespace, "qdisc", "change", "dev", device, *_bucket(rate)], check=True
-                    )
+                    subprocess.run(["tc", "-n", namespace, "qdisc", "change", "dev", device, *bucket(rate)], check=True)
 
         thread = threading.Thread(target=change)
         thread.start()
         try:
-            lines = _train(_commands(ends), "10.77.9.1", path, 90, metrics, "--sync-every", "auto")
+            lines = _train(commands(ends), "10.77.9.1", path, 90, metrics, "--sync-every", "auto")
         finally:
             over.set()
             thread.join()
@@ -252,105 +240,93 @@ def drop(rate_mbit: float, round_trip_ms: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _commands(ends: Ends) -> list[list[str]]:
-    return [["ip", "netns", "exec", namespace] for namespace, _ in ends]
-
-
 def _train(
     prefixes: list[list[str]], host: str, path: Path, steps: int, metrics: Path, *options: str
 ) -> list[dict[str, Any]]:
     """Run a plan on as many nodes as there are prefixes of their commands; return what is reported, of each step and at the end."""
-    launchers, threads = [], {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # each node takes the machine for its own
-    environment = os.environ | threads | {"MESHWRIGHT_SECRET": secrets.token_hex(32)}
-    for node, prefix in enumerate(prefixes):
-        command = [*prefix, sys.executable, "-m", "meshwright.cli", "apply", str(path), "--steps", str(steps), *options]
-        command += ["--hang-timeout-s", "0", *(["--metrics", str(metrics)] if node == 0 else [])]
-        if len(prefixes) > 1:
-            command += ["--nnodes", str(len(prefixes)), "--node-rank", str(node), "--rdzv-endpoint", f"{host}:29400"]
-        launchers.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        )
+    start = _starter(host, len(prefixes), path, "--steps", str(steps), *options)
+    launchers = [start(node, prefix, metrics if node == 0 else None) for node, prefix in enumerate(prefixes)]
     if prefixes[0]:
         for launcher in launchers:
-            _put_first(launcher)
+            put_first(launcher)
     for launcher in launchers:
         _, log = launcher.communicate()
         if launcher.returncode:
             raise SystemExit(log)
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+    return _records(metrics)
 
 
-def _put_first(launcher: subprocess.Popen[str]) -> None:
-    """Let the rank of a launcher have most of a core, once it has started."""
-    while launcher.poll() is None:
-        for rank in psutil.Process(launcher.pid).children(recursive=True):
-            if os.getsid(rank.pid) == rank.pid:
-                os.setpriority(os.PRIO_PROCESS, rank.pid, -20)
-                Path(f"/proc/{rank.pid}/autogroup").write_text("-20")
-                return
-        time.sleep(0.02)
+def _starter(
+    host: str, num_nodes: int, path: Path, *options: str
+) -> Callable[[int, list[str], Path | None], subprocess.Popen[str]]:
+    """Return what starts the launcher of a node, for the first time or again."""
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # each node takes the machine for its own
+    environment = os.environ | threads | {"MESHWRIGHT_SECRET": secrets.token_hex(32)}
+
+    def start(node: int, prefix: list[str], metrics: Path | None) -> subprocess.Popen[str]:
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "meshwright.cli",
+            "apply",
+            str(path),
+            *options,
+            "--hang-timeout-s",
+            "0",
+        ]
+        command += [] if metrics is None else ["--metrics", str(metrics)]
+        if num_nodes > 1:
+            command += ["--nnodes", str(num_nodes), "--node-rank", str(node), "--rdzv-endpoint", f"{host}:29400"]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    return start
 
 
-def _sent(namespace: str, device: str) -> tuple[int, int]:
-    shown = subprocess.run(
-        ["ip", "-n", namespace, "-s", "-j", "link", "show", device], capture_output=True, check=True, text=True
-    )
-    counted = json.loads(shown.stdout)[0]["stats64"]["tx"]
-    return counted["bytes"], counted["packets"]
+def _records(metrics: Path) -> list[dict[str, Any]]:
+    text = metrics.read_text() if metrics.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-@contextmanager
-def slow_link(rate_mbit: float, round_trip_ms: float) -> Iterator[Ends]:
-    """Yield two network namespaces with a link between them."""
-    names = (f"mw{os.getpid()}a", f"mw{os.getpid()}b")
-    devices = (f"mw{os.getpid()}t0", f"mw{os.getpid()}t1")
-    ends, over = [], threading.Event()
+def lost(steps: int) -> dict[str, Any]:
+    """Kill one of three regions, its launcher included, and start it again: what the others do meanwhile."""
+    model = ModelSpec.from_hf({**SMALL, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2})
+    task = Workload(global_batch_size=6, seq_len=32, precision="fp32")
+    chosen = with_sync_every(local_plan(model, small_regions(1e3, 1.0, "abc"), task, SyncLimits()), 4)
+    with tempfile.TemporaryDirectory() as name:
+        path, files = Path(name) / "plan.json", [Path(name) / f"{node}.jsonl" for node in range(4)]
+        chosen.save(path)
+        start = _starter("127.0.0.1", 3, path, "--steps", str(steps))
+        launchers = [start(node, [], files[node]) for node in range(3)]
 
-    def ip(*words: str) -> None:
-        subprocess.run(words, check=True)
+        def step() -> int:
+            return max((record.get("step", 0) for record in _records(files[0])), default=0)
 
-    try:
-        for i, (name, device) in enumerate(zip(names, devices, strict=True)):
-            ip("ip", "netns", "add", name)
-            ends.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
-            fcntl.ioctl(
-                ends[-1], 0x400454CA, struct.pack("16sH", device.encode(), 0x0001 | 0x1000)
-            )  # TUNSETIFF, IFF_TUN, NO_PI
-            ip("ip", "link", "set", device, "netns", name)
-            ip("ip", "-n", name, "addr", "add", f"10.77.9.{i + 1}/24", "dev", device)
-            ip("ip", "-n", name, "link", "set", "lo", "up")
-            ip("ip", "-n", name, "link", "set", device, "up")
-            ip("tc", "-n", name, "qdisc", "add", "dev", device, *_bucket(rate_mbit))
-        relay = threading.Thread(target=_relay, args=(ends, round_trip_ms / 2e3, over))
-        relay.start()
-        try:
-            yield list(zip(names, devices, strict=True))
-        finally:
-            over.set()
-            relay.join()
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-        for end in ends:
-            os.close(end)
+        def wait(step_idx: int) -> float:
+            while step() < step_idx:
+                time.sleep(0.02)
+            return time.time()
 
-
-def _bucket(rate_mbit: float) -> tuple[str, ...]:
-    return "root", "tbf", "rate", f"{rate_mbit}mbit", "burst", "16kb", "latency", "400ms"
-
-
-def _relay(ends: list[int], one_way_s: float, over: threading.Event) -> None:
-    """Hand every packet of an end to the other one after a time, whatever else the machine does."""
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(2))  # of this thread
-    waiting: deque[tuple[float, int, bytes]] = deque()
-    while not over.is_set():
-        next_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.05
-        for end in select.select(ends, [], [], next_s)[0]:
-            packet = os.read(end, 65536)
-            waiting.append((time.monotonic() + one_way_s, ends[1 - ends.index(end)], packet))
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, other, packet = waiting.popleft()
-            os.write(other, packet)
+        wait(steps // 20)
+        killed = psutil.Process(launchers[1].pid)
+        for process in [*killed.children(recursive=True), killed]:
+            process.kill()
+        launchers[1].communicate()
+        killed_s, killed_step = time.time(), step()
+        went_on_s = wait(killed_step + 3 * 4) - killed_s
+        launchers[1] = start(1, [], files[3])
+        for launcher in launchers:
+            _, log = launcher.communicate()
+            if launcher.returncode:
+                raise SystemExit(log)
+        done, again = ([r["step"] for r in _records(files[i]) if "step" in r] for i in (0, 3))
+        events = [record for record in _records(files[0]) if "event" in record]
+    return {
+        "steps": steps, "killed_after_step": killed_step, "three_sums_later_s": went_on_s, "back_at_step": again[0],
+        "steps_of_the_others_in_order": done == list(range(1, steps + 1)),
+        "noticed_s": next(e["time_s"] for e in events if e["event"] == "lost") - killed_s,
+        "causes": [cause for event in events for cause in event["causes"] if event["event"] in ("lost", "returned")],
+    }  # fmt: skip
 
 
 def loss(steps: int, every: list[int]) -> dict[str, Any]:
@@ -394,13 +370,16 @@ def main() -> None:
         of_link = parts.add_parser(name)
         of_link.add_argument("--rate-mbit", type=float, default=20.0)
         of_link.add_argument("--round-trip-ms", type=float, default=40.0)
+    parts.add_parser("lost").add_argument("--steps", type=int, default=2000)
     of_loss = parts.add_parser("loss")
     of_loss.add_argument("--steps", type=int, default=300)
     of_loss.add_argument("--every", type=int, nargs="+", default=[4, 16, 50])
     given = vars(parser.parse_args())
     part = given.pop("part")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[part] = {"published": published, "jobs": jobs, "link": link, "drop": drop, "loss": loss}[part](**given)
+    results[part] = {"published": published, "jobs": jobs, "link": link, "drop": drop, "lost": lost, "loss": loss}[
+        part
+    ](**given)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results[part], indent=1))
 
