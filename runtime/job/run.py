@@ -124,7 +124,7 @@ def apply(
             **{name: getattr(chosen, name) for name in set(JobSettings.model_fields) & set(Job.model_fields)},
         )
         with _followed(folder / "report.jsonl", handle):
-            if scale is not None and not job.goes_on:
+            if scale is not None and (not job.goes_on or job.regions is not None):
                 raise ConfigError(
                     "only a training that goes on takes machines in and lets them go", help="--on-fault continue"
                 )
