@@ -264,6 +264,8 @@ class Supervisor:
         if not self._to_start or (self._line is not None and not self._line.is_idle):
             return ()
         ranks, self._to_start = self._to_start, []
+        for rank in ranks:
+            self._watch.forget(rank)
         self._coming |= {self._ranks.start + rank for rank in ranks}
         return ranks
 

@@ -75,11 +75,11 @@ class Islands:
         errors: what launchers ended with, by island; nothing where they ended well.
     """
 
-    def __init__(self, folder: Path, plan: TrainingPlan, options: TrainOptions) -> None:
+    def __init__(self, folder: Path, plan: TrainingPlan, options: TrainOptions, **job: Any) -> None:
         folder.mkdir(exist_ok=True)
         plan.save(folder / "plan.json")
         self.folder, self.errors = folder, dict[int, MeshwrightError]()
-        self._plan, self._options, self._threads = plan, options, dict[int, threading.Thread]()
+        self._plan, self._options, self._job, self._threads = plan, options, job, dict[int, threading.Thread]()
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._endpoint = f"127.0.0.1:{free.getsockname()[1]}"
 
@@ -212,6 +212,32 @@ def test_an_island_that_is_killed_and_back_ends_with_the_parameters_of_the_other
     assert any(name.startswith("islands.momentum.") for name in reached[0])
     for name, value in reached[0].items():
         assert all(torch.equal(other[name], value) for other in reached[1:]), name
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_the_island_with_the_store_is_back_when_its_rank_is_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    for name in ("die-5-0", "stop-11"):
+        (faults / name).touch()
+    rank_with_faults.use(faults, monkeypatch)
+    plan = islands_plan(Layout(dp_replicate=3), (1, 1, 1), (2, 2, 2), steps=2)
+    options = PLAIN.replace(steps=20, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=20)
+    islands = Islands(tmp_path / "job", plan, options, restart_ranks=1)
+    for island in range(3):
+        islands.start(island)
+    while not (faults / "waits-0").exists():
+        time.sleep(0.01)
+    (faults / "takes-in").touch()
+    (faults / "stop-11").unlink()
+    for island in range(3):
+        islands.wait(island)
+    assert not islands.errors
+    reached = [stored_tensors(tmp_path / "c" / f"island-{island}") for island in range(3)]
+    assert all(torch.equal(other[name], value) for other in reached for name, value in reached[0].items())
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
