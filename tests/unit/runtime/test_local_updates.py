@@ -100,7 +100,7 @@ class Islands:
         nodes = len(self._plan.cluster.groups)
         job = Job(
             plan=str(self.folder / "plan.json"), options=self._options, report=str(self.folder / f"report-{island}"),
-            timeout_s=60.0, regions="continue",
+            timeout_s=60.0, regions="continue", **self._job,
         )  # fmt: skip
         place = Rendezvous(nnodes=nodes, node_rank=island, endpoint=self._endpoint, secret=b"s" * 16, timeout_s=60)
         try:
