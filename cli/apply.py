@@ -91,7 +91,7 @@ class FaultHandling(OptionModel):
     on_fault: Literal["continue", "restart"] | None = option(
         None,
         "continue: the others go on at once, under a plan for what is left; restart: --max-restarts. Default: continue where the "
-        "plan has fallbacks (plan --tolerate) and nothing is in the way.",
+        "plan has fallbacks (plan --tolerate) and nothing is in the way, or regions that train by themselves.",
     )
     spares: int = option(
         0,

@@ -131,7 +131,7 @@ def cheapest(
     if front:
         mark_front(sizes, OBJECTIVES[objective])
     best.close("chosen")
-    plan = _plan_of_size(best, sizes, OBJECTIVES[objective], top)
+    plan = _plan_of_size(best, sizes, OBJECTIVES[objective], top, mixtures)
     cost = summarise_cost(plan, best, sizes, objective, floor=floor, tokens=tokens, mixtures=mixtures)
     return plan.replace(cost=cost.replace(search_s=time.perf_counter() - start, mix=mix))
 
@@ -306,8 +306,13 @@ def mark_front(sizes: Sequence[Size], objective: Objective) -> None:
             size.close(*(("dearer", "and slower than another") if beaten else ("on the front", "")))
 
 
-def _plan_of_size(best: Size, sizes: Sequence[Size], objective: Objective, top: int) -> TrainingPlan:
-    """Build the plan of the size that was chosen, with its runner-ups; no simpler layout is worth more than the next size."""
+def _plan_of_size(
+    best: Size, sizes: Sequence[Size], objective: Objective, top: int, mixtures: Mixtures | None
+) -> TrainingPlan:
+    """Build the plan of the size that was chosen, with its runner-ups.
+
+    No simpler layout is worth more than the next size, or than what closed mixtures leave of their part of the gap.
+    """
     request, result = best.request, best.result
     if result is not None:
         result.add_runner_ups(top, request.deadline)
@@ -318,6 +323,8 @@ def _plan_of_size(best: Size, sizes: Sequence[Size], objective: Objective, top: 
         add_synthesised_orders(result, request.deadline)
     others = (size for size in sizes if size is not best and size.outcome in ("dearer", "on the front"))
     next_best = min((other.value(objective) for other in others if other.estimate), default=math.inf)
+    if mixtures is not None:
+        next_best = min(next_best, mixtures.bound_of_all / (1 - mixtures.min_gain))
     slowest_s = min(best.slowest_s, best.longest_s(objective, next_best))
     return plan_layout(request, result, top=top, slowest_s=slowest_s)
 

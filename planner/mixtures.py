@@ -153,15 +153,13 @@ class Mixtures:
         if o is None or not self.are_many or self._is_close[o]:
             return False
         self._bound_rates(o)
-        for other in self._sizes[o]:
-            other.fair_s = max(other.fair_s, self._batch / (other.nodes * float(self._rates[o][other.nodes])))
         return True
 
     def _select(self, rows: BoolArray) -> None:
         self.counts, self._usd_per_s, self._goodput = self.counts[rows], self._usd_per_s[rows], self._goodput[rows]
 
     def _bound_rates(self, o: int) -> None:
-        """Take the rates of nodes from clusters of their own kind."""
+        """Take the rates of nodes from clusters of their own kind; of many mixtures sizes of one offer start with them as well."""
         if self._is_close[o]:
             return
         rates = dict[int, float]()
@@ -182,6 +180,8 @@ class Mixtures:
         for n in range(len(self._rates[o])):
             best = max((rate for nodes, rate in rates.items() if 2 * nodes >= n), default=np.inf)
             self._rates[o][n] = min(self._rates[o][n], best)
+        for size in self._sizes[o] if self.are_many else ():
+            size.fair_s = max(size.fair_s, self._batch / (size.nodes * float(self._rates[o][size.nodes])))
 
 
 def _that_divide_well(batch: int, most: int) -> list[int]:

@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -257,6 +258,13 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
             return name
     return None
+
+
+def addresses_of(interface: str) -> list[str]:
+    """Return the addresses of an interface that other machines can name, those of IPv4 first."""
+    entries = psutil.net_if_addrs().get(interface, [])
+    named = [e for e in entries if e.family in (socket.AF_INET, socket.AF_INET6) and not e.address.startswith("fe80")]
+    return [entry.address for entry in sorted(named, key=lambda entry: entry.family != socket.AF_INET)]
 
 
 def first_host(nodes: str) -> str:

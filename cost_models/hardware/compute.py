@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -236,16 +237,34 @@ def attention_s(
         traffic = (2 if backward else 1) * rates.compute_bytes * elements / tp
         roofline = np.maximum(flops / rates.gemm_flops_per_s, traffic / rates.elementwise_bytes_per_s)
         return np.asarray(rates.launch_s + roofline, dtype=np.float64)
-    # Few sizes occur among many layouts: each is looked up once.
+    # Few sizes occur among many layouts, and the same ones in searches over many sizes of a cluster.
     rows, inverse = np.unique(np.asarray(tokens / tp, dtype=np.float64), return_inverse=True)
+    known = _known_attention(op, rates.attention, rates.compute_bytes, backward)
+    if new := [each for each in rows.tolist() if each not in known]:
+        known.update(zip(new, _attention_of_rows(op, np.array(new), rates, backward=backward).tolist(), strict=True))
+    seconds = np.array([known[each] for each in rows.tolist()])
+    return np.asarray(seconds[inverse.reshape(np.shape(tokens / tp))], dtype=np.float64)
+
+
+@lru_cache(maxsize=1 << 12)
+def _known_attention(
+    _op: FusedAttention, _rates: AttentionRates, _element_bytes: int, _backward: bool
+) -> dict[float, float]:
+    """Return the seconds that were worked out of an operator, by tokens; callers add to them."""
+    return {}
+
+
+def _attention_of_rows(op: FusedAttention, tokens: FloatArray, rates: DeviceRates, *, backward: bool) -> FloatArray:
+    """Return the seconds [N] of fused causal attention of all heads for so many tokens, each worked out."""
+    assert rates.attention is not None
     shape = AttentionShape(
-        rows=rows * (op.num_heads / op.seq_len),
-        group=np.full(rows.shape, op.num_heads / op.num_kv_heads),
-        seq_len=np.full(rows.shape, float(op.seq_len)),
-        context=np.full(rows.shape, op.context),
-        longest=np.full(rows.shape, float(op.longest)),
-        width=np.full(rows.shape, (op.qk_dim + op.v_dim) / 2),
-        element_bytes=np.full(rows.shape, float(rates.compute_bytes)),
+        rows=tokens * (op.num_heads / op.seq_len),
+        group=np.full(tokens.shape, op.num_heads / op.num_kv_heads),
+        seq_len=np.full(tokens.shape, float(op.seq_len)),
+        context=np.full(tokens.shape, op.context),
+        longest=np.full(tokens.shape, float(op.longest)),
+        width=np.full(tokens.shape, (op.qk_dim + op.v_dim) / 2),
+        element_bytes=np.full(tokens.shape, float(rates.compute_bytes)),
     )
     seconds = attention_seconds(
         rates.attention.kernel,
@@ -256,8 +275,7 @@ def attention_s(
         reference=rates.attention.reference,
     )
     share = seconds / (seconds + _REGULATION_S)
-    seconds = seconds * (1 - share * (1 - rates.attention.isolated_ratio))
-    return np.asarray(seconds[inverse.reshape(np.shape(tokens / tp))], dtype=np.float64)
+    return np.asarray(seconds * (1 - share * (1 - rates.attention.isolated_ratio)), dtype=np.float64)
 
 
 def _elementwise_time(

@@ -89,14 +89,14 @@ def launch(
                 slow = () if report is None else report.slow_ranks
                 supervisor = Supervisor(
                     meeting, plan, fallbacks, nodes, watch, restarts=job.restart_ranks, slow=slow, on_event=on_event,
-                    scale=scale,
+                    scale=scale, needs_all=job.regions == "restart",
                 )  # fmt: skip
                 with supervisor.telling_its_end():
                     end = run_ranks(ranks, supervisor.look, supervisor)
                     _require_good_end(end, ranks, plan, watch, on_event)
                     if rendezvous.store_only and supervisor.ended_early:
                         raise InterruptedRunError(signal.SIGTERM)
-                    if not meeting.is_host and not end.ended_well:
+                    if (job.regions or not meeting.is_host) and not end.ended_well:
                         raise explain_failure(end.outlived, world_size=ranks.world_size)
                 return
             end = run_ranks(ranks, watch.look)

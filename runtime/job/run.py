@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -32,12 +32,11 @@ from . import preflight
 from .events import JobEvent, OnEvent
 from .launch import launch
 from .rendezvous import Rendezvous
-from .worker import Job
+from .worker import Job, OnFault
 
 _BETWEEN_S = 1.0
 """Between two tries to meet."""
 
-OnFault = Literal["continue", "restart"]
 OnRecord = Callable[[dict[str, Any]], None]
 Replan = Callable[[TrainingPlan, Path], tuple[TrainingPlan, Path]]
 
@@ -46,8 +45,9 @@ class JobSettings(Frozen):
     """How a job is started and watched, and what becomes of it after faults.
 
     Attributes:
-        on_fault: continue: the ranks that are left go on at once, under the plan's fallbacks; restart: all end. None: continue
-            where there are fallbacks or spares, and nothing is in the way.
+        on_fault: continue: the ranks that are left go on at once, under the plan's fallbacks, or the regions that are left where
+            these train by themselves; restart: all end. None: continue where there are fallbacks, spares or such regions, and
+            nothing is in the way.
         max_restarts: how often a job that ended starts again from its last checkpoint.
         preflight: compare the ranks before; those that are slow stand by, as far as there are spares.
         spares, restart_ranks, timeout_s, hang_timeout_s, grace_s, script: as of `Job`.
@@ -119,11 +119,12 @@ def apply(
             options=prepared,
             report=str(folder / "report.jsonl"),
             fallbacks=_saved(plans, folder) if goes_on(plan, prepared, chosen, has_fallbacks=bool(plans)) else (),
+            regions=None if plan.local_updates is None or chosen.script else chosen.on_fault or "continue",
             preflight_s=preflight.PREFLIGHT_S if chosen.preflight else 0.0,
             **{name: getattr(chosen, name) for name in set(JobSettings.model_fields) & set(Job.model_fields)},
         )
         with _followed(folder / "report.jsonl", handle):
-            if scale is not None and not job.goes_on:
+            if scale is not None and (not job.goes_on or job.regions is not None):
                 raise ConfigError(
                     "only a training that goes on takes machines in and lets them go", help="--on-fault continue"
                 )
@@ -138,6 +139,12 @@ def goes_on(plan: TrainingPlan, options: TrainOptions, settings: JobSettings, *,
         ConfigError, RuntimeMismatchError: it is to, and cannot.
     """
     extras = settings.spares or settings.restart_ranks
+    if plan.local_updates is not None and settings.spares:
+        raise ConfigError(
+            "--spares stand by for a single job: regions that train by themselves are many", help="leave it out"
+        )
+    if plan.local_updates is not None and settings.on_fault != "restart":
+        return False  # without fallbacks: each region goes on under its own plan
     if settings.on_fault == "restart" or settings.script:
         if extras:
             raise ConfigError(
@@ -196,7 +203,8 @@ def _run(
         if attempt:
             job = job.replace(options=job.options.replace(resume=True, restart_data=False), restarts=attempt)
         if attempt and rendezvous.nnodes > 1:
-            place = replace(rendezvous, run_id=f"{rendezvous.run_id or 'meshwright'}-{attempt}")
+            if job.regions != "continue":  # the others are still there, and wait for nobody
+                place = replace(rendezvous, run_id=f"{rendezvous.run_id or 'meshwright'}-{attempt}")
             until_s = time.monotonic() + rendezvous.timeout_s
         if replan is not None:
             plan, path = replan(plan, Path(job.plan))

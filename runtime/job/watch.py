@@ -152,6 +152,11 @@ class Watch:
         """Forget the rank that was taken for hung: the others go on without it."""
         self._hung.clear()
 
+    def forget(self, local_rank: int) -> None:
+        """Forget the progress of a rank that is started anew: it has yet to begin."""
+        (self.folder / str(local_rank)).unlink(missing_ok=True)
+        self._killed_suspended.discard(local_rank)
+
     def completed(self, death: RankDeath, local_rank: int) -> RankDeath:
         """Return a death with what this watch knows of it."""
         return replace(

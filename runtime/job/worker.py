@@ -9,6 +9,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -16,6 +17,8 @@ from ...profilers.run.processes import serve_rank
 from ...schema import ConfigError, TrainingPlan
 from ...schema.base import Document
 from ..training.options import TrainOptions
+
+OnFault = Literal["continue", "restart"]
 
 
 class Job(Document):
@@ -28,6 +31,7 @@ class Job(Document):
         hang_timeout_s: no rank of a training run is taken for hung before this time without a step; 0: never.
         grace_s: how long ranks may take for a last checkpoint after SIGTERM.
         fallbacks: files of plans for fewer devices, under which the training goes on when ranks die.
+        regions: what becomes of a job whose regions train by themselves when one of them is gone; None: it is another job.
         spares: nodes, or ranks of a single node, that stand by; without them and fallbacks a death ends the job.
         restart_ranks: how often this node starts a dead rank anew, all together.
         preflight_s: how long to compare the ranks before; 0: not.
@@ -42,6 +46,7 @@ class Job(Document):
     hang_timeout_s: float = Field(default=10.0, ge=0)
     grace_s: float = Field(default=25.0, ge=0)
     fallbacks: tuple[str, ...] = ()
+    regions: OnFault | None = None
     spares: int = Field(default=0, ge=0)
     restart_ranks: int = Field(default=0, ge=0)
     preflight_s: float = Field(default=0.0, ge=0)
@@ -51,14 +56,14 @@ class Job(Document):
 
     @property
     def goes_on(self) -> bool:
-        """A death does not end the job as long as there is a plan for those who are left."""
-        return bool(self.fallbacks or self.spares)
+        """A death does not end the job as long as there is a plan for those who are left, as a supervisor decides."""
+        return bool(self.fallbacks or self.spares or self.regions)
 
 
 def main() -> None:
     """Do the job named on the command line in this process."""
     job = Job.load(sys.argv[1])
-    if not job.script and job.goes_on:
+    if not job.script and job.goes_on and job.regions is None:
         from ..supervision.survivor import train_through_faults
 
         train_through_faults(job.options, report=job.report, timeout_s=job.timeout_s)

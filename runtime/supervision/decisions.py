@@ -5,6 +5,10 @@ make a larger plan possible, or a node is about to be taken away: its ranks then
 what they hold. A node is lost when its launcher says so, or has said nothing for some time; that is short where ranks have seen
 connections closed, which a cut cable does not do. No step ends without the sums over all who train, and whoever does not reach the
 store begins no generation: so there is never a second job that trains.
+
+Of a job whose islands train by themselves (schema/local_updates.py) an island lives and dies as one, and any number of them goes on
+under the same plan. One that was started anew is taken in at the end of a sum, which all others have then done, and not by the
+generation that a death begins in the middle of one.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from ...schema import TrainingPlan
+from ...schema.local_updates import devices_of_islands
 from ..job.rendezvous import Meeting
 from .generations import Board, Generation, Report
 
@@ -51,6 +56,7 @@ class Decisions:
         fallbacks: plans for fewer devices.
         nodes: the numbers of each node's processes, those that stand by included.
         slow: ranks that were seen to be slow: they and their nodes come after the others.
+        needs_all: a death ends a job of islands.
 
     Attributes:
         is_over: nobody goes on.
@@ -64,7 +70,11 @@ class Decisions:
         fallbacks: Sequence[TrainingPlan],
         nodes: Sequence[range],
         slow: Collection[int] = (),
+        *,
+        needs_all: bool = False,
     ) -> None:
+        self._islands = devices_of_islands(plan.cluster) if plan.local_updates is not None else ()
+        self._needs_all = needs_all
         self.board, self._meeting, self._nodes, self.is_over = Board(meeting.store), meeting, nodes, False
         self._sizes = {each.layout.world_size for each in (plan, *fallbacks)}
         for each in (plan, *fallbacks):
@@ -93,7 +103,11 @@ class Decisions:
             self._leaving |= set(report.ranks) - self._dead
             self._notice = report.cause
             return
-        lost = set(report.ranks) - self._dead
+        lost = set(report.ranks)
+        for island in self._islands:
+            if not lost.isdisjoint({*island} & {*self.generation.active}):
+                lost |= {*island}
+        lost -= self._dead
         self._dead |= lost
         self._leaving -= lost
         self._returned = [rank for rank in self._returned if rank not in lost]
@@ -101,7 +115,7 @@ class Decisions:
             self.end(report.cause)
         elif lost & set(self.generation.active):
             self._num_meetings = 0
-            self._begin(self.generation.number + 1, report.cause)
+            self._begin(self.generation.number + 1, report.cause, takes_in=not self._islands)
 
     def look(self) -> None:
         """Read what launchers and ranks have told since; called twenty times a second."""
@@ -144,6 +158,10 @@ class Decisions:
                 cause = f"node {node} of {len(self._nodes)} said nothing for {silent_s:.0f} s"
                 self.take(Report(node=node, ranks=tuple(self._nodes[node]), cause=cause, leaves=True))
 
+    def _complete_islands(self, out: Collection[int]) -> tuple[int, ...]:
+        """Return the ranks of islands of which none is out."""
+        return tuple(rank for island in self._islands if {*island}.isdisjoint(out) for rank in island)
+
     def _members(self) -> tuple[int, ...]:
         """Return who is left, those of complete nodes first: plans for fewer devices are for complete nodes."""
 
@@ -156,6 +174,9 @@ class Decisions:
 
     def _num_active(self) -> int:
         """Return for how many devices there is a plan, of those that are left and wanted; 0 where there is none."""
+        if self._islands:
+            num_complete = len(self._complete_islands(self._dead))
+            return num_complete if num_complete == self.num_processes or not self._needs_all else 0
         possible = [size for size in self._sizes if size <= self.num_alive]
         return max((size for size in possible if size <= self.limit), default=min(possible, default=0))
 
@@ -164,14 +185,18 @@ class Decisions:
         """Processes that are left and stay."""
         return self.num_processes - len(self._dead | self._leaving)
 
-    def _begin(self, number: int, cause: str) -> None:
-        num_active = self._num_active()
+    def _begin(self, number: int, cause: str, *, takes_in: bool = True) -> None:
+        """Begin a generation; of islands without those that wait, unless it takes them in."""
+        num_active, members = self._num_active(), self._members()
+        if self._islands:
+            members = self._complete_islands(self._dead if takes_in else self._dead.union(self._returned))
+            num_active = min(num_active, len(members))
         if not num_active:
             self.end(f"{cause}, and there is no plan for {self.num_alive} of {self.num_processes} ranks")
             return
-        self._returned, self._is_invited = [], False
+        self._returned, self._is_invited = [] if takes_in else self._returned, False
         self.generation = Generation(
-            number=number, members=self._members(), num_active=num_active, cause=cause, time_s=time.time(),
+            number=number, members=members, num_active=num_active, cause=cause, time_s=time.time(),
             notice_s=NOTICE_S if len(self._nodes) == 1 else SILENT_S + NOTICE_S,
         )  # fmt: skip
         self.board.publish(self.generation)

@@ -3,6 +3,9 @@
 A rank learns of the next generation from a thread that waits for its key. The thread cuts this process's connections to other
 ranks, so that a collective that waits for the dead raises at once, and the rank unwinds to its step loop. (`abort` of torch 2.13's
 gloo groups ends nothing: a collective goes on to wait for its timeout.)
+
+A rank of an island (training/islands.py) leaves by itself, where it meets the other islands: nothing is cut, and the process group
+of its island stays.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -104,12 +107,18 @@ class GenerationStore(dist.Store):
 
 
 class Membership:
-    """A process among the members of the generation that it has entered."""
+    """A process among the members of the generation that it has entered.
 
-    def __init__(self, host: str, port: int, process: int, timeout_s: float, *, is_new: bool = False) -> None:
-        self.process, self.timeout = process, timedelta(seconds=timeout_s)
+    Attributes:
+        entered: number of the first generation that had this process as it was started last.
+    """
+
+    def __init__(
+        self, host: str, port: int, process: int, timeout_s: float, *, is_new: bool = False, cuts: bool = True
+    ) -> None:
+        self.process, self.timeout, self._cuts = process, timedelta(seconds=timeout_s), cuts
         self._place, self._lock = (host, port), threading.Lock()
-        self._board = Board(self._client())
+        self._board, self.entered = Board(self.client()), 0
         self.generation = (self._board.after(0) or [self._board.read(0)])[-1]
         self._noticed = self.generation.number
         self._groups: list[Any] = []
@@ -127,11 +136,12 @@ class Membership:
             if later:
                 self.generation, self._noticed = later[-1], later[-1].number
                 if self.process in self.generation.members:
+                    self.entered = next(each.number for each in later if self.process in each.members)
                     return True
             time.sleep(_ABORT_S)
         return False
 
-    def begin(self, take_over: Callable[[], bool]) -> None:
+    def begin(self, take_over: Callable[[], bool] = lambda: False) -> None:
         """Begin to watch for later generations.
 
         Args:
@@ -140,10 +150,10 @@ class Membership:
         threading.Thread(target=self._watch, args=(take_over,), daemon=True, name="generations").start()
 
     @classmethod
-    def from_environment(cls, timeout_s: float) -> Membership:
+    def from_environment(cls, timeout_s: float, *, cuts: bool = True) -> Membership:
         """Return the membership of a rank that a supervisor watches over."""
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return cls(*place, int(os.environ["RANK"]), timeout_s, is_new=os.environ.get(STARTS, "1") != "1")
+        place, is_new = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), os.environ.get(STARTS, "1") != "1"
+        return cls(*place, int(os.environ["RANK"]), timeout_s, is_new=is_new, cuts=cuts)
 
     def plan(self) -> TrainingPlan:
         """Return the plan of the generation."""
@@ -188,6 +198,12 @@ class Membership:
         if self._noticed > (self.generation.number if number is None else number):
             raise GenerationOverError(f"generation {self.generation.number} of the job is over")
 
+    def lacks(self, processes: Collection[int]) -> bool:
+        """Tell whether a later generation is without one of some processes."""
+        if self._noticed == self.generation.number:
+            return False
+        return not set(processes) <= set(self._board.after(self.generation.number)[-1].members)
+
     def follow(self, error: BaseException) -> list[Generation]:
         """Enter the last generation and return all that have begun since this one, which explain an error.
 
@@ -216,10 +232,14 @@ class Membership:
         if not self.position:
             self._board.mark("met", self.generation.number)
 
-    def is_invited(self) -> bool:
-        """Tell whether this rank should have all end the step, so that others come or go; the first one looks now and then."""
+    def is_invited(self, *, looks: bool | None = None) -> bool:
+        """Tell whether this rank should have all end the step, so that others come or go; the first one looks now and then.
+
+        Args:
+            looks: in place of being the first one.
+        """
         now = time.monotonic()
-        if self.position or now < self._next_look_s:
+        if not (looks if looks is not None else self.position == 0) or now < self._next_look_s:
             return False
         self._next_look_s = now + INVITED_S
         return self._board.is_marked("invited", self.generation.number)
@@ -240,25 +260,27 @@ class Membership:
 
     def _leave(self, generation: Generation) -> None:
         with self._lock:
-            self._cut()
+            if self._cuts:
+                self._cut()
             self.generation = generation
             self._noticed = max(self._noticed, generation.number)
             self._groups.clear()
-        if dist.is_initialized():
+        if self._cuts and dist.is_initialized():
             dist.destroy_process_group()
         self.store = self._enter(generation)
 
     def _enter(self, generation: Generation) -> GenerationStore:
-        store = GenerationStore(self, self._client(), generation.number)
+        store = GenerationStore(self, self.client(), generation.number)
         self._stores.append(store)  # groups of C++ hold it without keeping the Python object alive
         return store
 
-    def _client(self) -> dist.TCPStore:
+    def client(self) -> dist.TCPStore:
+        """Return a connection to the store of the job."""
         host, port = self._place
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
 
     def _watch(self, take_over: Callable[[], bool]) -> None:
-        store = Board(self._client()).store
+        store = Board(self.client()).store
         while True:
             number = self._noticed + 1
             try:
@@ -268,7 +290,7 @@ class Membership:
             with self._lock:  # the driver may have entered a later one meanwhile
                 self._noticed = max(self._noticed, number)
             since = time.monotonic()
-            while self._is_behind():
+            while self._cuts and self._is_behind():
                 time.sleep(_ABORT_S)
                 if time.monotonic() - since > STUCK_S and take_over():
                     since = time.monotonic()

@@ -7,6 +7,7 @@ that has no answer for some time ends with its ranks, as the others count it as 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -123,6 +124,7 @@ class Supervisor:
         restarts: how often a dead rank of this node is started anew, all together.
         slow: ranks that stand by where there are others.
         scale: how many machines to hold; only the launcher with the store asks.
+        needs_all: a death ends a job whose islands train by themselves.
     """
 
     def __init__(
@@ -137,7 +139,9 @@ class Supervisor:
         slow: Collection[int] = (),
         on_event: OnEvent = lambda _: None,
         scale: Scale | None = None,
+        needs_all: bool = False,
     ) -> None:
+        self._has_islands = plan.local_updates is not None
         self._node, self._ranks, self._watch, self._restarts = (
             meeting.node_rank,
             nodes[meeting.node_rank],
@@ -145,7 +149,9 @@ class Supervisor:
             restarts,
         )
         self._num_processes = nodes[-1].stop
-        self._decisions = Decisions(meeting, plan, fallbacks, nodes, slow) if meeting.is_host else None
+        self._decisions: Decisions | None = None
+        if meeting.is_host:
+            self._decisions = Decisions(meeting, plan, fallbacks, nodes, slow, needs_all=needs_all)
         self._line = None if meeting.is_host else Line(meeting.store, self._node)
         self._silence, self._seen, self._on_event = Silence(), None, on_event
         self._to_start: list[int] = []
@@ -165,7 +171,7 @@ class Supervisor:
         """Tell of a death; return False where nobody can go on."""
         local_rank = death.rank - self._ranks.start
         death = self._watch.completed(death, local_rank)
-        is_final = death.payload is not None or death.kind in FOLLOWING
+        is_final = not self._has_islands and (death.payload is not None or death.kind in FOLLOWING)
         cause = explain_failure((death,), world_size=self._num_processes).message
         self._tell(Report(node=self._node, ranks=(death.rank,), cause=cause, is_final=is_final))
         if is_final or (self._decisions is not None and self._decisions.is_over):
@@ -197,7 +203,13 @@ class Supervisor:
             self._watch.begin_anew()
             self._coming -= set(generation.members)
         first = self._ranks.start
-        if any(first + rank not in generation.members and first + rank not in self._coming for rank in pids):
+        outside = [rank for rank in pids if first + rank not in {*generation.members, *self._coming}]
+        if outside and self._has_islands and (self._decisions is not None or self._restarts):
+            for (
+                rank
+            ) in outside:  # those of its island that still live: this launcher has the store, or starts them anew
+                os.kill(pids[rank], signal.SIGKILL)
+        elif outside:
             raise MeshwrightError(
                 f"the job goes on without node {self._node}", details=(generation.cause,), help=_COME_BACK
             )
@@ -238,7 +250,9 @@ class Supervisor:
 
     def leaves(self) -> bool:
         """Tell the others that this node is about to be taken away; return False where all ranks are to save and end."""
-        if self._line is None:  # the store goes with this node
+        if (
+            self._line is None or self._has_islands
+        ):  # the store goes with this node; all islands end after the same step
             return False
         if self._line.notice is None:
             cause = f"node {self._node} is about to be taken away"
@@ -250,6 +264,8 @@ class Supervisor:
         if not self._to_start or (self._line is not None and not self._line.is_idle):
             return ()
         ranks, self._to_start = self._to_start, []
+        for rank in ranks:
+            self._watch.forget(rank)
         self._coming |= {self._ranks.start + rank for rank in ranks}
         return ranks
 

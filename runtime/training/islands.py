@@ -1,13 +1,16 @@
 """Local updates: islands that train by themselves and sum up what changed around a ring (schema/local_updates.py).
 
 Each island is a job of its own, with a process group, a plan (`plan_of_island`) and checkpoints of its own. Ranks at the same place
-of each island form a ring besides, over gloo. Anchor: the parameters as all islands had them last, in the host's memory.
+of each island form a ring besides (island_ring.py). Anchor: the parameters as all islands had them last, in the host's memory.
 
-    begin     of a fragment:  delta = anchor - parameters, weighted by the island's part of the batch, and its sum around the ring
+    begin     of a fragment:  delta = anchor - parameters, and its sum around the ring, weighted by each island's part of the batch
     take over, delay_steps later:  anchor <- SGD(anchor, sum of delta);  parameters <- anchor + what they changed meanwhile
 
 With a delay the ring runs in a thread while training goes on. Of an island with more replicas of the model than another, the first
 ones sum up a part of the fragment each and give it to the others.
+
+The sums go on without an island that is lost, which then weighs nothing. Started again, it gets anchor and momentum from its
+neighbour in the ring at the end of a sum, and goes on from there with an optimizer that begins anew.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,21 +32,21 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...schema import TrainingPlan
+from ...schema import MeshwrightError, TrainingPlan
 from ...schema.local_updates import ROW, LocalUpdates, WireBits, devices_of_islands, plan_of_island
 from ..models.layers import local_tensor
 from ..parallel_model import ParallelModel
+from ..supervision.membership import Membership
+from .checkpoint import TrainingProgress
+from .fragments import WIDE_BELOW, Fragment, Piece, flat, spread
+from .island_ring import IslandRing
 from .options import TrainOptions
 from .ring import Ring
-
-_WIDE_BELOW = 64 * ROW
-"""Smaller tensors (norms, biases, routers) are sent in fp32: they are a thousandth of all bytes, and ranks that share other tensors
-have copies of them, which must stay the same."""
 
 
 @dataclass(frozen=True)
 class IslandPlace:
-    """The island of this process, and the store that all islands share.
+    """The island of this process among those that a job has.
 
     Attributes:
         plan: of the island.
@@ -52,80 +56,56 @@ class IslandPlace:
     idx: int
     plan: TrainingPlan
     updates: LocalUpdates
-    store: dist.Store
+    membership: Membership
+    ranks: tuple[tuple[int, ...], ...]
     first_row: int
     sequences: int
 
     @classmethod
-    def join(cls, plan: TrainingPlan, *, backend: str, device: torch.device, timeout_s: float) -> IslandPlace:
-        """Make the process group of this rank's island the default one, from what torchrun's environment says of all of them."""
+    def join(cls, plan: TrainingPlan, *, backend: str, device: torch.device, timeout_s: float) -> IslandPlace | None:
+        """Make the process group of this rank's island the default one; None where the job was done before it could come in.
+
+        A rank that was started anew comes back when the others let its island in, at the end of a sum.
+        """
         updates = plan.local_updates
         assert updates is not None
-        store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-        islands = devices_of_islands(plan.cluster)
-        idx = next(i for i, devices in enumerate(islands) if rank in devices)
+        membership = Membership.from_environment(timeout_s, cuts=False)
+        if membership.is_too_late:
+            return None
+        membership.begin()
+        ranks = devices_of_islands(plan.cluster)
+        idx = next(i for i, of_island in enumerate(ranks) if membership.process in of_island)
         dist.init_process_group(
-            backend, store=dist.PrefixStore(f"island/{idx}", store), rank=islands[idx].index(rank),
-            world_size=len(islands[idx]), timeout=timedelta(seconds=timeout_s),
+            backend, store=dist.PrefixStore(f"island/{idx}/{membership.entered}", membership.client()),
+            rank=ranks[idx].index(membership.process), world_size=len(ranks[idx]), timeout=timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )  # fmt: skip
         first_row = sum(island.sequences for island in updates.islands[:idx])
         batch = plan.workload.global_batch_size
-        return cls(idx, plan_of_island(plan, idx), updates, dist.PrefixStore("islands", store), first_row, batch)
+        return cls(idx, plan_of_island(plan, idx), updates, membership, ranks, first_row, batch)
 
     def options(self, options: TrainOptions) -> TrainOptions:
-        """Return the options of the island's job: checkpoints have a folder of their own, the first one saves weights."""
-        folder, weights = options.checkpoint_dir, options.save_weights if self.idx == 0 else None
+        """Return the options of the island's job: checkpoints have a folder of their own."""
+        folder = options.checkpoint_dir
         island_folder = None if folder is None else str(Path(folder) / f"island-{self.idx}")
-        return options.replace(checkpoint_dir=island_folder, save_weights=weights, sync_every=None)
+        return options.replace(checkpoint_dir=island_folder, sync_every=None)
 
     def common(self, checkpoints: Sequence[Path]) -> tuple[Path, ...]:
         """Return those of an island's checkpoints that every island has; all ranks of all islands call it."""
+        store = self.membership.store
         if dist.get_rank() == 0:
-            self.store.set(f"checkpoints/{self.idx}", json.dumps([path.name for path in checkpoints]))
+            store.set(f"checkpoints/{self.idx}", json.dumps([path.name for path in checkpoints]))
         names = [f"checkpoints/{idx}" for idx in range(len(self.updates.islands))]
-        of_islands = [set(json.loads(self.store.get(name))) for name in names]
+        of_islands = [set(json.loads(store.get(name))) for name in names]
         return tuple(path for path in checkpoints if path.name in set.intersection(*of_islands))
 
 
-class Piece(NamedTuple):
-    """Neighbouring numbers of one tensor, flat: in the parameter, the anchor, and the anchor's momentum where there is one."""
+class Vote(IntEnum):
+    """What an island wants to happen after a sum; the largest of all is done."""
 
-    value: Tensor
-    anchor: nn.Parameter
-    momentum: Tensor | None
-    is_wide: bool
-
-
-class Fragment:
-    """Some parameters that are summed up together: their pieces."""
-
-    def __init__(self, pieces: Sequence[Piece], *, learning_rate: float, momentum: float) -> None:
-        self.pieces = pieces
-        anchors = [piece.anchor for piece in pieces]
-        self._optimizer = torch.optim.SGD(anchors, lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
-        for piece in pieces:
-            if piece.momentum is not None:
-                self._optimizer.state[piece.anchor]["momentum_buffer"] = piece.momentum
-        self._before: list[Tensor] = []
-
-    @torch.no_grad()
-    def begin(self, weight: float) -> list[Tensor]:
-        """Return what changed since the anchor, weighted, and remember the parameters as they are."""
-        self._before = [piece.value.to("cpu", torch.float32, copy=True) for piece in self.pieces]
-        return [(piece.anchor - before) * weight for piece, before in zip(self.pieces, self._before, strict=True)]
-
-    @torch.no_grad()
-    def take_over(self, deltas: Sequence[Tensor]) -> None:
-        """Move the anchor by the sum of what all islands changed, and the parameters with it."""
-        for piece, delta in zip(self.pieces, deltas, strict=True):
-            piece.anchor.grad = delta
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        for piece, before in zip(self.pieces, self._before, strict=True):
-            since = piece.value.to("cpu", torch.float32) - before
-            piece.value.copy_(piece.anchor + since if since.any() else piece.anchor)
-        self._before = []
+    GO_ON = 0
+    LET_IN = 1
+    STOP = 2
 
 
 class Pace:
@@ -158,6 +138,14 @@ class Pace:
         self._due = step + self.every
         return count
 
+    def state(self) -> tuple[int, int | None, int]:
+        """Return what an island that comes later must know to be due with the others."""
+        return self.every, self._due, self._count
+
+    def adopt(self, every: int, due: int | None, count: int) -> None:
+        """Be due with the island that this state is of."""
+        self.every, self._due, self._count = every, due, count
+
     def follow(self, exchange_s: float) -> None:
         """Take note of the longest of all islands' seconds for the last fragment."""
         if self.adapts and self._planned_s > 0:
@@ -172,6 +160,8 @@ class LocalUpdater:
 
     Attributes:
         exchanges_s: of every fragment so far, from when all islands were there.
+        is_first: no island before this one was there at the last sum.
+        start: how far the run is that this island, started anew, comes into; None: at its beginning, or at a checkpoint.
 
     Args:
         place: its island.
@@ -180,7 +170,6 @@ class LocalUpdater:
 
     def __init__(self, place: IslandPlace, model: ParallelModel, options: TrainOptions, *, timeout_s: float) -> None:
         self.place, self._updates, self._model = place, place.updates, model
-        self._weight = place.updates.islands[place.idx].sequences / place.sequences
         self._anchors = {
             name: local_tensor(value).detach().to("cpu", torch.float32, copy=True)
             for name, value in _trained(model).items()
@@ -196,9 +185,12 @@ class LocalUpdater:
         self._replicas, self._members, self._ring = self._groups(timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ring") if self._updates.delay_steps else None
         self._on_its_way: tuple[Fragment, int, Future[list[Tensor]] | list[Tensor]] | None = None
-        self._wants_stop, self._stop_arrived, self.is_stopped = False, False, False
+        self._wants, self._arrived, self.is_stopped = Vote.GO_ON, Vote.GO_ON, False
         self.pace, self._longest_s = Pace(self._updates, adapts=options.sync_every == "auto"), 0.0
         self.exchanges_s: list[float] = []
+        self.is_first = False
+        self._progress = TrainingProgress(step=0)
+        self.start = self._come_in(self._ring.join())
 
     def _pieces(self) -> list[list[Piece]]:
         """Return the pieces of each fragment: as many numbers in each, in the order of the model."""
@@ -211,28 +203,30 @@ class LocalUpdater:
             for idx in range(first // width, -(-(first + size) // width)):
                 part = slice(max(idx * width - first, 0), min((idx + 1) * width - first, size))
                 momentum = self._momenta[name].view(-1)[part] if self._momenta else None
-                pieces[idx].append(
-                    Piece(value[part], nn.Parameter(anchor.view(-1)[part]), momentum, size < _WIDE_BELOW)
-                )
+                pieces[idx].append(Piece(value[part], nn.Parameter(anchor.view(-1)[part]), momentum, size < WIDE_BELOW))
             first += size
         return [part for part in pieces if part]
 
     @property
     def sent_bytes(self) -> int:
         """Return what this rank has sent to other islands."""
-        return 0 if self._ring is None else self._ring.sent_bytes
+        return self._ring.sent_bytes
 
     @property
     def is_idle(self) -> bool:
         """Tell whether no sum is on its way."""
         return self._on_its_way is None
 
-    def _groups(self, timeout_s: float) -> tuple[dist.ProcessGroup | None, list[int], Ring | None]:
+    def calls_a_halt(self) -> bool:
+        """Tell whether islands wait to be let in after the next sum."""
+        return self._ring.is_invited()
+
+    def _groups(self, timeout_s: float) -> tuple[dist.ProcessGroup | None, list[int], IslandRing]:
         """Return the ranks of the island at this place of each replica, as a group and in order, and the ring of this one.
 
-        Replicas that another island has not are in no ring.
+        Replicas that another island has not are in no ring: they hear what the first one of their island is told.
         """
-        plan, rank, ring = self.place.plan, dist.get_rank(), self._updates.ring
+        plan, rank = self.place.plan, dist.get_rank()
         by_replica = torch.tensor(plan.rank_map).reshape(plan.layout.pp, plan.layout.dp_replicate, -1)
         stage, lane, place = (int(index) for index in (by_replica == rank).nonzero()[0])
         members, group = by_replica[stage, :, place].tolist(), None
@@ -240,20 +234,55 @@ class LocalUpdater:
             for others in by_replica.transpose(1, 2).flatten(0, 1).tolist():
                 made = dist.new_group(others, backend="gloo")
                 group = made if rank in others else group
-        if lane >= self._lanes:
-            return group, members, None
-        store = dist.PrefixStore(f"ring/{stage}/{place}/{lane}", self.place.store)
-        return group, members, Ring(store, ring.index(self.place.idx), len(ring), timeout_s)
+        sends = lane < self._lanes
+        ring = IslandRing(
+            self.place.membership, self._updates, self.place.ranks, self.place.idx,
+            name=f"ring/{stage}/{place}/{lane if sends else 0}", sends=sends,
+            state=[*self._anchors.values(), *self._momenta.values()] if lane == 0 else (),
+            tell=lambda: {"progress": self._progress.model_dump(), "pace": self.pace.state()}, timeout_s=timeout_s,
+        )  # fmt: skip
+        return group, members, ring
 
-    def after_step(self, step: int, *, stop_requested: bool) -> None:
-        """Begin and take over what is due after an inner step; ends with every island at the same step where one was asked to."""
-        self._wants_stop |= stop_requested
+    def _come_in(self, of_all: Sequence[dict[str, Any]]) -> TrainingProgress | None:
+        """Take over anchor and progress of the others, where this island was started anew.
+
+        Raises:
+            MeshwrightError: its ranks came in at different sums, as an island was lost meanwhile.
+        """
+        if not self._ring.is_new:
+            return None
+        if self._replicas is not None:
+            for tensor in (*self._anchors.values(), *self._momenta.values()):
+                dist.broadcast(tensor, self._members[0], group=self._replicas)
+        for fragment in self.fragments:
+            fragment.go_to_anchor()
+        known = next(words for words in of_all if not words["is_new"])
+        self.pace.adopt(*known["pace"])
+        self._ring.num_sums, self._ring.is_new = known["sums"], False
+        progress = TrainingProgress(**known["progress"])
+        met: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(met, [progress.step, known["sums"], known["pace"]])
+        if any(each != met[0] for each in met):
+            raise MeshwrightError(
+                "another region was lost while this one came back", help="start the same command here again"
+            )
+        return progress
+
+    def after_step(self, progress: TrainingProgress, *, stop_requested: bool, halt_requested: bool = False) -> None:
+        """Begin and take over what is due after an inner step.
+
+        Args:
+            stop_requested: every island is to end after the same step.
+            halt_requested: islands that wait are to be let in.
+        """
+        step, self._progress = progress.step, progress
+        self._wants = max(self._wants, Vote.STOP if stop_requested else Vote.LET_IN if halt_requested else Vote.GO_ON)
         if self._on_its_way is not None and step >= self._on_its_way[1]:
             self._take_over()
         if not self.pace.is_due(step):
             return
         fragment = self.fragments[self.pace.begin(step) % len(self.fragments)]
-        deltas = fragment.begin(self._weight)
+        deltas = fragment.begin()
         thread = self._thread
         summed = self._sum(fragment, deltas) if thread is None else thread.submit(self._sum, fragment, deltas)
         self._on_its_way = fragment, step + self._updates.delay_steps, summed
@@ -274,7 +303,7 @@ class LocalUpdater:
         """Let all islands end with the same parameters: sum up every fragment once more."""
         self.settle()
         for fragment in self.fragments:
-            summed = self._sum(fragment, fragment.begin(self._weight))
+            summed = self._sum(fragment, fragment.begin())
             fragment.take_over(self._shared(fragment, summed))
 
     def _take_over(self) -> None:
@@ -282,23 +311,34 @@ class LocalUpdater:
         (fragment, _, summed), self._on_its_way = self._on_its_way, None
         fragment.take_over(self._shared(fragment, summed.result() if isinstance(summed, Future) else summed))
         # Here, at the same step on every island, and not in the thread.
-        self.is_stopped = self._stop_arrived
+        self.is_stopped = self._arrived is Vote.STOP
         self.pace.follow(self._longest_s)
+        if self._arrived is Vote.LET_IN:
+            self._wants = Vote.STOP if self._wants is Vote.STOP else Vote.GO_ON
+            self._ring.let_in()
 
     def _sum(self, fragment: Fragment, deltas: list[Tensor]) -> list[Tensor]:
         """Return the sums around the ring of this replica's part; the rest is what other replicas of the island sum up."""
-        if self._ring is None:
+        if not self._ring.sends:
+            self._arrived, self._longest_s = Vote.GO_ON, 0.0
             return deltas
-        self._stop_arrived = self._ring.maximum(float(self._wants_stop)) > 0
-        begin_s = time.perf_counter()  # every island is here
-        for bits, chosen in self._by_bits(fragment, deltas):
-            flat = _flat(chosen)
-            part = self._part(len(flat), self._members.index(dist.get_rank()))
-            flat[part] = self._ring.sum(flat[part], bits)
-            _spread(flat, chosen)
-        self.exchanges_s.append(time.perf_counter() - begin_s)
-        if self.pace.adapts:
-            self._longest_s = self._ring.maximum(self.exchanges_s[-1])
+        summed: list[Tensor] = []
+
+        def add_up(ring: Ring, weight: float) -> float:
+            self._arrived = Vote(int(ring.maximum(float(self._wants))))
+            begin_s = time.perf_counter()  # every island is here
+            summed.clear()
+            for bits, chosen in self._by_bits(fragment, deltas):
+                values = flat(chosen).mul_(weight)
+                part = self._part(len(values), self._members.index(dist.get_rank()))
+                values[part] = ring.sum(values[part], bits)
+                summed.append(values)
+            self.exchanges_s.append(time.perf_counter() - begin_s)
+            return self.exchanges_s[-1]
+
+        self._longest_s = self._ring.together(add_up)
+        for values, (_, chosen) in zip(summed, self._by_bits(fragment, deltas), strict=True):
+            spread(values, chosen)
         return deltas
 
     def _by_bits(self, fragment: Fragment, deltas: list[Tensor]) -> Iterator[tuple[WireBits, list[Tensor]]]:
@@ -314,18 +354,24 @@ class LocalUpdater:
         return slice(min(lane * width, size), min((lane + 1) * width, size))
 
     def _shared(self, fragment: Fragment, deltas: list[Tensor]) -> list[Tensor]:
-        """Return the sums of all parts: each replica gives its part to the others of the island."""
+        """Return the sums of all parts: each replica gives its part to the others of the island.
+
+        What the rings of an island heard may differ where one of them broke: its ranks follow the largest.
+        """
+        self.is_first = self._ring.sends and self._ring.is_first
+        if dist.get_world_size() > 1:
+            heard = (float(self._arrived), self._longest_s, float(self.is_first))
+            news = torch.tensor(heard, device=self._model.device)
+            dist.all_reduce(news, dist.ReduceOp.MAX)
+            self._arrived, self._longest_s, self.is_first = Vote(int(news[0])), float(news[1]), news[2] > 0
         if self._replicas is None:
             return deltas
-        news = torch.tensor([float(self._stop_arrived), self._longest_s])
-        dist.broadcast(news, self._members[0], group=self._replicas)
-        self._stop_arrived, self._longest_s = bool(news[0]), float(news[1])
         for _, chosen in self._by_bits(fragment, deltas):
-            flat = _flat(chosen)
+            values = flat(chosen)
             for lane in range(self._lanes):
-                part = flat[self._part(len(flat), lane)]
+                part = values[self._part(len(values), lane)]
                 dist.broadcast(part, self._members[lane], group=self._replicas)
-            _spread(flat, chosen)
+            spread(values, chosen)
         return deltas
 
     def state(self) -> dict[str, Tensor]:
@@ -358,16 +404,3 @@ def _trained(model: ParallelModel) -> dict[str, Tensor]:
             pointers.discard(pointer)
             chosen[name] = value
     return chosen
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors one after another, each filled up to whole rows, so that no row has numbers of two of them."""
-    return torch.cat([part for tensor in tensors for part in (tensor, torch.zeros(-tensor.numel() % ROW))])
-
-
-def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy a flat tensor back."""
-    first = 0
-    for tensor in tensors:
-        tensor.copy_(flat[first : first + tensor.numel()])
-        first += -(-tensor.numel() // ROW) * ROW

@@ -7,16 +7,12 @@ a chunk encodes it once and takes over what the others will decode: every member
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...schema.errors import MeshwrightError
 from ...schema.local_updates import ROW, WireBits
-
-_TAG = 7
+from .ring_links import RingLinks
 
 
 def encode(values: Tensor, bits: WireBits) -> Tensor:
@@ -45,22 +41,20 @@ def decode(message: Tensor, bits: WireBits) -> Tensor:
 
 
 class Ring:
-    """One rank of each island, those at the same place, in the order of the plan; gloo over the host's memory.
+    """One rank of each island that is there, those at the same place, in the order of the plan; over the host's memory.
+
+    Every method raises an OSError, or what the check of the links raises, where a member is gone.
 
     Attributes:
         sent_bytes: of all messages so far.
     """
 
-    def __init__(self, store: dist.Store, position: int, size: int, timeout_s: float) -> None:
+    def __init__(self, links: RingLinks, position: int, size: int) -> None:
         self.position, self.size, self.sent_bytes = position, size, 0
-        self._group = dist.ProcessGroupGloo(store, position, size, timedelta(seconds=timeout_s))
+        self._links = links
 
     def sum(self, values: Tensor, bits: WireBits) -> Tensor:
-        """Return the sum over the ring of fp32 values [N], the same on every member.
-
-        Raises:
-            MeshwrightError: an island did not answer in time.
-        """
+        """Return the sum over the ring of fp32 values [N], the same on every member."""
         chunk = -(-len(values) // (self.size * ROW)) * ROW
         padded = torch.zeros(self.size * chunk)
         padded[: len(values)] = values
@@ -76,27 +70,30 @@ class Ring:
         return torch.cat(chunks)[: len(values)]
 
     def maximum(self, value: float) -> float:
-        """Return the largest of one number of each member."""
+        """Return the largest of one number of each member; all of them have called it then."""
         numbers = torch.tensor([value])
         for _ in range(self.size - 1):
             numbers = torch.maximum(self._pass_on(numbers.view(torch.uint8)).view(torch.float32), torch.tensor([value]))
             value = float(numbers)
         return value
 
+    def hand_on(self, tensors: Sequence[Tensor], lacks: Sequence[bool]) -> None:
+        """Give tensors to the members that lack them, each from the one before, which has them or gets them first."""
+        for tensor in tensors:
+            values = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            if lacks[self.position]:
+                self._links.exchange(None, values)
+            if lacks[(self.position + 1) % self.size]:
+                self._links.exchange(values, None)
+                self.sent_bytes += len(values)
+
+    def close(self) -> None:
+        """Leave the ring, which the neighbours see."""
+        self._links.close()
+
     def _pass_on(self, message: Tensor) -> Tensor:
         """Send a message to the next member and return that of the one before."""
         arrived = torch.empty_like(message)
-        try:
-            work: Sequence[dist.Work] = (
-                self._group.send([message], (self.position + 1) % self.size, _TAG),
-                self._group.recv([arrived], (self.position - 1) % self.size, _TAG),
-            )
-            for each in work:
-                each.wait()
-        except RuntimeError as error:
-            raise MeshwrightError(
-                f"a region did not answer: {str(error).splitlines()[0]}",
-                help="the others have their checkpoints: start again with --resume once it is back, or plan without it",
-            ) from None
+        self._links.exchange(memoryview(message.numpy()), memoryview(arrived.numpy()))
         self.sent_bytes += message.numel()
         return arrived

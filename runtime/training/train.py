@@ -218,7 +218,8 @@ class TrainingRun:
         start_s = self._now_s()
         if is_traced:
             model.clock.keep()
-        votes = self.stop_requested, self.guard is not None and self.guard.calls_a_halt()
+        caller = self.guard or self.part.updates
+        votes = self.stop_requested, caller is not None and caller.calls_a_halt()
         sums = local_sums(model, self.optimizer, tokens, done=self.steps, votes=votes)
         if self.guard is not None:
             self.guard.before_sums()
@@ -244,12 +245,14 @@ class TrainingRun:
         self.samples += self.part.sequences
         stop_requested, self.is_halted = (number > 0 for number in votes)
         self.is_stopped = stop_requested and self.part.updates is None
+        norm = math.sqrt(square) if square >= 0 else math.nan
         if self.part.updates is not None:
+            self._require_finite(loss, norm)  # before the other islands have it
             self._sum_islands(self.part.updates, stop_requested=stop_requested)
         step_time_s = 0.0 if start_s is None else self._now_s() - start_s
         used_scale = model.loss_scale.value
         model.loss_scale.update(overflowed=overflowed)
-        self._require_finite(loss, math.sqrt(square) if square >= 0 else math.nan)
+        self._require_finite(loss, norm)
         self._scheduler.step()
         self._progress.beat(self.steps)
         self.step_times_s.append(step_time_s or max(self.step_times_s, default=1.0))
@@ -262,7 +265,7 @@ class TrainingRun:
         record = StepRecord(
             step=self.steps,
             loss=loss,
-            grad_norm=None if overflowed else math.sqrt(square),
+            grad_norm=None if overflowed else norm,
             learning_rate=learning_rate,
             step_time_s=self.step_times_s[-1],
             tokens_per_s=num_tokens / self.step_times_s[-1],
@@ -287,7 +290,7 @@ class TrainingRun:
         if updates.is_due(self.steps):
             self._progress.rest()
         with self.model.clock.part("communication"):
-            updates.after_step(self.steps, stop_requested=stop_requested)
+            updates.after_step(self.progress, stop_requested=stop_requested, halt_requested=self.is_halted)
             if self.steps >= self.options.steps or updates.is_stopped:
                 updates.settle()
         self.is_stopped = updates.is_stopped
@@ -390,7 +393,9 @@ def train(
     if plan.local_updates is not None:
         plan = with_sync_every(plan, options.sync_every) if isinstance(options.sync_every, int) else plan
         place = IslandPlace.join(plan, backend=backend, device=device, timeout_s=timeout_s)
-        plan, options, report = place.plan, place.options(options), report if place.idx == 0 else None
+        if place is None:
+            return
+        plan, options = place.plan, place.options(options)
     else:
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
@@ -401,7 +406,9 @@ def train(
         if place is not None:
             part = replace(part, updates=LocalUpdater(place, part.model, given, timeout_s=timeout_s))
             part.model.local_updates = part.updates
-        train_to_the_end(TrainingRun(part, options, meter, report))
+        train_to_the_end(TrainingRun(part, options, meter, report, start=part.updates and part.updates.start))
+    if place is not None:
+        place.membership.finish()
     dist.destroy_process_group()
 
 
@@ -417,7 +424,8 @@ def train_to_the_end(run: TrainingRun) -> None:
         run.part.updates.finish()
     if options.save_adapters and not run.is_stopped:
         save_adapters(model, options.save_adapters)
-    if options.save_weights and not run.is_stopped:
+    saves = run.part.updates is None or run.part.updates.is_first
+    if options.save_weights and saves and not run.is_stopped:
         if model.plan.workload.adapters is not None:
             merge_adapters(model)
         save_weights(model, options.save_weights, origin=options.weights)

@@ -59,13 +59,13 @@ def serve() -> None:
         arrive(board, process)
         (folder / f"waits-{rank}").touch()
 
-    def is_invited_in_time(membership: Membership) -> bool:
+    def is_invited_in_time(membership: Membership, **looks: bool) -> bool:
         awaits = not membership.position and (folder / "takes-in").exists()
         while awaits and not membership._board.is_marked("invited", membership.generation.number):
             time.sleep(0.01)
         if awaits:
             (folder / "takes-in").unlink()
-        return awaits or is_invited(membership)
+        return awaits or is_invited(membership, **looks)
 
     def wrong_mean(parts: torch.Tensor, kind: Any, group: Any) -> torch.Tensor:
         return mean(-10 * parts if (folder / f"wrong-{rank}").exists() else parts, kind, group)

@@ -16,6 +16,7 @@ from meshwright.runtime.supervision.decisions import BROKEN_S, SILENT_S, Decisio
 from meshwright.runtime.supervision.generations import Report
 from meshwright.schema import Layout
 from small_jobs import plan_elsewhere, small_plan
+from test_local_updates import islands_plan
 
 STEP_S = 0.3
 
@@ -199,3 +200,59 @@ def test_notices_that_leave_no_plan_ask_all_to_save(job: Job) -> None:
     assert job.board.is_marked("stopping", 0)
     job.tells(0, 1, node=0)  # one that did not wait
     assert job.decisions.is_over
+
+
+def decide_over_islands(*, needs_all: bool = False) -> Decisions:
+    """Decisions over islands of two, one and two ranks."""
+    plan = islands_plan(Layout(dp_replicate=5), (2, 1, 2), (2, 2, 2), steps=2)
+    return Decisions(
+        Meeting(0, {}, dist.HashStore()), plan, (), [range(2), range(2, 3), range(3, 5)], needs_all=needs_all
+    )
+
+
+def died(decisions: Decisions, *ranks: int) -> tuple[int, ...]:
+    decisions.take(Report(node=0, ranks=ranks, cause="died"))
+    return decisions.generation.members
+
+
+def back(decisions: Decisions, *ranks: int) -> None:
+    for rank in ranks:
+        decisions.board.arrive(rank)
+    decisions.look()
+
+
+def test_an_island_lives_and_dies_as_one_and_comes_back_complete_at_a_sum() -> None:
+    decisions = decide_over_islands()
+    board = decisions.board
+    assert died(decisions, 3) == (0, 1, 2)
+    assert died(decisions, 4) == (0, 1, 2) and decisions.generation.number == 1  # the rest of the island
+    back(decisions, 3)
+    assert not board.is_marked("invited", 1)
+    back(decisions, 4)
+    assert board.is_marked("invited", 1)
+    assert died(decisions, 2) == (0, 1)  # in the middle of a sum: those who wait are not let in
+    decisions.look()
+    assert board.is_marked("invited", 2)
+    board.mark("requested", 2)
+    decisions.look()
+    assert decisions.generation.members == (0, 1, 3, 4) and decisions.generation.cause == "ranks 3, 4 came back"
+    assert died(decisions, 0, 1) == (3, 4)
+    died(decisions, 3)
+    assert decisions.is_over
+
+
+def test_an_island_that_dies_again_while_it_waits_changes_nothing() -> None:
+    decisions = decide_over_islands()
+    died(decisions, 3, 4)
+    back(decisions, 3)
+    assert died(decisions, 3) == (0, 1, 2) and decisions.generation.number == 1
+    back(decisions, 4)
+    assert not decisions.board.is_marked("invited", 1)
+    back(decisions, 3)
+    assert decisions.board.is_marked("invited", 1)
+
+
+def test_islands_that_need_each_other_end_together() -> None:
+    decisions = decide_over_islands(needs_all=True)
+    died(decisions, 2)
+    assert decisions.is_over and "died" in decisions.board.end_reason()

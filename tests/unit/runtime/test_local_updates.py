@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import sys
+import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_with_faults
 import torch
 import torch.distributed as dist
-from meshwright.profilers.run.processes import NodeJob, run_ranks
 from meshwright.runtime import parallelize
-from meshwright.runtime.job import worker
-from meshwright.runtime.job.rendezvous import Rendezvous, meet
+from meshwright.runtime.job import machine
+from meshwright.runtime.job.launch import launch
+from meshwright.runtime.job.rendezvous import Rendezvous
+from meshwright.runtime.job.run import write_event
 from meshwright.runtime.job.worker import Job
 from meshwright.runtime.training.islands import Pace
 from meshwright.runtime.training.options import TrainOptions, list_checkpoints, require_local
 from meshwright.runtime.training.ring import Ring, decode, encode
-from meshwright.schema import ClusterSpec, Layout, RuntimeMismatchError, TrainingPlan, Workload
+from meshwright.runtime.training.ring_links import meet_in_ring
+from meshwright.schema import ClusterSpec, Layout, MeshwrightError, RuntimeMismatchError, TrainingPlan, Workload
 from meshwright.schema.local_updates import ROW, Island, LocalUpdates, WireBits, plan_of_island, wire_bytes
 from plans import make_plan, tiny_model
 from safetensors.torch import load_file
 from small_jobs import losses, read_lines, train_here
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 WORKLOAD = Workload(seq_len=32, global_batch_size=6, precision="fp32", optimizer="sgd")
 PLAIN = TrainOptions(
@@ -50,7 +55,9 @@ def islands_plan(
     ]
     return plan.replace(
         cluster=ClusterSpec(name="regions", groups=tuple(groups), levels=cluster.levels, reserved_bytes=cluster.reserved_bytes),
-        shares=tuple(count // size for count, size in zip(sequences, ranks, strict=True) for _ in range(size)),
+        shares=tuple(
+            count * layout.tp // size for count, size in zip(sequences, ranks, strict=True) for _ in range(size // layout.tp)
+        ),
         local_updates=LocalUpdates(
             islands=tuple(
                 Island(region=f"r{i}", replicas=size // each, sequences=count, step_s=1.0)
@@ -61,21 +68,56 @@ def islands_plan(
     )  # fmt: skip
 
 
+class Islands:
+    """A job whose islands are nodes with launchers of their own, threads of this process; ranks are forked.
+
+    Attributes:
+        errors: what launchers ended with, by island; nothing where they ended well.
+    """
+
+    def __init__(self, folder: Path, plan: TrainingPlan, options: TrainOptions, **job: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        plan.save(folder / "plan.json")
+        self.folder, self.errors = folder, dict[int, MeshwrightError]()
+        self._plan, self._options, self._job, self._threads = plan, options, job, dict[int, threading.Thread]()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def start(self, island: int) -> None:
+        """Start the launcher of an island, for the first time or again."""
+        self._threads[island] = threading.Thread(target=self._launch, args=(island,))
+        self._threads[island].start()
+
+    def wait(self, island: int) -> None:
+        """Wait for a launcher's end."""
+        self._threads[island].join()
+
+    def records(self, island: int) -> list[dict[str, Any]]:
+        """What an island has reported."""
+        return read_lines(self.folder / f"report-{island}")
+
+    def _launch(self, island: int) -> None:
+        nodes = len(self._plan.cluster.groups)
+        job = Job(
+            plan=str(self.folder / "plan.json"), options=self._options, report=str(self.folder / f"report-{island}"),
+            timeout_s=60.0, regions="continue", **self._job,
+        )  # fmt: skip
+        place = Rendezvous(nnodes=nodes, node_rank=island, endpoint=self._endpoint, secret=b"s" * 16, timeout_s=60)
+        try:
+            launch(self._plan, job, rendezvous=place, on_event=lambda event: write_event(job, event))
+        except MeshwrightError as error:
+            self.errors[island] = error
+
+
 def train_islands(folder: Path, plan: TrainingPlan, options: TrainOptions) -> list[dict[str, Any]]:
     """Train with all ranks on this machine; what the first island reports."""
-    folder.mkdir(exist_ok=True)
-    plan.save(folder / "plan.json")
-    report = folder / "report"
-    Job(plan=str(folder / "plan.json"), options=options, report=str(report), timeout_s=60.0).save(folder / "job.json")
-    with meet(Rendezvous()) as meeting:
-        end = run_ranks(
-            NodeJob(
-                command=(sys.executable, "-u", "-m", worker.__name__, str(folder / "job.json")), folder=folder,
-                num_ranks=plan.layout.world_size, variables={**meeting.variables, "OMP_NUM_THREADS": "1"},
-            )
-        )  # fmt: skip
-    assert not end.deaths, end.deaths
-    return read_lines(report)
+    islands = Islands(folder, plan, options)
+    for island in range(len(plan.cluster.groups)):
+        islands.start(island)
+    for island in range(len(plan.cluster.groups)):
+        islands.wait(island)
+    assert not islands.errors, islands.errors
+    return [record for record in islands.records(0) if "event" not in record]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -125,6 +167,89 @@ def test_a_run_that_goes_on_is_the_run_without_a_stop(tmp_path: Path, bits: Wire
 
 
 @pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        (Layout(dp_replicate=3), (1, 1, 1)),
+        pytest.param(Layout(dp_replicate=4, tp=2), (4, 2, 2), marks=pytest.mark.long),  # the first has a replica more
+    ],
+)
+def test_an_island_that_is_killed_and_back_ends_with_the_parameters_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout, ranks: tuple[int, ...]
+) -> None:
+    """One of its ranks is killed between sums 2 and 3; once it is back the others let it in, at sum 6 of 10 at the latest."""
+    faults, killed = tmp_path / "faults", ranks[0] + ranks[1] - 1
+    faults.mkdir()
+    for name in (f"die-5-{killed}", "stop-11"):
+        (faults / name).touch()
+    rank_with_faults.use(faults, monkeypatch)
+    monkeypatch.setattr(machine, "num_cores", lambda: 4)
+    plan = islands_plan(layout, ranks, (2, 2, 2), steps=2, bits=8)
+    options = PLAIN.replace(
+        steps=20, outer_learning_rate=0.7, outer_momentum=0.9, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=20
+    )
+    islands = Islands(tmp_path / "job", plan, options)
+    for island in range(3):
+        islands.start(island)
+    islands.wait(1)
+    assert f"rank {killed} of {sum(ranks)} was killed" in str(islands.errors.pop(1))
+    islands.start(1)
+    for rank in range(ranks[0], killed + 1):
+        while not (faults / f"waits-{rank}").exists():
+            time.sleep(0.01)
+    (faults / "takes-in").touch()
+    (faults / "stop-11").unlink()
+    for island in range(3):
+        islands.wait(island)
+    assert not islands.errors
+    steps = [[record["step"] for record in islands.records(island) if "step" in record] for island in range(3)]
+    assert steps[0] == steps[2] == list(range(1, 21))
+    assert steps[1] == [1, 2, 3, 4, *range(steps[1][4], 21)] and steps[1][4] in (7, 9, 11, 13)
+    assert losses(islands.records(0))[-1] < losses(islands.records(0))[0]
+    lost = [record["ranks"] for record in islands.records(2) if record.get("event") == "lost"]
+    assert lost == [list(range(ranks[0], killed + 1))]
+    reached = [stored_tensors(tmp_path / "c" / f"island-{island}") for island in range(3)]
+    assert any(name.startswith("islands.momentum.") for name in reached[0])
+    for name, value in reached[0].items():
+        assert all(torch.equal(other[name], value) for other in reached[1:]), name
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_the_island_with_the_store_is_back_when_its_rank_is_started_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    for name in ("die-5-0", "stop-11"):
+        (faults / name).touch()
+    rank_with_faults.use(faults, monkeypatch)
+    plan = islands_plan(Layout(dp_replicate=3), (1, 1, 1), (2, 2, 2), steps=2)
+    options = PLAIN.replace(steps=20, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=20)
+    islands = Islands(tmp_path / "job", plan, options, restart_ranks=1)
+    for island in range(3):
+        islands.start(island)
+    while not (faults / "waits-0").exists():
+        time.sleep(0.01)
+    (faults / "takes-in").touch()
+    (faults / "stop-11").unlink()
+    for island in range(3):
+        islands.wait(island)
+    assert not islands.errors
+    reached = [stored_tensors(tmp_path / "c" / f"island-{island}") for island in range(3)]
+    assert all(torch.equal(other[name], value) for other in reached for name, value in reached[0].items())
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Parameters, anchors and their momenta of the last checkpoint, by name."""
+    last = list_checkpoints(folder)[-1]
+    dcp_to_torch_save(last, folder / "all.pt")
+    states = torch.load(folder / "all.pt", weights_only=True)
+    parts = {kind: states[kind] for kind in ("model", "islands")}
+    return {f"{kind}.{name}": value for kind, tensors in parts.items() for name, value in tensors.items()}
+
+
+@pytest.mark.usefixtures("warm_ranks")
 def test_sums_as_often_as_the_option_says_send_what_the_plan_says(tmp_path: Path) -> None:
     """Two sums in six steps, and one at the end; norms and biases go in fp32, which a large embedding outweighs."""
     plan = islands_plan(Layout(dp_replicate=2), (1, 1), (3, 3), vocab_size=32768, steps=2, bits=8)
@@ -167,7 +292,8 @@ def in_threads(size: int, bits: WireBits, values: list[torch.Tensor]) -> list[tu
     store, results = dist.HashStore(), dict[int, tuple[torch.Tensor, float, int]]()
 
     def member(position: int) -> None:
-        ring = Ring(store, position, size, 30.0)
+        links, _ = meet_in_ring(store, "ring", range(size), position, timeout_s=30.0)
+        ring = Ring(links, position, size)
         summed = ring.sum(values[position], bits)
         results[position] = summed, ring.maximum(float(position == 1)), ring.sent_bytes
 

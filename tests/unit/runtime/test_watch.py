@@ -125,3 +125,16 @@ def test_progress_is_read_by_another_process_and_rests(tmp_path: Path, monkeypat
     assert rested.time_s == 0
     os.kill(os.getpid(), signal.SIGUSR1)
     assert "test_progress_is_read" in (tmp_path / "3.stacks").read_text()
+
+
+def test_a_rank_that_is_started_anew_is_not_judged_by_the_one_before(tmp_path: Path) -> None:
+    """It answers no signal before it has begun: the first one would end it."""
+    (tmp_path / "0").write_bytes(watch_module._RECORD.pack(5, 1.0, 0.1, 5))
+    watch, rank = Watch(tmp_path, 1.0), subprocess.Popen(["sleep", "60"])
+    try:
+        watch.forget(0)
+        watch.look({0: rank.pid})
+        assert watch.num_steps == 0 and rank.poll() is None
+    finally:
+        rank.kill()
+        rank.wait()
