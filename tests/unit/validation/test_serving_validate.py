@@ -139,6 +139,27 @@ def test_choices_are_judged_by_what_was_measured() -> None:
     assert fast.met == pytest.approx(3 / 6)
 
 
+def test_a_cautious_choice_goes_by_the_errors_of_other_models() -> None:
+    """Others were measured at 1 to 1.2 times the predicted TPOT: a point 5 % below the limit is not worth the most tokens."""
+    pairs = [(9.0, 50.0, 9.0), (14.6, 70.0, 15.2), (10.0, 60.0, 10.0)]
+    rows = [
+        row(id=str(idx), tpot_ms=measured, ttft_ms=100.0, output_tokens_per_s_per_gpu=rate)
+        for idx, (_, rate, measured) in enumerate(pairs)
+    ]
+    predicted = [ServingPrediction(100.0, tpot, rate, True) for tpot, rate, _ in pairs]
+    alone = score_serving(rows, predicted)["agg"]
+    assert alone.cautious is None
+    assert alone.choices.met == pytest.approx(5 / 6)  # all but 15 ms
+    ratios = [1.0, 1.04, 1.08, 1.12, 1.16, 1.2]
+    others = [
+        row(id=f"o{idx}", model="llama-3.1-8b", isl=idx + 1, tpot_ms=10 * ratio, ttft_ms=100.0)
+        for idx, ratio in enumerate(ratios)
+    ]
+    scores = score_serving([*rows, *others], [*predicted, *(ServingPrediction(100.0, 10.0, 1.0, True) for _ in others)])
+    assert scores["agg"].cautious.met == 1.0
+    assert scores["agg"].cautious.lost_mean == pytest.approx(0.0, abs=1e-9)
+
+
 def test_the_command_prints_rows_and_scores(tmp_path: Path) -> None:
     path = table(tmp_path, f"{HEADER}\n{AGG}\n")
     result = CliRunner().invoke(app, ["validate", str(path), "--serve", "--json"])
