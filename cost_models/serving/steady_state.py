@@ -86,6 +86,8 @@ class OperatingPoints:
         known = self.service_s + residual + self.transfer_s + decode_s
         waits = np.clip(self.load, 0, 1)
         scale = np.where(waits > 0, self.wait_s / np.maximum(waits, 1e-12), 0.0)
+        if known.shape[1] == 1:
+            return np.asarray(known[:, 0] + scale * np.log(np.maximum(waits / (1 - quantile), 1.0)))
         low, high = known.min(axis=1), known.max(axis=1) + scale * 40
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2

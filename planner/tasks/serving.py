@@ -296,13 +296,14 @@ class ServingProblem:
             other = served.deployment
             if served.meets_limits or other.routes is not None or len(other.kinds) != len(family.kinds):
                 continue
+            # Of a deployment whose prompts were late, what decodes was not simulated: it is alike whatever it is.
             alike = [
                 old.base is new.base
                 and old.step is new.step
                 and count <= tried
                 and touched.same_under(old.limits, new.limits)
                 for old, new, count, tried, touched in zip(
-                    other.kinds, family.kinds, counts, other.counts, served.touched, strict=True
+                    other.kinds, family.kinds, counts, other.counts, served.touched, strict=False
                 )
             ]
             if all(alike) or (alike[0] and family.is_disaggregated and _prompts_are_late(served)):
