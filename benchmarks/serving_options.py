@@ -1,4 +1,4 @@
-"""What adapters cost the steps that serve, and what an adapter's fine-tuning gets of them, beside the figures of two papers.
+"""What adapters cost the steps that serve, what an adapter's fine-tuning gets of them, and what prefixes save, beside papers' figures.
 
     python benchmarks/serving_options.py
 
@@ -8,12 +8,17 @@ kernels alone.
 
 Fine-tuning: `plan --serve --finetune rank=16` for Llama-3.1-8B on four A100-SXM-80GB, requests of 220 and 180 tokens, 50 ms a token
 (FlexLLM, arXiv:2402.18789: over 76 % of what it fine-tunes under a light load remains at 20 requests a second).
+
+Prefixes: Llama-2-70B in fp16 on four A100-SXM-80GB (tp 4), turns of conversations whose history, so many tokens of a prompt of so many,
+lies with the host or on its drives (CachedAttention, arXiv:2403.19708: the first token up to 87 % earlier, prompts up to 7.8 times as
+many a second): a lone prompt, and as many as the slower of device and link takes.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 
+from meshwright.cost_models.serving.prefixes import fetch_s_per_token
 from meshwright.cost_models.serving.step import StepCosts
 from meshwright.planner import plan
 from meshwright.schema import ClusterSpec, ModelSpec, ServingPlan
@@ -23,6 +28,7 @@ from meshwright.schema.serving import Serving, ServingLayout
 
 COUNTS, ROWS, CACHED = (1, 5, 100, 1000, 2000), (1, 8, 32, 64, 128), 400
 RATES = (1, 4, 10, 20, 30)
+TURNS = ((1024, 512), (2048, 1792), (2048, 1984), (4096, 3968))
 
 
 def adapters() -> None:
@@ -61,11 +67,27 @@ def fine_tuning() -> None:
         )
 
 
+def prefixes() -> None:
+    """Print a row for each length of a prompt and of its history."""
+    model, cluster = ModelSpec.named("llama-2-70b"), ClusterSpec.parse("4xA100-SXM-80GB")
+    step = StepCosts.build(model, cluster, ServingLayout(tp=4), weights="fp16", cache="fp16")
+    print("prompt  of it history  computed  history from: device, host, drives (ms; of computed); prompts/s over computed")
+    for prompt, history in TURNS:
+        computed_s, rest_s = (
+            float(step.seconds(0, 0, prompt - known, known + (prompt - known) / 2, prompts=1)) for known in (0, history)
+        )
+        copies_s = [history * fetch_s_per_token(step, place) for place in ("device", "host", "storage")]
+        first = "  ".join(f"{1e3 * (rest_s + copy):4.0f} {1 - (rest_s + copy) / computed_s:4.0%}" for copy in copies_s)
+        more = "  ".join(f"{computed_s / max(rest_s, copy):.1f}" for copy in copies_s)
+        print(f"{prompt:6,} {history:12,} {1e3 * computed_s:9.0f}  {first}   {more}")
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     adapters()
     fine_tuning()
+    prefixes()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...schema import Device, Workload
+from ...schema import ClusterSpec, Device, Workload
 from ...schema.cluster import GemmFit
 from ...schema.errors import ConfigError
 from ...schema.profile import MatmulPoint
@@ -404,11 +404,17 @@ def update_bytes_per_param(workload: Workload) -> float:
 
 def host_link_bytes_per_s(to_storage: Array, scenario: Scenario) -> Array:
     """Return the rate of one rank in one direction, to the host's memory or its storage, when all ranks of a node move at once."""
-    c, cluster = scenario.coefficients["offload"], scenario.cluster
+    cluster = scenario.cluster
+    link = measured_rates(scenario).copy_bytes_per_s or host_copy_bytes_per_s(cluster, scenario.coefficients)
+    return np.where(to_storage == 1, np.minimum(link, storage_bytes_per_s(scenario) / cluster.largest_node), link)
+
+
+def host_copy_bytes_per_s(cluster: ClusterSpec, coefficients: Coefficients) -> float:
+    """Return the rate of one device in one direction to the host's memory, as data sheets and coefficients have it."""
+    c = coefficients["offload"]
     line = min(group.host_link_bytes_per_s or c["link_bytes_per_s"] for group in cluster.groups)
     of_host = c["host_over_link"] / cluster.largest_node if line < c["own_host_bytes_per_s"] else 1.0
-    link = measured_rates(scenario).copy_bytes_per_s or min(c["link_efficiency"], of_host) * line
-    return np.where(to_storage == 1, np.minimum(link, storage_bytes_per_s(scenario) / cluster.largest_node), link)
+    return float(min(c["link_efficiency"], of_host) * line)
 
 
 def host_update_s_per_param(scenario: Scenario, to_storage: Array, comes_back: Array) -> Array:
@@ -450,5 +456,10 @@ def host_update_bytes_per_s(scenario: Scenario) -> float:
 
 def storage_bytes_per_s(scenario: Scenario) -> float:
     """Return the rate of one node's storage."""
-    default = scenario.coefficients["offload"]["storage_bytes_per_s"]
-    return float(min(group.storage_bytes_per_s or default for group in scenario.cluster.groups))
+    return node_storage_bytes_per_s(scenario.cluster, scenario.coefficients)
+
+
+def node_storage_bytes_per_s(cluster: ClusterSpec, coefficients: Coefficients) -> float:
+    """Return the rate of one node's storage, as the cluster says it or as a usual drive has it."""
+    default = coefficients["offload"]["storage_bytes_per_s"]
+    return float(min(group.storage_bytes_per_s or default for group in cluster.groups))

@@ -189,8 +189,6 @@ def serve(
         after = concurrency
     sizes = (warm, counted, after)
     table, classes = drawn_requests(serving.requests, sizes, 1.0 if rate is None else rate)
-    if not serving.prefix_cache:
-        table = RequestTable(table.arrival_s, table.prompt_len, table.output_len, 0 * table.prefix_len)
     pairs, devices = zip(deployment.kinds, deployment.counts, strict=True), deployment.num_devices
     pools = [kind.engine_pool(count, devices) for kind, count in pairs]
     mask = np.zeros(len(table), dtype=bool)

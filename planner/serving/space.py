@@ -21,16 +21,17 @@ from ...cost_models.serving.instance_model import Host, InstanceModel
 from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps, measured_weights
 from ...cost_models.serving.memory import ServingMemory, serving_memory
 from ...cost_models.serving.mix import Mix
+from ...cost_models.serving.prefixes import beside_prefixes, fetch_s_per_token, host_bytes, tiers_of, why_none_fit
 from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import check_drafts, with_drafts
 from ...cost_models.serving.step import StepCosts
 from ...schema import ClusterSpec, ConfigError, ModelSpec
-from ...schema.serving import CacheDtype, EngineLimits, Pool, Role, Serving, ServingLayout, WeightDtype
+from ...schema.serving import CacheDtype, EngineLimits, Pool, PrefixTier, Role, Serving, ServingLayout, WeightDtype
 from ...schema.serving_plan import layout_title
 from ...schema.speculation import Speculation
 from ...schema.units import format_bytes
 from ..request import PlanRequest
-from .limits import LimitChoice, choices, fixed_choice
+from .limits import SMALL, LimitChoice, choices, fixed_choice
 
 MAX_PP = 8
 MAX_STAGE_DEVICES = 64
@@ -47,6 +48,7 @@ class InstanceKind:
         measured: the engine's steps as `meshwright profile --serve` measured them on these devices; None: they are computed.
         usd_per_hour: of an instance; None: no price is known.
         sent_s_per_token: seconds to send the keys and values of a token of a prompt to another instance.
+        prefixes: where those of the load lie, and for its bound.
     """
 
     part: int
@@ -66,6 +68,8 @@ class InstanceKind:
     sent_s_per_token: float
     base: _Base
     speculate: Speculation | None = None
+    prefixes: PrefixTier | None = None
+    loosest_prefixes: PrefixTier | None = None
 
     def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
         """Return the instance under the limits that may be best in a role (planner/serving/limits.py)."""
@@ -88,15 +92,24 @@ class InstanceKind:
     def engine_pool(self, replicas: int, devices_in_use: int) -> EnginePool:
         """Return instances for a simulation of a deployment that uses so many devices."""
         return EnginePool.of(
-            self.steps(devices_in_use), self.profile, self.limits, replicas=replicas, ranks=self.layout.attention_dp,
-            lanes=self.layout.pp,
+            self.steps(devices_in_use), self.profile, self.free_limits, replicas=replicas, ranks=self.layout.attention_dp,
+            lanes=self.layout.pp, prefixes=self.prefixes or "none",
+            fetch_s_per_token=fetch_s_per_token(self.step, self.prefixes),
         )  # fmt: skip
+
+    @property
+    def free_limits(self) -> EngineLimits:
+        """Return the limits with the cache that prefixes leave."""
+        limits = beside_prefixes(self.limits, self.base.serving.requests, self.prefixes)
+        assert limits is not None
+        return limits
 
     def pool(self, role: Role, replicas: int) -> Pool:
         """Return instances as a plan says them."""
         return Pool(
             role=role, device=self.device, replicas=replicas, layout=self.layout, weights=self.weights, cache=self.cache,
             limits=self.limits, speculate=self.speculate, adapters=self.base.serving.adapters,
+            prefixes=self.prefixes, host_prefix_bytes=round(host_bytes(self.step, self.base.serving.requests, self.prefixes)),
         )  # fmt: skip
 
 
@@ -184,7 +197,8 @@ class ServingSpace:
             model, cluster, layout, weights=weights, cache=cache, known=known, adapters=serving.adapters
         )
         base_choice, reason = fixed_choice(request.fixed, serving), ""
-        for choice in dict.fromkeys((base_choice, base_choice.with_least_budget())):
+        budgets = dict.fromkeys((base_choice, base_choice.with_least_budget()))
+        for choice in (replace(each, prefixes=tier) for each in budgets for tier in tiers_of(serving, profile)):
             base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, known)
             kind, why = base.kind(choice)
             if kind is not None:
@@ -232,9 +246,14 @@ class _Base:
             longest_prompt=max(entry.prompt_len for entry in serving.requests.classes),
         )
         limits = limits.replace(chunk=choice.chunk_of(limits))
+        free_limits = beside_prefixes(limits, serving.requests, choice.prefixes)
+        if why := why_none_fit(step, serving.requests, choice.prefixes, free_limits):
+            return None, why
+        assert free_limits is not None
         price = device.price_per_hour
         timed = step if self.measured is None else self.measured.steps(self.layout.num_devices)
-        model = _instance_model(step, profile, limits, self.layout, timed)
+        fetch_s = fetch_s_per_token(step, choice.prefixes)
+        model = _instance_model(step, profile, free_limits, self.layout, timed, fetch_s)
         self.known[choice] = InstanceKind(
             part=self.part,
             device=device.name,
@@ -255,6 +274,8 @@ class _Base:
             speculate=serving.speculate.replace(draft_tokens=choice.drafted)
             if serving.speculate and choice.drafted
             else None,
+            prefixes=choice.prefixes,
+            loosest_prefixes=choice.prefixes if choice != self.base_choice else tiers_of(serving, profile)[0],
         )
         return self.known[choice], ""
 
@@ -273,8 +294,11 @@ class _Base:
         """Return what no choice of limits is better than; limits that were chosen are what they are."""
         if choice != self.base_choice:
             return model
+        tiers = self._tiers("agg", limits)
         others = [
-            other for other in choices("agg", limits, self.serving, self.base_choice, math.inf) if other != choice
+            other
+            for other in choices("agg", limits, self.serving, self.base_choice, math.inf, tiers)
+            if other != choice
         ]
         kinds = [kind for other in others if (kind := self.kind(other)[0]) is not None]
         models = [model, *(kind.model for kind in kinds)]
@@ -283,6 +307,7 @@ class _Base:
             max_batched_tokens=max(each.max_batched_tokens for each in models),
             chunk=min(min(each.chunk, each.max_batched_tokens) for each in models),
             cache_tokens=max(each.cache_tokens for each in models),
+            fetch_s_per_token=0.0,
             others=_of_each_draft(models),
         )
 
@@ -291,17 +316,24 @@ class _Base:
         limits = self.known[self.base_choice].limits
         others = (
             choice
-            for choice in choices(role, limits, self.serving, self.base_choice, max_rows)
+            for choice in choices(role, limits, self.serving, self.base_choice, max_rows, self._tiers(role, limits))
             if choice != self.base_choice
         )
         kinds = [self._closed, *(kind for choice in others if (kind := self.kind(choice)[0]) is not None)]
-        return list({(kind.limits, kind.speculate): kind for kind in reversed(kinds)}.values())[::-1]
+        return list({(kind.limits, kind.speculate, kind.prefixes): kind for kind in reversed(kinds)}.values())[::-1]
+
+    def _tiers(self, role: str, limits: EngineLimits) -> Sequence[PrefixTier | None]:
+        """Return where prefixes may lie for a role: on the device alone where they are small."""
+        stored, tiers = self.serving.requests.stored_tokens, tiers_of(self.serving, self.profile)
+        if stored <= SMALL * limits.cache_blocks * limits.block_size and self.base_choice.prefixes == tiers[0]:
+            return tiers[:1]
+        return tiers if role != "decode" else (tiers[0], tiers[-1])
 
     @cached_property
     def _closed(self) -> InstanceKind:
         """The instance under its own limits and no others."""
         kind = self.known[self.base_choice]
-        return replace(kind, loosest=kind.model)
+        return replace(kind, loosest=kind.model, loosest_prefixes=kind.prefixes)
 
 
 def _of_each_draft(models: Sequence[InstanceModel]) -> tuple[InstanceModel, ...]:
@@ -369,6 +401,7 @@ def _instance_model(
     limits: EngineLimits,
     layout: ServingLayout,
     timed: StepCosts | MeasuredSteps,
+    fetch_s: float,
 ) -> InstanceModel:
     overhead, request = profile.overhead, profile.request
     return InstanceModel(
@@ -392,6 +425,7 @@ def _instance_model(
         cache_tokens=limits.cache_blocks * limits.block_size / layout.pp,
         prefill_first=profile.scheduler.policy == "prefill_first",
         tokens_per_step=getattr(timed, "tokens_per_step", 1.0),
+        fetch_s_per_token=layout.pp * fetch_s,
         reserves_output=profile.admission.reserve_new == 1 and profile.admission.reserve_running == 1,
     )
 
@@ -403,6 +437,6 @@ def _link_bytes_per_s(cluster: ClusterSpec) -> float:
     return link.bandwidth_bytes_per_s * min(link.efficiency.p2p, 1.0) / sharing
 
 
-def mix_of(serving: Serving, only: int | None = None) -> Mix:
-    """Return the classes of a load as the steady state takes them."""
-    return Mix.of(serving.requests, only=only, prefix_cache=serving.prefix_cache)
+def mix_of(serving: Serving, prefixes: PrefixTier | None = "device", only: int | None = None) -> Mix:
+    """Return the classes of a load as the steady state takes them, with their prefixes at a place."""
+    return Mix.of(serving.requests, only=only, prefixes=prefixes or "none" if serving.prefix_cache else "none")

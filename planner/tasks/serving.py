@@ -300,8 +300,9 @@ class ServingProblem:
             alike = [
                 old.base is new.base
                 and old.step is new.step
+                and old.prefixes == new.prefixes
                 and count <= tried
-                and touched.same_under(old.limits, new.limits)
+                and touched.same_under(old.free_limits, new.free_limits)
                 for old, new, count, tried, touched in zip(
                     other.kinds, family.kinds, counts, other.counts, served.touched, strict=False
                 )
@@ -381,7 +382,7 @@ class ServingProblem:
 def _prompts_are_late(served: Served) -> bool:
     """Return whether the pool that prefills broke the limit on the first token, whatever decodes: no request waited for that."""
     is_late = any(limit.metric == "ttft" and not limit.is_met for limit in served.limits)
-    return is_late and not served.touched[-1].reached(served.deployment.kinds[-1].limits)
+    return is_late and not served.touched[-1].reached(served.deployment.kinds[-1].free_limits)
 
 
 def goal_of(serving: Serving) -> Goal:

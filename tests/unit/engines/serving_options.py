@@ -21,7 +21,7 @@ VLLM: Table = {
     "kv-cache-dtype": ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"), "enable-chunked-prefill": bool,
     "no-enable-chunked-prefill": bool, "enable-prefix-caching": bool, "no-enable-prefix-caching": bool,
     "long-prefill-token-threshold": int, "quantization": str, "cudagraph-capture-sizes": list, "enforce-eager": bool,
-    "kv-transfer-config": dict, "speculative-config": dict,
+    "kv-offloading-size": float, "kv-transfer-config": dict, "speculative-config": dict,
     "tensor-parallel-size": int, "pipeline-parallel-size": int, "data-parallel-size": int,
     "data-parallel-size-local": int, "data-parallel-address": str, "data-parallel-rpc-port": int, "data-parallel-start-rank": int,
     "enable-expert-parallel": bool, "headless": bool, "nnodes": int, "node-rank": int, "master-addr": str, "master-port": int,
@@ -44,7 +44,8 @@ SGLANG: Table = {
     "disaggregation-mode": ("null", "prefill", "decode"), "disaggregation-transfer-backend": ("mooncake", "nixl"),
     "disaggregation-bootstrap-port": int, "nnodes": int, "node-rank": int, "dist-init-addr": str,
     "speculative-algorithm": ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"), "speculative-num-steps": int,
-    "enable-mixed-chunk": bool,
+    "enable-mixed-chunk": bool, "enable-hierarchical-cache": bool, "hicache-size": int,
+    "hicache-storage-backend": ("file", "mooncake", "hf3fs", "nixl"),
     "speculative-eagle-topk": int, "speculative-num-draft-tokens": int, "speculative-draft-model-path": str,
 }  # fmt: skip
 
@@ -65,7 +66,7 @@ TRTLLM: Table = {
     "enable_attention_dp": bool, "max_batch_size": int, "max_num_tokens": int, "max_seq_len": int, "enable_chunked_prefill": bool,
     "disable_overlap_scheduler": bool,
     "kv_cache_config": {"max_tokens": int, "free_gpu_memory_fraction": float, "tokens_per_block": int, "dtype": str,
-                        "enable_block_reuse": bool},
+                        "enable_block_reuse": bool, "host_cache_size": int},
     "cuda_graph_config": {"enable_padding": bool, "batch_sizes": list},
     "cache_transceiver_config": {"backend": str, "max_tokens_in_buffer": int},
     "speculative_config": {"decoding_type": str, "num_nextn_predict_layers": int},
