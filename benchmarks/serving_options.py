@@ -1,4 +1,4 @@
-"""What adapters cost the steps that serve, what an adapter's fine-tuning gets of them, and what prefixes save, beside papers' figures.
+"""Options of serving beside papers' figures: what adapters cost, what an adapter's fine-tuning gets, what prefixes save.
 
     python benchmarks/serving_options.py
 
@@ -9,9 +9,9 @@ kernels alone.
 Fine-tuning: `plan --serve --finetune rank=16` for Llama-3.1-8B on four A100-SXM-80GB, requests of 220 and 180 tokens, 50 ms a token
 (FlexLLM, arXiv:2402.18789: over 76 % of what it fine-tunes under a light load remains at 20 requests a second).
 
-Prefixes: Llama-2-70B in fp16 on four A100-SXM-80GB (tp 4), turns of conversations whose history, so many tokens of a prompt of so many,
-lies with the host or on its drives (CachedAttention, arXiv:2403.19708: the first token up to 87 % earlier, prompts up to 7.8 times as
-many a second): a lone prompt, and as many as the slower of device and link takes.
+Prefixes: Llama-2-70B in fp16 on four A100-SXM-80GB (tp 4), turns of conversations whose history lies with the host or on its drives
+(CachedAttention, arXiv:2403.19708: the first token up to 87 % earlier, prompts up to 7.8 times as many a second): a lone
+prompt, and as many as the slower of device and link takes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def prefixes() -> None:
     """Print a row for each length of a prompt and of its history."""
     model, cluster = ModelSpec.named("llama-2-70b"), ClusterSpec.parse("4xA100-SXM-80GB")
     step = StepCosts.build(model, cluster, ServingLayout(tp=4), weights="fp16", cache="fp16")
-    print("prompt  of it history  computed  history from: device, host, drives (ms; of computed); prompts/s over computed")
+    print(
+        "prompt  of it history  computed  history from: device, host, drives (ms; of computed); prompts/s over computed"
+    )
     for prompt, history in TURNS:
         computed_s, rest_s = (
             float(step.seconds(0, 0, prompt - known, known + (prompt - known) / 2, prompts=1)) for known in (0, history)

@@ -32,7 +32,7 @@ class Rows:
     """Load tests by (model, start of a device's name), engine's version, lengths and requests in flight."""
 
     of: tuple[tuple[str, str], ...]
-    most: float = FEW
+    max_in_flight: float = FEW
     weights: tuple[str, ...] = ()
     isl: tuple[int, ...] = ()
     drafts: bool = False
@@ -42,7 +42,7 @@ class Rows:
         return (
             row.mode == "agg"
             and any(row.model == model and row.gpu.startswith(gpu) for model, gpu in self.of)
-            and (row.concurrency or 0) <= self.most
+            and (row.concurrency or 0) <= self.max_in_flight
             and (not self.weights or row.gemm_dtype in self.weights)
             and (not self.isl or row.isl in self.isl)
             and bool(row.speculate) == self.drafts
@@ -109,20 +109,23 @@ FITS = (
     ),
     Fit(
         "vllm", "0.8", "overhead.row_s", "tpot_ms", 2e-6, 5e-4,
-        Rows((("Qwen3-32B", "H100"), ("Llama-3.1-70B", "H100")), most=ANY), Rows((("Llama-3.1-70B", "B200"),), most=ANY),
+        Rows((("Qwen3-32B", "H100"), ("Llama-3.1-70B", "H100")), max_in_flight=ANY),
+        Rows((("Llama-3.1-70B", "B200"),), max_in_flight=ANY),
     ),
     Fit(
         "trtllm", "1.0", "overhead.row_s", "tpot_ms", 5e-6, 5e-4,
-        Rows((("Llama-3.1-8B", "H100"),), most=ANY), Rows((("Qwen3-32B", "H100"),), most=ANY),
+        Rows((("Llama-3.1-8B", "H100"),), max_in_flight=ANY),
+        Rows((("Qwen3-32B", "H100"),), max_in_flight=ANY),
     ),
     Fit(
         "sglang", "0.5", "overhead.draft_row_s", "tpot_ms", 2e-5, 2e-3,
-        Rows((("Qwen3.5-397B-A17B", "B200"),), most=ANY, weights=("fp8",), isl=(1024,), drafts=True),
-        Rows((("Qwen3.5-397B-A17B", "B200"),), most=ANY, weights=("fp8",), isl=(8192,), drafts=True),
+        Rows((("Qwen3.5-397B-A17B", "B200"),), max_in_flight=ANY, weights=("fp8",), isl=(1024,), drafts=True),
+        Rows((("Qwen3.5-397B-A17B", "B200"),), max_in_flight=ANY, weights=("fp8",), isl=(8192,), drafts=True),
     ),
     Fit(
         "vllm", "", "serving.dequantized_rate", "tpot_ms", 0.2, 1.0,
-        Rows((("gpt-oss-120b", "H200"),), most=ANY), Rows((("Kimi-K2.5", "B200"),), most=ANY, weights=("int4-weights", "int4")),
+        Rows((("gpt-oss-120b", "H200"),), max_in_flight=ANY),
+        Rows((("Kimi-K2.5", "B200"),), max_in_flight=ANY, weights=("int4-weights", "int4")),
     ),
 )  # fmt: skip
 
@@ -165,7 +168,7 @@ def rows_of(rows: Sequence[ServingRow], fit: Fit, which: Rows) -> list[ServingRo
 
 def fitted(fit: Fit, rows: Sequence[ServingRow], known: Mapping[Fit, float]) -> float:
     """Return the value of a constant with the least mean error of rows, beside constants that are known."""
-    return _least(lambda value: mean_error(rows, fit, {**known, fit: value}), fit.low, fit.high)
+    return _argmin(lambda value: mean_error(rows, fit, {**known, fit: value}), fit.low, fit.high)
 
 
 def _packaged(fit: Fit, row: ServingRow) -> float:
@@ -196,19 +199,19 @@ def _coefficients(values: tuple[tuple[str, float], ...]) -> Coefficients:
     return packaged_coefficients().replaced(dict(values))
 
 
-def _least(error: Callable[[float], float], low: float, high: float) -> float:
+def _argmin(error: Callable[[float], float], low: float, high: float) -> float:
     """Return where an error is least between two bounds, by golden section on the logarithm."""
     ratio = (math.sqrt(5) - 1) / 2
     a, b = math.log(low), math.log(high)
     c, d = b - ratio * (b - a), a + ratio * (b - a)
-    at_c, at_d = error(math.exp(c)), error(math.exp(d))
+    error_c, error_d = error(math.exp(c)), error(math.exp(d))
     for _ in range(EVALUATIONS - 2):
-        if at_c <= at_d:
-            b, d, at_d = d, c, at_c
+        if error_c <= error_d:
+            b, d, error_d = d, c, error_c
             c = b - ratio * (b - a)
-            at_c = error(math.exp(c))
+            error_c = error(math.exp(c))
         else:
-            a, c, at_c = c, d, at_d
+            a, c, error_c = c, d, error_d
             d = a + ratio * (b - a)
-            at_d = error(math.exp(d))
-    return math.exp(c if at_c <= at_d else d)
+            error_d = error(math.exp(d))
+    return math.exp(c if error_c <= error_d else d)

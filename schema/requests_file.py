@@ -188,12 +188,12 @@ def read_trace(path: str | Path) -> Trace:
             sha256=digest.hexdigest(),
             num_requests=len(arrivals),
             longest=int(sizes.sum(axis=1).max()),
-            prefix_tokens=PREFIX_BLOCK * _most_at_a_time(seen.values()),
+            prefix_tokens=PREFIX_BLOCK * _peak_blocks(seen.values()),
         ),
     )
 
 
-def _most_at_a_time(uses: Iterable[tuple[int, int]]) -> int:
+def _peak_blocks(uses: Iterable[tuple[int, int]]) -> int:
     """Return how many blocks, of those that come again, are between their first and last use at most."""
     again = np.array([use for use in uses if use[0] < use[1]], dtype=np.int64).reshape(-1, 2)
     if not len(again):

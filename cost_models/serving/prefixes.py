@@ -41,10 +41,10 @@ def tier_bytes_per_s(cluster: ClusterSpec, coefficients: Coefficients, prefixes:
     return rate
 
 
-def beside_prefixes(limits: EngineLimits, requests: Requests, prefixes: PrefixTier | None) -> EngineLimits | None:
+def without_prefixes(limits: EngineLimits, requests: Requests, prefixes: PrefixTier | None) -> EngineLimits | None:
     """Return the limits of the cache that prefixes leave to requests; None: they leave none."""
-    held = -(-requests.stored_tokens // limits.block_size) if prefixes == "device" else 0
-    return limits.replace(cache_blocks=limits.cache_blocks - held) if held < limits.cache_blocks else None
+    blocks = -(-requests.stored_tokens // limits.block_size) if prefixes == "device" else 0
+    return limits.replace(cache_blocks=limits.cache_blocks - blocks) if blocks < limits.cache_blocks else None
 
 
 def host_bytes(step: StepCosts, requests: Requests, prefixes: PrefixTier | None) -> float:

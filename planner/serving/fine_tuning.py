@@ -122,8 +122,8 @@ class _Tuned:
     def _serve(self, tokens: float, replicas: int, rate: float) -> Served:
         """Simulate instances whose every step has such tokens."""
         kind, limits = self._kind, self._kind.limits
-        held = limits.cache_blocks - kind.free_limits.cache_blocks
-        blocks = held + max(int(self._cache_tokens // limits.block_size), 1)
+        of_prefixes = limits.cache_blocks - kind.free_limits.cache_blocks
+        blocks = of_prefixes + max(int(self._cache_tokens // limits.block_size), 1)
         largest = max(limits.max_batched_tokens - int(tokens), 1)
         remaining = limits.replace(
             cache_blocks=min(limits.cache_blocks, blocks), max_batched_tokens=largest,

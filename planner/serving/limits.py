@@ -122,8 +122,8 @@ def choices(
     if serving.speculate is not None and serving.speculate.draft_tokens is None and role != "prefill":
         max_drafted = len(serving.speculate.lengths) or max(DRAFTED)
         drafts += [drafted for drafted in DRAFTED if drafted <= max_drafted]
-    places = dict.fromkeys((fixed.prefixes, *tiers))
-    for place, drafted, chunk, tokens, batch in itertools.product(places, drafts, chunks, budgets, batches):
+    of_prefixes = dict.fromkeys((fixed.prefixes, *tiers))
+    for place, drafted, chunk, tokens, batch in itertools.product(of_prefixes, drafts, chunks, budgets, batches):
         yield LimitChoice(batch, tokens, chunk, drafted, place)
 
 

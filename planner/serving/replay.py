@@ -9,7 +9,7 @@ import numpy as np
 
 from ...cost_models.serving.engine import EngineProfile
 from ...cost_models.serving.measured_steps import MeasuredEngine
-from ...cost_models.serving.prefixes import beside_prefixes, fetch_s_per_token, host_holds
+from ...cost_models.serving.prefixes import fetch_s_per_token, host_holds, without_prefixes
 from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ...cost_models.serving.speculation import with_drafts
 from ...cost_models.serving.step import StepCosts
@@ -130,7 +130,7 @@ def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None)
         step, profile = measured.steps(plan.num_devices), measured.profile(profile)
     requests = requests or serving.requests
     prefixes = pool.prefixes or ("device" if serving.prefix_cache else "none")
-    limits = beside_prefixes(pool.limits, requests, prefixes)
+    limits = without_prefixes(pool.limits, requests, prefixes)
     if limits is None or (prefixes == "host" and not host_holds(costs, requests)):
         raise ConfigError(
             f"the requests share prefixes of {requests.stored_tokens:,} tokens: more than the {prefixes} of pool {pool.role} holds",

@@ -21,7 +21,7 @@ from ...cost_models.serving.instance_model import Host, InstanceModel
 from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps, measured_weights
 from ...cost_models.serving.memory import ServingMemory, serving_memory
 from ...cost_models.serving.mix import Mix
-from ...cost_models.serving.prefixes import beside_prefixes, fetch_s_per_token, host_bytes, tiers_of, why_none_fit
+from ...cost_models.serving.prefixes import fetch_s_per_token, host_bytes, tiers_of, why_none_fit, without_prefixes
 from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import check_drafts, with_drafts
 from ...cost_models.serving.step import StepCosts
@@ -100,7 +100,7 @@ class InstanceKind:
     @property
     def free_limits(self) -> EngineLimits:
         """Return the limits with the cache that prefixes leave."""
-        limits = beside_prefixes(self.limits, self.base.serving.requests, self.prefixes)
+        limits = without_prefixes(self.limits, self.base.serving.requests, self.prefixes)
         assert limits is not None
         return limits
 
@@ -246,7 +246,7 @@ class _Base:
             longest_prompt=max(entry.prompt_len for entry in serving.requests.classes),
         )
         limits = limits.replace(chunk=choice.chunk_of(limits))
-        free_limits = beside_prefixes(limits, serving.requests, choice.prefixes)
+        free_limits = without_prefixes(limits, serving.requests, choice.prefixes)
         if why := why_none_fit(step, serving.requests, choice.prefixes, free_limits):
             return None, why
         assert free_limits is not None
