@@ -210,6 +210,8 @@ class Pool(Frozen):
         replicas: engine instances.
         adapters: that its requests name; None: none.
         speculate: what its decoding rows draft with, draft_tokens as chosen; None: they do not.
+        nano_batch_rows: of an attention rank from which a step is two halves, one of which sends while the other computes;
+            None: none is.
         prefixes: where those of the load lie; None: it has none; host_prefix_bytes: of a device's part of them with the host.
     """
 
@@ -222,6 +224,7 @@ class Pool(Frozen):
     limits: EngineLimits
     speculate: Speculation | None = None
     adapters: Adapters | None = None
+    nano_batch_rows: Count | None = None
     prefixes: PrefixTier | None = None
     host_prefix_bytes: NonNegativeInt = 0
 
@@ -244,6 +247,7 @@ class Serving(Task):
         scheduler: what a step serves: mixed (decoding rows and prompts) or prefill_first; None: as the engine does by itself.
         prefix_cache: prefixes that requests share are kept where that is best; else every prompt is computed.
         speculate: tokens are drafted and checked; draft_tokens None: as many as are best, none among them.
+        nano_batches: steps may be two halves where ranks send rows to experts, and are where that is quicker.
         adapters: that requests name, one each; None: none.
         fine_tuning: an adapter that is trained in the same steps, as far as the limits leave room; None: none.
     """
@@ -263,6 +267,7 @@ class Serving(Task):
     prefix_cache: bool = True
     scheduler: SchedulerPolicy | None = None
     speculate: Speculation | None = None
+    nano_batches: bool = False
     adapters: Adapters | None = None
     fine_tuning: FineTuning | None = None
 
@@ -274,6 +279,15 @@ class Serving(Task):
             raise ValueError(
                 "fine-tuning in the steps that serve is planned for instances that prefill and decode (--modes agg), at a rate, "
                 "with a limit on latency (--tpot), without --speculate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _splits_plain_steps(self) -> Serving:
+        if self.nano_batches and (self.speculate or self.fine_tuning or self.engine not in ("vllm", "sglang")):
+            raise ValueError(
+                "steps in two nano-batches are planned for vllm and sglang, without --speculate and --finetune; "
+                f"the engine is {self.engine}"
             )
         return self
 

@@ -82,6 +82,8 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
         made["cuda-graph-bs-decode"] = limits.graph_sizes
     if pool.role != "agg":
         made |= {"disaggregation-mode": pool.role, "disaggregation-transfer-backend": "nixl"}
+    if pool.nano_batch_rows is not None:
+        made |= {"enable-two-batch-overlap": True, "moe-a2a-backend": "deepep"}
     if (drafting := pool.speculate) is not None:
         drafted, model = drafting.draft_tokens or 1, drafter(pool)
         made |= {

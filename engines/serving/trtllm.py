@@ -42,6 +42,11 @@ CACHES = {"bf16": "auto", "fp16": "auto", "fp8": "fp8", "fp32": "auto"}
 LIMITS = (
     no_adapters("trtllm"),
     no_prefixes_on("storage", "export to sglang"),
+    pool_limit(
+        "one_batch",
+        lambda pool: "steps in two nano-batches, which it has not" if pool.nano_batch_rows is not None else "",
+        "plan without --nano-batches, or export to vllm or sglang",
+    ),
     PLACED,
     pool_limit(
         "drafts_itself",

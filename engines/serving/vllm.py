@@ -123,6 +123,11 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
         made["kv-transfer-config"] = NIXL
     if pool.host_prefix_bytes:
         made["kv-offloading-size"] = math.ceil(pool.host_prefix_bytes * pool.layout.num_devices / GIB)
+    if (rows := pool.nano_batch_rows) is not None:
+        made |= {
+            "enable-dbo": True, "dbo-decode-token-threshold": rows, "dbo-prefill-token-threshold": rows,
+            "all2all-backend": "deepep_low_latency" if pool.role == "decode" else "deepep_high_throughput",
+        }  # fmt: skip
     if (drafting := pool.speculate) is not None:
         method = {"draft": "draft_model"}.get(drafting.method, drafting.method)
         model = drafter(pool)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...cost_models.serving.engine import EngineProfile
 from ...cost_models.serving.measured_steps import MeasuredEngine
+from ...cost_models.serving.nano_batches import with_nano_batches
 from ...cost_models.serving.prefixes import fetch_s_per_token, host_holds, without_prefixes
 from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ...cost_models.serving.speculation import with_drafts
@@ -121,6 +122,8 @@ def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None)
     )
     if pool.speculate is not None and pool.speculate.draft_tokens is not None:
         step = with_drafts(step, pool.speculate, pool.speculate.draft_tokens)
+    if pool.nano_batch_rows is not None:
+        step = with_nano_batches(step)
     costs: StepCosts = step
     profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
     measured = None

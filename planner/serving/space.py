@@ -21,6 +21,7 @@ from ...cost_models.serving.instance_model import Host, InstanceModel
 from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps, measured_weights
 from ...cost_models.serving.memory import ServingMemory, serving_memory
 from ...cost_models.serving.mix import Mix
+from ...cost_models.serving.nano_batches import can_split, split_rows_of, with_nano_batches
 from ...cost_models.serving.prefixes import fetch_s_per_token, host_bytes, tiers_of, why_none_fit, without_prefixes
 from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import check_drafts, with_drafts
@@ -109,7 +110,8 @@ class InstanceKind:
         return Pool(
             role=role, device=self.device, replicas=replicas, layout=self.layout, weights=self.weights, cache=self.cache,
             limits=self.limits, speculate=self.speculate, adapters=self.base.serving.adapters,
-            prefixes=self.prefixes, host_prefix_bytes=round(host_bytes(self.step, self.base.serving.requests, self.prefixes)),
+            nano_batch_rows=split_rows_of(self.step), prefixes=self.prefixes,
+            host_prefix_bytes=round(host_bytes(self.step, self.base.serving.requests, self.prefixes)),
         )  # fmt: skip
 
 
@@ -198,6 +200,8 @@ class ServingSpace:
         )
         base_choice, reason = fixed_choice(request.fixed, serving), ""
         budgets = dict.fromkeys((base_choice, base_choice.with_least_budget()))
+        if serving.nano_batches and can_split(layout):
+            step = with_nano_batches(step)
         for choice in (replace(each, prefixes=tier) for each in budgets for tier in tiers_of(serving, profile)):
             base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, known)
             kind, why = base.kind(choice)

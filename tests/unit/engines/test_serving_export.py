@@ -325,6 +325,17 @@ def test_prefixes_with_the_host_are_told_to_each_engine_or_refused(tmp_path: Pat
     assert "--no-enable-prefix-caching" in calls_of(computed, "vllm", "serve.sh", tmp_path / "none")[0]["words"]
 
 
+def test_nano_batches_are_told_to_each_engine(tmp_path: Path) -> None:
+    pool = pool_of(attention_dp=8, ep=8, weights="fp8", cache="fp8", replicas=1, nano_batch_rows=99)
+    plan = serving_plan(pool, model="deepseek-v3", nano_batches=True)
+    words = parse(VLLM, calls_of(plan, "vllm", "serve.sh", tmp_path / "vllm")[0]["words"][2:])
+    assert words["enable-dbo"] is True and words["dbo-decode-token-threshold"] == 99
+    words = parse(SGLANG, calls_of(plan, "sglang", "serve.sh", tmp_path / "sglang")[0]["words"][2:])
+    assert words["enable-two-batch-overlap"] is True and words["moe-a2a-backend"] == "deepep"
+    with pytest.raises(ConfigError, match="nano-batches"):
+        export(plan, "trtllm")
+
+
 def test_sglang_is_told_to_mix_where_the_plan_does(tmp_path: Path) -> None:
     words = calls_of(serving_plan(pool_of(tp=8), scheduler="mixed"), "sglang", "serve.sh", tmp_path)[0]["words"]
     assert parse(SGLANG, words[2:])["enable-mixed-chunk"] is True
