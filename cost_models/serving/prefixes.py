@@ -12,7 +12,7 @@ from __future__ import annotations
 from ...schema import ClusterSpec
 from ...schema.serving import EngineLimits, PrefixTier, Requests, Serving
 from ..coefficients import Coefficients
-from ..hardware.machine import host_copy_bytes_per_s, node_storage_bytes_per_s
+from ..hardware.host_memory import host_copy_bytes_per_s, node_storage_bytes_per_s
 from ..hardware.streams import USABLE_HOST_MEMORY
 from .engine import EngineProfile
 from .step import StepCosts
