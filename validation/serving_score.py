@@ -21,6 +21,7 @@ from ..schema.units import FloatArray
 from .decisions import rank_correlation
 from .serving import ServingPrediction, ServingRow
 
+QUANTILES = tuple(level / 20 for level in range(1, 20))
 LIMITS_MS = (15.0, 20.0, 30.0, 50.0, 75.0, 100.0)
 Pair = tuple[ServingRow, ServingPrediction]
 Chance = Callable[[FloatArray], FloatArray]
@@ -29,12 +30,13 @@ Chance = Callable[[FloatArray], FloatArray]
 
 @dataclass(frozen=True)
 class MetricScore:
-    """Relative errors of one metric over the scored rows."""
+    """Relative errors of one metric over the scored rows; measured over predicted at each of QUANTILES."""
 
     mean: float
     median: float
     ratio: float
     rank: float | None
+    measured_ratios: tuple[float, ...]
 
     @classmethod
     def of(cls, pairs: Sequence[Pair], metric: str) -> MetricScore:
@@ -44,6 +46,7 @@ class MetricScore:
         return cls(
             mean=float(error.mean()), median=float(np.median(error)), ratio=float(np.median(predicted / measured)),
             rank=rank_correlation(predicted, measured),
+            measured_ratios=tuple(np.quantile(measured / predicted, QUANTILES).tolist()),
         )  # fmt: skip
 
 

@@ -46,8 +46,8 @@ class NanoBatchedCosts(StepCosts):
         rows = self.queries * np.asarray(decode_rows, dtype=np.float64) + prefill_tokens
         if not np.any(rows >= self.split_rows):
             return batch
-        of_half = (np.asarray(size) / 2 for size in sizes[:3])
-        half = super().parts(*of_half, prefill_context, prompts=prompts)
+        decoding, cached, tokens = (np.asarray(size) / 2 for size in sizes[:3])
+        half = super().parts(decoding, cached, tokens, prefill_context, prompts=prompts)
         halves = {name: 2 * half[name] for name in HALVED}
         halves["communication"] = halves["communication"] - self._hidden_s(halves)
         return {

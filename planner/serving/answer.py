@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...cost_models.coefficients import packaged_coefficients
 from ...cost_models.serving.simulation import InstanceUse
 from ...schema import Certificate
 from ...schema.plan import Unit
@@ -301,6 +302,7 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
             f"lengths are drawn from the {requests.trace.num_requests:,} requests of {requests.trace.path}, arrivals with their "
             f"variation (cv {requests.arrival_cv:.2g}); meshwright replay serves them as recorded"
         )
+    yield from _on_measured(problem, served)
     if served.deployment.routes is not None:
         yield "classes go to instances of their own; the bound on such mixes takes their seconds to add up (E2)"
     if (drafting := served.deployment.kinds[-1].speculate) is not None:
@@ -318,6 +320,22 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
     yield from _on_steps(problem, served)
     if problem.space.too_large:
         yield f"{counted(len(problem.space.too_large), 'layout')} of an instance do not fit the memory of a device"
+
+
+def _on_measured(problem: ServingProblem, served: Served) -> Iterator[str]:
+    """Yield how likely a limit on TPOT holds when it is measured, by how far predictions of load tests were off."""
+    if problem.serving.engine == "meshwright":
+        return
+    ratios = packaged_coefficients().value("serving.measured_over_predicted.tpot")
+    levels = np.arange(1, len(ratios) + 1) / (len(ratios) + 1)
+    for limit in served.limits:
+        if limit.metric == "tpot" and limit.simulated_s:
+            ratio = limit.limit_s / limit.simulated_s
+            share = format_percent(float(np.interp(ratio, ratios, levels)), 0)
+            yield (
+                f"tpot {format_seconds(limit.simulated_s)} of {format_seconds(limit.limit_s)}: in {share} of the load tests that "
+                f"were predicted it was measured to be at most {ratio:.2f} times as long (a tighter --tpot is surer)"
+            )
 
 
 def _on_prefixes(problem: ServingProblem, served: Served) -> Iterator[str]:

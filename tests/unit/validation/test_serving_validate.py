@@ -151,6 +151,7 @@ def test_a_cautious_choice_goes_by_the_errors_of_other_models() -> None:
     alone = score_serving(rows, predicted)["agg"]
     assert alone.cautious is None
     assert alone.choices.met == pytest.approx(5 / 6)  # all but 15 ms
+    assert len(alone.tpot.measured_ratios) == 19 and alone.tpot.measured_ratios[9] == pytest.approx(1.0)
     ratios = [1.0, 1.04, 1.08, 1.12, 1.16, 1.2]
     others = [
         row(id=f"o{idx}", model="llama-3.1-8b", isl=idx + 1, tpot_ms=10 * ratio, ttft_ms=100.0)
