@@ -9,6 +9,10 @@ none      computed anew with every prompt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from ...schema import ClusterSpec
 from ...schema.serving import EngineLimits, PrefixTier, Requests, Serving
 from ..coefficients import Coefficients
@@ -17,12 +21,31 @@ from ..hardware.streams import USABLE_HOST_MEMORY
 from .engine import EngineProfile
 from .step import StepCosts
 
+FULL_STEP = 16384
+"""Tokens of a step in which a prompt's take least of it."""
+
 
 def tiers_of(serving: Serving, profile: EngineProfile) -> tuple[PrefixTier | None, ...]:
     """Return where an engine may have the prefixes of a load, best without regard to what they take there."""
     if not serving.prefix_cache or not serving.requests.stored_tokens:
         return (None,)
     return ("device", *profile.memory.prefix_tiers, "none")
+
+
+def best_tiers(
+    step: StepCosts, requests: Requests, tiers: Sequence[PrefixTier | None]
+) -> tuple[PrefixTier | None, ...]:
+    """Return the places that may be best: no drives beside a host that holds all, not nowhere where copies are quicker."""
+    copies: list[PrefixTier] = [
+        tier for tier in ("host", "storage") if tier in tiers and (tier == "storage" or host_holds(step, requests))
+    ][:1]
+    best = [tier for tier in tiers if tier not in ("host", "storage") or tier in copies]
+    lengths = np.array([entry.prefix_len for entry in requests.classes if entry.prefix_len], dtype=np.float64)
+    full = np.full(lengths.shape, float(FULL_STEP))
+    computed_s = step.seconds(0.0, 0.0, full, lengths / 2) / full
+    if copies and np.all(fetch_s_per_token(step, copies[0]) <= computed_s):
+        best.remove("none")
+    return tuple(best)
 
 
 def fetch_s_per_token(step: StepCosts, prefixes: PrefixTier | None) -> float:

@@ -350,6 +350,10 @@ def _on_prefixes(problem: ServingProblem, served: Served) -> Iterator[str]:
         seconds = kind.model.fetch_s_per_token * float(problem.mix.share @ problem.mix.prefix_len)
         size = format_bytes(kind.size * kind.pool("agg", 1).host_prefix_bytes)
         where = "the host's memory" if kind.prefixes == "host" else "the host's drives"
+        if kind.prefixes == "host" and any(
+            group.host_memory_bytes is None for group in kind.step.instance.cluster.groups
+        ):
+            where += " (how much it has the cluster does not say)"
         yield (
             f"prefixes of {stored:,} tokens lie in {where}, {size} an instance; a request copies its own in "
             f"{format_seconds(seconds)}"

@@ -1,16 +1,9 @@
-"""Engine instances that a serving plan may consist of: every layout of every kind of device, with its steps, memory and limits.
-
-tp     divides the heads, within what the fastest links join (beyond them where it is fixed)
-pp     up to MAX_PP, without attention_dp
-attention_dp, ep   of models with experts: the ranks of a stage share the experts, whole (ep) or cut (moe_tp)
-An instance has a divisor of a node's devices or whole nodes, so that instances fill nodes without rest (E3).
-"""
+"""Engine instances that a serving plan may consist of: every layout of every kind of device, with its steps, memory and limits."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,21 +15,35 @@ from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps,
 from ...cost_models.serving.memory import ServingMemory, serving_memory
 from ...cost_models.serving.mix import Mix
 from ...cost_models.serving.nano_batches import can_split, split_rows_of, with_nano_batches
-from ...cost_models.serving.prefixes import fetch_s_per_token, host_bytes, tiers_of, why_none_fit, without_prefixes
+from ...cost_models.serving.prefixes import (
+    best_tiers,
+    fetch_s_per_token,
+    host_bytes,
+    tiers_of,
+    why_none_fit,
+    without_prefixes,
+)
 from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import check_drafts, with_drafts
 from ...cost_models.serving.step import StepCosts
 from ...schema import ClusterSpec, ConfigError, ModelSpec
-from ...schema.serving import CacheDtype, EngineLimits, Pool, PrefixTier, Role, Serving, ServingLayout, WeightDtype
+from ...schema.serving import (
+    BYTES_OF,
+    CacheDtype,
+    EngineLimits,
+    Pool,
+    PrefixTier,
+    Role,
+    Serving,
+    ServingLayout,
+    WeightDtype,
+)
 from ...schema.serving_plan import layout_title
 from ...schema.speculation import Speculation
 from ...schema.units import format_bytes
 from ..request import PlanRequest
+from .layouts import layouts
 from .limits import SMALL, LimitChoice, choices, fixed_choice
-
-MAX_PP = 8
-MAX_STAGE_DEVICES = 64
-"""Ranks that share experts: beyond, published deployments (EP 32 to 144) are of thousands of devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +338,7 @@ class _Base:
         stored, tiers = self.serving.requests.stored_tokens, tiers_of(self.serving, self.profile)
         if stored <= SMALL * limits.cache_blocks * limits.block_size and self.base_choice.prefixes == tiers[0]:
             return tiers[:1]
-        return tiers if role != "decode" else (tiers[0], tiers[-1])
+        return best_tiers(self.step, self.serving.requests, tiers) if role != "decode" else (tiers[0], tiers[-1])
 
     @cached_property
     def _closed(self) -> InstanceKind:
@@ -344,36 +351,6 @@ def _of_each_draft(models: Sequence[InstanceModel]) -> tuple[InstanceModel, ...]
     """Return an instance for each length of drafts; none where there is one."""
     by_steps = {id(each.steps): each for each in models}
     return tuple(by_steps.values()) if len(by_steps) > 1 else ()
-
-
-def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving, *, fixed_tp: int = 1) -> Iterator[ServingLayout]:
-    """Yield the layouts of an engine instance on equal devices; ``fixed_tp``: a degree that may go beyond the fastest links."""
-    node, total = math.gcd(*cluster.node_sizes), cluster.num_devices
-    domain = max(node, cluster.scaleup_domain)
-    heads = [block.attention.num_heads for block, _ in model.block_runs]
-    experts = [block.experts.num_experts for block, _ in model.block_runs if block.experts is not None]
-    degrees = [n for n in range(1, min(total, MAX_STAGE_DEVICES) + 1) if node % n == 0 or n % node == 0]
-    tps = [n for n in degrees if n <= max(domain, fixed_tp) and all(count % n == 0 for count in heads)]
-    for tp, pp in itertools.product(
-        tps, (n for n in range(1, MAX_PP + 1) if n & (n - 1) == 0 and n <= model.num_blocks)
-    ):
-        size = tp * pp
-        if size > total or not (node % size == 0 or size % node == 0):
-            continue
-        yield ServingLayout(tp=tp, pp=pp)
-        if pp == 1 and tp > 1 and all(count % tp == 0 for count in experts) and experts:
-            yield ServingLayout(tp=tp, ep=tp)
-    if not experts or serving.engine == "meshwright":
-        return
-    for stage, tp in itertools.product(degrees, tps):
-        ranks = stage // tp
-        if stage % tp or ranks < 2 or stage > total:
-            continue
-        yield from (
-            ServingLayout(tp=tp, attention_dp=ranks, ep=ep)
-            for ep in (1, stage)
-            if all(count % ep == 0 for count in experts) and (ep > 1 or stage <= domain)
-        )
 
 
 def _not_measured(request: PlanRequest, serving: Serving, layouts: list[ServingLayout]) -> ConfigError:
@@ -394,8 +371,6 @@ def _not_measured(request: PlanRequest, serving: Serving, layouts: list[ServingL
 
 def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDtype) -> float:
     """Return weights that a device has at least, without building the layout: everything cut over all of its devices."""
-    from ...schema.serving import BYTES_OF
-
     return model.num_params * BYTES_OF[weights] / layout.num_devices
 
 
