@@ -324,13 +324,16 @@ class _Base:
 
     def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
         """Return the instance under the limits that may be best in a role, the engine's own first."""
-        limits = self.known[self.base_choice].limits
+        limits, base = self.known[self.base_choice].limits, self.base_choice
+        if role == "decode" and base.prefixes in ("host", "storage"):  # nothing is fetched: requests bring copies
+            base = replace(base, prefixes="none")
+        first = self._closed if base == self.base_choice else self.kind(base)[0]
         others = (
             choice
-            for choice in choices(role, limits, self.serving, self.base_choice, max_rows, self._tiers(role, limits))
-            if choice != self.base_choice
+            for choice in choices(role, limits, self.serving, base, max_rows, self._tiers(role, limits))
+            if choice != base
         )
-        kinds = [self._closed, *(kind for choice in others if (kind := self.kind(choice)[0]) is not None)]
+        kinds = [kind for kind in (first, *(self.kind(choice)[0] for choice in others)) if kind is not None]
         return list({(kind.limits, kind.speculate, kind.prefixes): kind for kind in reversed(kinds)}.values())[::-1]
 
     def _tiers(self, role: str, limits: EngineLimits) -> Sequence[PrefixTier | None]:

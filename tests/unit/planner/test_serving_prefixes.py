@@ -42,6 +42,14 @@ def test_prefixes_lie_on_the_device_while_it_holds_them_and_with_the_host_after(
     assert many.estimate.overall.ttft.p50_s > few.estimate.overall.ttft.p50_s + 0.02
 
 
+def test_a_pool_that_only_decodes_fetches_none() -> None:
+    task = serving(400, "rate=20").replace(modes=("disagg",))
+    made = plan("llama-3.1-8b", "8xH100-SXM-80GB", task, fixed={"tp": 1, "pp": 1})
+    assert isinstance(made, ServingPlan)
+    assert [pool.prefixes for pool in made.pools] == ["host", "none"]
+    assert made.pools[0].host_prefix_bytes > 0 == made.pools[1].host_prefix_bytes
+
+
 def test_an_engine_without_a_place_for_them_computes_them() -> None:
     assert planned(serving(200, "rate=5", "meshwright")).pools[0].prefixes == "none"
 
