@@ -83,7 +83,9 @@ def test_nothing_simulated_is_above_the_bound(serving: Serving) -> None:
                     <= KINKS * family.in_closed_loop((1,), serving.requests.concurrency, fluid=True)[0]
                 )
             elif most := family.largest(0, fluid=True):
-                assert not problem._serve(limited, deployment, (KINKS + CHANCE) * most).meets_limits
+                served = problem._serve(limited, deployment, (KINKS + CHANCE) * most)
+                # Requests of one length end in waves, between which a queue may seem not to grow: over all they are fewer.
+                assert not served.meets_limits or len(served.counted) / served.result.duration_s <= most
 
 
 @pytest.mark.parametrize("concurrency", [None, 256])
