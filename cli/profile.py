@@ -196,7 +196,7 @@ def _measure(task: ProfileTask, ranks: int | None, *, is_brief: bool) -> Profile
 def _measure_engine(profile: Profile, options: MeasureOptions, task: ProfileTask) -> Profile:
     """Return the profile with steps of our serving engine, every layout of the model that this machine has room for."""
     from ..cost_models.serving.engine import EngineProfile
-    from ..planner.serving.space import layouts
+    from ..planner.serving.layouts import layouts
     from ..profilers.profiled_cluster import profiled_cluster
     from ..profilers.run.protocol import ProfileProgress
     from ..runtime.serving.measure_layouts import measure_layouts

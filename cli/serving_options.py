@@ -54,6 +54,10 @@ class ServingOptions(OptionModel):
         "on=all or attention; with --modes agg.",
         metavar="rank=R,...",
     )  # fmt: skip
+    nano_batches: Literal["on", "off"] = option(
+        "off",
+        "on: steps may be two halves, of which one sends rows to experts while the other computes (vllm, sglang).",
+    )
     prefix_cache: Literal["on", "off"] = option(
         "on", "on: prefixes of the load are in the cache; off: every prompt is computed."
     )
@@ -90,6 +94,7 @@ class ServingOptions(OptionModel):
             modes=modes,  # type: ignore[arg-type]
             weights=self.weights,
             cache=self.kv,
+            nano_batches=self.nano_batches == "on",
             prefix_cache=self.prefix_cache == "on",
             scheduler=self.scheduler,
             speculate=None if self.speculate is None else parse_speculation(self.speculate),

@@ -37,6 +37,7 @@ def build_parser() -> ArgumentParser:
         ("overlap", "overlap", "report", "table", "[overlap] of coefficients.toml, from overlap_interference.csv"),
         ("coefficients", "steps", "report_coefficients", "runs", "coefficients of entire steps, from measured runs"),
         ("intervals", "intervals", "report", "runs", "[interval] of coefficients.toml, from measured runs"),
+        ("engines", "engines", "report", "points", "constants of serving engines' profiles, from load tests"),
         ("ratios", "ratios", "report", "runs", "[ratio.sd] of coefficients.toml, from groups of measured runs"),
     ):
         fit = fits.add_parser(name, help=text)
@@ -47,6 +48,7 @@ def build_parser() -> ArgumentParser:
         if name in ("gemm", "attention", "decode_attention", "experts"):
             fit.add_argument("--out", type=Path, default=ARTEFACTS, help="where the artefact is written")
     fits.choices["collectives"].add_argument("--write", action="store_true", help="replace collective_curves.json")
+    fits.choices["engines"].add_argument("--names", default="", metavar="A,B", help="constants to fit (default: all)")
     coefficients = fits.choices["coefficients"]
     coefficients.add_argument("--names", default="", metavar="A,B", help="coefficients to search (default: all)")
     coefficients.add_argument("--cap", type=int, default=40, metavar="N", help="highest number of runs of one source")

@@ -1,6 +1,6 @@
 """Read a load of requests and limits on latency as a user types them, and recorded requests from a file.
 
-    isl=4096,osl=512,rate=20,cv=1.5,prefix=0.4        a class; several: isl=512,osl=64,share=0.7;isl=8k,osl=512,share=0.3
+    isl=4096,osl=512,rate=20,cv=1.5,prefix=0.4,prefixes=9    a class; several: isl=512,osl=64,share=0.7;isl=8k,osl=512,share=0.3
     trace.csv, trace.csv.gz                           columns arrival_s, prompt_tokens, output_tokens[, prefix_blocks]
     500ms@p90, 30ms                                   a limit and the share of requests that must be within it (p90)
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,7 @@ PROMPT_BINS, OUTPUT_BINS = (0.3, 0.6, 0.85, 0.97), (0.4, 0.8)
 """Quantiles at which lengths are cut into classes: long prompts, which decide tails, have classes of their own."""
 
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
-_KEYS = ("isl", "osl", "share", "prefix", "rate", "cv", "concurrency")
+_KEYS = ("isl", "osl", "share", "prefix", "prefixes", "rate", "cv", "concurrency")
 _LOAD_KEYS = frozenset({"rate", "cv", "concurrency"})
 _EXAMPLE = "e.g. isl=4096,osl=512,rate=20,cv=1.5,prefix=0.4, or a csv file with columns " + ", ".join(_COLUMNS)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -96,7 +96,7 @@ def _without_none(fields: dict[str, float | None]) -> dict[str, float | int]:
 
 def _number(key: str, text: str) -> float:
     try:
-        value = float(parse_count(text)) if key in ("isl", "osl", "concurrency") else float(text)
+        value = float(parse_count(text)) if key in ("isl", "osl", "prefixes", "concurrency") else float(text)
     except ValueError as error:
         raise ConfigError(f"--requests: {key}={shown(text)}: {error}", help=_EXAMPLE) from None
     if not (np.isfinite(value) and value >= 0):
@@ -115,6 +115,7 @@ def _class_of(entry: dict[str, float], total_share: float) -> RequestClass:
         prompt_len=int(entry["isl"]),
         output_len=int(entry["osl"]),
         prefix_len=min(prefix_len, max(int(entry["isl"]) - 1, 0)) if prefix < 1 else prefix_len,
+        num_prefixes=int(entry.get("prefixes", 1)),
     )
 
 
@@ -150,7 +151,12 @@ def read_trace(path: str | Path) -> Trace:
             digest.update(line)
             yield line
 
-    arrivals, lengths, seen, prefixes = list[float](), list[tuple[int, int]](), set[str](), list[int]()
+    arrivals, lengths, seen, prefixes = (
+        list[float](),
+        list[tuple[int, int]](),
+        dict[str, tuple[int, int]](),
+        list[int](),
+    )
     for line, row in table_rows(path, _COLUMNS, form=_EXAMPLE, lines=digested()):
         if len(arrivals) >= MAX_REQUESTS:
             raise ConfigError(f"{path} has more than {MAX_REQUESTS:,} requests", help="cut it")
@@ -164,7 +170,7 @@ def read_trace(path: str | Path) -> Trace:
             )
         blocks = (row.get("prefix_blocks") or "").split()
         known = next((k for k, block in enumerate(blocks) if block not in seen), len(blocks))
-        seen.update(blocks)
+        seen.update((block, (seen.get(block, (len(arrivals),))[0], len(arrivals))) for block in blocks)
         arrivals.append(arrival)
         lengths.append((int(prompt), int(output)))
         prefixes.append(min(known * PREFIX_BLOCK, int(prompt) - 1))
@@ -182,8 +188,20 @@ def read_trace(path: str | Path) -> Trace:
             sha256=digest.hexdigest(),
             num_requests=len(arrivals),
             longest=int(sizes.sum(axis=1).max()),
+            prefix_tokens=PREFIX_BLOCK * _peak_blocks(seen.values()),
         ),
     )
+
+
+def _peak_blocks(uses: Iterable[tuple[int, int]]) -> int:
+    """Return how many blocks, of those that come again, are between their first and last use at most."""
+    again = np.array([use for use in uses if use[0] < use[1]], dtype=np.int64).reshape(-1, 2)
+    if not len(again):
+        return 0
+    change = np.bincount(again[:, 0], minlength=again.max() + 2) - np.bincount(
+        again[:, 1] + 1, minlength=again.max() + 2
+    )
+    return int(change.cumsum().max())
 
 
 def requests_of_trace(trace: Trace, *, rate: float | None = None, concurrency: int | None = None) -> Requests:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from .adapters import Adapters, FineTuning
 from .base import Count, CountOrNone, Frozen
@@ -21,6 +21,10 @@ CacheDtype = Literal["bf16", "fp16", "fp8", "fp32"]
 Role = Literal["agg", "prefill", "decode"]
 LatencyMetric = Literal["ttft", "tpot", "e2e"]
 SchedulerPolicy = Literal["mixed", "prefill_first"]
+PrefixTier = Literal["device", "host", "storage", "none"]
+"""Where the prefixes lie that requests share: in the device's cache, once for all; in the host's memory or on its drives, from
+where each request fetches a copy; or nowhere, so that they are computed again."""
+
 ServingObjective = Literal["gpus", "throughput", "cost", "latency"]
 
 BYTES_OF: dict[str, float] = {
@@ -35,13 +39,15 @@ class RequestClass(Frozen):
     Attributes:
         share: of all requests; those of a load sum to one.
         prompt_len: tokens of a prompt; output_len: tokens generated, the first included.
-        prefix_len: tokens at the start of a prompt that the engine has in its cache (a hit of the prefix cache).
+        prefix_len: tokens at the start of a prompt that other requests share, so that their keys and values may be there already.
+        num_prefixes: different ones, equally frequent.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     prompt_len: Count
     output_len: Count
     prefix_len: CountOrNone = 0
+    num_prefixes: Count = 1
 
     @model_validator(mode="after")
     def _has_something_new(self) -> RequestClass:
@@ -55,6 +61,8 @@ class TraceFile(Frozen):
 
     Attributes:
         path, sha256: of the file as it was read; num_requests: in it; longest: tokens of prompt and output of the longest.
+        prefix_tokens: of blocks that come again, most of them at a time between their first and last use: the least cache that has
+            them all.
         rate_scale: arrivals are so much closer together than recorded.
     """
 
@@ -62,6 +70,7 @@ class TraceFile(Frozen):
     sha256: str
     num_requests: Count
     longest: Count
+    prefix_tokens: CountOrNone = 0
     rate_scale: PositiveFloat = 1.0
 
 
@@ -95,6 +104,19 @@ class Requests(Frozen):
         """Return the tokens of the longest request."""
         of_classes = max(entry.prompt_len + entry.output_len for entry in self.classes)
         return of_classes if self.trace is None else max(of_classes, self.trace.longest)
+
+    def longest_beside_prefix(self, prefixes: PrefixTier | None) -> int:
+        """Return the tokens of the longest request that are its own where prefixes lie there."""
+        if prefixes != "device" or self.trace is not None:
+            return self.longest
+        return max(entry.prompt_len + entry.output_len - entry.prefix_len for entry in self.classes)
+
+    @property
+    def stored_tokens(self) -> int:
+        """Return the tokens of all prefixes that requests share, of each class its own; of a recording those that come again."""
+        if self.trace is not None:
+            return self.trace.prefix_tokens
+        return sum(entry.num_prefixes * entry.prefix_len for entry in self.classes)
 
     @property
     def mean_prompt_len(self) -> float:
@@ -188,6 +210,9 @@ class Pool(Frozen):
         replicas: engine instances.
         adapters: that its requests name; None: none.
         speculate: what its decoding rows draft with, draft_tokens as chosen; None: they do not.
+        nano_batch_rows: of an attention rank from which a step is two halves, one of which sends while the other computes;
+            None: none is.
+        prefixes: where those of the load lie; None: it has none; host_prefix_bytes: of a device's part of them with the host.
     """
 
     role: Role = "agg"
@@ -199,6 +224,9 @@ class Pool(Frozen):
     limits: EngineLimits
     speculate: Speculation | None = None
     adapters: Adapters | None = None
+    nano_batch_rows: Count | None = None
+    prefixes: PrefixTier | None = None
+    host_prefix_bytes: NonNegativeInt = 0
 
     @property
     def num_devices(self) -> int:
@@ -217,7 +245,9 @@ class Serving(Task):
             latency. None: gpus where a rate is given, else throughput.
         weights, cache: their types; None: what the model's file says, else bf16.
         scheduler: what a step serves: mixed (decoding rows and prompts) or prefill_first; None: as the engine does by itself.
+        prefix_cache: prefixes that requests share are kept where that is best; else every prompt is computed.
         speculate: tokens are drafted and checked; draft_tokens None: as many as are best, none among them.
+        nano_batches: steps may be two halves where ranks send rows to experts, and are where that is quicker.
         adapters: that requests name, one each; None: none.
         fine_tuning: an adapter that is trained in the same steps, as far as the limits leave room; None: none.
     """
@@ -237,6 +267,7 @@ class Serving(Task):
     prefix_cache: bool = True
     scheduler: SchedulerPolicy | None = None
     speculate: Speculation | None = None
+    nano_batches: bool = False
     adapters: Adapters | None = None
     fine_tuning: FineTuning | None = None
 
@@ -248,6 +279,15 @@ class Serving(Task):
             raise ValueError(
                 "fine-tuning in the steps that serve is planned for instances that prefill and decode (--modes agg), at a rate, "
                 "with a limit on latency (--tpot), without --speculate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _splits_plain_steps(self) -> Serving:
+        if self.nano_batches and (self.speculate or self.fine_tuning or self.engine not in ("vllm", "sglang")):
+            raise ValueError(
+                "steps in two nano-batches are planned for vllm and sglang, without --speculate and --finetune; "
+                f"the engine is {self.engine}"
             )
         return self
 

@@ -12,12 +12,13 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from ..cost_models.coefficients import Coefficients
 from ..cost_models.serving.engine import EngineProfile, profiles
 from ..cost_models.serving.memory import ServingMemory, serving_memory
 from ..cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
@@ -214,13 +215,18 @@ def _predict(row: ServingRow) -> ServingPrediction:
     )
 
 
-def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
+def serve_row(
+    row: ServingRow, profile: EngineProfile | None = None, coefficients: Coefficients | None = None
+) -> tuple[SimulatedRequests, bool, int]:
     """Return the simulated load test of a row, whether its instances fit their devices, and how many devices there are.
+
+    Args:
+        profile, coefficients: in place of the row's engine's, and of the packaged ones.
 
     Raises:
         ConfigError: the model, device, engine or layout is not known.
     """
-    profile = profile_of(row)
+    profile, costs = profile or profile_of(row), partial(_row_steps, row, coefficients=coefficients)
     if row.engine == "trtllm" and row.described:
         overhead = profile.overhead
         profile = profile.replace(overhead=overhead.replace(row_s=overhead.row_s / inferencex.STREAM_INTERVAL))
@@ -232,7 +238,7 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
         layout = ServingLayout(tp=row.tp or 1, pp=row.pp or 1, attention_dp=row.attention_dp or 1, ep=row.ep or 1)
         replicas = max((row.gpus or 0) // layout.num_devices, 1)
         concurrency = max(round(row.concurrency or 1), 1)
-        pool, memory = _pool(row, profile, layout, replicas, concurrency, None)
+        pool, memory = _pool(row, costs(layout), profile, replicas, concurrency, None)
         served = simulate(pool, load_of(row, concurrency), concurrency=concurrency)
         return served, memory.fits, replicas * layout.num_devices
     if not row.prefill_workers or not row.decode_workers:
@@ -241,9 +247,10 @@ def serve_row(row: ServingRow) -> tuple[SimulatedRequests, bool, int]:
     decode = ServingLayout(tp=row.decode_tp or 1, attention_dp=row.decode_attention_dp or 1, ep=row.decode_ep or 1)
     ranks = row.decode_workers * decode.attention_dp
     concurrency = max(round(row.concurrency or (row.decode_batch_per_rank or 1) * ranks), 1)
-    first, memory = _pool(row, profile, prefill, row.prefill_workers, concurrency, None)
-    second, more = _pool(row, profile, decode, row.decode_workers, concurrency, row.decode_batch_per_rank)
-    transfer_s = _transfer_s_per_token(row, decode)
+    first, memory = _pool(row, costs(prefill), profile, row.prefill_workers, concurrency, None)
+    second, more = _pool(row, costs(decode), profile, row.decode_workers, concurrency, row.decode_batch_per_rank)
+    # Every device of a rank receives its share of a token's cache.
+    transfer_s = costs(decode).cache_bytes_per_token / _NETWORK_BYTES_PER_S
     served = simulate(
         [first, second], load_of(row, concurrency), concurrency=concurrency, transfer_s_per_token=transfer_s
     )
@@ -263,12 +270,17 @@ def load_of(row: ServingRow, concurrency: int) -> RequestTable:
     return RequestTable.of(prompt, np.maximum(output, 1))
 
 
+def _row_steps(row: ServingRow, layout: ServingLayout, *, coefficients: Coefficients | None) -> StepCosts:
+    """Return the steps of an engine instance of a row, without drafts."""
+    cluster = _cluster(row.gpu, layout.num_devices)
+    return _step(_model(row.model), cluster, layout, *_dtypes(row), coefficients)
+
+
 def _pool(
-    row: ServingRow, profile: EngineProfile, layout: ServingLayout, replicas: int, concurrency: int, batch: int | None
+    row: ServingRow, step: StepCosts, profile: EngineProfile, replicas: int, concurrency: int, batch: int | None
 ) -> tuple[EnginePool, ServingMemory]:
     """Return the engine instances of a row, and the memory of one."""
-    model, weights, experts, kv = _model(row.model), *_dtypes(row)
-    step = _step(model, _cluster(row.gpu, layout.num_devices), layout, weights, experts, kv)
+    layout = step.instance.layout
     if row.speculate:
         step = _drafting(step, row.speculate)
     share = math.ceil(concurrency / (replicas * layout.attention_dp))
@@ -350,8 +362,11 @@ def _step(
     weights: WeightDtype,
     experts: WeightDtype,
     kv: CacheDtype,
+    coefficients: Coefficients | None,
 ) -> StepCosts:
-    return StepCosts.build(model, cluster, layout, weights=weights, experts=experts, cache=kv)
+    return StepCosts.build(
+        model, cluster, layout, weights=weights, experts=experts, cache=kv, coefficients=coefficients
+    )
 
 
 @cache
@@ -362,10 +377,3 @@ def _drafting(step: StepCosts, text: str) -> StepCosts:
 
 _NETWORK_BYTES_PER_S = 50e9
 """A NIC of 400 Gb/s a device, which moves caches between instances."""
-
-
-def _transfer_s_per_token(row: ServingRow, decode: ServingLayout) -> float:
-    """Return the seconds of a token's cache on its way: every device of a rank receives its share."""
-    weights, experts, kv = _dtypes(row)
-    step = _step(_model(row.model), _cluster(row.gpu, decode.num_devices), decode, weights, experts, kv)
-    return step.cache_bytes_per_token / _NETWORK_BYTES_PER_S

@@ -93,6 +93,13 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
         words += f"; drafts of {drafting.draft_tokens} by {drafting.method}, {tokens:.3g} tokens a step"
     if (adapters := pool.adapters) is not None:
         words += f"; {adapters.count:,} adapters of rank {adapters.rank}"
+    if pool.nano_batch_rows is not None:
+        words += f"; two nano-batches from {pool.nano_batch_rows:,} rows on"
+    if pool.prefixes is not None:
+        words += {
+            "device": "; prefixes on the device", "host": "; prefixes in the host's memory",
+            "storage": "; prefixes on the host's drives", "none": "; prefixes computed anew",
+        }[pool.prefixes]  # fmt: skip
     table.add_row("  limits", "", "", words)
     usage = f"of {format_bytes(cost.cache_bytes)} a device hold keys and values of requests"
     cache = f"{usage}; weights {format_bytes(cost.weight_bytes)}"

@@ -10,7 +10,7 @@ import typer
 
 from ...schema.units import format_percent
 from ...validation.serving import predict_serving, read_serving
-from ...validation.serving_score import MetricScore, ServingScore, score_serving
+from ...validation.serving_score import ChoiceScore, MetricScore, ServingScore, score_serving
 from ..terminal import Table, headed_table, show
 
 
@@ -52,10 +52,15 @@ def _cells(score: MetricScore | None) -> tuple[str, ...]:
 def _choices(scores: dict[str, ServingScore]) -> Table:
     table = headed_table(
         "most tokens a second and device within a limit on TPOT", "rows of", "choices", "limit met", "lost, mean", "90 %",
-        text=("rows of",),
+        "cautious: met", "lost, mean", "90 %", text=("rows of",),
     )  # fmt: skip
     for name, score in scores.items():
-        if choices := score.choices:
-            figures = map(format_percent, (choices.met, choices.lost_mean, choices.lost_p90))
-            table.add_row(name, str(choices.count), *figures)
+        if score.choices:
+            table.add_row(name, str(score.choices.count), *_shares(score.choices), *_shares(score.cautious))
     return table
+
+
+def _shares(choices: ChoiceScore | None) -> tuple[str, ...]:
+    if choices is None:
+        return ("-",) * 3
+    return tuple(map(format_percent, (choices.met, choices.lost_mean, choices.lost_p90)))

@@ -32,7 +32,7 @@ from ...schema.units import BoolArray, FloatArray
 from ..coefficients import Coefficients, Scenario
 from ..measured import floored, slowdown_ratio
 from .collectives import Pair, slowdown_law
-from .machine import (
+from .host_memory import (
     host_link_bytes_per_s,
     host_update_bytes_per_param,
     host_update_bytes_per_s,

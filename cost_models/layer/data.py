@@ -10,14 +10,8 @@ from ...schema import Workload
 from ...schema.layout_table import OFFLOADS, LayoutTable
 from ...schema.units import Array, FloatArray, IntArray
 from ..hardware.collectives import Op, Pair, collective_s, exposed_s, slowdown_law
-from ..hardware.machine import (
-    device_rates,
-    host_link_bytes_per_s,
-    host_update_s_per_param,
-    leaving_bytes,
-    measured_rates,
-    update_bytes_per_param,
-)
+from ..hardware.host_memory import host_link_bytes_per_s, host_update_s_per_param, leaving_bytes, update_bytes_per_param
+from ..hardware.machine import device_rates, measured_rates
 from .operators import CostInputs
 from .parallel import sharded_params
 

@@ -20,7 +20,8 @@ from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.recurrences import Recurrence
 from ...schema.units import FloatArray, IntArray, Numbers
 from ..hardware.compute import OperatorTime, operator_time, unpacked_s
-from ..hardware.machine import HostCosts, device_rates, host_costs, host_link_bytes_per_s, waiting_s
+from ..hardware.host_memory import host_link_bytes_per_s
+from ..hardware.machine import HostCosts, device_rates, host_costs, waiting_s
 from ..measured import attention_ratio, layer_ratios
 from . import recurrences as _registered  # noqa: F401  operators and saved tensors of those kinds
 from .adapters import with_adapters

@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ...schema.base import Frozen
 from ...schema.errors import ConfigError
-from ...schema.serving import EngineLimits, SchedulerPolicy, ServingEngine
+from ...schema.serving import EngineLimits, PrefixTier, SchedulerPolicy, ServingEngine
 from ...schema.units import GIB
 
 
@@ -65,11 +65,13 @@ class MemoryUse(Frozen):
 
     Attributes:
         fraction: that the engine may use, of all memory, or (``of_free``) for the cache of what weights and workspace leave.
+        prefix_tiers: where it can have prefixes beside the device's memory.
     """
 
     fraction: float = Field(gt=0, le=1)
     of_free: bool
     block_size: PositiveInt
+    prefix_tiers: tuple[PrefixTier, ...] = ()
 
 
 class Graphs(Frozen):

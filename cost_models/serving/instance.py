@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schema.serving import EngineLimits
+from ...schema.serving import EngineLimits, PrefixTier
 from ...schema.units import FloatArray
 from .engine import EngineProfile
 from .step_table import StepTable
@@ -44,9 +44,11 @@ class Rank:
     """An attention rank: requests that wait, whose prompts are computed, that decode, and the free blocks of its cache."""
 
     def __init__(
-        self, profile: EngineProfile, limits: EngineLimits, states: RequestStates, *, hands_over: bool = False
-    ) -> None:
+        self, profile: EngineProfile, limits: EngineLimits, states: RequestStates, *, hands_over: bool = False,
+        prefixes: PrefixTier = "device",
+    ) -> None:  # fmt: skip
         self.limits, self.states, self.size, self.hands_over = limits, states, limits.block_size, hands_over
+        self.shares_prefixes, self.has_prefixes = prefixes == "device", prefixes != "none"
         self.mixed = profile.scheduler.policy == "mixed"
         self.reserve_new, self.reserve_running = profile.admission.reserve_new, profile.admission.reserve_running
         self.reserves_all = self.reserve_new == 1 and self.reserve_running == 1
@@ -80,7 +82,7 @@ class Rank:
     def _admit(self, request: int) -> bool:
         """Take the blocks that a request starts with; return False where they are not free."""
         states, size = self.states, self.size
-        shared = states.prefix[request] // size
+        shared = states.prefix[request] // size if self.shares_prefixes else 0
         tokens = self._tokens_of(request) - states.has_cache[request]
         remaining = 0 if self.hands_over else states.prompt[request] + states.output[request] - 1 - tokens
         if self.reserves_all:
@@ -126,7 +128,7 @@ class Rank:
                 self._join(request)
                 states.first_s[request] = now_s
                 continue
-            done, total = states.prefix[request], self._tokens_of(request)
+            done, total = states.prefix[request] if self.has_prefixes else 0, self._tokens_of(request)
             is_first = not self.now and not (self.mixed and self.num)
             if budget <= 0 or (limits.chunk is None and total - done > budget and not is_first):
                 break
@@ -289,15 +291,17 @@ class Instance:
         *,
         ranks: int,
         hands_over: bool,
+        prefixes: PrefixTier = "device",
     ) -> None:
         self.table, self.lookahead = table, profile.scheduler.lookahead_steps
         self.mixed = profile.scheduler.policy == "mixed"
-        self.ranks = [Rank(profile, limits, states, hands_over=hands_over) for _ in range(ranks)]
+        self.ranks = [Rank(profile, limits, states, hands_over=hands_over, prefixes=prefixes) for _ in range(ranks)]
         self.states, self.blocks = states, limits.cache_blocks
         self.times: FloatArray | list[float] = []
         self.steps, self.since_s, self.begun_s, self.end_s, self.version = 0, 0.0, 0.0, 0.0, 0
         self.use = InstanceUse()
         self.front_free_s = self.link_free_s = 0.0
+        self.host_links_free_s = [0.0] * ranks
         self.poll_steps, self.since_poll = round(profile.scheduler.poll_steps * table.tokens_per_step), 0
         self.inbox: list[tuple[Rank, int]] = []
         self.balance_steps, self.hold_steps, self.holds = profile.scheduler.balance_steps, 0, False

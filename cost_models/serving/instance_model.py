@@ -70,6 +70,7 @@ class InstanceModel:
         prefill_first: prompts have steps of their own, before others decode; else they join the steps of those.
         reserves_output: a request has the cache of its last token from its first one.
         tokens_per_step: of a row, where drafts are checked (speculation.py): seconds below are those between two tokens.
+        fetch_s_per_token: of a prefix that is copied from the host, for which the requests of a lane wait in turn.
         others: instances of which the quickest is taken for each step, in a bound on all of them.
     """
 
@@ -83,6 +84,7 @@ class InstanceModel:
     prefill_first: bool = False
     reserves_output: bool = False
     tokens_per_step: float = 1.0
+    fetch_s_per_token: float = 0.0
     others: tuple[InstanceModel, ...] = ()
 
     def pass_s(self, rows: Any, cached: Any, tokens: Any = 0.0, context: Any = 0.0, prompts: Any = 0.0) -> FloatArray:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...schema.serving import Requests
+from ...schema.serving import PrefixTier, Requests
 from ...schema.units import FloatArray
 
 
@@ -16,7 +16,8 @@ class Mix:
     """Classes of a load as arrays [W], and their moments.
 
     Attributes:
-        prefix_len: tokens of a prompt that are not computed; shared_len: whose cache is there already, for all who share it.
+        prefix_len: tokens of a prompt that are not computed; shared_len: whose cache is there already, for all who share it;
+            fetched_len: whose cache is copied from the host.
     """
 
     share: FloatArray
@@ -24,18 +25,20 @@ class Mix:
     output_len: FloatArray
     prefix_len: FloatArray
     shared_len: FloatArray
+    fetched_len: FloatArray
     arrival_cv: float = 1.0
 
     @classmethod
-    def of(cls, requests: Requests, *, only: int | None = None, prefix_cache: bool = True) -> Mix:
-        """Return the mix of a load, or of one of its classes alone."""
+    def of(cls, requests: Requests, *, only: int | None = None, prefixes: PrefixTier = "device") -> Mix:
+        """Return the mix of a load, or of one of its classes alone, with its prefixes at a place."""
         classes = requests.classes if only is None else requests.classes[only : only + 1]
         columns = np.array([(c.share, c.prompt_len, c.output_len, c.prefix_len) for c in classes], dtype=np.float64).T
         share, prompt, output, prefix = columns
         # Under a fixed number in flight a request follows an end: arrivals are as even as ends are.
         cv = requests.arrival_cv if requests.concurrency is None else 0.0
-        prefix = prefix if prefix_cache else 0 * prefix
-        return cls(share / share.sum(), prompt, output, prefix, prefix, cv)
+        known = prefix * (prefixes != "none")
+        shared, fetched = prefix * (prefixes == "device"), prefix * (prefixes in ("host", "storage"))
+        return cls(share / share.sum(), prompt, output, known, shared, fetched, cv)
 
     @cached_property
     def new_len(self) -> FloatArray:
@@ -79,5 +82,5 @@ class Mix:
 
     @property
     def decoding(self) -> Mix:
-        """Return what of the load an instance has that only decodes: nothing of a prompt is computed there."""
-        return replace(self, prefix_len=self.prompt_len)
+        """Return what of the load an instance has that only decodes: nothing of a prompt is computed or fetched there."""
+        return replace(self, prefix_len=self.prompt_len, fetched_len=0 * self.fetched_len)

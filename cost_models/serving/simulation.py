@@ -3,7 +3,8 @@
 The one simulation that plans, replays and tests use. Open loop: requests arrive by themselves; closed loop: a number of them is
 kept in flight, each followed by the next of the list. A request passes
 
-    client -> front end (tokenise, one after the other) -> queue -> prompt -> tokens -> client
+    client -> front end (tokenise, one after the other) -> copy of its prefix, if it lies with the host -> queue
+           -> prompt -> tokens -> client
                                               disaggregated: -> transfer of its cache, one by one from each instance -> queue
 
 and a disaggregated one has its first token when the instance that decodes has taken its cache. Nothing is drawn at random.
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ...schema.errors import ConfigError
-from ...schema.serving import EngineLimits
+from ...schema.serving import EngineLimits, PrefixTier
 from ...schema.units import FloatArray, IntArray
 from .dispatch import step_kernels
 from .engine import EngineProfile
@@ -36,7 +37,7 @@ _SEND, _QUEUE, _STEP, _LEAVE = range(4)
 
 @dataclass(frozen=True)
 class RequestTable:
-    """Requests in order of arrival, arrays [N]; arrival_s is not read in a closed loop."""
+    """Requests in order of arrival, arrays [N]; arrival_s is not read in a closed loop, prefix_len is shared with others."""
 
     arrival_s: FloatArray
     prompt_len: IntArray
@@ -64,6 +65,8 @@ class EnginePool:
 
     Attributes:
         limits: of an attention rank; ranks: attention ranks of an instance; lanes: pipeline stages, each with steps of its own.
+        prefixes: where those of requests lie; on the device the limits' cache is what they leave of it.
+        fetch_s_per_token: of one that is copied from the host.
     """
 
     table: StepTable
@@ -72,13 +75,15 @@ class EnginePool:
     replicas: int = 1
     ranks: int = 1
     lanes: int = 1
+    prefixes: PrefixTier = "device"
+    fetch_s_per_token: float = 0.0
 
     @classmethod
     def of(
         cls, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, replicas: int = 1, ranks: int = 1, lanes: int = 1,
-        num_kernels: int | None = None,
+        num_kernels: int | None = None, prefixes: PrefixTier = "device", fetch_s_per_token: float = 0.0,
     ) -> EnginePool:  # fmt: skip
-        """Return the pool of an engine's costs; lanes share the cache and the batch of an instance.
+        """Return the pool of an engine's costs; lanes share the cache, the batch and the link to the host of an instance.
 
         ``num_kernels``: of a step that no graph holds; None: those of the model (`step_kernels`).
         """
@@ -91,7 +96,7 @@ class EnginePool:
                 max_batch=max(limits.max_batch // lanes, 1), cache_blocks=max(limits.cache_blocks // lanes, 1)
             )
         table = StepTable(step, profile, limits, num_kernels=num_kernels)
-        return cls(table, profile, limits, replicas, ranks, lanes)
+        return cls(table, profile, limits, replicas, ranks, lanes, prefixes, lanes * fetch_s_per_token)
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ class _Simulation:
         )  # fmt: skip
         self.pools = pools
         for idx, pool in enumerate(pools):
-            _check_cache(pool.limits, requests, decodes=idx == len(pools) - 1)
+            _check_cache(pool, requests, decodes=idx == len(pools) - 1)
         self.instances = [
             [
                 Instance(
@@ -179,6 +184,7 @@ class _Simulation:
                     self.states,
                     ranks=pool.ranks,
                     hands_over=idx < len(pools) - 1,
+                    prefixes=pool.prefixes,
                 )
                 for _ in range(pool.replicas * pool.lanes)
             ]
@@ -249,6 +255,9 @@ class _Simulation:
         instance, cost = self.instances[0][which], self.pools[0].profile.request
         ready = max(instance.front_free_s, now + cost.way_s) + cost.fixed_s + cost.token_s * self.states.prompt[request]
         instance.front_free_s = ready
+        if self.pools[0].prefixes in ("host", "storage") and (prefix := self.states.prefix[request]):
+            ready = max(ready, instance.host_links_free_s[0]) + self.pools[0].fetch_s_per_token * prefix
+            heapq.heapreplace(instance.host_links_free_s, ready)
         self._push(ready, _QUEUE, 0, which, request)
 
     def _end_steps(self, pool: int, which: int, instance: Instance, now: float) -> None:
@@ -285,9 +294,12 @@ class _Simulation:
         )
 
 
-def _check_cache(limits: EngineLimits, requests: RequestTable, *, decodes: bool) -> None:
-    """Raise an error where a request alone overfills the cache."""
+def _check_cache(pool: EnginePool, requests: RequestTable, *, decodes: bool) -> None:
+    """Raise an error where a request alone overfills the cache, or what prefixes leave of it."""
+    limits = pool.limits
     tokens = requests.prompt_len + (requests.output_len - 1 if decodes else 0)
+    if pool.prefixes == "device":
+        tokens = tokens - requests.prefix_len // limits.block_size * limits.block_size
     room = limits.cache_blocks * limits.block_size
     if len(tokens) and (longest := int(tokens.max())) > room:
         raise ConfigError(

@@ -12,7 +12,8 @@
 A request sees its own row besides N. Over its life N varies as a shot noise does: with lives of one length the mean of N over one
 life has the variance 2/3 cv^2 N, the prompts met in it (cv^2 + scv) / N of their mean (S7). The first token waits for the step
 under way, for prompts before it (Kingman's bound of a server that takes max_batched_tokens a step, with Sakasegawa's factor for
-several replicas, S8), and for its own chunks (S9). ``fluid`` leaves (S7) and (S8) out and takes the best f (fluid.py).
+several replicas, S8), and for its own chunks, after the copy of a prefix that lies with the host (S9). ``fluid`` leaves (S7) and
+(S8) out and takes the best f (fluid.py).
 
 All counts are of one lane: an attention rank, with pipeline stages a pp-th of its requests, whose steps are in flight together.
 
@@ -86,6 +87,8 @@ class OperatingPoints:
         known = self.service_s + residual + self.transfer_s + decode_s
         waits = np.clip(self.load, 0, 1)
         scale = np.where(waits > 0, self.wait_s / np.maximum(waits, 1e-12), 0.0)
+        if known.shape[1] == 1:
+            return np.asarray(known[:, 0] + scale * np.log(np.maximum(waits / (1 - quantile), 1.0)))
         low, high = known.min(axis=1), known.max(axis=1) + scale * 40
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
@@ -245,6 +248,7 @@ def first_token_s(
     last_s = instance.prompt_s(*sides, new - full_chunks * room, context, 1.0 + 0 * new)
     chunk_s = instance.prompt_s(*sides, room + 0 * new, context, 0 * new) if np.any(full_chunks) else last_s
     of_host = instance.host.request_s + instance.host.token_s * mix.prompt_len
+    of_host = of_host + instance.fetch_s_per_token * mix.fetched_len
     return np.asarray(full_chunks * chunk_s + last_s + of_host)
 
 
@@ -325,6 +329,8 @@ def _broken(
     ]
     if not prefill and not curve.fluid and curve.mix.new_tokens:
         tests.append(("prompts", curve.load >= 1 - 1e-3))
+    if fetch_s := instance.fetch_s_per_token * float(curve.mix.share @ curve.mix.fetched_len):
+        tests.append(("host_link", curve.requests_per_s / instance.lanes * fetch_s >= 1))
     for name, beyond in tests:
         for idx in np.flatnonzero(beyond & ~broken).tolist():
             names[idx] = name

@@ -8,8 +8,10 @@ tabulated when the costs are built, so that a call only interpolates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -117,7 +119,7 @@ class StepCosts:
         of_window, state = caches[fullest]
         return cls(
             instance=instance,
-            stages=tuple(_stage(instance, stage, costs, planes, idx) for idx, stage in enumerate(counts)),
+            stages=tuple(_stages(instance, counts, costs, planes)),
             weight_bytes=max(sizes),
             cache_bytes_per_token=sum(of_window.values()),
             window_cache_bytes=tuple(sorted((window, size) for window, size in of_window.items() if window)),
@@ -156,8 +158,13 @@ class StepCosts:
     ) -> dict[str, FloatArray]:
         """Return the seconds of one pass by part: products, experts, communication, both kinds of attention, head."""
         sizes = _floats(decode_rows, cached_tokens, prefill_tokens, prefill_context, prompts)
-        of_stages = [stage.parts(self.queries, *sizes) for stage in self.stages]
-        return {name: np.asarray(sum(parts[name] for parts in of_stages)) for name in of_stages[0]}
+        of_stages = [(count, stage.parts(self.queries, *sizes)) for stage, count in self.distinct_stages.items()]
+        return {name: np.asarray(sum(count * parts[name] for count, parts in of_stages)) for name in of_stages[0][1]}
+
+    @cached_property
+    def distinct_stages(self) -> Mapping[_Stage, int]:
+        """Pipeline stages, those that are alike once, with how many there are of each."""
+        return Counter(self.stages)
 
     def filled(self) -> FilledPipeline:
         """Return the costs of a step where every stage has one at any time."""
@@ -173,9 +180,10 @@ class FilledPipeline:
     def parts(self, *sizes: Any, prompts: Any = 0) -> dict[str, FloatArray]:
         """Return the seconds by part, and those that a step waits for the slowest stage."""
         arrays = _floats(*sizes, *[0] * (4 - len(sizes)), prompts)
-        of_stages = [stage.parts(self.step.queries, *arrays) for stage in self.step.stages]
+        of_stages = [stage.parts(self.step.queries, *arrays) for stage in self.step.distinct_stages]
         totals = np.stack([np.asarray(sum(parts.values())) for parts in of_stages])
-        waiting = len(totals) * totals.max(axis=0) - totals.sum(axis=0)
+        counts = np.array(list(self.step.distinct_stages.values()), dtype=np.float64)
+        waiting = counts.sum() * totals.max(axis=0) - np.tensordot(counts, totals, axes=1)
         return self.step.parts(*sizes, prompts=prompts) | {"imbalance": waiting}
 
     @property
@@ -243,6 +251,21 @@ def prompts_plane(instance: Instance, block: Block) -> FloatArray:
     shape = np.zeros(np.broadcast_shapes(rows.shape, tokens.shape))
     seconds = prompt_s(block, instance.model.hidden_dim, instance.layout.tp, rows, tokens, instance.rates)
     return seconds + index_s(block, rows, tokens, np.ones_like(rows), instance.rates) + shape
+
+
+def _stages(
+    instance: Instance,
+    counts: Sequence[dict[Layer, int]],
+    costs: dict[Layer, dict[str, FloatArray]],
+    planes: Mapping[Layer, Any],
+) -> Iterator[_Stage]:
+    """Yield the stages; those of equal layers are one object."""
+    known: dict[Any, _Stage] = {}
+    for idx, layers in enumerate(counts):
+        key = frozenset(layers.items()), idx > 0
+        if key not in known:
+            known[key] = _stage(instance, layers, costs, planes, idx)
+        yield known[key]
 
 
 def _stage(

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...schema.model import ModelSpec
-from ...schema.serving import Pool
+from ...schema.serving import Pool, PrefixTier
 from ...schema.serving_plan import ServingPlan, pools_title
 from ..adapter import Limit, comment
 
@@ -126,6 +126,20 @@ def pool_limit(name: str, broken: Callable[[Pool], str], fix: str) -> Limit:
         return [f"{pool.role} pool: {reason}" for pool in plan.pools if (reason := broken(pool))]
 
     return Limit(name, lambda p: not reasons(p), lambda p: "; ".join(reasons(p)), fix)
+
+
+def keeps_prefixes(plan: ServingPlan, pool: Pool) -> bool:
+    """Return whether the instances of a pool look for prefixes that they have."""
+    return plan.serving.prefix_cache and pool.prefixes != "none"
+
+
+def no_prefixes_on(tier: PrefixTier, fix: str) -> Limit:
+    """Return the limit of an engine that has no prefixes at a place."""
+    return pool_limit(
+        f"prefixes_on_{tier}",
+        lambda pool: f"its prefixes lie in {tier}, where the engine has none" if pool.prefixes == tier else "",
+        fix,
+    )
 
 
 def hub_name(plan: ServingPlan) -> str:

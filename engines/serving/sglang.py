@@ -8,10 +8,12 @@ older versions --dp-size with --enable-dp-attention. With it the limits of the b
 
 from __future__ import annotations
 
+import math
 import shlex
 
 from ...schema.serving import Pool, RequestClass
 from ...schema.serving_plan import ServingPlan
+from ...schema.units import GB
 from ..adapter import Adapter, Exported
 from .deployment import (
     LOAD,
@@ -26,6 +28,7 @@ from .deployment import (
     drafter,
     drafter_named,
     instances,
+    keeps_prefixes,
     longest_request,
     meeting_port,
     no_adapters,
@@ -65,8 +68,12 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
         made["ep-size"] = layout.ep
     if pool.weights == "fp8":
         made["quantization"] = "fp8"
-    if not plan.serving.prefix_cache:
+    if not keeps_prefixes(plan, pool):
         made["disable-radix-cache"] = True
+    if pool.host_prefix_bytes:
+        made |= {"enable-hierarchical-cache": True, "hicache-size": math.ceil(pool.host_prefix_bytes / GB)}
+    if pool.prefixes == "storage":
+        made["hicache-storage-backend"] = "file"
     if plan.serving.scheduler == "mixed" and pool.role == "agg":
         made["enable-mixed-chunk"] = True
     if pool.role == "prefill" or not limits.graph_sizes:
@@ -75,6 +82,8 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
         made["cuda-graph-bs-decode"] = limits.graph_sizes
     if pool.role != "agg":
         made |= {"disaggregation-mode": pool.role, "disaggregation-transfer-backend": "nixl"}
+    if pool.nano_batch_rows is not None:
+        made |= {"enable-two-batch-overlap": True, "moe-a2a-backend": "deepep"}
     if (drafting := pool.speculate) is not None:
         drafted, model = drafting.draft_tokens or 1, drafter(pool)
         made |= {

@@ -24,8 +24,10 @@ from .deployment import (
     begin_script,
     common_notes,
     instances,
+    keeps_prefixes,
     longest_request,
     no_adapters,
+    no_prefixes_on,
     pool_limit,
     serve_script,
     title,
@@ -39,6 +41,12 @@ CACHES = {"bf16": "auto", "fp16": "auto", "fp8": "fp8", "fp32": "auto"}
 
 LIMITS = (
     no_adapters("trtllm"),
+    no_prefixes_on("storage", "export to sglang"),
+    pool_limit(
+        "one_batch",
+        lambda pool: "steps in two nano-batches, which it has not" if pool.nano_batch_rows is not None else "",
+        "plan without --nano-batches, or export to vllm or sglang",
+    ),
     PLACED,
     pool_limit(
         "drafts_itself",
@@ -84,7 +92,8 @@ def options(plan: ServingPlan, pool: Pool) -> dict[str, Any]:
             "free_gpu_memory_fraction": limits.cache_fraction,
             "tokens_per_block": limits.block_size,
             "dtype": CACHES[pool.cache],
-            "enable_block_reuse": plan.serving.prefix_cache,
+            "enable_block_reuse": keeps_prefixes(plan, pool),
+            **({"host_cache_size": pool.host_prefix_bytes} if pool.host_prefix_bytes else {}),
         },
         "cuda_graph_config": {"enable_padding": True, "batch_sizes": list(limits.graph_sizes)}
         if limits.graph_sizes

@@ -6,10 +6,12 @@ tests/unit/engines/parsers/vllm_serve.py runs them), docs/features/nixl_connecto
 
 from __future__ import annotations
 
+import math
 import shlex
 
 from ...schema.serving import Pool
 from ...schema.serving_plan import ServingPlan
+from ...schema.units import GIB
 from ..adapter import Adapter, Exported, Limit
 from .deployment import (
     LOAD,
@@ -24,8 +26,10 @@ from .deployment import (
     drafter,
     drafter_named,
     instances,
+    keeps_prefixes,
     longest_request,
     meeting_port,
+    no_prefixes_on,
     pool_limit,
     router_script,
     serve_script,
@@ -57,6 +61,16 @@ LIMITS = (
     ),
     PLACED,
     drafter_named("vllm"),
+    no_prefixes_on("storage", "export to sglang"),
+    pool_limit(
+        "one_connector",
+        lambda pool: (
+            "prefixes with the host, and keys and values sent to another pool"
+            if pool.host_prefix_bytes and pool.role != "agg"
+            else ""
+        ),
+        "plan with --modes agg, or export to sglang",
+    ),
     pool_limit(
         "experts_of_stage",
         lambda pool: (
@@ -98,7 +112,7 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
         "block-size": limits.block_size,
         "kv-cache-dtype": CACHES[pool.cache],
         "enable-chunked-prefill" if limits.chunk else "no-enable-chunked-prefill": True,
-        "enable-prefix-caching" if plan.serving.prefix_cache else "no-enable-prefix-caching": True,
+        "enable-prefix-caching" if keeps_prefixes(plan, pool) else "no-enable-prefix-caching": True,
     }
     if limits.chunk and limits.chunk < limits.max_batched_tokens:
         made["long-prefill-token-threshold"] = limits.chunk
@@ -107,6 +121,13 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
     made |= {"cudagraph-capture-sizes": limits.graph_sizes} if limits.graph_sizes else {"enforce-eager": True}
     if pool.role != "agg":
         made["kv-transfer-config"] = NIXL
+    if pool.host_prefix_bytes:
+        made["kv-offloading-size"] = math.ceil(pool.host_prefix_bytes * pool.layout.num_devices / GIB)
+    if (rows := pool.nano_batch_rows) is not None:
+        made |= {
+            "enable-dbo": True, "dbo-decode-token-threshold": rows, "dbo-prefill-token-threshold": rows,
+            "all2all-backend": "deepep_low_latency" if pool.role == "decode" else "deepep_high_throughput",
+        }  # fmt: skip
     if (drafting := pool.speculate) is not None:
         method = {"draft": "draft_model"}.get(drafting.method, drafting.method)
         model = drafter(pool)

@@ -22,7 +22,7 @@ from ...schema.units import counted, format_seconds
 from ..request import Deadline, PlanRequest
 from ..serving.answer import build_serving_plan, family_of, pools_of
 from ..serving.checks import Deployment
-from ..serving.space import InstanceKind
+from ..serving.space import InstanceKind, mix_of
 from ..tasks.serving import ServingProblem, ServingSearch, search_serving
 from .advice import grow_cluster
 
@@ -231,7 +231,7 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
     for limit in serving.limits:
         lone_rate = max(
             (
-                largest_rate(kind.model, problem.mix, (limit,), fluid=True).requests_per_s
+                largest_rate(kind.model, mix_of(problem.serving, kind.prefixes), (limit,), fluid=True).requests_per_s
                 for kind in problem.space.kinds
             ),
             default=0.0,
@@ -264,7 +264,7 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
 
 def _quickest_s(problem: ServingProblem, kind: InstanceKind, limit: LatencyLimit) -> float:
     """Return the seconds of a metric for a lone request on an instance."""
-    point = operating_points(kind.model, problem.mix, np.array([1e-6]), fluid=True)
+    point = operating_points(kind.model, mix_of(problem.serving, kind.prefixes), np.array([1e-6]), fluid=True)
     return float(point.quantile_s(limit.metric, limit.quantile)[0])
 
 

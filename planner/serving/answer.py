@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...cost_models.coefficients import packaged_coefficients
 from ...cost_models.serving.simulation import InstanceUse
 from ...schema import Certificate
 from ...schema.plan import Unit
@@ -22,7 +23,7 @@ from ...schema.serving_plan import (
     layout_title,
     pools_title,
 )
-from ...schema.units import counted, format_percent, format_seconds
+from ...schema.units import counted, format_bytes, format_percent, format_seconds
 from ..request import PlanRequest
 from ..tasks.serving import ServingProblem, ServingSearch
 from .bound import resource_bound
@@ -154,7 +155,7 @@ def _pool_estimate(
     ranks = kind.layout.attention_dp
     rows = sum(use.decode_tokens for use in uses) / steps / ranks
     prompts = sum(use.prompt_tokens for use in uses) / steps / ranks
-    mix = problem.mix
+    mix = family.rates[pool].mix
     context = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     ends = prompts / mix.new_tokens if mix.new_tokens else 0.0
     parts = kind.steps(served.deployment.num_devices).parts(
@@ -301,6 +302,7 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
             f"lengths are drawn from the {requests.trace.num_requests:,} requests of {requests.trace.path}, arrivals with their "
             f"variation (cv {requests.arrival_cv:.2g}); meshwright replay serves them as recorded"
         )
+    yield from _on_measured(problem, served)
     if served.deployment.routes is not None:
         yield "classes go to instances of their own; the bound on such mixes takes their seconds to add up (E2)"
     if (drafting := served.deployment.kinds[-1].speculate) is not None:
@@ -312,11 +314,50 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
         yield (
             f"the {adapters.count:,} adapters of rank {adapters.rank} are all in the devices' memory; none is fetched from the host"
         )
+    yield from _on_prefixes(problem, served)
     if served.deployment.is_disaggregated:
         yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
     yield from _on_steps(problem, served)
     if problem.space.too_large:
         yield f"{counted(len(problem.space.too_large), 'layout')} of an instance do not fit the memory of a device"
+
+
+def _on_measured(problem: ServingProblem, served: Served) -> Iterator[str]:
+    """Yield how likely a limit on TPOT holds when it is measured, by how far predictions of load tests were off."""
+    if problem.serving.engine == "meshwright":
+        return
+    ratios = packaged_coefficients().value("serving.measured_over_predicted.tpot")
+    levels = np.arange(1, len(ratios) + 1) / (len(ratios) + 1)
+    for limit in served.limits:
+        if limit.metric == "tpot" and limit.simulated_s:
+            ratio = limit.limit_s / limit.simulated_s
+            share = format_percent(float(np.interp(ratio, ratios, levels)), 0)
+            yield (
+                f"tpot {format_seconds(limit.simulated_s)} of {format_seconds(limit.limit_s)}: in {share} of the load tests that "
+                f"were predicted it was measured to be at most {ratio:.2f} times as long (a tighter --tpot is surer)"
+            )
+
+
+def _on_prefixes(problem: ServingProblem, served: Served) -> Iterator[str]:
+    """Yield where the prefixes of the load lie, and what that takes."""
+    kind, stored = served.deployment.kinds[0], problem.serving.requests.stored_tokens
+    if kind.prefixes == "device":
+        share = stored / (kind.limits.cache_blocks * kind.limits.block_size)
+        yield f"prefixes of {stored:,} tokens lie in every instance's cache, {format_percent(share)} of it"
+    elif kind.prefixes == "none":
+        yield f"prefixes of {stored:,} tokens are computed with every prompt: no place for them serves the load better"
+    elif kind.prefixes is not None:
+        seconds = kind.model.fetch_s_per_token * float(problem.mix.share @ problem.mix.prefix_len)
+        size = format_bytes(kind.size * kind.pool("agg", 1).host_prefix_bytes)
+        where = "the host's memory" if kind.prefixes == "host" else "the host's drives"
+        if kind.prefixes == "host" and any(
+            group.host_memory_bytes is None for group in kind.step.instance.cluster.groups
+        ):
+            where += " (how much it has the cluster does not say)"
+        yield (
+            f"prefixes of {stored:,} tokens lie in {where}, {size} an instance; a request copies its own in "
+            f"{format_seconds(seconds)}"
+        )
 
 
 def _on_steps(problem: ServingProblem, served: Served) -> Iterator[str]:

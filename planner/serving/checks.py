@@ -6,7 +6,7 @@ Requests before the engines are warm, and those after which the load ebbs, are s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -80,6 +80,7 @@ class Served:
     """What a simulation of a deployment gave.
 
     Attributes:
+        result: of the first pool alone, where prompts were late in it.
         counted: requests that are counted, of ``result``; classes: of all of them.
         requests_per_s: that ended; keeps_up: as many as arrived.
     """
@@ -113,7 +114,7 @@ class Served:
 
     @cached_property
     def touched(self) -> tuple[Touched, ...]:
-        """Return what the instances of each pool reached of their limits."""
+        """Return what the instances of each pool that was simulated reached of their limits."""
         return tuple(Touched.of(uses) for uses in self.result.pools)
 
     def _limit(self, limit: LatencyLimit) -> LimitEstimate:
@@ -188,19 +189,24 @@ def serve(
         after = concurrency
     sizes = (warm, counted, after)
     table, classes = drawn_requests(serving.requests, sizes, 1.0 if rate is None else rate)
-    if not serving.prefix_cache:
-        table = RequestTable(table.arrival_s, table.prompt_len, table.output_len, 0 * table.prefix_len)
     pairs, devices = zip(deployment.kinds, deployment.counts, strict=True), deployment.num_devices
     pools = [kind.engine_pool(count, devices) for kind, count in pairs]
-    if deployment.routes is not None:
-        result = _serve_apart(pools, table, classes, deployment.routes)
-    else:
-        result = simulate(pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token)
     mask = np.zeros(len(table), dtype=bool)
     mask[warm : warm + counted] = True
-    per_s, keeps_up = _ended_per_s(result, mask, rate, concurrency or 1)
-    tokens = per_s * float(result.output_len[mask].mean())
-    return Served(deployment, serving, result, mask, classes, per_s, tokens, keeps_up)
+
+    def served(result: SimulatedRequests) -> Served:
+        per_s, keeps_up = _ended_per_s(result, mask, rate, concurrency or 1)
+        tokens = per_s * float(table.output_len[mask].mean())
+        return Served(deployment, serving, result, mask, classes, per_s, tokens, keeps_up)
+
+    if deployment.routes is not None:
+        return served(_serve_apart(pools, table, classes, deployment.routes))
+    if deployment.is_disaggregated and concurrency is None and serving.limits:
+        # What decodes holds up no prompt: where prompts alone are late, nothing else needs to be simulated.
+        prompts = served(simulate(pools[0], replace(table, output_len=np.ones_like(table.output_len))))
+        if not all(limit.is_met for limit in prompts.limits):
+            return prompts
+    return served(simulate(pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token))
 
 
 def _serve_apart(

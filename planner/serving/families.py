@@ -36,7 +36,8 @@ class KindRates:
     """What an instance of a kind carries in each role, worked out once."""
 
     def __init__(self, kind: InstanceKind, serving: Serving) -> None:
-        self.kind, self.serving, self.mix = kind, serving, mix_of(serving)
+        self.kind, self.serving, self.mix = kind, serving, mix_of(serving, kind.prefixes)
+        self.fluid_mix = mix_of(serving, kind.loosest_prefixes)
         self._known: dict[tuple[str, bool, int], Largest] = {}
         self._loops: dict[tuple[str, bool], ClosedLoop] = {}
         self._variants: dict[str, tuple[KindRates, ...]] = {}
@@ -55,47 +56,50 @@ class KindRates:
         sent_s = sent_s_per_token if role == "prefill" else 0.0
         key = (f"{role} {sent_s:.6e}", fluid, near)
         if key not in self._known:
-            mix = self.mix.decoding if role == "decode" else self.mix
             self._known[key] = largest_rate(
-                self._model(fluid=fluid), mix, self.limits(role), fluid=fluid, replicas=near, prefill=role == "prefill",
-                transfer_s_per_token=sent_s,
+                self._model(fluid=fluid), self._mix(role, fluid=fluid), self.limits(role), fluid=fluid, replicas=near,
+                prefill=role == "prefill", transfer_s_per_token=sent_s,
             )  # fmt: skip
         return self._known[key]
 
     @cached_property
     def fluid_curve(self) -> OperatingPoints:
         """Points of an aggregated instance at its best."""
-        return self._curve(self.mix, fluid=True)
+        return self._curve("agg", fluid=True)
 
     @cached_property
     def curve(self) -> OperatingPoints:
         """The same as estimated."""
-        return self._curve(self.mix, fluid=False)
+        return self._curve("agg", fluid=False)
 
     def loop(self, role: str, *, fluid: bool) -> ClosedLoop:
         """Return what the instance does with requests that are kept in flight, at its best or as estimated."""
         if (role, fluid) not in self._loops:
-            mix = self.mix.decoding if role == "decode" else self.mix
-            self._loops[role, fluid] = ClosedLoop.of(self._model(fluid=fluid), mix, fluid=fluid)
+            model, mix = self._model(fluid=fluid), self._mix(role, fluid=fluid)
+            self._loops[role, fluid] = ClosedLoop.of(model, mix, fluid=fluid)
         return self._loops[role, fluid]
 
     @cached_property
     def fluid_decode_curve(self) -> OperatingPoints:
         """Points of an instance that only decodes."""
-        return self._curve(self.mix.decoding, fluid=True)
+        return self._curve("decode", fluid=True)
 
     @cached_property
     def decode_curve(self) -> OperatingPoints:
         """The same as estimated."""
-        return self._curve(self.mix.decoding, fluid=False)
+        return self._curve("decode", fluid=False)
 
     @cached_property
     def prefill_service_s(self) -> float:
         """Seconds of the mean request's first token without waiting."""
-        return float(Prefill.of(self.kind.loosest, self.mix, fluid=True).points(np.zeros(1)).ttft_s[0])
+        return float(Prefill.of(self.kind.loosest, self.fluid_mix, fluid=True).points(np.zeros(1)).ttft_s[0])
 
-    def _curve(self, mix: Mix, *, fluid: bool) -> OperatingPoints:
-        model = self._model(fluid=fluid)
+    def _mix(self, role: str, *, fluid: bool) -> Mix:
+        mix = self.fluid_mix if fluid else self.mix
+        return mix.decoding if role == "decode" else mix
+
+    def _curve(self, role: str, *, fluid: bool) -> OperatingPoints:
+        model, mix = self._model(fluid=fluid), self._mix(role, fluid=fluid)
         end = largest_per_step(model, mix)
         return operating_points(model, mix, np.geomspace(2e-4 * end, end, CURVE), fluid=fluid)
 

@@ -63,7 +63,12 @@ class _Tuned:
     """Fine-tuning on one kind of instance."""
 
     def __init__(self, problem: ServingProblem, kind: InstanceKind, tuning: FineTuning) -> None:
-        self._problem, self._kind, self._tuning, self._mix = problem, kind, tuning, mix_of(problem.serving)
+        self._problem, self._kind, self._tuning, self._mix = (
+            problem,
+            kind,
+            tuning,
+            mix_of(problem.serving, kind.prefixes),
+        )
         self.taken_bytes = fine_tuning_bytes(kind.step, tuning)
         token = cached_token_bytes(kind.step, float(problem.serving.requests.longest))
         self._cache_tokens = kind.model.cache_tokens - self.taken_bytes / token if token else kind.model.cache_tokens
@@ -117,7 +122,8 @@ class _Tuned:
     def _serve(self, tokens: float, replicas: int, rate: float) -> Served:
         """Simulate instances whose every step has such tokens."""
         kind, limits = self._kind, self._kind.limits
-        blocks = max(int(self._cache_tokens // limits.block_size), 1)
+        of_prefixes = limits.cache_blocks - kind.free_limits.cache_blocks
+        blocks = of_prefixes + max(int(self._cache_tokens // limits.block_size), 1)
         largest = max(limits.max_batched_tokens - int(tokens), 1)
         remaining = limits.replace(
             cache_blocks=min(limits.cache_blocks, blocks), max_batched_tokens=largest,

@@ -10,6 +10,8 @@ chunk                what the engine does; cut or whole prompts where it lets on
                      where prompts are unlike and the engine limits one prompt (vLLM, ours): equal ones gain nothing by sharing
 
 drafted              where speculation is asked for without a number, none and DRAFTED tokens
+prefixes             where those of the load lie: on the device; where they take more than SMALL of its cache also with the host, on
+                     its drives, or nowhere; a pool that only decodes has them on the device or a copy for each request
 
 A simulation that fails and never touched its limits fails with all looser ones too (`Touched`).
 """
@@ -24,10 +26,13 @@ from typing import Any
 
 from ...cost_models.serving.instance import InstanceUse
 from ...schema import ConfigError
-from ...schema.serving import EngineLimits, Serving
+from ...schema.serving import EngineLimits, PrefixTier, Serving
 
 BUDGETS = (2048, 8192, 16384)
 """vLLM's defaults of small and large devices, and SGLang's of the largest (their engine_profiles)."""
+
+SMALL = 0.02
+"""Share of the cache that prefixes may take without another place for them being tried."""
 
 DRAFTED = (1, 2, 3, 5)
 """Tokens of a draft that are tried: each further one is accepted less often."""
@@ -41,12 +46,15 @@ CHUNKED_ENGINES = ("vllm", "meshwright")
 
 @dataclass(frozen=True)
 class LimitChoice:
-    """What an instance is told: limits, None for the engine's own, chunk 0 for prompts that are not cut; tokens of a draft."""
+    """What an instance is told: limits, None for the engine's own, chunk 0 for prompts that are not cut; tokens of a draft; where
+    prefixes lie, None where there are none.
+    """
 
     max_batch: int | None = None
     max_batched_tokens: int | None = None
     chunk: int | None = None
     drafted: int = 0
+    prefixes: PrefixTier | None = None
 
     def chunk_of(self, limits: EngineLimits) -> int | None:
         """Return the tokens of a prompt that enter a step at most, under limits that the engine set for this choice."""
@@ -78,11 +86,17 @@ def fixed_choice(fixed: Mapping[str, Any], serving: Serving) -> LimitChoice:
 
 
 def choices(
-    role: str, engine: EngineLimits, serving: Serving, fixed: LimitChoice, max_rows: float
+    role: str,
+    engine: EngineLimits,
+    serving: Serving,
+    fixed: LimitChoice,
+    max_rows: float,
+    tiers: Sequence[PrefixTier | None] = (),
 ) -> Iterator[LimitChoice]:
     """Yield the limits of an instance that may be best in a role, the engine's own first.
 
     Args:
+        tiers: where prefixes may lie.
         engine: its own limits; max_rows: requests of an attention rank at which the limit on a token is reached, or infinite.
     """
     classes = serving.requests.classes
@@ -108,8 +122,9 @@ def choices(
     if serving.speculate is not None and serving.speculate.draft_tokens is None and role != "prefill":
         max_drafted = len(serving.speculate.lengths) or max(DRAFTED)
         drafts += [drafted for drafted in DRAFTED if drafted <= max_drafted]
-    for drafted, chunk, tokens, batch in itertools.product(drafts, chunks, budgets, batches):
-        yield LimitChoice(batch, tokens, chunk, drafted)
+    of_prefixes = dict.fromkeys((fixed.prefixes, *tiers))
+    for place, drafted, chunk, tokens, batch in itertools.product(of_prefixes, drafts, chunks, budgets, batches):
+        yield LimitChoice(batch, tokens, chunk, drafted, place)
 
 
 FULL = 0.98

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...cost_models.serving.mix import Mix
 from ...cost_models.serving.steady_state import largest_rate
 from ...schema import ClusterSpec, LinkLevel, Offer
 from ...schema.units import FloatArray
@@ -73,22 +72,23 @@ def columns_of_each_type(rates: Sequence[KindRates], *, by_price: bool) -> list[
             Column(max(each.with_limits("agg"), key=lambda each: _carried(each, by_price=by_price))) for each in best
         ]
         for only in apart:
-            mix = mix_of(serving, only)
             best_of_size: dict[int, tuple[float, KindRates]] = {}
             for each in of_part:
-                value, size = _rate_of(each, mix), each.kind.size
+                value, size = _rate_of(each, only), each.kind.size
                 if value > best_of_size.get(size, (0.0, each))[0]:
                     best_of_size[size] = value, each
             chosen += [
-                Column(max(each.with_limits("agg"), key=lambda each: _rate_of(each, mix)), only)
+                Column(max(each.with_limits("agg"), key=lambda each: _rate_of(each, only)), only)
                 for _, each in best_of_size.values()
             ]
     return chosen
 
 
-def _rate_of(each: KindRates, mix: Mix, *, fluid: bool = False) -> float:
+def _rate_of(each: KindRates, only: int, *, fluid: bool = False) -> float:
     """Return the requests a second of a class alone within the limits."""
-    model = each.kind.loosest if fluid else each.kind.model
+    kind = each.kind
+    model, prefixes = (kind.loosest, kind.loosest_prefixes) if fluid else (kind.model, kind.prefixes)
+    mix = mix_of(each.serving, prefixes, only)
     return largest_rate(model, mix, each.limits("agg"), fluid=fluid).requests_per_s
 
 
@@ -108,14 +108,13 @@ def program(columns: Sequence[Column], rate: float, *, by_price: bool, fluid: bo
     classes = serving.requests.classes
     share = np.array([entry.share for entry in classes])
     seconds: FloatArray = np.full((len(classes), len(columns)), np.inf)
-    mixes = [mix_of(serving, w) for w in range(len(classes))]
     for e, column in enumerate(columns):
         each = column.rates
         if column.only is not None:
-            if carried := _rate_of(each, mixes[column.only], fluid=fluid):
+            if carried := _rate_of(each, column.only, fluid=fluid):
                 seconds[column.only, e] = 1 / carried
             continue
-        by_class = np.array([_rate_of(each, mix, fluid=fluid) for mix in mixes])
+        by_class = np.array([_rate_of(each, only, fluid=fluid) for only in range(len(classes))])
         together = each.largest("agg", fluid=fluid).requests_per_s
         if together and np.all(by_class > 0):
             by_class = by_class * together * float((share / by_class).sum())

@@ -9,13 +9,15 @@ import numpy as np
 
 from ...cost_models.serving.engine import EngineProfile
 from ...cost_models.serving.measured_steps import MeasuredEngine
+from ...cost_models.serving.nano_batches import with_nano_batches
+from ...cost_models.serving.prefixes import fetch_s_per_token, host_holds, without_prefixes
 from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ...cost_models.serving.speculation import with_drafts
 from ...cost_models.serving.step import StepCosts
 from ...schema import ClusterSpec, ConfigError
 from ...schema.base import Frozen
 from ...schema.requests_file import Trace
-from ...schema.serving import LatencyLimit, Pool
+from ...schema.serving import LatencyLimit, Pool, Requests
 from ...schema.serving_plan import ServingPlan
 from ...schema.units import FloatArray, IntArray
 
@@ -88,23 +90,27 @@ def replay(plan: ServingPlan, trace: Trace, *, rate: float | None = None, concur
         if not trace.rate:
             raise ConfigError(f"{trace.file.path}: all requests arrive at once, which no --rate changes")
         arrival = arrival * (trace.rate / rate)
-    prefix = trace.prefix_len if plan.serving.prefix_cache else np.zeros_like(trace.prefix_len)
-    table = RequestTable(arrival - arrival[0], trace.prompt_len, trace.output_len, prefix)
+    table = RequestTable(arrival - arrival[0], trace.prompt_len, trace.output_len, trace.prefix_len)
+    requests = plan.serving.requests.replace(trace=trace.file)
     served, pools_of = [], []
     for pools, which in _ways(plan, table):
         part = RequestTable(*(getattr(table, name)[which] for name in table.__dataclass_fields__))
         if not len(part):
             continue
         share = None if concurrency is None else max(round(concurrency * len(part) / len(table)), 1)
-        engines = [engine_pool(plan, plan.pools[idx]) for idx in pools]
+        engines = [engine_pool(plan, plan.pools[idx], requests) for idx in pools]
         sent_s = plan.estimate.transfer_s / max(plan.serving.requests.mean_prompt_len, 1.0)
         served.append(simulate(engines, part, concurrency=share, transfer_s_per_token=sent_s))
         pools_of.append(pools)
     return _answer(plan, served, pools_of)
 
 
-def engine_pool(plan: ServingPlan, pool: Pool) -> EnginePool:
-    """Return the engine instances of a pool for a simulation."""
+def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None) -> EnginePool:
+    """Return the engine instances of a pool for a simulation; ``requests``: whose prefixes they hold, in place of the plan's.
+
+    Raises:
+        ConfigError: the place of the pool's prefixes does not hold those of the requests.
+    """
     serving, layout = plan.serving, pool.layout
     step: Any = StepCosts.build(
         plan.model,
@@ -116,13 +122,27 @@ def engine_pool(plan: ServingPlan, pool: Pool) -> EnginePool:
     )
     if pool.speculate is not None and pool.speculate.draft_tokens is not None:
         step = with_drafts(step, pool.speculate, pool.speculate.draft_tokens)
+    if pool.nano_batch_rows is not None:
+        step = with_nano_batches(step)
+    costs: StepCosts = step
     profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
     measured = None
     if serving.engine == "meshwright" and plan.cluster.profile is not None:
         measured = MeasuredEngine.of(plan.cluster.profile, plan.model, layout, pool.weights, pool.cache)
     if measured is not None:
         step, profile = measured.steps(plan.num_devices), measured.profile(profile)
-    return EnginePool.of(step, profile, pool.limits, replicas=pool.replicas, ranks=layout.attention_dp, lanes=layout.pp)
+    requests = requests or serving.requests
+    prefixes = pool.prefixes or ("device" if serving.prefix_cache else "none")
+    limits = without_prefixes(pool.limits, requests, prefixes)
+    if limits is None or (prefixes == "host" and not host_holds(costs, requests)):
+        raise ConfigError(
+            f"the requests share prefixes of {requests.stored_tokens:,} tokens: more than the {prefixes} of pool {pool.role} holds",
+            help="plan with these requests, or with --prefix-cache off",
+        )
+    return EnginePool.of(
+        step, profile, limits, replicas=pool.replicas, ranks=layout.attention_dp, lanes=layout.pp,
+        prefixes=prefixes, fetch_s_per_token=fetch_s_per_token(costs, prefixes),
+    )  # fmt: skip
 
 
 def _devices(cluster: ClusterSpec, device: str) -> ClusterSpec:

@@ -1,16 +1,9 @@
-"""Engine instances that a serving plan may consist of: every layout of every kind of device, with its steps, memory and limits.
-
-tp     divides the heads, within what the fastest links join (beyond them where it is fixed)
-pp     up to MAX_PP, without attention_dp
-attention_dp, ep   of models with experts: the ranks of a stage share the experts, whole (ep) or cut (moe_tp)
-An instance has a divisor of a node's devices or whole nodes, so that instances fill nodes without rest (E3).
-"""
+"""Engine instances that a serving plan may consist of: every layout of every kind of device, with its steps, memory and limits."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,20 +14,36 @@ from ...cost_models.serving.instance_model import Host, InstanceModel
 from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps, measured_weights
 from ...cost_models.serving.memory import ServingMemory, serving_memory
 from ...cost_models.serving.mix import Mix
+from ...cost_models.serving.nano_batches import can_split, split_rows_of, with_nano_batches
+from ...cost_models.serving.prefixes import (
+    best_tiers,
+    fetch_s_per_token,
+    host_bytes,
+    tiers_of,
+    why_none_fit,
+    without_prefixes,
+)
 from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import check_drafts, with_drafts
 from ...cost_models.serving.step import StepCosts
 from ...schema import ClusterSpec, ConfigError, ModelSpec
-from ...schema.serving import CacheDtype, EngineLimits, Pool, Role, Serving, ServingLayout, WeightDtype
+from ...schema.serving import (
+    BYTES_OF,
+    CacheDtype,
+    EngineLimits,
+    Pool,
+    PrefixTier,
+    Role,
+    Serving,
+    ServingLayout,
+    WeightDtype,
+)
 from ...schema.serving_plan import layout_title
 from ...schema.speculation import Speculation
 from ...schema.units import format_bytes
 from ..request import PlanRequest
-from .limits import LimitChoice, choices, fixed_choice
-
-MAX_PP = 8
-MAX_STAGE_DEVICES = 64
-"""Ranks that share experts: beyond, published deployments (EP 32 to 144) are of thousands of devices."""
+from .layouts import layouts
+from .limits import SMALL, LimitChoice, choices, fixed_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +56,7 @@ class InstanceKind:
         measured: the engine's steps as `meshwright profile --serve` measured them on these devices; None: they are computed.
         usd_per_hour: of an instance; None: no price is known.
         sent_s_per_token: seconds to send the keys and values of a token of a prompt to another instance.
+        prefixes: where those of the load lie, and for its bound.
     """
 
     part: int
@@ -66,6 +76,8 @@ class InstanceKind:
     sent_s_per_token: float
     base: _Base
     speculate: Speculation | None = None
+    prefixes: PrefixTier | None = None
+    loosest_prefixes: PrefixTier | None = None
 
     def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
         """Return the instance under the limits that may be best in a role (planner/serving/limits.py)."""
@@ -88,15 +100,25 @@ class InstanceKind:
     def engine_pool(self, replicas: int, devices_in_use: int) -> EnginePool:
         """Return instances for a simulation of a deployment that uses so many devices."""
         return EnginePool.of(
-            self.steps(devices_in_use), self.profile, self.limits, replicas=replicas, ranks=self.layout.attention_dp,
-            lanes=self.layout.pp,
+            self.steps(devices_in_use), self.profile, self.free_limits, replicas=replicas, ranks=self.layout.attention_dp,
+            lanes=self.layout.pp, prefixes=self.prefixes or "none",
+            fetch_s_per_token=fetch_s_per_token(self.step, self.prefixes),
         )  # fmt: skip
+
+    @property
+    def free_limits(self) -> EngineLimits:
+        """Return the limits with the cache that prefixes leave."""
+        limits = without_prefixes(self.limits, self.base.serving.requests, self.prefixes)
+        assert limits is not None
+        return limits
 
     def pool(self, role: Role, replicas: int) -> Pool:
         """Return instances as a plan says them."""
         return Pool(
             role=role, device=self.device, replicas=replicas, layout=self.layout, weights=self.weights, cache=self.cache,
             limits=self.limits, speculate=self.speculate, adapters=self.base.serving.adapters,
+            nano_batch_rows=split_rows_of(self.step), prefixes=self.prefixes,
+            host_prefix_bytes=round(host_bytes(self.step, self.base.serving.requests, self.prefixes)),
         )  # fmt: skip
 
 
@@ -184,7 +206,10 @@ class ServingSpace:
             model, cluster, layout, weights=weights, cache=cache, known=known, adapters=serving.adapters
         )
         base_choice, reason = fixed_choice(request.fixed, serving), ""
-        for choice in dict.fromkeys((base_choice, base_choice.with_least_budget())):
+        budgets = dict.fromkeys((base_choice, base_choice.with_least_budget()))
+        if serving.nano_batches and can_split(layout):
+            step = with_nano_batches(step)
+        for choice in (replace(each, prefixes=tier) for each in budgets for tier in tiers_of(serving, profile)):
             base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, known)
             kind, why = base.kind(choice)
             if kind is not None:
@@ -232,9 +257,14 @@ class _Base:
             longest_prompt=max(entry.prompt_len for entry in serving.requests.classes),
         )
         limits = limits.replace(chunk=choice.chunk_of(limits))
+        free_limits = without_prefixes(limits, serving.requests, choice.prefixes)
+        if why := why_none_fit(step, serving.requests, choice.prefixes, free_limits):
+            return None, why
+        assert free_limits is not None
         price = device.price_per_hour
         timed = step if self.measured is None else self.measured.steps(self.layout.num_devices)
-        model = _instance_model(step, profile, limits, self.layout, timed)
+        fetch_s = fetch_s_per_token(step, choice.prefixes)
+        model = _instance_model(step, profile, free_limits, self.layout, timed, fetch_s)
         self.known[choice] = InstanceKind(
             part=self.part,
             device=device.name,
@@ -255,6 +285,8 @@ class _Base:
             speculate=serving.speculate.replace(draft_tokens=choice.drafted)
             if serving.speculate and choice.drafted
             else None,
+            prefixes=choice.prefixes,
+            loosest_prefixes=choice.prefixes if choice != self.base_choice else tiers_of(serving, profile)[0],
         )
         return self.known[choice], ""
 
@@ -273,8 +305,11 @@ class _Base:
         """Return what no choice of limits is better than; limits that were chosen are what they are."""
         if choice != self.base_choice:
             return model
+        tiers = self._tiers("agg", limits)
         others = [
-            other for other in choices("agg", limits, self.serving, self.base_choice, math.inf) if other != choice
+            other
+            for other in choices("agg", limits, self.serving, self.base_choice, math.inf, tiers)
+            if other != choice
         ]
         kinds = [kind for other in others if (kind := self.kind(other)[0]) is not None]
         models = [model, *(kind.model for kind in kinds)]
@@ -283,61 +318,42 @@ class _Base:
             max_batched_tokens=max(each.max_batched_tokens for each in models),
             chunk=min(min(each.chunk, each.max_batched_tokens) for each in models),
             cache_tokens=max(each.cache_tokens for each in models),
+            fetch_s_per_token=0.0,
             others=_of_each_draft(models),
         )
 
     def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
         """Return the instance under the limits that may be best in a role, the engine's own first."""
-        limits = self.known[self.base_choice].limits
+        limits, base = self.known[self.base_choice].limits, self.base_choice
+        if role == "decode" and base.prefixes in ("host", "storage"):  # nothing is fetched: requests bring copies
+            base = replace(base, prefixes="none")
+        first = self._closed if base == self.base_choice else self.kind(base)[0]
         others = (
             choice
-            for choice in choices(role, limits, self.serving, self.base_choice, max_rows)
-            if choice != self.base_choice
+            for choice in choices(role, limits, self.serving, base, max_rows, self._tiers(role, limits))
+            if choice != base
         )
-        kinds = [self._closed, *(kind for choice in others if (kind := self.kind(choice)[0]) is not None)]
-        return list({(kind.limits, kind.speculate): kind for kind in reversed(kinds)}.values())[::-1]
+        kinds = [kind for kind in (first, *(self.kind(choice)[0] for choice in others)) if kind is not None]
+        return list({(kind.limits, kind.speculate, kind.prefixes): kind for kind in reversed(kinds)}.values())[::-1]
+
+    def _tiers(self, role: str, limits: EngineLimits) -> Sequence[PrefixTier | None]:
+        """Return where prefixes may lie for a role: on the device alone where they are small."""
+        stored, tiers = self.serving.requests.stored_tokens, tiers_of(self.serving, self.profile)
+        if stored <= SMALL * limits.cache_blocks * limits.block_size and self.base_choice.prefixes == tiers[0]:
+            return tiers[:1]
+        return best_tiers(self.step, self.serving.requests, tiers) if role != "decode" else (tiers[0], tiers[-1])
 
     @cached_property
     def _closed(self) -> InstanceKind:
         """The instance under its own limits and no others."""
         kind = self.known[self.base_choice]
-        return replace(kind, loosest=kind.model)
+        return replace(kind, loosest=kind.model, loosest_prefixes=kind.prefixes)
 
 
 def _of_each_draft(models: Sequence[InstanceModel]) -> tuple[InstanceModel, ...]:
     """Return an instance for each length of drafts; none where there is one."""
     by_steps = {id(each.steps): each for each in models}
     return tuple(by_steps.values()) if len(by_steps) > 1 else ()
-
-
-def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving, *, fixed_tp: int = 1) -> Iterator[ServingLayout]:
-    """Yield the layouts of an engine instance on equal devices; ``fixed_tp``: a degree that may go beyond the fastest links."""
-    node, total = math.gcd(*cluster.node_sizes), cluster.num_devices
-    domain = max(node, cluster.scaleup_domain)
-    heads = [block.attention.num_heads for block, _ in model.block_runs]
-    experts = [block.experts.num_experts for block, _ in model.block_runs if block.experts is not None]
-    degrees = [n for n in range(1, min(total, MAX_STAGE_DEVICES) + 1) if node % n == 0 or n % node == 0]
-    tps = [n for n in degrees if n <= max(domain, fixed_tp) and all(count % n == 0 for count in heads)]
-    for tp, pp in itertools.product(
-        tps, (n for n in range(1, MAX_PP + 1) if n & (n - 1) == 0 and n <= model.num_blocks)
-    ):
-        size = tp * pp
-        if size > total or not (node % size == 0 or size % node == 0):
-            continue
-        yield ServingLayout(tp=tp, pp=pp)
-        if pp == 1 and tp > 1 and all(count % tp == 0 for count in experts) and experts:
-            yield ServingLayout(tp=tp, ep=tp)
-    if not experts or serving.engine == "meshwright":
-        return
-    for stage, tp in itertools.product(degrees, tps):
-        ranks = stage // tp
-        if stage % tp or ranks < 2 or stage > total:
-            continue
-        yield from (
-            ServingLayout(tp=tp, attention_dp=ranks, ep=ep)
-            for ep in (1, stage)
-            if all(count % ep == 0 for count in experts) and (ep > 1 or stage <= domain)
-        )
 
 
 def _not_measured(request: PlanRequest, serving: Serving, layouts: list[ServingLayout]) -> ConfigError:
@@ -358,8 +374,6 @@ def _not_measured(request: PlanRequest, serving: Serving, layouts: list[ServingL
 
 def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDtype) -> float:
     """Return weights that a device has at least, without building the layout: everything cut over all of its devices."""
-    from ...schema.serving import BYTES_OF
-
     return model.num_params * BYTES_OF[weights] / layout.num_devices
 
 
@@ -369,6 +383,7 @@ def _instance_model(
     limits: EngineLimits,
     layout: ServingLayout,
     timed: StepCosts | MeasuredSteps,
+    fetch_s: float,
 ) -> InstanceModel:
     overhead, request = profile.overhead, profile.request
     return InstanceModel(
@@ -392,6 +407,7 @@ def _instance_model(
         cache_tokens=limits.cache_blocks * limits.block_size / layout.pp,
         prefill_first=profile.scheduler.policy == "prefill_first",
         tokens_per_step=getattr(timed, "tokens_per_step", 1.0),
+        fetch_s_per_token=layout.pp * fetch_s,
         reserves_output=profile.admission.reserve_new == 1 and profile.admission.reserve_running == 1,
     )
 
@@ -403,6 +419,6 @@ def _link_bytes_per_s(cluster: ClusterSpec) -> float:
     return link.bandwidth_bytes_per_s * min(link.efficiency.p2p, 1.0) / sharing
 
 
-def mix_of(serving: Serving, only: int | None = None) -> Mix:
-    """Return the classes of a load as the steady state takes them."""
-    return Mix.of(serving.requests, only=only, prefix_cache=serving.prefix_cache)
+def mix_of(serving: Serving, prefixes: PrefixTier | None = "device", only: int | None = None) -> Mix:
+    """Return the classes of a load as the steady state takes them, with their prefixes at a place."""
+    return Mix.of(serving.requests, only=only, prefixes=prefixes or "none" if serving.prefix_cache else "none")

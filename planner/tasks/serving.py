@@ -296,13 +296,15 @@ class ServingProblem:
             other = served.deployment
             if served.meets_limits or other.routes is not None or len(other.kinds) != len(family.kinds):
                 continue
+            # Of a deployment whose prompts were late, what decodes was not simulated: it is alike whatever it is.
             alike = [
                 old.base is new.base
                 and old.step is new.step
+                and old.prefixes == new.prefixes
                 and count <= tried
-                and touched.same_under(old.limits, new.limits)
+                and touched.same_under(old.free_limits, new.free_limits)
                 for old, new, count, tried, touched in zip(
-                    other.kinds, family.kinds, counts, other.counts, served.touched, strict=True
+                    other.kinds, family.kinds, counts, other.counts, served.touched, strict=False
                 )
             ]
             if all(alike) or (alike[0] and family.is_disaggregated and _prompts_are_late(served)):
@@ -380,7 +382,7 @@ class ServingProblem:
 def _prompts_are_late(served: Served) -> bool:
     """Return whether the pool that prefills broke the limit on the first token, whatever decodes: no request waited for that."""
     is_late = any(limit.metric == "ttft" and not limit.is_met for limit in served.limits)
-    return is_late and not served.touched[-1].reached(served.deployment.kinds[-1].limits)
+    return is_late and not served.touched[-1].reached(served.deployment.kinds[-1].free_limits)
 
 
 def goal_of(serving: Serving) -> Goal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from meshwright.cost_models.coefficients import Scenario
-from meshwright.cost_models.hardware.machine import host_link_bytes_per_s, host_update_s_per_param
+from meshwright.cost_models.hardware.host_memory import host_link_bytes_per_s, host_update_s_per_param
 from meshwright.cost_models.layer.memory import adapter_params
 from meshwright.cost_models.stage.bounds import memory_bounds, uniform_time_bounds
 from meshwright.cost_models.stage.table import CostTable

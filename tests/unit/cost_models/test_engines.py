@@ -7,7 +7,7 @@ import pytest
 from cost_cases import operators_under
 from meshwright.cost_models.hardware.collectives import IN_NODE_RING_STEP_S, NETWORK_RING_STEP_S
 from meshwright.cost_models.hardware.compute import OperatorTime
-from meshwright.cost_models.hardware.machine import update_bytes_per_param
+from meshwright.cost_models.hardware.host_memory import update_bytes_per_param
 from meshwright.cost_models.layer.data import copied_bytes_per_param, passes_per_step
 from meshwright.cost_models.layer.layer import alternate_products_s
 from meshwright.cost_models.layer.operators import Gemm

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from meshwright.cost_models.coefficients import Scenario, packaged_coefficients
 from meshwright.cost_models.hardware.collectives import Pair, pair_s, slowdown_law
-from meshwright.cost_models.hardware.machine import host_link_bytes_per_s, measured_rates
+from meshwright.cost_models.hardware.host_memory import host_link_bytes_per_s
+from meshwright.cost_models.hardware.machine import measured_rates
 from meshwright.cost_models.hardware.streams import host_rates, interference, measured_interference
 from meshwright.cost_models.measured import slowdown_ratio
 from meshwright.planner import estimate, plan

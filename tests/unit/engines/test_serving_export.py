@@ -306,6 +306,36 @@ def test_drafts_are_told_to_each_engine_or_refused(tmp_path: Path) -> None:
         export(serving_plan(pool_of(tp=8, speculate=own.replace(method="eagle3"))), "vllm")
 
 
+def test_prefixes_with_the_host_are_told_to_each_engine_or_refused(tmp_path: Path) -> None:
+    plan = serving_plan(pool_of(tp=2, replicas=1, prefixes="host", host_prefix_bytes=3 * 10**9))
+    words = parse(VLLM, calls_of(plan, "vllm", "serve.sh", tmp_path / "vllm")[0]["words"][2:])
+    assert words["kv-offloading-size"] == 6 and "enable-prefix-caching" in words
+    words = parse(SGLANG, calls_of(plan, "sglang", "serve.sh", tmp_path / "sglang")[0]["words"][2:])
+    assert words["hicache-size"] == 3 and "hicache-storage-backend" not in words
+    content = yaml.safe_load(dict(export(plan, "trtllm").files)["agg.yaml"])
+    require_fields(TRTLLM, content)
+    assert content["kv_cache_config"]["host_cache_size"] == 3 * 10**9
+    drives = plan.replace(pools=(plan.pools[0].replace(prefixes="storage"),))
+    words = parse(SGLANG, calls_of(drives, "sglang", "serve.sh", tmp_path / "drives")[0]["words"][2:])
+    assert words["hicache-storage-backend"] == "file"
+    for engine in ("vllm", "trtllm"):
+        with pytest.raises(ConfigError, match="lie in storage"):
+            export(drives, engine)
+    computed = plan.replace(pools=(pool_of(tp=2, replicas=1, prefixes="none"),))
+    assert "--no-enable-prefix-caching" in calls_of(computed, "vllm", "serve.sh", tmp_path / "none")[0]["words"]
+
+
+def test_nano_batches_are_told_to_each_engine(tmp_path: Path) -> None:
+    pool = pool_of(attention_dp=8, ep=8, weights="fp8", cache="fp8", replicas=1, nano_batch_rows=99)
+    plan = serving_plan(pool, model="deepseek-v3", nano_batches=True)
+    words = parse(VLLM, calls_of(plan, "vllm", "serve.sh", tmp_path / "vllm")[0]["words"][2:])
+    assert words["enable-dbo"] is True and words["dbo-decode-token-threshold"] == 99
+    words = parse(SGLANG, calls_of(plan, "sglang", "serve.sh", tmp_path / "sglang")[0]["words"][2:])
+    assert words["enable-two-batch-overlap"] is True and words["moe-a2a-backend"] == "deepep"
+    with pytest.raises(ConfigError, match="nano-batches"):
+        export(plan, "trtllm")
+
+
 def test_sglang_is_told_to_mix_where_the_plan_does(tmp_path: Path) -> None:
     words = calls_of(serving_plan(pool_of(tp=8), scheduler="mixed"), "sglang", "serve.sh", tmp_path)[0]["words"]
     assert parse(SGLANG, words[2:])["enable-mixed-chunk"] is True

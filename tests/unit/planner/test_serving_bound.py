@@ -16,6 +16,10 @@ MODEL, H100 = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("1xH100-SXM-80G
 KINKS = 1.025
 """Tables of the steady state and of the simulation lie over unlike sizes: seconds of a step differ by so much at worst."""
 
+CHANCE = 0.02 + 0.041
+"""Queues are taken to grow from 2 % of the counted requests on, and twice the root of those in flight (checks.py): at most 4.1 %
+where 800 are counted, three times those in flight."""
+
 SPACING = 1.005
 """A curve has its best between two of its points."""
 
@@ -79,8 +83,9 @@ def test_nothing_simulated_is_above_the_bound(serving: Serving) -> None:
                     <= KINKS * family.in_closed_loop((1,), serving.requests.concurrency, fluid=True)[0]
                 )
             elif most := family.largest(0, fluid=True):
-                # Queues are taken to grow from 2 % of the counted requests on.
-                assert not problem._serve(limited, deployment, (KINKS + 0.02) * most).meets_limits
+                served = problem._serve(limited, deployment, (KINKS + CHANCE) * most)
+                # Requests of one length end in waves, between which a queue may seem not to grow: over all they are fewer.
+                assert not served.meets_limits or len(served.counted) / served.result.duration_s <= most
 
 
 @pytest.mark.parametrize("concurrency", [None, 256])

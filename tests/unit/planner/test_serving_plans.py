@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from meshwright.planner import plan
 from meshwright.planner.request import PlanRequest
@@ -41,6 +42,10 @@ def test_the_plan_meets_its_limits_and_is_read_back(tmp_path: Path) -> None:
     assert answer.search.objective == answer.num_devices
     assert answer.resource_bound is not None and answer.resource_bound <= answer.search.bound <= answer.num_devices
     assert answer.estimate.requests_per_s == pytest.approx(25, rel=0.1)
+    (likely,) = [note for note in answer.notes if "of the load tests that were predicted" in note]
+    (tpot,) = [limit for limit in answer.estimate.limits if limit.metric == "tpot"]
+    assert f"at most {tpot.limit_s / tpot.simulated_s:.2f} times" in likely
+    assert ("in 95 %" in likely) == (tpot.limit_s >= 1.24 * tpot.simulated_s)
     answer.save(tmp_path / "serve.json")
     assert Plan.load(tmp_path / "serve.json") == answer
 
@@ -149,6 +154,29 @@ def test_a_closed_loop_keeps_its_requests_in_flight() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+def test_prompts_alone_are_never_later_than_with_what_decodes(engine: str) -> None:
+    """What a deployment is refused for before anything decodes is broken with it, too."""
+    request = PlanRequest.create(
+        ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("4xH100-SXM-80GB"), task(engine=engine, modes=("disagg",))
+    )
+    problem = ServingProblem(request)
+    kind = next(kind for kind in problem.space.kinds if kind.size == 1)
+    deployment = Deployment((kind, kind), (1, 2))
+    free = problem.serving.replace(limits=())
+    for rate in (5.0, 40.0):
+        entire = serve(deployment, free, rate=rate, in_flight=20)
+        first_s = sorted(entire.values("ttft"))
+        for seconds in (first_s[len(first_s) // 2], 1e-3):
+            limit = parse_limit("ttft", f"{seconds}s@p90")
+            limited = serve(deployment, free.replace(limits=(limit,)), rate=rate, in_flight=20)
+            assert not limited.meets_limits
+            assert len(limited.result.pools) in (1, 2)
+            assert limited.limits[0].simulated_s <= float(np.quantile(first_s, 0.9)) + 1e-9
+        assert len(limited.result.pools) == 1  # late before anything decodes
+        assert limited.tokens_per_s == pytest.approx(128 * limited.requests_per_s)
+
+
 def test_latency_takes_all_that_helps_and_fixed_degrees_are_kept() -> None:
     quick = planned(task("isl=1024,osl=128,rate=2", objective="latency"))
     few = planned(task("isl=1024,osl=128,rate=2"))

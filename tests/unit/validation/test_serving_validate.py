@@ -15,6 +15,7 @@ from meshwright.validation.serving import (
     ServingPrediction,
     ServingRow,
     _pool,
+    _row_steps,
     load_of,
     predict_serving,
     profile_of,
@@ -105,7 +106,7 @@ def test_servers_with_generated_settings_have_their_token_budget() -> None:
     budgets = []
     for entry in (asked, replace(asked, described=True), replace(asked, engine="vllm", version="0.12.0")):
         layout = ServingLayout(tp=1)
-        pool, _ = _pool(entry, profile_of(entry), layout, 1, 8, None)
+        pool, _ = _pool(entry, _row_steps(entry, layout, coefficients=None), profile_of(entry), 1, 8, None)
         budgets.append(pool.limits.max_batched_tokens)
     assert budgets == [1024 + SPARE_TOKENS + 8, 8192, 2048]
 
@@ -137,6 +138,28 @@ def test_choices_are_judged_by_what_was_measured() -> None:
     assert slow.lost_mean == pytest.approx((2 * (1 - 50 / 80) + (1 - 80 / 120)) / 6)
     fast = choices((10, 50), (14, 80), (19, 120))
     assert fast.met == pytest.approx(3 / 6)
+
+
+def test_a_cautious_choice_goes_by_the_errors_of_other_models() -> None:
+    """Others were measured at 1 to 1.2 times the predicted TPOT: a point 5 % below the limit is not worth the most tokens."""
+    pairs = [(9.0, 50.0, 9.0), (14.6, 70.0, 15.2), (10.0, 60.0, 10.0)]
+    rows = [
+        row(id=str(idx), tpot_ms=measured, ttft_ms=100.0, output_tokens_per_s_per_gpu=rate)
+        for idx, (_, rate, measured) in enumerate(pairs)
+    ]
+    predicted = [ServingPrediction(100.0, tpot, rate, True) for tpot, rate, _ in pairs]
+    alone = score_serving(rows, predicted)["agg"]
+    assert alone.cautious is None
+    assert alone.choices.met == pytest.approx(5 / 6)  # all but 15 ms
+    assert len(alone.tpot.measured_ratios) == 19 and alone.tpot.measured_ratios[9] == pytest.approx(1.0)
+    ratios = [1.0, 1.04, 1.08, 1.12, 1.16, 1.2]
+    others = [
+        row(id=f"o{idx}", model="llama-3.1-8b", isl=idx + 1, tpot_ms=10 * ratio, ttft_ms=100.0)
+        for idx, ratio in enumerate(ratios)
+    ]
+    scores = score_serving([*rows, *others], [*predicted, *(ServingPrediction(100.0, 10.0, 1.0, True) for _ in others)])
+    assert scores["agg"].cautious.met == 1.0
+    assert scores["agg"].cautious.lost_mean == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_command_prints_rows_and_scores(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -204,6 +204,18 @@ def test_prompts_in_the_prefix_cache_are_not_computed_again() -> None:
     before, after = (simulate(pool(), requests) for requests in (plain, shared))
     require_all_served(shared, after)
     assert after.ttft_s.mean() < before.ttft_s.mean()
+
+
+def test_a_prefix_with_the_host_is_copied_in_turn_and_takes_the_cache_of_each_request() -> None:
+    alone, many = RequestTable.of([1500], [100], 0.0, 1200), RequestTable.of(np.full(30, 1500), 100, 0.0, 1200)
+    device, host, none = (
+        replace(pool(), prefixes=prefixes, fetch_s_per_token=1e-4) for prefixes in ("device", "host", "none")
+    )
+    shared, copied, computed = (simulate(each, alone) for each in (device, host, none))
+    assert copied.ttft_s[0] == pytest.approx(shared.ttft_s[0] + 0.12)
+    assert computed.ttft_s[0] == simulate(none, RequestTable.of([1500], [100])).ttft_s[0]
+    assert simulate(host, many).queue_s.max() < simulate(host, many).ttft_s.max() - 29 * 0.12
+    assert shared.pools[0][0].max_cache < copied.pools[0][0].max_cache
 
 
 def test_a_request_that_no_cache_holds_is_refused() -> None:

@@ -106,7 +106,13 @@ def test_a_prefix_in_the_cache_is_not_computed() -> None:
         largest_rate(INSTANCE, Mix.of(with_prefix), LIMITS).requests_per_s
         > largest_rate(INSTANCE, Mix.of(LOAD), LIMITS).requests_per_s
     )
-    assert Mix.of(with_prefix, prefix_cache=False).new_tokens == 1000
+    assert Mix.of(with_prefix, prefixes="none").new_tokens == 1000
+    copied, copying = Mix.of(with_prefix, prefixes="host"), replace(INSTANCE, fetch_s_per_token=1e-3)
+    assert copied.new_tokens == 200
+    assert copied.occupied_steps(reserves_output=False) == Mix.of(LOAD).occupied_steps(reserves_output=False)
+    limited = largest_rate(copying, copied, ())
+    assert limited.binds == "host_link"
+    assert limited.requests_per_s == pytest.approx(INSTANCE.lanes / (800 * 1e-3), rel=0.01)
 
 
 def test_requests_wait_for_a_place_among_max_batch_as_at_that_many_servers() -> None:
