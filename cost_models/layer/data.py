@@ -19,6 +19,7 @@ from ..hardware.machine import (
     update_bytes_per_param,
 )
 from .operators import CostInputs
+from .overlap import shared_link
 from .parallel import sharded_params
 
 _ZEROTH_ORDER_ELEMENTS = 14
@@ -173,8 +174,12 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     """
     layouts, workload = inputs.layouts, inputs.workload
     facts = workload.engine_facts.data_parallel
-    forward = overlap * (cost.forward_s + cost.comm_forward_s - cost.ep_forward_s)
-    backward = overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s - cost.ep_backward_s)
+    busy_link = cost.ep_forward_s, cost.ep_backward_s
+    if layouts.tp_halves.any():
+        taken = shared_link(cost.tp_hidden_s / 2, inputs)
+        busy_link = busy_link[0] + taken, busy_link[1] + taken
+    forward = overlap * np.maximum(cost.forward_s + cost.comm_forward_s - busy_link[0], 0.0)
+    backward = overlap * np.maximum(cost.backward_s + cost.recompute_s + cost.comm_backward_s - busy_link[1], 0.0)
     forward = forward * (workload.overlaps & (layouts.zero_stage >= facts.gather_hides_from))
     backward = backward * (workload.overlaps & (layouts.zero_stage >= facts.reduction_hides_from))
     # What waits for the last backward pass has nothing left to hide behind.

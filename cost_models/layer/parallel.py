@@ -43,9 +43,7 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     and the head have the half that faces the blocks.
     """
     layouts = inputs.layouts
-    copied = _sequence_copy_s(inputs)
-    gather = np.where(layouts.sequence_parallel == 1, _over_tp_s("all_gather", inputs) + copied, 0.0)
-    reduce = _reduction_s(inputs) + copied
+    gather, reduce = exchange_s(inputs)
     if layer.counted is not None:
         return _traced_s(layer, gather, reduce, inputs)
     if isinstance(layer, Embedding):
@@ -64,6 +62,13 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
         full, selective = once, np.zeros_like(once) if workload.attention == "math" else selective
     is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     return once, once + layouts.recompute_fraction * np.select(is_kind, [full, selective], 0.0)
+
+
+def exchange_s(inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds [N] of the gather before one part of a block, 0 without sequence parallelism, and of the reduction after."""
+    copied = sequence_copy_s(inputs)
+    gather = np.where(inputs.layouts.sequence_parallel == 1, _over_tp_s("all_gather", inputs) + copied, 0.0)
+    return gather, _reduction_s(inputs) + copied
 
 
 def _traced_s(
@@ -163,7 +168,7 @@ def _reduction_s(inputs: CostInputs) -> FloatArray:
     return np.where(inputs.layouts.sequence_parallel == 1, scatter, unsharded)
 
 
-def _sequence_copy_s(inputs: CostInputs) -> FloatArray:
+def sequence_copy_s(inputs: CostInputs) -> FloatArray:
     """Return what DTensor takes to join what it gathered, or cut what it scatters, along the sequence [N].
 
     Collectives work along the first dimension, which is the batch's: a copy of the hidden states of all ranks each time (chunk and
