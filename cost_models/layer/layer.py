@@ -37,7 +37,7 @@ from .operators import (
     layer_operators,
     operator_rules,
 )
-from .overlap import NUM_HALVES, by_half_batches_s, half_batches, is_chosen, resident, supported
+from .overlap import NUM_HALVES, by_half_batches_s, half_batches, is_chosen, repeated_product_s, resident, supported
 from .parallel import expert_params, exposed_communication, token_share
 from .working_set import last_pending_bytes, pending_bytes, working_bytes
 
@@ -217,8 +217,11 @@ def _passes(layer: Layer, inputs: CostInputs, *, by_halves: bool = False) -> Lay
         *tp_s, tp_hidden_s = by_half_batches_s(operators, times, half_batches(inputs))
         times = [time.scaled(num_batches, num_batches, with_dispatches=True) for time in times]
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
-    seconds = passes_s(layer, operators, times, comm_s, inputs, num_batches=num_batches)
-    return LayerPasses(operators, times, (tp_s[0], tp_s[1]), cp_s, ep_s, hidden_s, tp_hidden_s, mode, *seconds)
+    forward, backward, recompute = passes_s(layer, operators, times, comm_s, inputs, num_batches=num_batches)
+    if by_halves:
+        recompute = recompute + repeated_product_s(operators, times, inputs.layouts)
+    comm_s = ((tp_s[0], tp_s[1]), cp_s, ep_s)
+    return LayerPasses(operators, times, *comm_s, hidden_s, tp_hidden_s, mode, forward, backward, recompute)
 
 
 def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:

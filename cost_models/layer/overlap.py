@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schema.layout_table import RECOMPUTES
+from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.units import Array, BoolArray, FloatArray
 from ..hardware.collectives import Pair, exposed_s, slowdown_law
 from ..hardware.compute import OperatorTime
@@ -84,14 +84,24 @@ def by_half_batches_s(operators: tuple[Operator, ...], times: list[OperatorTime]
     backward = sum((exchange.added_s(part.backward_s) for part in parts), start=joined)
     sent = NUM_HALVES * len(parts) * (exchange.gather_s + exchange.reduce_s + 2 * exchange.copied_s)
     hidden = np.maximum(2 * (sent + joined) - forward - backward, 0.0)
-    # Repeated up to the last product, which no backward pass reads: whole blocks hide as before, what is cheap hides nothing.
-    copied_s = NUM_HALVES * exchange.copied_s
-    last = exchange.reduce_s + exposed_s(parts[-1].forward_s, exchange.reduce_s, exchange.reduce_law)
-    in_full = forward - joined - last - copied_s
-    in_selective = sent - NUM_HALVES * exchange.reduce_s - copied_s
+    # Repeated up to the last product of B, which no backward pass reads: blocks hide as before, what is cheap hides nothing.
+    last = exchange.reduce_s + exchange.copied_s
+    in_full, in_selective = forward - joined - last, sent - last
     is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     repeated = layouts.recompute_fraction * np.select(is_kind, [in_full, in_selective], 0.0)
     return HalvedTime(forward, backward + repeated, hidden)
+
+
+def repeated_product_s(
+    operators: tuple[Operator, ...], times: list[OperatorTime], layouts: LayoutTable
+) -> FloatArray:
+    """Return what recompute repeats of A's last product [N], on the way to B's inputs, given seconds of both half-batches.
+
+    Of an entire block nothing is repeated of it.
+    """
+    last = next(time for op, time in reversed(list(zip(operators, times, strict=True))) if op.name == "mlp_down")
+    repeats = layouts.recompute_fraction * (layouts.recompute != RECOMPUTES.index("none"))
+    return np.asarray(repeats * last.forward_s / NUM_HALVES)
 
 
 class Exchange:

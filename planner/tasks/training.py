@@ -124,7 +124,7 @@ def build_plan(
     notes: Sequence[str] = (),
 ) -> TrainingPlan:
     """Write the answer to a request; ``nodes`` hold the ranks in this order (empty: as listed)."""
-    return TrainingPlan(
+    plan = TrainingPlan(
         model=request.model,
         cluster=request.cluster,
         workload=request.workload,
@@ -140,6 +140,11 @@ def build_plan(
         notes=tuple(notes),
         provenance=request.provenance(),
     )
+    if layout.tp_halves:
+        from ..planned_stages import with_modes  # few plans need it
+
+        plan = with_modes(plan)
+    return plan
 
 
 def device_of_rank(cluster: ClusterSpec, nodes: Sequence[int]) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ TWO = (
 FOUR = (
     ByHalves("zero 3", halves(dp_shard=2, recompute="full")),
     ByHalves("pp", halves(pp=2, sequence_parallel=False)),
+    ByHalves("zb-h1", halves(pp=2, schedule="zb-h1")),
+    ByHalves("zb-h1 sums", halves(pp=2, schedule="zb-h1", sequence_parallel=False), model="by halves gpt"),
     ByHalves("replicas", halves(dp_replicate=2)),
     ByHalves("tp 4", halves(tp=4, dp_shard=1), model="by halves gpt"),
 )
