@@ -36,7 +36,7 @@ Move = Literal["none", "sum", "gather", "scatter"]
 """Nothing; all-reduce; all-gather and reduce-scatter along the sequence."""
 
 
-class _Transfer:
+class Transfer:
     """One collective under way; what it works on lives until it is waited for."""
 
     def __init__(self, value: Tensor, move: Move, group: dist.ProcessGroup) -> None:
@@ -68,11 +68,11 @@ class _Exchange:
 
     def __init__(self, forward: Move, backward: Move, group: dist.ProcessGroup) -> None:
         self.moves, self.group = (forward, backward), group
-        self.under_way: _Transfer | None = None
+        self.under_way: Transfer | None = None
 
     def start(self, value: Tensor, *, backward: bool) -> Tensor:
         """Start a collective; returns a tensor of nothing, which connects the two nodes."""
-        self.under_way = _Transfer(value, self.moves[backward], self.group)
+        self.under_way = Transfer(value, self.moves[backward], self.group)
         return value.new_empty(0)
 
     def wait(self) -> Tensor:

@@ -37,7 +37,7 @@ from .operators import (
     layer_operators,
     operator_rules,
 )
-from .overlap import NUM_HALVES, by_half_batches_s, half_batches, is_chosen, repeated_product_s, resident, supported
+from .overlap import NUM_HALVES, by_half_batches_s, half_batches, is_chosen, repeated_product_s, supported
 from .parallel import expert_params, exposed_communication, token_share
 from .working_set import last_pending_bytes, pending_bytes, working_bytes
 
@@ -264,7 +264,7 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         pending_bytes=pending_bytes(layer, inputs),
         last_pending_bytes=last_pending_bytes(layer, inputs),
         read_bytes=read_bytes(layer, inputs),
-        working_bytes=again + in_use[0] + resident(layer, inputs),
+        working_bytes=again + in_use[0],
         split_working_bytes=in_use[1],
     )
     return cost if workload.has_backward else _forward_only(cost, workload)

@@ -6,7 +6,8 @@
     (O)  min sum_l n_l sum_m c[l,m] y[l,m]
     (V1) one_mode:     sum_m y[l,m] = 1; of a layout with tp_overlap no kind has halves (layout_rules.py)
     (V2) rows_divide:  2 divides micro_batch_size where tp_halves (layout_rules.py)
-    (V3) resident:     the buffers of both half-batches are bytes of the stage, whatever its kinds choose
+    (V3) resident:     a stage holds what its kinds keep in their modes: half-batches hold what an entire one does, as rehearsed
+                       (tests/unit/runtime/test_halves.py)
     (V4) supported:    the engine runs halves (`EngineFacts.switches`), and this kind of layer; where a device has no streams nothing
                        is gained and nothing is chosen: every kind that can has them if the layout says so
     (V5) shared_link:  what runs on a level of links during a pass takes no longer than the pass: collectives over data hide in what
@@ -162,10 +163,3 @@ def shared_link(hidden_s: FloatArray, inputs: CostInputs) -> FloatArray:
     Where tp fills the domain of the fastest link, data moves over another level.
     """
     return np.where(inputs.layouts.tp < inputs.cluster.scaleup_domain, hidden_s, 0.0)
-
-
-def resident(layer: Layer, inputs: CostInputs) -> FloatArray:
-    """Return the bytes that a block by half-batches has besides those of an entire one [N] (V3): both results next to the joined one."""
-    layouts = inputs.layouts
-    local = inputs.hidden_bytes / np.where(layouts.sequence_parallel == 1, layouts.tp, 1)
-    return np.where(supported(layer, inputs), local, 0.0)

@@ -50,7 +50,7 @@ class Events(TorchDispatchMode):
 
 
 def build(monkeypatch: pytest.MonkeyPatch, events: Events, **fields: Any) -> ParallelModel:
-    starts, wait = halves._Transfer.__init__, halves._Transfer.wait
+    starts, wait = halves.Transfer.__init__, halves.Transfer.wait
 
     def started(self: Any, value: torch.Tensor, move: str, group: Any) -> None:
         starts(self, value, move, group)
@@ -63,8 +63,8 @@ def build(monkeypatch: pytest.MonkeyPatch, events: Events, **fields: Any) -> Par
             events.names.append(f"wait {self.number}")
         return wait(self)
 
-    monkeypatch.setattr(halves._Transfer, "__init__", started)
-    monkeypatch.setattr(halves._Transfer, "wait", awaited)
+    monkeypatch.setattr(halves.Transfer, "__init__", started)
+    monkeypatch.setattr(halves.Transfer, "wait", awaited)
     layout = Layout(**{"tp": 2, "micro_batch_size": 2, "tp_halves": True, **fields})
     workload = Workload(seq_len=16, global_batch_size=2, precision="fp32")
     model = tiny_model(num_blocks=NUM_BLOCKS)
