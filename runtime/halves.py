@@ -37,14 +37,14 @@ Move = Literal["none", "sum", "gather", "scatter"]
 
 
 class Transfer:
-    """One collective under way; what it works on lives until it is waited for."""
+    """One collective under way; what it works on lives until it is waited for. A sum is made in place of ``value`` if it ``owns`` it."""
 
-    def __init__(self, value: Tensor, move: Move, group: dist.ProcessGroup) -> None:
+    def __init__(self, value: Tensor, move: Move, group: dist.ProcessGroup, *, owns: bool) -> None:
         self.move, ranks = move, group.size()
         self.sent = value.contiguous()
         self.received, self.work = self.sent, None
         if move == "sum":
-            self.sent = self.received = self.sent.clone()  # selective recompute keeps what a product put out
+            self.sent = self.received = self.sent if owns else self.sent.clone()
             self.work = dist.all_reduce(self.sent, group=group, async_op=True)
         elif move == "gather":
             self.received = self.sent.new_empty(ranks, *self.sent.shape)
@@ -72,7 +72,8 @@ class _Exchange:
 
     def start(self, value: Tensor, *, backward: bool) -> Tensor:
         """Start a collective; returns a tensor of nothing, which connects the two nodes."""
-        self.under_way = Transfer(value, self.moves[backward], self.group)
+        # What a product puts out may be kept by selective recompute; of a gradient nothing else reads.
+        self.under_way = Transfer(value, self.moves[backward], self.group, owns=backward)
         return value.new_empty(0)
 
     def wait(self) -> Tensor:

@@ -192,17 +192,17 @@ class LayerPasses(NamedTuple):
 
 def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
     """Return the operators of a layer, their seconds, its communication and its passes, in the mode that takes least (overlap.py)."""
-    whole, rows = _passes(layer, inputs), np.flatnonzero(supported(layer, inputs))
+    whole, rows = passes_in_mode(layer, inputs), np.flatnonzero(supported(layer, inputs))
     if not len(rows):
         return whole
-    halved = _passes(layer, inputs.select(rows), by_halves=True)
+    halved = passes_in_mode(layer, inputs.select(rows), by_halves=True)
     taken = np.arange(len(rows))
     if is_chosen(inputs):
         taken = np.flatnonzero(halved.busy_s < whole.busy_s[rows])
     return whole.with_rows(rows[taken], halved, taken)
 
 
-def _passes(layer: Layer, inputs: CostInputs, *, by_halves: bool = False) -> LayerPasses:
+def passes_in_mode(layer: Layer, inputs: CostInputs, *, by_halves: bool = False) -> LayerPasses:
     """Return the passes in one mode: entire, or by half-batches."""
     operators, num_batches = _operators(layer, inputs), NUM_HALVES if by_halves else 1
     isolated = operator_times(operators, half_batches(inputs) if by_halves else inputs)

@@ -382,10 +382,10 @@ class Trace:
     def _beside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose collectives run beside what comes after them, up to what reads them."""
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             self._is_between_halves = True
             try:
-                return function(*args)
+                return function(*args, **kwargs)
             finally:
                 self._is_between_halves = False
 

@@ -52,8 +52,8 @@ class Events(TorchDispatchMode):
 def build(monkeypatch: pytest.MonkeyPatch, events: Events, **fields: Any) -> ParallelModel:
     starts, wait = halves.Transfer.__init__, halves.Transfer.wait
 
-    def started(self: Any, value: torch.Tensor, move: str, group: Any) -> None:
-        starts(self, value, move, group)
+    def started(self: Any, value: torch.Tensor, move: str, group: Any, *, owns: bool) -> None:
+        starts(self, value, move, group, owns=owns)
         if move != "none":
             self.number = sum(name.startswith("start") for name in events.names)
             events.names.append(f"start {self.number}")
