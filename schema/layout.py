@@ -216,6 +216,7 @@ class Layout(Frozen, Degrees):
         gradient_shard, optimizer_shard: data-parallel ranks (context ranks come on top, as for dp_shard) over which gradients and
             optimizer states are sharded where those are more than dp_shard has: each a multiple of the narrower one, and under
             zero_stage 2, which leaves parameters unsharded, the optimizer states alone. 1: as the narrower one.
+        prefetch: blocks whose parameters are gathered while another one computes, under zero_stage 3.
         vocabulary: where embedding and head are: on the first and the last stage, or each split over all stages.
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
         micro_batch_size: sequences of one forward and backward pass on a data-parallel rank.
@@ -268,6 +269,7 @@ class Layout(Frozen, Degrees):
     )
     gradient_shard: Annotated[Count, LayoutField(("data",))] = 1
     optimizer_shard: Annotated[Count, LayoutField(("data",))] = 1
+    prefetch: Annotated[Count, LayoutField()] = 1
     vocabulary: Annotated[Vocabulary, LayoutField(("layer", "data"))] = "ends"
     sequence_parallel: Annotated[bool, LayoutField(("layer", "operators"), text=_sequence_text)] = Field(
         default_factory=lambda data: data.get("tp", 1) > 1

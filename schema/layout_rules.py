@@ -67,6 +67,7 @@ class ProblemFacts:
     takes_uneven_shares: bool = True
     has_halves: bool = False
     runs_in_halves: bool = False
+    prefetches: bool = False
 
     def num_microbatches(self, t: Rows) -> Numbers:
         """Return the micro-batches of one step on the data-parallel rank that has most."""
@@ -105,6 +106,7 @@ def problem_facts(
         is_fp32=workload.is_full_precision,
         takes_uneven_shares=workload.engine_facts.takes_uneven_shares,
         has_halves=workload.engine_facts.cuts_blocks and model.in_halves is not None,
+        prefetches=workload.engine_facts.is_own_runtime,
         runs_in_halves=workload.has_backward and any(block.runs_in_halves for block in blocks),
     )
 
@@ -284,6 +286,10 @@ ENGINE_RULES: tuple[Rule, ...] = (
         lambda t, p: np.equal(t.tp_overlap, 0) | np.not_equal(t.sequence_parallel, 0),
         "tp_overlap without sequence_parallel (tp {t.tp}): products run in chunks along with the gathers and scatters of a split "
         "sequence"),
+    Rule("prefetched_blocks", "pp zero_stage prefetch",
+        lambda t, p: (t.prefetch == 1) | (p.prefetches & (t.zero_stage == 3) & (t.pp == 1)),
+        "prefetch {t.prefetch} with zero_stage {t.zero_stage}, pp {t.pp}: our runtime gathers blocks further ahead than one, where "
+        "zero_stage 3 gathers them in every pass and there is no pipeline"),
     Rule("one_mode", "tp_overlap tp_halves", lambda t, p: np.equal(t.tp_overlap, 0) | np.equal(t.tp_halves, 0),
         "tp_overlap and tp_halves: tensor-parallel communication runs with chunks of its own product, or with the other half-batch's"),
     Rule("rows_divide", "micro_batch_size tp_halves", lambda t, p: np.equal(t.tp_halves, 0) | (t.micro_batch_size % 2 == 0),

@@ -32,11 +32,11 @@ TWO = (
     ByHalves("full", halves(recompute="full")),
     ByHalves("selective", halves(recompute="selective", sequence_parallel=False)),
     ByHalves("gpt", halves(recompute="selective"), model="by halves gpt"),
-    ByHalves("four", halves(micro_batch_size=4)),
+    ByHalves("prefetch 2", Layout(dp_shard=2, zero_stage=3, micro_batch_size=2, prefetch=2)),
     ByHalves("bf16", halves(), model="five tied", workload=BF16),
 )
 FOUR = (
-    ByHalves("zero 3", halves(dp_shard=2, recompute="full")),
+    ByHalves("zero 3", halves(dp_shard=2, recompute="full", prefetch=2)),
     ByHalves("pp", halves(pp=2, sequence_parallel=False)),
     ByHalves("zb-h1", halves(pp=2, schedule="zb-h1")),
     ByHalves("zb-h1 sums", halves(pp=2, schedule="zb-h1", sequence_parallel=False), model="by halves gpt"),

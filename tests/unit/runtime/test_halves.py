@@ -13,6 +13,7 @@ import torch.distributed as dist
 from meshwright.runtime import ParallelModel, halves, parallelize
 from meshwright.schema import Layout, Workload
 from meshwright.schema.errors import ConfigError, RuntimeMismatchError
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -120,3 +121,35 @@ def test_what_cannot_be_halved_is_refused_by_name(two_ranks: None, monkeypatch: 
     with pytest.raises(RuntimeMismatchError) as error:
         parallelize(None, plan, device=torch.device("cpu"), compile_blocks=True)
     assert any("half-batches" in text for text in error.value.details)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_blocks_are_gathered_as_far_ahead_as_the_plan_says_and_in_order(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    events: list[str] = []
+    unshard = FSDPParamGroup.unshard
+
+    def gathered(self: Any, async_op: bool = False) -> None:
+        if self._all_gather_result is None and not self.is_unsharded:
+            events.append(f"gather {self._module_fqn.rpartition('.')[2]}")
+        unshard(self, async_op)
+
+    monkeypatch.setattr(FSDPParamGroup, "unshard", gathered)
+    layout = Layout(dp_shard=2, zero_stage=3, prefetch=depth)
+    workload = Workload(seq_len=16, global_batch_size=2, precision="fp32")
+    model = parallelize(None, make_plan(tiny_model(num_blocks=5), layout, workload=workload), device=torch.device("cpu"))
+    for name, block in model.module.model.layers.items():
+        block.self_attn.register_forward_pre_hook(lambda *_, name=name: events.append(f"run {name}"))
+        block.self_attn.register_full_backward_pre_hook(lambda *_, name=name: events.append(f"back {name}"))
+    model.forward_backward(torch.zeros(1, 17, dtype=torch.long))
+    in_blocks = [event for event in events if event.split()[1].isdigit()]
+    forward, backward = in_blocks[: in_blocks.index("run 4") + 1], in_blocks[in_blocks.index("run 4") + 1 :]
+    assert [event for event in forward if "gather" in event] == [f"gather {n}" for n in range(5)]
+    assert [event for event in backward if "gather" in event] == [f"gather {n}" for n in reversed(range(5))]
+    ahead = depth if depth > 1 else 0  # torch gathers the next one forward as the host runs ahead of the device
+    for n in range(5):
+        assert forward.index(f"run {n}") > forward.index(f"gather {min(n + ahead, 4)}")
+        assert backward.index(f"back {n}") > backward.index(f"gather {max(n - depth, 0)}")
+        if n + ahead < 4:
+            assert forward.index(f"run {n}") < forward.index(f"gather {n + ahead + 1}")
