@@ -62,7 +62,10 @@ _GATHERED = Rule("zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1
 
 TORCHTITAN_RULES: tuple[Rule, ...] = (
     *(_OF_FSDP2 | {_GATHERED.name: _GATHERED}).values(),
-    *lacks("torchtitan", *SWITCHES),
+    *lacks("torchtitan", *(name for name in SWITCHES if name != "tp_overlap")),
+    Rule("tp_overlap_of_torchtitan", "tp_overlap", lambda t, p: np.equal(t.tp_overlap, 0),
+        "tp_overlap=true: parallelism.enable_async_tensor_parallel fuses products with gathers only where torch.compile matches them, "
+        "and runs without a word where not; its kernels are CUDA's, so that a plan cannot check its compiled graph for them"),
     _NO_LEVELS,
     NO_ULYSSES,
     _ONE_RECOMPUTE,

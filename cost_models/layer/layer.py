@@ -191,7 +191,10 @@ class LayerPasses(NamedTuple):
 
 
 def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
-    """Return the operators of a layer, their seconds, its communication and its passes, in the mode that takes least (overlap.py)."""
+    """Return the operators of a layer, their seconds, its communication and its passes, in the one mode (V1) that takes least (O).
+
+    Source: overlap.py.
+    """
     whole, rows = passes_in_mode(layer, inputs), np.flatnonzero(supported(layer, inputs))
     if not len(rows):
         return whole

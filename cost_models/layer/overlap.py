@@ -1,17 +1,17 @@
 """Overlap modes: how a kind of layer runs its tensor-parallel communication along with products, the best of those that it can.
 
-    Sets       l kinds of layers, m in {whole, halves} modes (`chunks` of one product are `parallel.overlapped_s`, of tp_overlap)
-    Data       c[l,m] seconds of a micro-batch's passes through l in mode m with what communication adds to them
-    Variables  y[l,m] binary, for each layout
-    (O)  min sum_l n_l sum_m c[l,m] y[l,m]
-    (V1) one_mode:     sum_m y[l,m] = 1; of a layout with tp_overlap no kind has halves (layout_rules.py)
-    (V2) rows_divide:  2 divides micro_batch_size where tp_halves (layout_rules.py)
-    (V3) resident:     a stage holds what its kinds keep in their modes: half-batches hold what an entire one does, as rehearsed
-                       (tests/unit/runtime/test_halves.py)
-    (V4) supported:    the engine runs halves (`EngineFacts.switches`), and this kind of layer; where a device has no streams nothing
-                       is gained and nothing is chosen: every kind that can has them if the layout says so
-    (V5) shared_link:  what runs on a level of links during a pass takes no longer than the pass: collectives over data hide in what
-                       half-batches leave of it
+Sets       l kinds of layers, m in {whole, halves} modes (`chunks` of one product are `parallel.overlapped_s`, of tp_overlap)
+Data       c[l,m] seconds of a micro-batch's passes through l in mode m with what communication adds to them
+Variables  y[l,m] binary, for each layout
+(O)  min sum_l n_l sum_m c[l,m] y[l,m]
+(V1) one_mode:     sum_m y[l,m] = 1; of a layout with tp_overlap no kind has halves (layout_rules.py)
+(V2) rows_divide:  2 divides micro_batch_size where tp_halves (layout_rules.py)
+(V3) resident:     a stage holds what its kinds keep in their modes: half-batches hold what an entire one does, as rehearsed
+                   (tests/unit/runtime/test_halves.py)
+(V4) supported:    the engine runs halves (`EngineFacts.switches`), and this kind of layer; where a device has no streams nothing
+                   is gained and nothing is chosen: every kind that can has them if the layout says so
+(V5) shared_link:  what runs on a level of links during a pass takes no longer than the pass: collectives over data hide in what
+                   half-batches leave of it
 
 No term of (O) has two kinds in it, so that the least of each kind is the optimum (`layer.layer_passes`). What (V5) takes from
 collectives over data is not in (O): the search costs every layout with and without ``tp_halves``, and takes the faster.
@@ -19,7 +19,7 @@ collectives over data is not in (O): the search costs every layout with and with
 By half-batches A and B a part of a block (attention, feed-forward) takes, in either pass, with c the products of one half-batch and
 g, s the gather before and the reduction after them,
 
-    g + max over both of (c beside g) + (c beside s) + s
+    g + at_once(c, g) + at_once(c, s) + s          at_once: `collectives.pair_s`
 
 instead of 2 (g + c + s): the gather of B runs with the products of A, the reduction of A with those of B. Without sequence
 parallelism there is no g. Autograd goes back in the reverse order, so that the backward pass hides the same (runtime/halves.py). What
@@ -56,7 +56,7 @@ def is_chosen(inputs: CostInputs) -> bool:
 
 
 def half_batches(inputs: CostInputs) -> CostInputs:
-    """Return the inputs of one half-batch."""
+    """Return the inputs of one half-batch: half of the sequences (V2)."""
     sizes = inputs.layouts.micro_batch_size // NUM_HALVES
     return CostInputs(
         hidden_dim=inputs.hidden_dim, layouts=inputs.layouts.replace(micro_batch_size=sizes), scenario=inputs.scenario

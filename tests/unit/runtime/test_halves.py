@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from meshwright.planner import plan, rehearse
 from meshwright.runtime import ParallelModel, halves, parallelize
-from meshwright.schema import Layout, Workload
+from meshwright.schema import Layout, ModelSpec, Workload
 from meshwright.schema.errors import ConfigError, RuntimeMismatchError
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -153,3 +154,27 @@ def test_blocks_are_gathered_as_far_ahead_as_the_plan_says_and_in_order(
         assert backward.index(f"back {n}") > backward.index(f"gather {max(n - depth, 0)}")
         if n + ahead < 4:
             assert forward.index(f"run {n}") < forward.index(f"gather {n + ahead + 1}")
+
+
+def rehearsed_bytes(layout: Layout) -> tuple[int, int]:
+    """The fullest moment of a rank, rehearsed and predicted, of three blocks between small ends."""
+    named = ModelSpec.named("llama-3.2-1b")
+    ends = [run.replace(layer=run.layer.replace(vocab_size=2048)) for run in named.layers if run.layer.kind != "block"]
+    blocks = next(run for run in named.layers if run.layer.kind == "block").replace(count=3)
+    model = named.replace(layers=(ends[0], blocks, ends[1]))
+    made = plan(model, "2xH100-SXM-80GB", global_batch_size=8, seq_len=512, fixed=layout.model_dump())
+    (kind,) = rehearse(made.replace(whole_layers=()), ranks=(0,)).kinds
+    return kind.peak_allocated_bytes, kind.predicted_allocated_bytes
+
+
+def test_half_batches_hold_no_more_than_an_entire_one() -> None:
+    layout = Layout(tp=2, micro_batch_size=8)
+    whole, halved = (rehearsed_bytes(layout.replace(tp_halves=on))[0] for on in (False, True))
+    assert halved <= 1.001 * whole
+
+
+def test_gathers_further_ahead_hold_more_blocks() -> None:
+    layout = Layout(dp_shard=2, zero_stage=3)
+    one, two = (rehearsed_bytes(layout.replace(prefetch=depth)) for depth in (1, 2))
+    assert one[0] < two[0] and one[1] < two[1]
+    assert two[0] < 1.02 * two[1]
