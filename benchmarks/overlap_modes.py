@@ -2,9 +2,9 @@
 
     python benchmarks/overlap_modes.py rehearsed | plans | prefetch
 
-``rehearsed``: four blocks of Llama 3.1 70B, entire and by half-batches: the step of the closed form, and of the runtime's operators and
-collectives laid out over streams (`meshwright rehearse`). ``plans``: the fastest plan with the choice and without, and the CPU seconds
-of either search, the least of three. ``prefetch``: the most that gathers any number of blocks ahead could save, of one ahead.
+``rehearsed``: four blocks of Llama 3.1 70B, entire and by half-batches: the step of the closed form, and of the runtime's operators
+and collectives laid out over streams (`meshwright rehearse`). ``plans``: the fastest plan with the choice and without, and the CPU
+seconds of either search, the least of three. ``prefetch``: the most that gathers any number of blocks ahead could save.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ def rehearsed() -> None:
                 tp=tp, dp_replicate=8 // tp, recompute=recompute, micro_batch_size=4, sequence_parallel=splits, tp_halves=by_halves
             )  # fmt: skip
             made = plan(model, cluster, global_batch_size=32, seq_len=4096, fixed=fixed.model_dump())
-            result = rehearse(made.replace(whole_layers=()), ranks=(0,))
+            result = rehearse(made.replace(unhalved_layers=()), ranks=(0,))
             seconds.append((sum(result.time_parts.values()), made.estimate.step_time_s))
         (one, other), (one_halved, other_halved) = seconds
         gaps.append(abs(other_halved / other / (one_halved / one) - 1))
         print(
-            f"tp {tp} {cluster:16} {recompute:9} {'split' if splits else 'whole'} sequence: rehearsed {one:.3f} to {one_halved:.3f} s "
-            f"({one_halved / one - 1:+.1%}), predicted {other:.3f} to {other_halved:.3f} ({other_halved / other - 1:+.1%})"
+            f"tp {tp} {cluster:16} {recompute:9} {'split' if splits else 'whole'} sequence: "
+            f"rehearsed {one:.3f} to {one_halved:.3f} s ({one_halved / one - 1:+.1%}), "
+            f"predicted {other:.3f} to {other_halved:.3f} ({other_halved / other - 1:+.1%})"
         )
     print(f"ratios apart by {np.mean(gaps):.1%} on average, at most {max(gaps):.1%}")
 
@@ -71,7 +72,9 @@ def plans() -> None:
             cpu_s[with_it] = min(cpu_s[with_it], time.process_time() - begun)
         total += cpu_s
         without, chosen = made[0].estimate.step_time_s, made[1].estimate.step_time_s
-        print(f"{name} {cluster} {batch}: {without:.3f} to {chosen:.3f} s ({chosen / without - 1:+.1%}), {made[1].layout}")
+        print(
+            f"{name} {cluster} {batch}: {without:.3f} to {chosen:.3f} s ({chosen / without - 1:+.1%}), {made[1].layout}"
+        )
         print(f"    CPU {cpu_s[0]:.2f} to {cpu_s[1]:.2f} s")
     print(f"CPU of all: {total[1] / total[0] - 1:+.1%}")
 
@@ -82,9 +85,13 @@ def prefetch() -> None:
         model, machines = ModelSpec.named(name), ClusterSpec.parse(cluster)
         workload, layout = Workload(seq_len=seq_len, global_batch_size=batch), Layout(dp_shard=machines.num_devices)
         costs = CostTable.from_layouts(model, workload, machines, LayoutTable.from_layouts([layout], batch))
-        per_layer = {field: costs.per_layer(field, 0) for field in ("gather_s", "regather_s", "reduce_s", "forward_s", "backward_s")}
+        fields = ("gather_s", "regather_s", "reduce_s", "forward_s", "backward_s")
+        per_layer = {field: costs.per_layer(field, 0) for field in fields}
         again = np.where([layer.is_head for layer in model.iter_layers()], 0.0, per_layer["regather_s"])
-        passes = ((per_layer["gather_s"], per_layer["forward_s"]), (again + per_layer["reduce_s"], per_layer["backward_s"]))
+        passes = (
+            (per_layer["gather_s"], per_layer["forward_s"]),
+            (again + per_layer["reduce_s"], per_layer["backward_s"]),
+        )
         ahead = sum(float(np.maximum(sent - busy, 0.0).sum()) for sent, busy in passes)
         any_number = sum(max(float((sent - busy).sum()), 0.0) for sent, busy in passes)
         count, step_s = int(costs.layouts.num_microbatches[0]), estimate(model, machines, workload, layout).step_time_s

@@ -40,8 +40,8 @@ SAME_SECONDS_FRACTION = 0.01
 
 ENUMERATED = frozenset((
     "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "tp_overlap",
-    "tp_halves", "cuda_graphs", "dp_shard", "dp_replicate", "gradients", "zero_stage", "gradient_shard", "optimizer_shard", "schedule",
-    "recompute", "ep_overlap",
+    "tp_halves", "cuda_graphs", "dp_shard", "dp_replicate", "gradients", "zero_stage", "gradient_shard", "optimizer_shard",
+    "schedule", "recompute", "ep_overlap",
 ))  # fmt: skip
 """Fields with a step of their own in the enumeration. Of the others those with options are tried with each (`LayoutField.options`),
 and the rest has one value in the entire space: the fixed one, or the default."""

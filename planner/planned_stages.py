@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -74,17 +73,6 @@ def _stages_of(plan: TrainingPlan, cluster: ClusterSpec | None) -> CostedStages:
     pool_of_stage = np.array([pool_of_label[stage.device] for stage in plan.estimate.stages])
     in_order = in_order_of_pools(costs, tuple(dict.fromkeys(pool_of_stage.tolist())))
     return CostedStages(in_order, boundaries, pool_of_stage)
-
-
-def with_modes(plan: TrainingPlan) -> TrainingPlan:
-    """Return a plan with ``tp_halves`` that names the layers which take less as a whole (cost_models/layer/overlap.py)."""
-    costs, boundaries, pools = _stages_of(plan, None)
-    whole = []
-    for stage, (first, last) in enumerate(itertools.pairwise(boundaries)):
-        of_stage = costs if pools is None else costs.device_pools[pools[stage]]
-        by_halves = of_stage.per_layer("by_halves", 0)
-        whole += [idx for idx in range(first, last) if plan.is_by_halves(idx) and not by_halves[idx]]
-    return plan.replace(whole_layers=tuple(whole))
 
 
 def reestimate(plan: TrainingPlan, cluster: ClusterSpec) -> TrainingEstimate:

@@ -37,7 +37,7 @@ Move = Literal["none", "sum", "gather", "scatter"]
 
 
 class Transfer:
-    """One collective under way; what it works on lives until it is waited for. A sum is made in place of ``value`` if it ``owns`` it."""
+    """One collective under way; what it works on lives until it is waited for. ``owns``: a sum is made in place of ``value``."""
 
     def __init__(self, value: Tensor, move: Move, group: dist.ProcessGroup, *, owns: bool) -> None:
         self.move, ranks = move, group.size()
@@ -142,8 +142,8 @@ class Halves:
         arriving = [self._started(norm(half), self.before) for half in halves]
         leaving = []
         for wait in arriving:
-            whole: Tensor = _OnEveryRank.apply(wait(), self.tp)  # type: ignore[no-untyped-call]
-            leaving.append(self._started(part(whole), self.after))
+            unsharded: Tensor = _OnEveryRank.apply(wait(), self.tp)  # type: ignore[no-untyped-call]
+            leaving.append(self._started(part(unsharded), self.after))
         return [half + wait() for half, wait in zip(halves, leaving, strict=True)]
 
     def _started(self, value: Tensor, moves: tuple[Move, Move]) -> Callable[[], Tensor]:

@@ -66,7 +66,9 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement, *, by_h
     if block.self_attn is None:
         return
     to_region = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
-    plan: dict[str, ParallelStyle] = {"self_attn.o_proj": RowwiseParallel(output_layouts=Partial() if by_halves else hidden)}
+    plan: dict[str, ParallelStyle] = {
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Partial() if by_halves else hidden)
+    }
     is_latent = isinstance(block.self_attn, LatentSelfAttention)
     by_heads = ("q_proj", "q_b_proj", "kv_b_proj") if is_latent else ("q_proj", "k_proj", "v_proj")
     plan |= {f"self_attn.{name}": ColwiseParallel() for name in by_heads if hasattr(block.self_attn, name)}

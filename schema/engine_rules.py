@@ -64,8 +64,8 @@ TORCHTITAN_RULES: tuple[Rule, ...] = (
     *(_OF_FSDP2 | {_GATHERED.name: _GATHERED}).values(),
     *lacks("torchtitan", *(name for name in SWITCHES if name != "tp_overlap")),
     Rule("tp_overlap_of_torchtitan", "tp_overlap", lambda t, p: np.equal(t.tp_overlap, 0),
-        "tp_overlap=true: parallelism.enable_async_tensor_parallel fuses products with gathers only where torch.compile matches them, "
-        "and runs without a word where not; its kernels are CUDA's, so that a plan cannot check its compiled graph for them"),
+        "tp_overlap=true: parallelism.enable_async_tensor_parallel fuses products with gathers where torch.compile matches them, "
+        "and runs without a word where not; the kernels are CUDA's: an export cannot check that a compiled graph has them"),
     _NO_LEVELS,
     NO_ULYSSES,
     _ONE_RECOMPUTE,

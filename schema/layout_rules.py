@@ -291,7 +291,7 @@ ENGINE_RULES: tuple[Rule, ...] = (
         "prefetch {t.prefetch} with zero_stage {t.zero_stage}, pp {t.pp}: our runtime gathers blocks further ahead than one, where "
         "zero_stage 3 gathers them in every pass and there is no pipeline"),
     Rule("one_mode", "tp_overlap tp_halves", lambda t, p: np.equal(t.tp_overlap, 0) | np.equal(t.tp_halves, 0),
-        "tp_overlap and tp_halves: tensor-parallel communication runs with chunks of its own product, or with the other half-batch's"),
+        "tp_overlap and tp_halves: communication over tp runs with chunks of its own product, or with the other half-batch's"),
     Rule("rows_divide", "micro_batch_size tp_halves", lambda t, p: np.equal(t.tp_halves, 0) | (t.micro_batch_size % 2 == 0),
         "tp_halves with micro-batches of {t.micro_batch_size} sequences: two half-batches need an even number"),
     TOKENS_OF_EXPERTS,
@@ -323,8 +323,8 @@ FSDP2_RULES: tuple[Rule, ...] = (
     *lacks("fsdp2", *(name for name in SWITCHES if name != "tp_halves")),
     Rule("supported", "tp cp half_blocks tp_halves",
         lambda t, p: np.equal(t.tp_halves, 0) | (p.runs_in_halves & (t.tp > 1) & (t.cp == 1) & np.equal(t.half_blocks, 0)),
-        "tp_halves with tp {t.tp}, cp {t.cp}: our runtime takes dense blocks with softmax attention by half-batches, of models that "
-        "it builds, over ranks that share no sequence, and in no stage that ends inside a block"),
+        "tp_halves with tp {t.tp}, cp {t.cp}: our runtime takes dense blocks with softmax attention by half-batches, of models "
+        "that it builds, over ranks that share no sequence, and in no stage that ends inside a block"),
     Rule("zeroth_order", "pp recompute offload offload_activations",
         lambda t, p: p.has_backward | ((t.pp == 1) & ~t.recomputes & ~t.offloads),
         "pp {t.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "

@@ -268,7 +268,7 @@ class TrainingPlan(Plan):
         fastest: the fastest layout by prediction, where a plainer one was taken that may be as fast; None: it is the plan's.
         batches: what sequences of unequal lengths cost, where batches are of such (docs/batch.md).
         shares: sequences of each data-parallel rank in a step, where they are not as even as possible (schema/shares.py).
-        whole_layers: layers, counted as in ``ModelSpec.iter_layers``, that run a micro-batch as a whole where the layout says
+        unhalved_layers: layers, counted as in ``ModelSpec.iter_layers``, that run entire micro-batches where the layout says
             ``tp_halves``: half-batches would take longer there.
         expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
@@ -295,7 +295,7 @@ class TrainingPlan(Plan):
     alternatives: tuple[Alternative, ...] = ()
     batches: LengthCosts | None = Field(default=None, exclude_if=lambda value: value is None)
     shares: tuple[PositiveInt, ...] = ()
-    whole_layers: tuple[NonNegativeInt, ...] = Field(default=(), exclude_if=lambda value: not value)
+    unhalved_layers: tuple[NonNegativeInt, ...] = Field(default=(), exclude_if=lambda value: not value)
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
     offload: OffloadSchedule | None = None
@@ -436,7 +436,7 @@ class TrainingPlan(Plan):
 
     def is_by_halves(self, layer_idx: int) -> bool:
         """Tell whether a layer takes micro-batches by half-batches, given its index in ``ModelSpec.iter_layers()``."""
-        if not self.layout.tp_halves or layer_idx in self.whole_layers:
+        if not self.layout.tp_halves or layer_idx in self.unhalved_layers:
             return False
         layer = self._layers[layer_idx]
         return isinstance(layer, Block) and layer.runs_in_halves

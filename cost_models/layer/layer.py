@@ -151,8 +151,8 @@ class LayerPasses(NamedTuple):
 
     Attributes:
         operators, times: what runs, and its isolated seconds with what context parallelism adds.
-        tp_s, cp_s, ep_s: exposed communication, forward and backward; tp_hidden_s: what half-batches hide of the first, ep_hidden_s:
-            what another micro-batch hides of the last.
+        tp_s, cp_s, ep_s: exposed communication, forward and backward; tp_hidden_s: what half-batches hide of the first;
+            ep_hidden_s: what another micro-batch hides of the last.
         by_halves: 1 where the layer runs by half-batches.
         forward_s, backward_s, recompute_s: operators with the host's dispatch, no communication.
     """
@@ -178,12 +178,12 @@ class LayerPasses(NamedTuple):
     def with_rows(self, rows: IntArray, others: LayerPasses, taken: IntArray) -> LayerPasses:
         """Return the passes with ``rows`` replaced by the rows ``taken`` of others."""
 
-        def merged(mine: Any, other: Any) -> Any:
-            if isinstance(mine, list):
-                return [OperatorTime(*map(merged, a, b)) for a, b in zip(mine, other, strict=True)]
-            if isinstance(mine, tuple):
-                return tuple(map(merged, mine, other))
-            values = np.broadcast_to(np.asarray(mine, dtype=np.float64), self.forward_s.shape).copy()
+        def merged(ours: Any, other: Any) -> Any:
+            if isinstance(ours, list):
+                return [OperatorTime(*map(merged, a, b)) for a, b in zip(ours, other, strict=True)]
+            if isinstance(ours, tuple):
+                return tuple(map(merged, ours, other))
+            values = np.broadcast_to(np.asarray(ours, dtype=np.float64), self.forward_s.shape).copy()
             values[rows] = np.broadcast_to(other, others.forward_s.shape)[taken]
             return values
 
@@ -195,14 +195,14 @@ def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
 
     Source: overlap.py.
     """
-    whole, rows = passes_in_mode(layer, inputs), np.flatnonzero(supported(layer, inputs))
+    entire, rows = passes_in_mode(layer, inputs), np.flatnonzero(supported(layer, inputs))
     if not len(rows):
-        return whole
+        return entire
     halved = passes_in_mode(layer, inputs.select(rows), by_halves=True)
     taken = np.arange(len(rows))
     if is_chosen(inputs):
-        taken = np.flatnonzero(halved.busy_s < whole.busy_s[rows])
-    return whole.with_rows(rows[taken], halved, taken)
+        taken = np.flatnonzero(halved.busy_s < entire.busy_s[rows])
+    return entire.with_rows(rows[taken], halved, taken)
 
 
 def passes_in_mode(layer: Layer, inputs: CostInputs, *, by_halves: bool = False) -> LayerPasses:

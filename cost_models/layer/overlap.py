@@ -22,8 +22,8 @@ g, s the gather before and the reduction after them,
     g + at_once(c, g) + at_once(c, s) + s          at_once: `collectives.pair_s`
 
 instead of 2 (g + c + s): the gather of B runs with the products of A, the reduction of A with those of B. Without sequence
-parallelism there is no g. Autograd goes back in the reverse order, so that the backward pass hides the same (runtime/halves.py). What
-it costs: products of half as many rows, twice as many kernels to launch and collectives.
+parallelism there is no g. Autograd goes back in the reverse order, so that the backward pass hides the same (runtime/halves.py).
+What it costs: products of half as many rows, twice as many kernels to launch and collectives.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ NUM_HALVES = 2
 
 def supported(layer: Layer, inputs: CostInputs) -> BoolArray:
     """Return where a kind of layer runs by half-batches if it is chosen to [N] (V4)."""
-    can = layer.is_block and layer.counted is None and layer.inner_block is not None and layer.inner_block.runs_in_halves
+    can = (
+        layer.is_block and layer.counted is None and layer.inner_block is not None and layer.inner_block.runs_in_halves
+    )
     layouts = inputs.layouts
     return np.asarray((layouts.tp_halves == 1) & (layouts.tp > 1) & (layouts.micro_batch_size % NUM_HALVES == 0) & can)
 
@@ -94,9 +96,7 @@ def by_half_batches_s(operators: tuple[Operator, ...], times: list[OperatorTime]
     return HalvedTime(forward, backward + repeated, hidden)
 
 
-def repeated_product_s(
-    operators: tuple[Operator, ...], times: list[OperatorTime], layouts: LayoutTable
-) -> FloatArray:
+def repeated_product_s(operators: tuple[Operator, ...], times: list[OperatorTime], layouts: LayoutTable) -> FloatArray:
     """Return what recompute repeats of A's last product [N], on the way to B's inputs, given seconds of both half-batches.
 
     Of an entire block nothing is repeated of it.
@@ -110,25 +110,25 @@ class Exchange:
     """The collectives of one part and half-batch [N] beside the products of the other half-batch.
 
     Attributes:
-        gather_s: before the products, 0 without sequence parallelism; reduce_s: after them; copied_s: what sorts either by sequence.
+        gather_s: before the products, 0 without sequence parallelism; reduce_s: after them; copied_s: sorting either by sequence.
         gather_law, reduce_law: slow-downs of products by either, and by products.
         local_bytes: hidden states of one half-batch between parts on one rank.
     """
 
     def __init__(self, inputs: CostInputs) -> None:
-        layouts, whole = inputs.layouts, inputs.hidden_bytes
+        layouts, unsharded = inputs.layouts, inputs.hidden_bytes
         splits, self.copied_s = layouts.sequence_parallel == 1, sequence_copy_s(inputs)
         gather, reduce = exchange_s(inputs)
         self.gather_s, self.reduce_s = gather - np.where(splits, self.copied_s, 0.0), reduce - self.copied_s
-        self.local_bytes = whole / np.where(splits, layouts.tp, 1)
-        sent = whole * (layouts.tp - 1) / layouts.tp
+        self.local_bytes = unsharded / np.where(splits, layouts.tp, 1)
+        sent = unsharded * (layouts.tp - 1) / layouts.tp
         self.gather_law = _law(sent, self.gather_s, inputs)
         self.reduce_law = _law(np.where(splits, sent, 2 * sent), self.reduce_s, inputs)
 
     def added_s(self, products_s: FloatArray) -> FloatArray:
         """Return what the collectives of both half-batches add to the products of a part [N], each of ``products_s``."""
-        beside = [(self.gather_s, self.gather_law), (self.reduce_s, self.reduce_law)]
-        added = sum(seconds + exposed_s(products_s, seconds, law) for seconds, law in beside)
+        moves = [(self.gather_s, self.gather_law), (self.reduce_s, self.reduce_law)]
+        added = sum(seconds + exposed_s(products_s, seconds, law) for seconds, law in moves)
         return np.asarray(2 * NUM_HALVES * self.copied_s + added)
 
 

@@ -65,7 +65,7 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
 
 
 def exchange_s(inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
-    """Return the seconds [N] of the gather before one part of a block, 0 without sequence parallelism, and of the reduction after."""
+    """Return the seconds [N] of the gather before a part of a block, 0 without sequence parallelism, and the reduction after it."""
     copied = sequence_copy_s(inputs)
     gather = np.where(inputs.layouts.sequence_parallel == 1, _over_tp_s("all_gather", inputs) + copied, 0.0)
     return gather, _reduction_s(inputs) + copied

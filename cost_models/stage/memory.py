@@ -175,7 +175,9 @@ def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     workload, none = scenario.workload, 0.0 * stage.params
     head, block = np.where(stage.logits > 0, stage.root_params, 0.0), stage.block_params
     direction = workload.master_bytes * step.tp * np.maximum(stage.root_params, block)
-    unsharded_of_head, unsharded = (gathered_bytes(params, stage, step, workload) for params in (head, (1 + step.prefetch) * block))
+    unsharded_of_head, unsharded = (
+        gathered_bytes(params, stage, step, workload) for params in (head, (1 + step.prefetch) * block)
+    )
     moments = [
         {
             "unsharded": unsharded_of_head,

@@ -19,7 +19,7 @@ from ...schema.base import Frozen
 from ...schema.layout_rules import ENGINE_RULES, broken_rules, problem_facts
 from ...schema.layout_table import RECOMPUTES
 from ..expand import expand_layout
-from ..planned_stages import with_modes
+from ..layer_modes import with_modes
 from ..request import Deadline, PlanRequest
 from ..tasks.training import device_of_rank, stage_of_layers
 
@@ -79,7 +79,7 @@ def variant_plan(request: PlanRequest, variant: Variant) -> TrainingPlan:
         estimate=chosen.estimate,
         provenance=request.provenance(),
     )
-    return with_modes(plan) if layout.tp_halves else plan
+    return with_modes(plan)
 
 
 @dataclass

@@ -48,7 +48,7 @@ def _other(plan: TrainingPlan, name: str, step_s: float) -> str:
     layout = plan.layout.replace(**{**switches, name: True})
     if broken := _broken(plan, layout):
         return f"{name}=true cannot be: {broken[0]}"
-    other_s = reestimate(plan.replace(layout=layout, whole_layers=()), plan.cluster).step_time_s
+    other_s = reestimate(plan.replace(layout=layout, unhalved_layers=()), plan.cluster).step_time_s
     change = 100 * (other_s / step_s - 1)
     return f"with {name}=true it would take {abs(change):.1f} % {'longer' if change >= 0 else 'less'}"
 
@@ -72,9 +72,9 @@ def _by_kind(plan: TrainingPlan) -> Iterator[str]:
     for kind in dict.fromkeys(layers):
         if not supported(kind, inputs).all() or not is_chosen(inputs):
             continue
-        halved, whole = (float(passes_in_mode(kind, inputs, by_halves=on).busy_s[0]) for on in (True, False))
+        halved, entire = (float(passes_in_mode(kind, inputs, by_halves=on).busy_s[0]) for on in (True, False))
         count = layers.count(kind)
         yield (
-            f"{count} x {format_seconds(halved)} by half-batches, {format_seconds(whole)} as a whole "
-            f"({'+' if halved > whole else '-'}{100 * abs(halved / whole - 1):.1f} %)"
+            f"{count} x {format_seconds(halved)} by half-batches, {format_seconds(entire)} entire "
+            f"({'+' if halved > entire else '-'}{100 * abs(halved / entire - 1):.1f} %)"
         )

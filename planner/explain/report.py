@@ -36,8 +36,8 @@ from .marginal_values import (
     marginal_values,
     resource_changes,
 )
-from .overlap import value_of_overlap
 from .offload import ScheduleMarginalValues, under_policies
+from .overlap import value_of_overlap
 from .regions import RegionValue, region_values
 from .why_not import Comparison, WhyNot, compare
 from .why_not import why_not as answer_why_not

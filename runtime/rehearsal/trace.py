@@ -370,7 +370,7 @@ class Trace:
             setattr(group, name, self._marked(before[name], within))
         _fsdp_param_group.foreach_reduce = self._marked(reduce, "reduce")  # type: ignore[attr-defined]
         start = Transfer.__init__
-        Transfer.__init__ = self._beside(start)  # type: ignore[method-assign]
+        Transfer.__init__ = self._overlapping(start)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -379,7 +379,7 @@ class Trace:
                 setattr(group, name, original)
             _fsdp_param_group.foreach_reduce = reduce  # type: ignore[attr-defined]
 
-    def _beside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _overlapping(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose collectives run beside what comes after them, up to what reads them."""
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -54,10 +54,8 @@ def test_slowdown_grows_with_traffic() -> None:
 def test_more_channels_take_longer(compute: float, collective: float, traffic: float, channels: list[float]) -> None:
     """At the same rate: processors that a collective has are lost to kernels."""
     coefficients = packaged_coefficients()
-    seconds = [
-        pair_s(np.array([compute]), np.array([collective]), slowdown_law(traffic, coefficients.replaced({"overlap.channels": c})))[0]
-        for c in sorted(channels)
-    ]  # fmt: skip
+    laws = [slowdown_law(traffic, coefficients.replaced({"overlap.channels": c})) for c in sorted(channels)]
+    seconds = [pair_s(np.array([compute]), np.array([collective]), law)[0] for law in laws]
     assert all(later >= earlier * (1 - 1e-12) for earlier, later in itertools.pairwise(seconds))
 
 

@@ -114,7 +114,7 @@ def test_half_batches_are_planned_where_a_short_batch_needs_tensor_parallelism()
     model, workload = ModelSpec.named("llama-3.1-70b"), Workload(seq_len=4096, global_batch_size=32)
     found = plan(model, SIXTY_FOUR, workload)
     without = plan(model, SIXTY_FOUR, workload, fixed={"tp_halves": False})
-    assert found.layout.tp_halves and not found.whole_layers
+    assert found.layout.tp_halves and not found.unhalved_layers
     assert found.estimate.step_time_s < 0.98 * without.estimate.step_time_s
     assert all(found.is_by_halves(idx) == (0 < idx <= 80) for idx in range(82))
     (said,) = [text for text in explain(found, time_limit_s=0.1).notes if text.startswith("overlap: ")]
@@ -137,7 +137,7 @@ def test_layers_that_lose_by_half_batches_are_named_as_whole() -> None:
     model, workload = ModelSpec.named("llama-3.1-8b"), Workload(seq_len=1024, global_batch_size=16)
     fixed = {"tp": 2, "pp": 1, "cp": 1, "micro_batch_size": 2, "tp_halves": True}
     found = plan(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload, fixed=fixed)
-    assert found.whole_layers == tuple(range(1, 33))
+    assert found.unhalved_layers == tuple(range(1, 33))
     assert TrainingPlan.model_validate_json(found.model_dump_json()) == found
     plain = plan(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload, fixed=fixed | {"tp_halves": False})
     assert found.estimate.step_time_s == pytest.approx(plain.estimate.step_time_s)

@@ -33,7 +33,7 @@ def two_ranks() -> Iterator[None]:
 
 
 class Events(TorchDispatchMode):
-    """Products and the half-batches' collectives in order, ``start N`` and ``wait N``; elements that any collective has, by kind."""
+    """Products and the half-batches' collectives in order, ``start N`` and ``wait N``; elements of all collectives, by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,9 @@ def test_blocks_are_gathered_as_far_ahead_as_the_plan_says_and_in_order(
     monkeypatch.setattr(FSDPParamGroup, "unshard", gathered)
     layout = Layout(dp_shard=2, zero_stage=3, prefetch=depth)
     workload = Workload(seq_len=16, global_batch_size=2, precision="fp32")
-    model = parallelize(None, make_plan(tiny_model(num_blocks=5), layout, workload=workload), device=torch.device("cpu"))
+    model = parallelize(
+        None, make_plan(tiny_model(num_blocks=5), layout, workload=workload), device=torch.device("cpu")
+    )
     for name, block in model.module.model.layers.items():
         block.self_attn.register_forward_pre_hook(lambda *_, name=name: events.append(f"run {name}"))
         block.self_attn.register_full_backward_pre_hook(lambda *_, name=name: events.append(f"back {name}"))
@@ -163,7 +165,7 @@ def rehearsed_bytes(layout: Layout) -> tuple[int, int]:
     blocks = next(run for run in named.layers if run.layer.kind == "block").replace(count=3)
     model = named.replace(layers=(ends[0], blocks, ends[1]))
     made = plan(model, "2xH100-SXM-80GB", global_batch_size=8, seq_len=512, fixed=layout.model_dump())
-    (kind,) = rehearse(made.replace(whole_layers=()), ranks=(0,)).kinds
+    (kind,) = rehearse(made.replace(unhalved_layers=()), ranks=(0,)).kinds
     return kind.peak_allocated_bytes, kind.predicted_allocated_bytes
 
 
