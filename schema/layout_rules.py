@@ -325,6 +325,9 @@ FSDP2_RULES: tuple[Rule, ...] = (
         lambda t, p: np.equal(t.tp_halves, 0) | (p.runs_in_halves & (t.tp > 1) & (t.cp == 1) & np.equal(t.half_blocks, 0)),
         "tp_halves with tp {t.tp}, cp {t.cp}: our runtime takes dense blocks with softmax attention by half-batches, of models "
         "that it builds, over ranks that share no sequence, and in no stage that ends inside a block"),
+    Rule("halves_keep_backward", "schedule tp_halves",
+        lambda t, p: np.equal(t.tp_halves, 0) | ~t.schedule_fact("splits_backward"),
+        "tp_halves with {t.schedule_name}: gradients of weights, which the other half's collectives would run with, come later"),
     Rule("zeroth_order", "pp recompute offload offload_activations",
         lambda t, p: p.has_backward | ((t.pp == 1) & ~t.recomputes & ~t.offloads),
         "pp {t.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "

@@ -217,14 +217,14 @@ def passes_in_mode(layer: Layer, inputs: CostInputs, *, by_halves: bool = False)
     tp_s, ep_s, hidden_s = exposed_communication(layer, operators, times, inputs)
     tp_hidden_s, mode = np.zeros(len(inputs.layouts)), np.full(len(inputs.layouts), float(by_halves))
     if by_halves:
-        *tp_s, tp_hidden_s = by_half_batches_s(operators, times, half_batches(inputs))
+        forward_s, backward_s, tp_hidden_s = by_half_batches_s(operators, times, half_batches(inputs))
+        tp_s = forward_s, backward_s
         times = [time.scaled(num_batches, num_batches, with_dispatches=True) for time in times]
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute = passes_s(layer, operators, times, comm_s, inputs, num_batches=num_batches)
     if by_halves:
         recompute = recompute + repeated_product_s(operators, times, inputs.layouts)
-    comm_s = ((tp_s[0], tp_s[1]), cp_s, ep_s)
-    return LayerPasses(operators, times, *comm_s, hidden_s, tp_hidden_s, mode, forward, backward, recompute)
+    return LayerPasses(operators, times, tp_s, cp_s, ep_s, hidden_s, tp_hidden_s, mode, forward, backward, recompute)
 
 
 def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:

@@ -27,19 +27,15 @@ def halves(**fields: object) -> Layout:
 
 REFERENCES = tuple(Setup(name, Layout(micro_batch_size=2), model=name) for name in ("five rich", "five tied", *ADDED))
 TWO = (
-    ByHalves("sequence", halves()),
-    ByHalves("sums", halves(sequence_parallel=False)),
     ByHalves("full", halves(recompute="full")),
     ByHalves("selective", halves(recompute="selective", sequence_parallel=False)),
-    ByHalves("gpt", halves(recompute="selective"), model="by halves gpt"),
+    ByHalves("gpt", halves(), model="by halves gpt"),
     ByHalves("prefetch 2", Layout(dp_shard=2, zero_stage=3, micro_batch_size=2, prefetch=2)),
     ByHalves("bf16", halves(), model="five tied", workload=BF16),
 )
 FOUR = (
     ByHalves("zero 3", halves(dp_shard=2, recompute="full", prefetch=2)),
     ByHalves("pp", halves(pp=2, sequence_parallel=False)),
-    ByHalves("zb-h1", halves(pp=2, schedule="zb-h1")),
-    ByHalves("zb-h1 sums", halves(pp=2, schedule="zb-h1", sequence_parallel=False), model="by halves gpt"),
     ByHalves("replicas", halves(dp_replicate=2)),
     ByHalves("tp 4", halves(tp=4, dp_shard=1), model="by halves gpt"),
 )
