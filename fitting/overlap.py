@@ -43,13 +43,14 @@ class Overlaps(NamedTuple):
     """Measurements [n] of streams that ran at once.
 
     Attributes:
-        host: the machine; shape: the machine and its group.
+        host: the machine; gpu: its devices; shape: the machine and its group.
         isolated_s: of each stream [n, 4]; together_s: until the last ended.
         traffic: what each stream sends or copies, over the bandwidth of the device's memory [n, 4].
         through_host: the all-reduce crosses the host, as between nodes.
     """
 
     host: NDArray[np.str_]
+    gpu: NDArray[np.str_]
     shape: NDArray[np.str_]
     isolated_s: FloatArray
     together_s: FloatArray
@@ -93,6 +94,7 @@ def read_overlaps(path: str | Path) -> Overlaps:
     spans_nodes = table.inter_group.astype(int) > 1
     overlaps = Overlaps(
         host=table.source.str.replace(r"-intra\d+-inter\d+", "", regex=True).to_numpy(str),
+        gpu=table.gpu_type.to_numpy(str),
         shape=shape.to_numpy(str),
         isolated_s=isolated,
         together_s=seconds,
@@ -176,6 +178,8 @@ def report(options: Namespace) -> str:
     pairs = held_out.take(is_pair(held_out))
     lines.append(_line("held out, a product and an all-reduce", errors(pairs, predict(pairs, law))))
     lines.append(_line("held out, all streams", errors(held_out, predict(held_out, law))))
+    if len(set(overlaps.gpu)) > 1:
+        lines.append(_line("a product and an all-reduce, fitted without the GPU", errors(*without_gpu(overlaps))))
     for host in sorted(set(overlaps.host)):
         members = overlaps.take(overlaps.host == host)
         of_others = fit_law(fitted.take(fitted.host != host))
@@ -183,6 +187,16 @@ def report(options: Namespace) -> str:
         name = host.rpartition("/")[2].partition(".json")[0]
         lines.append(_line(f"fitted without {name}{waits}", errors(members, predict(members, of_others))))
     return "\n".join(lines) + "\n"
+
+
+def without_gpu(overlaps: Overlaps) -> tuple[Overlaps, FloatArray]:
+    """Return the pairs of products and all-reduces, and the seconds of each under the law of all other GPUs' pairs."""
+    pairs = overlaps.take(is_pair(overlaps))
+    predicted = np.zeros(len(pairs.together_s))
+    for gpu in sorted(set(pairs.gpu)):
+        rows = pairs.gpu == gpu
+        predicted[rows] = predict_pair(pairs.take(rows), fit_pair(pairs.take(~rows)))
+    return pairs, predicted
 
 
 def _line(name: str, error: Errors) -> str:

@@ -71,7 +71,7 @@ def complexity(table: LayoutTable) -> IntArray:
         table.etp,
         table.num_model_chunks,
         table.zero_stage,
-        np.sum([table.tp_overlap, table.cuda_graphs, table.ep_overlap, table.half_blocks], axis=0),
+        np.sum([table.tp_overlap, table.tp_halves, table.cuda_graphs, table.ep_overlap, table.half_blocks], axis=0),
         (table.tp > 1) & (np.asarray(table.sequence_parallel) == 0),
         table.micro_batch_size,
     )

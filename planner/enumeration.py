@@ -40,8 +40,8 @@ SAME_SECONDS_FRACTION = 0.01
 
 ENUMERATED = frozenset((
     "tp", "cp", "cp_ulysses", "pp", "num_model_chunks", "micro_batch_size", "ep", "etp", "sequence_parallel", "tp_overlap",
-    "cuda_graphs", "dp_shard", "dp_replicate", "gradients", "zero_stage", "gradient_shard", "optimizer_shard", "schedule",
-    "recompute", "ep_overlap",
+    "tp_halves", "cuda_graphs", "dp_shard", "dp_replicate", "gradients", "zero_stage", "gradient_shard", "optimizer_shard",
+    "schedule", "recompute", "ep_overlap",
 ))  # fmt: skip
 """Fields with a step of their own in the enumeration. Of the others those with options are tried with each (`LayoutField.options`),
 and the rest has one value in the entire space: the fixed one, or the default."""
@@ -49,7 +49,7 @@ and the rest has one value in the entire space: the fixed one, or the default.""
 _OPTIONAL = tuple(name for name, field in LAYOUT_FIELDS.items() if field.options)
 CONSTANT = tuple(name for name in LAYOUT_FIELDS if name not in ENUMERATED and name not in _OPTIONAL)
 _IN_LAYERS = frozenset(name for name in CONSTANT if "layer" in LAYOUT_FIELDS[name].scopes)
-_OF_LAYERS = ("tp", "cp", "cp_ulysses", "micro_batch_size", "ep", "etp", "sequence_parallel", "tp_overlap")
+_OF_LAYERS = ("tp", "cp", "cp_ulysses", "micro_batch_size", "ep", "etp", "sequence_parallel", "tp_overlap", "tp_halves")
 """Enumerated fields that say what a layer costs, when `may_gain` asks for it."""
 
 _CHOSEN_DEGREES = ("tp", "cp", "pp", "dp_shard")
@@ -174,7 +174,7 @@ class Enumeration:
             c = self._cross(c, name, (Layout.model_fields[name].default, *LAYOUT_FIELDS[name].options), _all_rows)
         c = admitted(c | {"num_microbatches": -(-batch_size // (c["dp"] * c["micro_batch_size"]))})
         c = self._with_sequence_parallelism(c, costed=costed)
-        for name in ("tp_overlap", "cuda_graphs", "ep_overlap"):
+        for name in ("tp_overlap", "tp_halves", "cuda_graphs", "ep_overlap"):
             c = self._with_switch(admitted(c), name, costed=costed)
         return admitted(c)
 

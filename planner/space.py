@@ -116,7 +116,9 @@ def _starts(count: IntArray) -> IntArray:
     return np.asarray(np.cumsum(count) - count)
 
 
-_KEY = ("tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches", "cuda_graphs", "ep_overlap")
+_KEY = (
+    "tp", "cp", "pp", "num_model_chunks", "micro_batch_size", "dp", "num_microbatches", "tp_halves", "cuda_graphs", "ep_overlap",
+)  # fmt: skip
 """Degrees that say which options there are; those of experts, of exchanges and of the other switches do not."""
 
 

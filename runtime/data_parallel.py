@@ -126,6 +126,7 @@ def shard_units(
     for layer_idx, block in blocks:
         streams = layer_idx in streamed
         shard(block, streams=streams, reshards=reshard or streams)
+    _prefetch([block for _, block in blocks], plan.layout.prefetch)
     for modules in outer:
         # The head's backward pass follows its forward pass at once: dropping its parameters between would gain nothing.
         keep = head is not None and head in modules
@@ -134,6 +135,17 @@ def shard_units(
     # The root owns what is left (all of embedding, norm and head when tied: two units may not share a parameter), and a
     # pipeline stage must be called through a sharded module.
     shard(stage, streams=0 in streamed and not outer, reshards=reshard)
+
+
+def _prefetch(blocks: Sequence[nn.Module], depth: int) -> None:
+    """Let each block gather the parameters of the next ``depth`` ones before it computes, in the order in which they are read.
+
+    One is what `fully_shard` does by itself. Embedding and head do so in any case.
+    """
+    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    for idx, unit in enumerate(units if depth > 1 else ()):
+        unit.set_modules_to_forward_prefetch(units[idx + 1 : idx + 1 + depth])
+        unit.set_modules_to_backward_prefetch(units[max(idx - depth, 0) : idx][::-1])
 
 
 def materialise(stage: Decoder, plan: TrainingPlan, device: torch.device) -> None:

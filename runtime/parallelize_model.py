@@ -108,7 +108,7 @@ def parallelize(
             apply_context_parallel(part, mesh, plan, device)
         apply_expert_parallel(part, mesh, plan)
         apply_adapters(part, plan)
-        apply_recompute(part, stage.recompute_of, half_blocks=half_blocks)
+        apply_recompute(part, stage.recompute_of, half_blocks=half_blocks, by_halves=plan.is_by_halves)
         if compile_blocks:
             apply_compile(part)
         if offload is not None:

@@ -34,20 +34,27 @@ ATTENTION = frozenset(
 )
 
 
-def apply_recompute(stage: Decoder, recompute_of: Callable[[int], Recompute], *, half_blocks: bool = False) -> None:
+def apply_recompute(
+    stage: Decoder,
+    recompute_of: Callable[[int], Recompute],
+    *,
+    half_blocks: bool = False,
+    by_halves: Callable[[int], bool] = lambda _: False,
+) -> None:
     """Checkpoint the blocks of a stage, in place, each as ``recompute_of`` says of its index in ``ModelSpec.iter_layers``.
 
-    With half blocks each part of a block that the stage has, by its own index. The method is replaced on the instance: parameter
+    With half blocks each part of a block that the stage has, by its own index; ``by_halves`` tells whether a block takes two
+    half-batches. The method is replaced on the instance: parameter
     names stay, and hooks of `fully_shard` run outside, so that a recomputation does not gather parameters once more.
     """
     for name, block in stage.model.layers.items():
         attention, mlp = parts_of_block(int(name), half_blocks=half_blocks)
         if not half_blocks:
-            checkpoint_block(block, recompute_of(attention))
+            checkpoint_block(block, recompute_of(attention), by_halves=by_halves(attention))
             continue
         for idx, part, method in ((attention, block.self_attn, "attend"), (mlp, block.mlp, "feed")):
             if part is not None:
-                _checkpoint(block, method, recompute_of(idx), _count_products_within(part))
+                _checkpoint(block, method, recompute_of(idx), {_count_products_within(part)})
 
 
 def build_standalone(
@@ -76,20 +83,23 @@ def build_standalone(
     return decoder
 
 
-def checkpoint_block(block: nn.Module, recompute: Recompute) -> None:
+def checkpoint_block(block: nn.Module, recompute: Recompute, *, by_halves: bool = False) -> None:
     """Checkpoint one block, in place."""
     # Whatever products of others are for, all are kept.
     num_products = _count_products_within(block, block.mlp) if isinstance(block, DecoderBlock) else -1
-    _checkpoint(block, "forward", recompute, num_products)
+    last = {num_products}
+    if by_halves:  # two times the products of attention come before two times those of the feed-forward part
+        last = {2 * num_products, 2 * num_products - _count_products_within(block.mlp)}
+    _checkpoint(block, "forward", recompute, last)
 
 
-def _checkpoint(block: nn.Module, method: str, recompute: Recompute, num_products: int) -> None:
+def _checkpoint(block: nn.Module, method: str, recompute: Recompute, last_products: Collection[int]) -> None:
     if recompute == "none":
         return
     # Ours draw no random numbers; others may drop out.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not isinstance(block, DecoderBlock)}
     if recompute == "selective":
-        options["context_fn"] = functools.partial(_selective_contexts, num_products)
+        options["context_fn"] = functools.partial(_selective_contexts, last_products)
     setattr(block, method, functools.partial(checkpoint, getattr(block, method), **options))
 
 
@@ -103,8 +113,8 @@ def _count_products_within(part: nn.Module, mlp: nn.Module | None = None) -> int
     return single + 3 * sum(isinstance(module, Experts) for module in modules)
 
 
-def _selective_contexts(num_products: int) -> Any:
-    """Return contexts for one pass through a block and its recomputation."""
+def _selective_contexts(last_products: Collection[int]) -> Any:
+    """Return contexts for one pass through a block and its recomputation; the products that none reads are ``last_products``."""
     seen = {False: 0, True: 0}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -113,7 +123,7 @@ def _selective_contexts(num_products: int) -> Any:
         if op not in PRODUCTS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         seen[ctx.is_recompute] += 1
-        is_last = seen[ctx.is_recompute] == num_products
+        is_last = seen[ctx.is_recompute] in last_products
         return CheckpointPolicy.PREFER_RECOMPUTE if is_last else CheckpointPolicy.MUST_SAVE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

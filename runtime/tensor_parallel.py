@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..schema.training_plan import TrainingPlan
+from .halves import take_by_halves
 from .loss import VocabShard
 from .mesh import ParallelMesh
 from .models.attention import LatentSelfAttention
@@ -32,9 +33,12 @@ def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan
     if mesh.tp is None:
         return
     hidden = Shard(1) if plan.layout.sequence_parallel else Replicate()
-    for block in stage.model.layers.values():
+    for name, block in stage.model.layers.items():
         assert isinstance(block, DecoderBlock)
-        _split_block(block, mesh.tp, hidden)
+        by_halves = plan.is_by_halves(int(name) + 1)
+        _split_block(block, mesh.tp, hidden, by_halves=by_halves)
+        if by_halves:
+            take_by_halves(block, mesh.tp, hidden)
         if isinstance(block.mlp, MixtureOfExperts):
             _split_mixture(block.mlp, mesh.tp, hidden)
     width = -(-plan.model.vocab_size // mesh.tp.size())  # DTensor cuts as torch.chunk does
@@ -53,19 +57,22 @@ def apply_tensor_parallel(stage: Decoder, mesh: ParallelMesh, plan: TrainingPlan
     stage.tie()
 
 
-def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None:
+def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement, *, by_halves: bool) -> None:
+    """Split the products of a block; by half-batches the collectives around them are runtime/halves.py's."""
     if isinstance(block.mlp, FeedForward):
-        _split_feed_forward(block, "mlp", tp, hidden)
+        _split_feed_forward(block, "mlp", tp, hidden, by_halves=by_halves)
     for norm in filter(None, (block.input_layernorm, block.post_attention_layernorm)):
         _replicate_norm(norm, tp, hidden)
     if block.self_attn is None:
         return
     to_region = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
-    plan: dict[str, ParallelStyle] = {"self_attn.o_proj": RowwiseParallel(output_layouts=hidden)}
+    plan: dict[str, ParallelStyle] = {
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Partial() if by_halves else hidden)
+    }
     is_latent = isinstance(block.self_attn, LatentSelfAttention)
     by_heads = ("q_proj", "q_b_proj", "kv_b_proj") if is_latent else ("q_proj", "k_proj", "v_proj")
     plan |= {f"self_attn.{name}": ColwiseParallel() for name in by_heads if hasattr(block.self_attn, name)}
-    _apply(block, tp, plan if is_latent else {"self_attn": to_region, **plan})
+    _apply(block, tp, plan if is_latent or by_halves else {"self_attn": to_region, **plan})
     if isinstance(block.self_attn, LatentSelfAttention):
         # Compressed vectors are on every rank, unsharded and with full gradients; the heads are split.
         block.self_attn.tp, block.self_attn.hidden = tp, hidden
@@ -81,12 +88,15 @@ def _split_block(block: DecoderBlock, tp: DeviceMesh, hidden: Placement) -> None
             head_norm.tp = tp
 
 
-def _split_feed_forward(parent: nn.Module, name: str, tp: DeviceMesh, hidden: Placement) -> None:
+def _split_feed_forward(
+    parent: nn.Module, name: str, tp: DeviceMesh, hidden: Placement, *, by_halves: bool = False
+) -> None:
     plan: dict[str, ParallelStyle] = {
-        name: PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),)),
         f"{name}.up_proj": ColwiseParallel(),
-        f"{name}.down_proj": RowwiseParallel(output_layouts=hidden),
+        f"{name}.down_proj": RowwiseParallel(output_layouts=Partial() if by_halves else hidden),
     }
+    if not by_halves:
+        plan[name] = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
     if getattr(parent, name).gate_proj is not None:
         plan[f"{name}.gate_proj"] = ColwiseParallel()
     _apply(parent, tp, plan)

@@ -194,6 +194,11 @@ def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
             f"half_blocks: where attention ends in a block of {name} is its own code",
             help="use parallelize(None, plan, weights=...) for the plan's own model, or plan with --fix half_blocks=false",
         )
+    if layout.tp_halves:
+        raise RuntimeMismatchError(
+            f"tp_halves: what stands between the products of a block of {name} is its own code",
+            help="use parallelize(None, plan, weights=...) for the plan's own model, or plan with --fix tp_halves=false",
+        )
     if plan.offload is not None:
         raise RuntimeMismatchError(
             f"the plan offloads to the host, which takes the plan's own model; {name} is another",

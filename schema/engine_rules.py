@@ -62,7 +62,10 @@ _GATHERED = Rule("zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1
 
 TORCHTITAN_RULES: tuple[Rule, ...] = (
     *(_OF_FSDP2 | {_GATHERED.name: _GATHERED}).values(),
-    *lacks("torchtitan", *SWITCHES),
+    *lacks("torchtitan", *(name for name in SWITCHES if name != "tp_overlap")),
+    Rule("tp_overlap_of_torchtitan", "tp_overlap", lambda t, p: np.equal(t.tp_overlap, 0),
+        "tp_overlap=true: parallelism.enable_async_tensor_parallel fuses products with gathers where torch.compile matches them, "
+        "and runs without a word where not; the kernels are CUDA's: an export cannot check that a compiled graph has them"),
     _NO_LEVELS,
     NO_ULYSSES,
     _ONE_RECOMPUTE,
@@ -112,6 +115,7 @@ MEGATRON_RULES: tuple[Rule, ...] = (
     GRAPHS_BEFORE_EXPERTS,
     Rule("megatron_zero_stage", "zero_stage", lambda t, p: t.zero_stage <= 1,
         "zero_stage {t.zero_stage}: Megatron's distributed optimizer shards optimizer states only (zero_stage 1)"),
+    *lacks("megatron", "tp_halves"),
     MEGATRON_EXCHANGE,
     MEGATRON_SEQUENCE,
     Rule("megatron_switches_on_nvidia", "tp_overlap cuda_graphs",
@@ -156,7 +160,7 @@ cp_comm_type p2p (a ring), a2a (Ulysses) and a2a+p2p (hierarchical_context_paral
 DEEPSPEED_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
     GRAPHS_BEFORE_EXPERTS,
-    *lacks("deepspeed", "tp_overlap", "cuda_graphs", "ep_overlap"),
+    *lacks("deepspeed", *(name for name in SWITCHES if name != "gradients")),
     Rule("deepspeed_zero_under_pipeline", "pp zero_stage", lambda t, p: (t.pp == 1) | (t.zero_stage <= 1),
         "zero_stage {t.zero_stage} with pp {t.pp}: DeepSpeed's PipelineEngine takes zero_stage 0 and 1 only"),
     Rule("deepspeed_axes", "ep etp num_model_chunks",

@@ -337,6 +337,12 @@ class Block(LayerKind):
         return 1 if self.parallel_residual and self.num_norms == 1 else self.num_parts
 
     @property
+    def runs_in_halves(self) -> bool:
+        """Return whether our runtime can take the block by half-batches (``tp_halves``): each part reads and adds by itself."""
+        parts = isinstance(self.attention, SoftmaxAttention) and isinstance(self.mlp, DenseMLP) and self.mlp.ffn_dim > 0
+        return parts and bool(self.halves)
+
+    @property
     def halves(self) -> tuple[Block, ...]:
         """Attention and feed-forward part as blocks, each with its norm and residual; none where they share a norm or an input."""
         if self.num_parts == 1 or self.num_norms != 2 or self.parallel_residual or self.traced:

@@ -216,6 +216,7 @@ class Layout(Frozen, Degrees):
         gradient_shard, optimizer_shard: data-parallel ranks (context ranks come on top, as for dp_shard) over which gradients and
             optimizer states are sharded where those are more than dp_shard has: each a multiple of the narrower one, and under
             zero_stage 2, which leaves parameters unsharded, the optimizer states alone. 1: as the narrower one.
+        prefetch: blocks whose parameters are gathered while another one computes, under zero_stage 3.
         vocabulary: where embedding and head are: on the first and the last stage, or each split over all stages.
         sequence_parallel: activations between tensor-parallel regions are split over tp along the sequence. Unset: tp > 1.
         micro_batch_size: sequences of one forward and backward pass on a data-parallel rank.
@@ -232,6 +233,8 @@ class Layout(Frozen, Degrees):
             of the products.
         tp_overlap: tensor-parallel communication runs chunk by chunk along with the products that need or make it (Transformer
             Engine's userbuffers).
+        tp_halves: dense blocks take a micro-batch as two half-batches, whose tensor-parallel communication runs along with each
+            other's products; of a plan's kinds of layers those that it does not name as whole.
         cuda_graphs: the host replays one graph a layer and pass instead of dispatching its operators; of a layer with experts it
             holds what comes before the tokens are sent.
         expert_graphs: graphs hold the experts too: counts of tokens stay on the device, whose buffers have a fixed size, and the
@@ -266,6 +269,7 @@ class Layout(Frozen, Degrees):
     )
     gradient_shard: Annotated[Count, LayoutField(("data",))] = 1
     optimizer_shard: Annotated[Count, LayoutField(("data",))] = 1
+    prefetch: Annotated[Count, LayoutField()] = 1
     vocabulary: Annotated[Vocabulary, LayoutField(("layer", "data"))] = "ends"
     sequence_parallel: Annotated[bool, LayoutField(("layer", "operators"), text=_sequence_text)] = Field(
         default_factory=lambda data: data.get("tp", 1) > 1
@@ -279,6 +283,7 @@ class Layout(Frozen, Degrees):
     recompute_fraction: Annotated[float, Field(gt=0, le=1), LayoutField(("layer",), text=lambda _: "")] = 1.0
     gradients: Annotated[Gradients, LayoutField(("data",), position=3)] = "fp32"
     tp_overlap: Annotated[bool, LayoutField(("layer",), position=3)] = False
+    tp_halves: Annotated[bool, LayoutField(("layer",), position=3)] = False
     cuda_graphs: Annotated[bool, LayoutField(("layer",), position=3)] = False
     expert_graphs: Annotated[bool, LayoutField(("expert_layer",), position=3)] = False
     ep_overlap: Annotated[bool, LayoutField(("expert_layer",), position=3)] = False
@@ -337,7 +342,7 @@ LAYOUT_FIELDS: dict[str, LayoutField] = {
 }
 """The table of fields."""
 
-SWITCHES = ("gradients", "tp_overlap", "cuda_graphs", "ep_overlap")
+SWITCHES = ("gradients", "tp_overlap", "tp_halves", "cuda_graphs", "ep_overlap")
 """Fields that change what an engine does within given degrees, off by default; which engine has which: `layout_rules`."""
 
 

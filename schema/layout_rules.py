@@ -66,6 +66,8 @@ class ProblemFacts:
     is_fp32: bool = False
     takes_uneven_shares: bool = True
     has_halves: bool = False
+    runs_in_halves: bool = False
+    prefetches: bool = False
 
     def num_microbatches(self, t: Rows) -> Numbers:
         """Return the micro-batches of one step on the data-parallel rank that has most."""
@@ -104,6 +106,8 @@ def problem_facts(
         is_fp32=workload.is_full_precision,
         takes_uneven_shares=workload.engine_facts.takes_uneven_shares,
         has_halves=workload.engine_facts.cuts_blocks and model.in_halves is not None,
+        prefetches=workload.engine_facts.is_own_runtime,
+        runs_in_halves=workload.has_backward and any(block.runs_in_halves for block in blocks),
     )
 
 
@@ -282,6 +286,14 @@ ENGINE_RULES: tuple[Rule, ...] = (
         lambda t, p: np.equal(t.tp_overlap, 0) | np.not_equal(t.sequence_parallel, 0),
         "tp_overlap without sequence_parallel (tp {t.tp}): products run in chunks along with the gathers and scatters of a split "
         "sequence"),
+    Rule("prefetched_blocks", "pp zero_stage prefetch",
+        lambda t, p: (t.prefetch == 1) | (p.prefetches & (t.zero_stage == 3) & (t.pp == 1)),
+        "prefetch {t.prefetch} with zero_stage {t.zero_stage}, pp {t.pp}: our runtime gathers blocks further ahead than one, where "
+        "zero_stage 3 gathers them in every pass and there is no pipeline"),
+    Rule("one_mode", "tp_overlap tp_halves", lambda t, p: np.equal(t.tp_overlap, 0) | np.equal(t.tp_halves, 0),
+        "tp_overlap and tp_halves: communication over tp runs with chunks of its own product, or with the other half-batch's"),
+    Rule("rows_divide", "micro_batch_size tp_halves", lambda t, p: np.equal(t.tp_halves, 0) | (t.micro_batch_size % 2 == 0),
+        "tp_halves with micro-batches of {t.micro_batch_size} sequences: two half-batches need an even number"),
     TOKENS_OF_EXPERTS,
 )
 """What every engine needs."""
@@ -308,7 +320,14 @@ VOCABULARY_AT_ENDS = Rule("vocabulary_at_ends", "vocabulary", lambda t, p: np.lo
 FSDP2_RULES: tuple[Rule, ...] = (
     VOCABULARY_AT_ENDS,
     GRAPHS_BEFORE_EXPERTS,
-    *lacks("fsdp2", *SWITCHES),
+    *lacks("fsdp2", *(name for name in SWITCHES if name != "tp_halves")),
+    Rule("supported", "tp cp half_blocks tp_halves",
+        lambda t, p: np.equal(t.tp_halves, 0) | (p.runs_in_halves & (t.tp > 1) & (t.cp == 1) & np.equal(t.half_blocks, 0)),
+        "tp_halves with tp {t.tp}, cp {t.cp}: our runtime takes dense blocks with softmax attention by half-batches, of models "
+        "that it builds, over ranks that share no sequence, and in no stage that ends inside a block"),
+    Rule("halves_keep_backward", "schedule tp_halves",
+        lambda t, p: np.equal(t.tp_halves, 0) | ~t.schedule_fact("splits_backward"),
+        "tp_halves with {t.schedule_name}: gradients of weights, which the other half's collectives would run with, come later"),
     Rule("zeroth_order", "pp recompute offload offload_activations",
         lambda t, p: p.has_backward | ((t.pp == 1) & ~t.recomputes & ~t.offloads),
         "pp {t.pp}, recompute or offload in zeroth-order training: it has no backward pass that a pipeline could interleave, "

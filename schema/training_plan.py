@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -12,6 +13,7 @@ from pydantic import Field, model_validator
 from .base import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from .batch import LengthCosts
 from .errors import ConfigError
+from .layers import Block, Layer
 from .layout import SWITCHES, Layout, Recompute
 from .layout_rules import broken_rules, problem_facts, why_not_runnable, why_not_trainable
 from .local_updates import LocalUpdates, why_islands_do_not_suit
@@ -266,6 +268,8 @@ class TrainingPlan(Plan):
         fastest: the fastest layout by prediction, where a plainer one was taken that may be as fast; None: it is the plan's.
         batches: what sequences of unequal lengths cost, where batches are of such (docs/batch.md).
         shares: sequences of each data-parallel rank in a step, where they are not as even as possible (schema/shares.py).
+        unhalved_layers: layers, counted as in ``ModelSpec.iter_layers``, that run entire micro-batches where the layout says
+            ``tp_halves``: half-batches would take longer there.
         expert_slots: one entry for each block with experts, in order, where these do not stand once and in order; needs ep > 1.
         pipeline_order: under the synthesised schedule the passes of each rank of a pipeline, one line a rank, in the
             ``compute_only`` form of torch's schedule CSV (cost_models/pipeline/orders.py); empty otherwise.
@@ -291,6 +295,7 @@ class TrainingPlan(Plan):
     alternatives: tuple[Alternative, ...] = ()
     batches: LengthCosts | None = Field(default=None, exclude_if=lambda value: value is None)
     shares: tuple[PositiveInt, ...] = ()
+    unhalved_layers: tuple[NonNegativeInt, ...] = Field(default=(), exclude_if=lambda value: not value)
     expert_slots: tuple[LayerSlots, ...] = ()
     pipeline_order: tuple[str, ...] = ()
     offload: OffloadSchedule | None = None
@@ -428,6 +433,17 @@ class TrainingPlan(Plan):
                     f"expert_slots[{idx}]: {len(slots.experts)} slots with {len(set(slots.experts))} experts do not hold "
                     f"{moe.num_experts} experts on {self.layout.ep} ranks"
                 )
+
+    def is_by_halves(self, layer_idx: int) -> bool:
+        """Tell whether a layer takes micro-batches by half-batches, given its index in ``ModelSpec.iter_layers()``."""
+        if not self.layout.tp_halves or layer_idx in self.unhalved_layers:
+            return False
+        layer = self._layers[layer_idx]
+        return isinstance(layer, Block) and layer.runs_in_halves
+
+    @cached_property
+    def _layers(self) -> tuple[Layer, ...]:
+        return tuple(self.model.iter_layers())
 
     def layout_of_stage(self, stage_idx: int) -> Layout:
         """Return the layout as one stage has it: with its own tp, data-parallel ranks and micro-batches."""

@@ -13,6 +13,7 @@ from ..hardware.collectives import Op, Pair, collective_s, exposed_s, slowdown_l
 from ..hardware.host_memory import host_link_bytes_per_s, host_update_s_per_param, leaving_bytes, update_bytes_per_param
 from ..hardware.machine import device_rates, measured_rates
 from .operators import CostInputs
+from .overlap import shared_link
 from .parallel import sharded_params
 
 _ZEROTH_ORDER_ELEMENTS = 14
@@ -167,7 +168,9 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     """
     layouts, workload = inputs.layouts, inputs.workload
     facts = workload.engine_facts.data_parallel
-    backward = overlap * (cost.backward_s + cost.recompute_s + cost.comm_backward_s - cost.ep_backward_s)
+    backward = overlap * np.maximum(
+        cost.backward_s + cost.recompute_s + cost.comm_backward_s - _busy_link_s(cost, inputs)[1], 0.0
+    )
     backward = backward * (workload.overlaps & (layouts.zero_stage >= facts.reduction_hides_from))
     # What waits for the last backward pass has nothing left to hide behind.
     backward = np.where(waits_for_pipeline(layouts, workload), 0.0, backward)
@@ -190,10 +193,18 @@ def exposed_collectives_s(cost: Any, overlap: float, inputs: CostInputs, *, is_h
     return np.asarray(exposed)
 
 
+def _busy_link_s(cost: Any, inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
+    """Return what of a forward and a backward pass the links are taken by exchanges and by what halves hide [N]."""
+    if not inputs.layouts.tp_halves.any():
+        return cost.ep_forward_s, cost.ep_backward_s
+    taken = shared_link(cost.tp_hidden_s / 2, inputs)
+    return cost.ep_forward_s + taken, cost.ep_backward_s + taken
+
+
 def exposed_gather_s(cost: Any, overlap: float, inputs: CostInputs) -> FloatArray:
     """Return what gathering a layer of a LayerCost once adds to its forward pass [N]."""
     layouts, facts = inputs.layouts, inputs.workload.engine_facts.data_parallel
-    forward = overlap * (cost.forward_s + cost.comm_forward_s - cost.ep_forward_s)
+    forward = overlap * np.maximum(cost.forward_s + cost.comm_forward_s - _busy_link_s(cost, inputs)[0], 0.0)
     forward = forward * (inputs.workload.overlaps & (layouts.zero_stage >= facts.gather_hides_from))
     from_owners, shard = facts.gathers_from_owners | (layouts.zero_stage < 3), layouts.dp_shard
     gathers = np.where(from_owners, shard * (layouts.num_optimizer_shards // layouts.num_shards), shard)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,8 @@ from .operators import (
     layer_operators,
     operator_rules,
 )
-from .parallel import expert_params, exposed_communication, norm_sums, reductions, token_share
+from .overlap import NUM_HALVES, by_half_batches_s, half_batches, is_chosen, repeated_product_s, supported
+from .parallel import expert_params, exposed_communication, norm_sums, norm_sums_s, reductions, token_share
 from .working_set import last_pending_bytes, pending_bytes, working_bytes
 
 
@@ -50,7 +51,8 @@ class LayerCost:
         forward_s, backward_s: operators, without communication.
         weight_s: gradients of weights, the part of backward_s that a pipeline schedule may defer.
         recompute_s: forward work repeated in the backward pass.
-        tp_forward_s, tp_backward_s: exposed tensor-parallel communication.
+        tp_forward_s, tp_backward_s: exposed tensor-parallel communication; tp_hidden_s: what of it half-batches hide.
+        by_halves: 1 where the layer runs by half-batches (overlap.py), else 0.
         cp_forward_s, cp_backward_s: exposed communication of context parallelism.
         ep_forward_s, ep_backward_s: exposed communication of tokens with experts; ep_hidden_s: what a micro-batch beside hides.
         gather_s, regather_s, reduce_s, levels_s: collectives over data (`DataParallelTime`).
@@ -72,6 +74,8 @@ class LayerCost:
     recompute_s: FloatArray
     tp_forward_s: FloatArray
     tp_backward_s: FloatArray
+    tp_hidden_s: FloatArray
+    by_halves: FloatArray
     cp_forward_s: FloatArray
     cp_backward_s: FloatArray
     ep_forward_s: FloatArray
@@ -148,7 +152,9 @@ class LayerPasses(NamedTuple):
 
     Attributes:
         operators, times: what runs, and its isolated seconds with what context parallelism adds.
-        tp_s, cp_s, ep_s: exposed communication, forward and backward; ep_hidden_s: what another micro-batch hides of the last.
+        tp_s, cp_s, ep_s: exposed communication, forward and backward; tp_hidden_s: what half-batches hide of the first;
+            ep_hidden_s: what another micro-batch hides of the last.
+        by_halves: 1 where the layer runs by half-batches.
         forward_s, backward_s, recompute_s: operators with the host's dispatch, no communication.
     """
 
@@ -158,29 +164,76 @@ class LayerPasses(NamedTuple):
     cp_s: tuple[FloatArray, FloatArray]
     ep_s: tuple[FloatArray, FloatArray]
     ep_hidden_s: FloatArray
+    tp_hidden_s: FloatArray
+    by_halves: FloatArray
     forward_s: FloatArray
     backward_s: FloatArray
     recompute_s: FloatArray
 
+    @property
+    def busy_s(self) -> FloatArray:
+        """Seconds of both passes with recompute and the communication within the layer [N]."""
+        comm_s = sum(pair[0] + pair[1] for pair in (self.tp_s, self.cp_s, self.ep_s))
+        return self.forward_s + self.backward_s + self.recompute_s + comm_s
+
+    def with_rows(self, rows: IntArray, others: LayerPasses, taken: IntArray) -> LayerPasses:
+        """Return the passes with ``rows`` replaced by the rows ``taken`` of others."""
+
+        def merged(ours: Any, other: Any) -> Any:
+            if isinstance(ours, list):
+                return [OperatorTime(*map(merged, a, b)) for a, b in zip(ours, other, strict=True)]
+            if isinstance(ours, tuple):
+                return tuple(map(merged, ours, other))
+            values = np.broadcast_to(np.asarray(ours, dtype=np.float64), self.forward_s.shape).copy()
+            values[rows] = np.broadcast_to(other, others.forward_s.shape)[taken]
+            return values
+
+        return LayerPasses(self.operators, *map(merged, self[1:], others[1:]))
+
 
 def layer_passes(layer: Layer, inputs: CostInputs) -> LayerPasses:
-    """Return the operators of a layer, their seconds, its communication and its passes."""
-    operators = _operators(layer, inputs)
-    isolated = operator_times(operators, inputs)
+    """Return the operators of a layer, their seconds, its communication and its passes, in the one mode (V1) that takes least (O).
+
+    Source: overlap.py.
+    """
+    entire, rows = passes_in_mode(layer, inputs), np.flatnonzero(supported(layer, inputs))
+    if not len(rows):
+        return entire
+    halved = passes_in_mode(layer, inputs.select(rows), by_halves=True)
+    taken = np.arange(len(rows))
+    if is_chosen(inputs):
+        taken = np.flatnonzero(halved.busy_s < entire.busy_s[rows])
+    return entire.with_rows(rows[taken], halved, taken)
+
+
+def passes_in_mode(layer: Layer, inputs: CostInputs, *, by_halves: bool = False) -> LayerPasses:
+    """Return the passes in one mode: entire, or by half-batches."""
+    operators, num_batches = _operators(layer, inputs), NUM_HALVES if by_halves else 1
+    isolated = operator_times(operators, half_batches(inputs) if by_halves else inputs)
     if inputs.cluster.profile is not None and (ratios := layer_ratios(layer, inputs, _isolated_s)):
         # Where the host's dispatch adds to the device's time the measured one includes it.
         adds = inputs.cluster.weakest_device.backend.is_host
         isolated = [time.scaled(*ratios, with_dispatches=adds) for time in isolated]
     times, cp_s = _with_context(layer, operators, isolated, inputs)
     tp_s, ep_s, hidden_s = exposed_communication(layer, operators, times, inputs)
+    tp_hidden_s, mode = np.zeros(len(inputs.layouts)), np.full(len(inputs.layouts), float(by_halves))
+    if by_halves:
+        forward_s, backward_s, tp_hidden_s = by_half_batches_s(operators, times, half_batches(inputs))
+        sums_s = num_batches * norm_sums_s(layer, half_batches(inputs))
+        tp_s = forward_s + sums_s, backward_s + sums_s
+        times = [time.scaled(num_batches, num_batches, with_dispatches=True) for time in times]
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
-    return LayerPasses(operators, times, tp_s, cp_s, ep_s, hidden_s, *passes_s(layer, operators, times, comm_s, inputs))
+    forward, backward, recompute = passes_s(layer, operators, times, comm_s, inputs, num_batches=num_batches)
+    if by_halves:
+        recompute = recompute + repeated_product_s(operators, times, inputs.layouts)
+    return LayerPasses(operators, times, tp_s, cp_s, ep_s, hidden_s, tp_hidden_s, mode, forward, backward, recompute)
 
 
 def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
     hidden_dim, layouts, workload = inputs.hidden_dim, inputs.layouts, inputs.workload
     none = np.zeros(len(layouts))
-    _, times, tp_s, cp_s, ep_s, ep_hidden_s, forward, backward, recompute = layer_passes(layer, inputs)
+    passes = layer_passes(layer, inputs)
+    times, forward, backward = passes.times, passes.forward_s, passes.backward_s
     # Gradients of weights as a part of the backward pass; what the host adds counts to both parts alike.
     deferrable, isolated_backward = _total(times, "weight_s", layouts), _total(times, "backward_s", layouts)
     weight_share = np.divide(deferrable, isolated_backward, out=none.copy(), where=isolated_backward > 0)
@@ -197,14 +250,16 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         forward_s=np.maximum(forward, moved_s),
         backward_s=np.maximum(backward, moved_s),
         weight_s=weight_share * backward,
-        recompute_s=recompute,
-        tp_forward_s=tp_s[0],
-        tp_backward_s=tp_s[1],
-        cp_forward_s=cp_s[0],
-        cp_backward_s=cp_s[1],
-        ep_forward_s=ep_s[0],
-        ep_backward_s=ep_s[1],
-        ep_hidden_s=ep_hidden_s,
+        recompute_s=passes.recompute_s,
+        tp_forward_s=passes.tp_s[0],
+        tp_backward_s=passes.tp_s[1],
+        tp_hidden_s=passes.tp_hidden_s,
+        by_halves=passes.by_halves,
+        cp_forward_s=passes.cp_s[0],
+        cp_backward_s=passes.cp_s[1],
+        ep_forward_s=passes.ep_s[0],
+        ep_backward_s=passes.ep_s[1],
+        ep_hidden_s=passes.ep_hidden_s,
         **dict.fromkeys(("gather_s", "regather_s", "reduce_s", "levels_s"), none),
         num_params=num_params,
         frozen_bytes=frozen_bytes,
@@ -332,8 +387,10 @@ def passes_s(
     times: list[OperatorTime],
     comm_s: tuple[FloatArray, FloatArray],
     inputs: CostInputs,
+    *,
+    num_batches: int = 1,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return forward, backward and recompute seconds [N] with the host's dispatch.
+    """Return forward, backward and recompute seconds [N] with the host's dispatch, of a micro-batch in ``num_batches`` parts.
 
     On an accelerator the host runs ahead and waits show only where it falls behind kernels and the communication within the
     layer, ``comm_s`` forward and backward (`waiting_s`). Collectives themselves are not included.
@@ -345,13 +402,13 @@ def passes_s(
     has_block = layer.inner_block is not None
     recompute, repeated = recompute_s(operators, times, layouts, workload) if has_block else (zero, zero)
     recompute, repeated = layouts.recompute_fraction * recompute, layouts.recompute_fraction * repeated
-    written_s = unpacked_s(operators, inputs, device_rates(inputs.scenario))
+    written_s = num_batches * unpacked_s(operators, inputs, device_rates(inputs.scenario))
     forward, backward = forward + written_s, backward + written_s
     recompute = recompute + written_s * layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
     # Two pairs of all-gather and reduce-scatter a pass, or two all-reduces; sums of norms.
     per_pass = 0.5 if layer.inner_block is None else reductions(layer, inputs)
     each_pass = per_pass * np.where(layouts.sequence_parallel == 1, 2, 1) + norm_sums(layer, inputs)
-    collectives = np.where(layouts.tp > 1, each_pass, 0.0)
+    collectives = np.where(layouts.tp > 1, num_batches * each_pass, 0.0)
     repeats = layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
     each_s = host.collective_s + layouts.tp * _between_nodes_s(host, inputs)
     is_wrapped = has_copies(layouts, workload) | (layouts.cp > 1)

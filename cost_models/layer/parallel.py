@@ -43,16 +43,14 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     and the head have the half that faces the blocks.
     """
     layouts = inputs.layouts
-    copied = _sequence_copy_s(inputs)
-    gather = np.where(layouts.sequence_parallel == 1, _over_tp_s("all_gather", inputs) + copied, 0.0)
-    reduce = _reduction_s(inputs) + copied
+    gather, reduce = exchange_s(inputs)
     if layer.counted is not None:
         return _traced_s(layer, gather, reduce, inputs)
     if isinstance(layer, Embedding):
         return reduce, gather
     if isinstance(layer, Head):
         return gather, reduce
-    once = reductions(layer, inputs) * (gather + reduce) + norm_sums(layer, inputs) * _norm_sum_s(inputs)
+    once = reductions(layer, inputs) * (gather + reduce) + norm_sums_s(layer, inputs)
     # Ours repeats all but the last reduction, which nothing in the backward pass reads; Megatron under full recompute all of it,
     # and none for the core of unfused attention alone.
     workload, full, selective = inputs.workload, once - reduce, once - reduce
@@ -60,6 +58,13 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
         full, selective = once, np.zeros_like(once) if workload.attention == "math" else selective
     is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
     return once, once + layouts.recompute_fraction * np.select(is_kind, [full, selective], 0.0)
+
+
+def exchange_s(inputs: CostInputs) -> tuple[FloatArray, FloatArray]:
+    """Return the seconds [N] of the gather before a part of a block, 0 without sequence parallelism, and the reduction after it."""
+    copied = sequence_copy_s(inputs)
+    gather = np.where(inputs.layouts.sequence_parallel == 1, _over_tp_s("all_gather", inputs) + copied, 0.0)
+    return gather, _reduction_s(inputs) + copied
 
 
 def _traced_s(
@@ -173,10 +178,11 @@ def norm_sums(layer: Layer, inputs: CostInputs) -> int:
     return 2 if is_split and kernels.split_norm.forward_kernels else 0
 
 
-def _norm_sum_s(inputs: CostInputs) -> FloatArray:
-    """Return the seconds of such a sum, in fp32 [N]."""
+def norm_sums_s(layer: Layer, inputs: CostInputs) -> FloatArray:
+    """Return the seconds of these sums in a pass, in fp32 [N]."""
     tp = inputs.layouts.tp
-    return np.asarray(collective_s("all_reduce", 4.0 * inputs.tokens, tp, np.ones_like(tp), inputs.cluster))
+    one_s = collective_s("all_reduce", 4.0 * inputs.tokens, tp, np.ones_like(tp), inputs.cluster)
+    return np.asarray(norm_sums(layer, inputs) * one_s)
 
 
 def _reduction_s(inputs: CostInputs) -> FloatArray:
@@ -185,7 +191,7 @@ def _reduction_s(inputs: CostInputs) -> FloatArray:
     return np.where(inputs.layouts.sequence_parallel == 1, scatter, unsharded)
 
 
-def _sequence_copy_s(inputs: CostInputs) -> FloatArray:
+def sequence_copy_s(inputs: CostInputs) -> FloatArray:
     """Return what DTensor takes to join what it gathered, or cut what it scatters, along the sequence [N].
 
     Collectives work along the first dimension, which is the batch's: a copy of the hidden states of all ranks each time (chunk and

@@ -47,6 +47,7 @@ def step_shape(
         gradient_shards=(layouts.num_gradient_shards[idx], layouts.expert_gradient_shards[idx]),
         optimizer_shards=(layouts.num_optimizer_shards[idx], layouts.expert_optimizer_shards[idx]),
         zero_stage=layouts.zero_stage[idx],
+        prefetch=layouts.prefetch[idx],
         is_replicated=layouts.is_replicated[idx],
         tp_overlap=layouts.tp_overlap[idx],
         cuda_graphs=layouts.cuda_graphs[idx],

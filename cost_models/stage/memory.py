@@ -9,7 +9,7 @@ A stage holds P parameters per tensor-parallel rank; U are in its largest block,
                  zero 2, 3: 4 P / N, under a pipeline 4 P, as torch reduces after the last backward pass only
     with levels  gradients and states have an N each (gradient_shard, optimizer_shard), masters that of the states; parameters that
                  stay within fewer ranks (zero 3) are a copy of b P / N besides, counted as unsharded
-    unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: this unit and the block gathered in advance
+    unsharded    zero 0 to 2: b P, copies that fully_shard gathers or casts    zero 3: this unit and the blocks gathered in advance
     activations  i * (saved by the stage's layers, and what it sends on: torch's pipelining keeps it; less what it received)
     logits       b T V / tp on the stage with the head, turned into their gradient in place; of every micro-batch between its
                  forward and its backward pass there (all of them under gpipe)
@@ -135,7 +135,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
     is_repeated = waits & (step.num_microbatches > 1)
     later = block + np.where(waits, 0.0, stage.root_params)
     to_come = np.where(is_repeated, 0.0, np.minimum(later, stage.trained) / np.maximum(stage.trained, 1.0))
-    pieces = gathered_bytes(np.minimum(2 * block, stage.trained), stage, step, workload)  # one block in advance
+    pieces = gathered_bytes(np.minimum((1 + step.prefetch) * block, stage.trained), stage, step, workload)
     copied = np.where(step.gathers_in_pieces, pieces, b * (block + stage.root_params))
     all_copies = gathered_bytes(stage.trained, stage, step, workload)
     late = {
@@ -175,7 +175,9 @@ def _zeroth_order(stage: StageContents, step: StepShape, scenario: Scenario) -> 
     workload, none = scenario.workload, 0.0 * stage.params
     head, block = np.where(stage.logits > 0, stage.root_params, 0.0), stage.block_params
     direction = workload.master_bytes * step.tp * np.maximum(stage.root_params, block)
-    unsharded_of_head, unsharded = (gathered_bytes(params, stage, step, workload) for params in (head, 2 * block))
+    unsharded_of_head, unsharded = (
+        gathered_bytes(params, stage, step, workload) for params in (head, (1 + step.prefetch) * block)
+    )
     moments = [
         {
             "unsharded": unsharded_of_head,

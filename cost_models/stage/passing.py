@@ -32,7 +32,7 @@ class StepShape:
         expert_shards: ranks over which the states of experts are sharded.
         gradient_shards, optimizer_shards: both for gradients and for optimizer states, multiples of the former.
         is_replicated: ranks hold replicas of one stage and nothing more.
-        tp_overlap, cuda_graphs, reduces_in_compute_dtype: as of a LayoutTable.
+        prefetch, tp_overlap, cuda_graphs, reduces_in_compute_dtype: as of a LayoutTable.
         tp, experts: ranks that share a stage's matrices; its experts, and one of them (ep, expert_tp).
         num_sequences: of a step, whose tokens a rank has on its device.
         in_flight: micro-batches whose activations are stored; ``logits_in_flight`` those whose logits are; ``summed_in_flight`` of
@@ -49,6 +49,7 @@ class StepShape:
     gradient_shards: tuple[Array, Array]
     optimizer_shards: tuple[Array, Array]
     zero_stage: Array
+    prefetch: Array
     is_replicated: Array
     tp_overlap: Array
     cuda_graphs: Array
@@ -141,13 +142,14 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
     """Return what comes and goes while all activations are present, by moment: unsharded parameters, logits and temporary bytes.
 
     The loss; then the backward pass of the head and the reduction of its gradients, of a block and the reduction of its.
-    Where parameters are gathered in pieces a unit's are present in its backward pass, with those of the block gathered in advance;
+    Where parameters are gathered in pieces a unit's are present in its backward pass, with those of the blocks gathered in advance;
     what goes into a reduction stays until the next one begins (torch's FSDPParamGroup.post_backward). Below zero 3 a
     pipeline's reductions come after the last backward pass of all, when no activations remain; the gradient of a tied embedding
     waits for the first layer's backward pass.
     """
     workload = scenario.workload
     b, block, none = workload.compute_bytes, stage.block_params, 0.0 * stage.logits
+    ahead = np.minimum(step.prefetch * block, stage.params)
     head = np.where(stage.logits > 0, stage.root_params, 0.0)
     grads, of_head = (block, head) if workload.adapters is None else (stage.block_trained, none)
     is_late = waits_for_pipeline(step, workload)
@@ -173,11 +175,11 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
                 loss_bytes(stage.logits, workload, stage.boundary_bytes, step.tp),
                 b * of_head if workload.loss == "fused" else 0.0,
             ),
-            (head + block, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
-            (block, none, reduction(of_head, waits)),
-            (2 * block, none, stage.working_bytes + stays * reduced + waiting),
-            (2 * block, none, stage.working_bytes + stays * grads + waiting - ended),
-            (block, none, reduction(block, is_late) + waiting),
+            (head + ahead, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
+            (ahead, none, reduction(of_head, waits)),
+            (block + ahead, none, stage.working_bytes + stays * reduced + waiting),
+            (block + ahead, none, stage.working_bytes + stays * grads + waiting - ended),
+            (ahead, none, reduction(block, is_late) + waiting),
         )
     ]
 

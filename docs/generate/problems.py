@@ -33,6 +33,7 @@ TITLES = {
     "planner/regions.py": "Which regions train together",
     "solvers/pools.py": "Pools of models in post-training",
     "planner/cheapest.py": "The cheapest size of a cluster",
+    "cost_models/layer/overlap.py": "Overlap modes of the kinds of layers",
 }
 """Titles, in the order of the page; files without one come last, under the first line of their docstring."""
 
@@ -42,10 +43,10 @@ Each is stated in the file named below it: sets, data, variables, (O) the object
 constraints. The labels are the same in the code, in `check` functions, which recompute an answer from the definition, and
 in error messages. How they work together: [method](../method.md)."""
 
-_LABEL = re.compile(r"""[("'_](O'?|[CE]\d+)[)"'_:]""")
-_STATEMENT = re.compile(r"^(\s*)\((O'?|[CE]\d+)\)\s+(.*)$")
+_LABEL = re.compile(r"""[("'_](O'?|[CEV]\d+)[)"'_:]""")
+_STATEMENT = re.compile(r"^(\s*)\((O'?|[CEV]\d+)\)\s+(.*)$")
 _HEADING = re.compile(r"^(Sets|Data|Variables?|Objective|Constraints)\b\s*(.*)$")
-_NAME = re.compile(r"^([a-z][a-z ,-]{1,30}): +(.*)$")
+_NAME = re.compile(r"^([a-z][a-z_ ,-]{1,30}): +(.*)$")
 
 
 class Statement(NamedTuple):
@@ -126,7 +127,7 @@ def _taken_apart(lines: list[str]) -> tuple[tuple[Statement, ...], str]:
             statement = _STATEMENT.match(heading[2])
         if statement:
             section, indent = "statements", len(statement[1])
-            first, *more = re.split(r";\s+(?=\([CE]\d+\))", f"({statement[2]}) {statement[3]}")
+            first, *more = re.split(r";\s+(?=\([CEV]\d+\))", f"({statement[2]}) {statement[3]}")
             found += [list(_STATEMENT.match(part).groups()[1:]) for part in (first, *more)]  # type: ignore[union-attr]
         elif heading:
             section = "setting" if heading[1] not in ("Objective", "Constraints") else "statements"

@@ -19,6 +19,7 @@ from ...schema.base import Frozen
 from ...schema.layout_rules import ENGINE_RULES, broken_rules, problem_facts
 from ...schema.layout_table import RECOMPUTES
 from ..expand import expand_layout
+from ..layer_modes import with_modes
 from ..request import Deadline, PlanRequest
 from ..tasks.training import device_of_rank, stage_of_layers
 
@@ -68,7 +69,7 @@ def variant_plan(request: PlanRequest, variant: Variant) -> TrainingPlan:
     stages = tuple(stage_of_layers(first, recomputes[first:end], is_block[first:end]) for first, end in spans)
     if layout.recompute == "mixed" and len(set(chosen.options)) == 1:
         layout = layout.replace(recompute=recomputes[0])
-    return TrainingPlan(
+    plan = TrainingPlan(
         model=model,
         cluster=cluster,
         workload=variant.workload,
@@ -78,6 +79,7 @@ def variant_plan(request: PlanRequest, variant: Variant) -> TrainingPlan:
         estimate=chosen.estimate,
         provenance=request.provenance(),
     )
+    return with_modes(plan)
 
 
 @dataclass

@@ -37,6 +37,7 @@ from .marginal_values import (
     resource_changes,
 )
 from .offload import ScheduleMarginalValues, under_policies
+from .overlap import value_of_overlap
 from .regions import RegionValue, region_values
 from .why_not import Comparison, WhyNot, compare
 from .why_not import why_not as answer_why_not
@@ -320,6 +321,7 @@ def _notes(plan: TrainingPlan, *, was_searched: bool) -> tuple[str, ...]:
         notes.append(f"this version cannot estimate the plan's layout: {error.message}")
     else:
         notes += _value_of_switches(plan, again_s)
+        notes += value_of_overlap(plan, again_s) if plan.offload is None else ()
     if plan.workload.lengths is not None:
         notes.append("gains of the best layout are not searched over lengths: plan again for the changed cluster")
     elif not was_searched:

@@ -35,6 +35,7 @@ from ...schema.schedules import OVER_A_V
 from ...schema.units import format_bytes, format_percent
 from ..choice import Choice, add_half_blocks, choose, lacks_headroom
 from ..expand import Candidate, expand_with_fp32_gradients, expand_with_new_order, improve_order, with_best_map
+from ..layer_modes import with_modes
 from ..request import Deadline, PlanRequest
 from ..search import MAX_SHORTENED, REL_GAP, SearchResult, early_answer, search
 from ..space import Space, build_space
@@ -124,7 +125,7 @@ def build_plan(
     notes: Sequence[str] = (),
 ) -> TrainingPlan:
     """Write the answer to a request; ``nodes`` hold the ranks in this order (empty: as listed)."""
-    return TrainingPlan(
+    plan = TrainingPlan(
         model=request.model,
         cluster=request.cluster,
         workload=request.workload,
@@ -140,6 +141,7 @@ def build_plan(
         notes=tuple(notes),
         provenance=request.provenance(),
     )
+    return with_modes(plan)
 
 
 def device_of_rank(cluster: ClusterSpec, nodes: Sequence[int]) -> tuple[int, ...]:

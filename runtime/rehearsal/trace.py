@@ -33,6 +33,7 @@ from ...cost_models.layer.operators import FusedAttention, kernels_of
 from ...cost_models.learned.kernels import gemm_seconds
 from ...cost_models.pipeline.orders import Action
 from ...schema.training_plan import TrainingPlan
+from ..halves import Transfer
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm: (0, 1), _aten.addmm: (1, 2), _aten.bmm: (0, 1), _aten.baddbmm: (1, 2)}
@@ -179,6 +180,7 @@ class Trace:
     _begun: int = 0
     boundary_bytes: int = 0
     _is_sent: bool = False
+    _is_between_halves: bool = False
     _unit: int = 0
     _is_first_of_unit: bool = True
 
@@ -333,7 +335,7 @@ class Trace:
         stream: Stream = "compute"
         if self._within in ("gather", "reduce"):
             stream = cast("Stream", self._within)
-        elif op == "recv":
+        elif op == "recv" or self._is_between_halves:
             stream = "ring"
         waits = set[int]()
         if stream == "gather":
@@ -360,7 +362,7 @@ class Trace:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Know what `fully_shard` gathers, copies and reduces while inside."""
+        """Know what `fully_shard` gathers, copies and reduces, and what half-batches send, while inside."""
         group = _fsdp_param_group.FSDPParamGroup
         names = {"unshard": "gather", "wait_for_unshard": "copy", "post_backward": "copy"}
         before = {name: getattr(group, name) for name in names}
@@ -368,12 +370,27 @@ class Trace:
         for name, within in names.items():
             setattr(group, name, self._marked(before[name], within))
         _fsdp_param_group.foreach_reduce = self._marked(reduce, "reduce")  # type: ignore[attr-defined]
+        start = Transfer.__init__
+        Transfer.__init__ = self._overlapping(start)  # type: ignore[method-assign]
         try:
             yield
         finally:
+            Transfer.__init__ = start  # type: ignore[method-assign]
             for name, original in before.items():
                 setattr(group, name, original)
             _fsdp_param_group.foreach_reduce = reduce  # type: ignore[attr-defined]
+
+    def _overlapping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose collectives run beside what comes after them, up to what reads them."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._is_between_halves = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_between_halves = False
+
+        return run
 
     def _note_hooks(self, group: Any) -> None:
         """Note what the hooks of a sharded unit take of the host in a pass; groups of parameters of one unit share them."""

@@ -199,6 +199,8 @@ def require_compilable(plan: TrainingPlan) -> None:
         reasons.append(f"schedule {plan.layout.schedule} splits backward passes, a compiled block has one")
     if plan.layout.cp > 1:
         reasons.append("attention over the ranks of cp cannot be traced")
+    if plan.layout.tp_halves:
+        reasons.append("a block by half-batches waits for collectives that it started, which cannot be traced")
     if any(stage.offload_of(idx) != "none" for stage in plan.stages for idx in stage.layer_idxs):
         reasons.append("what a compiled block keeps is not what the offload schedule moves")
     if plan.cluster.weakest_device.backend.is_host and not any(map(shutil.which, ("g++", "clang++", "c++"))):
@@ -218,6 +220,8 @@ def require_documents(plan: TrainingPlan, *, compiles: bool = False) -> None:
         reasons.append("stages of unlike tp deal out hidden states of one shape")
     if plan.offload is not None:
         reasons.append("an offload schedule is made for micro-batches of one shape")
+    if plan.layout.tp_halves:
+        reasons.append("a pack of documents is one sequence, which tp_halves cannot halve")
     if compiles:
         reasons.append("a block that is compiled has one shape")
     if reasons:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -46,6 +48,15 @@ def test_slowdown_grows_with_traffic() -> None:
     pair, law = slowdown_law(np.array([0.0, 0.01, 0.1]), packaged_coefficients()), packaged_coefficients()["overlap"]
     expected = [law["channels"] + law["traffic"] * traffic for traffic in (0.0, 0.01, 0.1)]
     assert np.asarray(pair.compute).tolist() == pytest.approx(expected)
+
+
+@given(compute=SECONDS, collective=SECONDS, traffic=st.floats(0, 0.3), channels=st.lists(st.floats(0, 1), min_size=2))
+def test_more_channels_take_longer(compute: float, collective: float, traffic: float, channels: list[float]) -> None:
+    """At the same rate: processors that a collective has are lost to kernels."""
+    coefficients = packaged_coefficients()
+    laws = [slowdown_law(traffic, coefficients.replaced({"overlap.channels": c})) for c in sorted(channels)]
+    seconds = [pair_s(np.array([compute]), np.array([collective]), law)[0] for law in laws]
+    assert all(later >= earlier * (1 - 1e-12) for earlier, later in itertools.pairwise(seconds))
 
 
 @pytest.mark.parametrize("through_host", [False, True])

@@ -16,6 +16,7 @@ from meshwright.fitting.overlap import (
     predict,
     predict_pair,
     read_overlaps,
+    without_gpu,
 )
 
 TABLE = Path(__file__).resolve().parents[4] / "shared" / "data" / "measured_runs" / "overlap_interference.csv"
@@ -46,6 +47,13 @@ def test_the_law_beats_both_naive_answers_on_held_out_rows() -> None:
     error = errors(pairs, predict_pair(pairs, law))
     assert error.model < 0.05
     assert error.model < 0.6 * min(error.longest, error.total)
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="the measured overlaps are not part of the repository")
+def test_the_law_of_a_pair_holds_on_gpus_that_it_was_not_fitted_on() -> None:
+    error = errors(*without_gpu(read_overlaps(TABLE)))
+    assert error.model < 0.04
+    assert error.model < 0.6 * error.longest
 
 
 @pytest.mark.skipif(not TABLE.exists(), reason="the measured overlaps are not part of the repository")

@@ -93,6 +93,7 @@ def test_other_devices_and_engines_have_none() -> None:
         batch = build_space(
             PlanRequest(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload.replace(engine=engine))
         ).batch
+        assert engine == "fsdp2" or not batch.tp_halves.any()
         assert not (batch.tp_overlap.any() or batch.cuda_graphs.any() or batch.gradients.any())
         assert not batch.ep_overlap.any()
         with pytest.raises(ConfigError, match="can be executed") as error:
@@ -103,3 +104,40 @@ def test_other_devices_and_engines_have_none() -> None:
                 fixed={"cuda_graphs": True},
             )
         assert f"[cuda_graphs_of_{engine}]" in str(error.value)
+
+
+SIXTY_FOUR = ClusterSpec.parse("8x8xH100-SXM-80GB/ib400")
+
+
+def test_half_batches_are_planned_where_a_short_batch_needs_tensor_parallelism() -> None:
+    """Half a sequence for each GPU: tp has to share them, and its communication is what the step waits for."""
+    model, workload = ModelSpec.named("llama-3.1-70b"), Workload(seq_len=4096, global_batch_size=32)
+    found = plan(model, SIXTY_FOUR, workload)
+    without = plan(model, SIXTY_FOUR, workload, fixed={"tp_halves": False})
+    assert found.layout.tp_halves and not found.unhalved_layers
+    assert found.estimate.step_time_s < 0.98 * without.estimate.step_time_s
+    assert all(found.is_by_halves(idx) == (0 < idx <= 80) for idx in range(82))
+    (said,) = [text for text in explain(found, time_limit_s=0.1).notes if text.startswith("overlap: ")]
+    assert "80 x" in said and "by half-batches" in said
+
+
+def test_explain_says_what_a_mode_that_loses_would_cost() -> None:
+    model, workload = ModelSpec.named("llama-3.2-1b"), Workload(seq_len=512, global_batch_size=16)
+    fixed = {"tp": 8, "micro_batch_size": 2, "tp_halves": False}
+    found = plan(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload, fixed=fixed)
+    (said,) = [text for text in explain(found, time_limit_s=0.1).notes if text.startswith("overlap: ")]
+    assert "with tp_halves=true it would take" in said
+    odd = plan(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload, fixed=fixed | {"micro_batch_size": 1})
+    (said,) = [text for text in explain(odd, time_limit_s=0.1).notes if text.startswith("overlap: ")]
+    assert "tp_halves=true cannot be" in said and "[rows_divide]" in said
+
+
+def test_layers_that_lose_by_half_batches_are_named_as_whole() -> None:
+    """A thousand tokens: two products of half as many rows take longer than what they hide."""
+    model, workload = ModelSpec.named("llama-3.1-8b"), Workload(seq_len=1024, global_batch_size=16)
+    fixed = {"tp": 2, "pp": 1, "cp": 1, "micro_batch_size": 2, "tp_halves": True}
+    found = plan(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload, fixed=fixed)
+    assert found.unhalved_layers == tuple(range(1, 33))
+    assert TrainingPlan.model_validate_json(found.model_dump_json()) == found
+    plain = plan(model, ClusterSpec.parse("8xH100-SXM-80GB"), workload, fixed=fixed | {"tp_halves": False})
+    assert found.estimate.step_time_s == pytest.approx(plain.estimate.step_time_s)

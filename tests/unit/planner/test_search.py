@@ -105,8 +105,8 @@ def test_estimates_are_near_what_layouts_take_and_need(engine: str) -> None:
     spec, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("2x8xH100-SXM-80GB/ib400")
     request = PlanRequest(spec, cluster, Workload(seq_len=4096, global_batch_size=128, engine=engine))
     costs = Pool(request, build_space(request)).costs
-    pp, recompute = costs.layouts.pp, costs.layouts.recompute
-    rows = np.flatnonzero((pp > 1) & (pp <= 8) & (recompute == 0))
+    pp, recompute, by_halves = costs.layouts.pp, costs.layouts.recompute, costs.layouts.tp_halves
+    rows = np.flatnonzero((pp > 1) & (pp <= 8) & (recompute == 0) & (by_halves == 0))
     costs = costs.select(rows[:: max(len(rows) // 60, 1)]).compacted()
     bound_s = uniform_time_bounds(costs)
     estimate_s, ratios, num_missed = estimates_s(costs, bound_s), [], 0
