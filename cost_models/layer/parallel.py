@@ -181,7 +181,9 @@ def norm_sums(layer: Layer, inputs: CostInputs) -> int:
 def norm_sums_s(layer: Layer, inputs: CostInputs) -> FloatArray:
     """Return the seconds of these sums in a pass, in fp32 [N]."""
     tp = inputs.layouts.tp
-    one_s = collective_s("all_reduce", 4.0 * inputs.tokens, tp, np.ones_like(tp), inputs.cluster)
+    one_s = collective_s(
+        "all_reduce", np.asarray(4.0 * inputs.tokens, dtype=np.float64), tp, np.ones_like(tp), inputs.cluster
+    )
     return np.asarray(norm_sums(layer, inputs) * one_s)
 
 
