@@ -11,7 +11,7 @@ from ...schema.layout_table import OFFLOADS, LayoutTable
 from ...schema.units import Array, FloatArray, IntArray
 from ..hardware.collectives import Op, Pair, collective_s, exposed_s, slowdown_law
 from ..hardware.host_memory import host_link_bytes_per_s, host_update_s_per_param, leaving_bytes, update_bytes_per_param
-from ..hardware.machine import device_rates, measured_rates
+from ..hardware.machine import device_rates, host_costs, measured_rates, waiting_s
 from .operators import CostInputs
 from .overlap import shared_link
 from .parallel import sharded_params
@@ -331,20 +331,33 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
     return np.asarray(gathered + summed + scaled + reductions * buffered, dtype=np.float64)
 
 
-def filling_bytes_per_param(layouts: LayoutTable, workload: Workload, *, of_experts: bool = False) -> FloatArray:
-    """Return what of `copied_bytes_per_param` the passes of a pipeline that fills and drains read and write [N].
-
-    An undivided backward pass adds gradients up; where parameters then stay, the first forward pass of each stage gathers them;
-    zero 3 copies as much in every pass.
-    """
+def summed_bytes_per_param(layouts: LayoutTable, workload: Workload) -> FloatArray:
+    """Return what of `copied_bytes_per_param` every backward pass but the first reads and writes, adding gradients up [N]."""
     m, b, g = layouts.num_microbatches, workload.compute_bytes, gradient_bytes(layouts, workload)
     added = {"products": 8.0, "fp32": b + 8.0, "shards": 2 * g + b}.get(workload.engine_facts.sums_gradients, 3.0 * b)
+    adds = (m > 1) & (waits_for_pipeline(layouts, workload) | (layouts.zero_stage < 2))
+    return np.where(adds & workload.has_backward, added, 0.0)
+
+
+def summed_s(seconds: FloatArray, cost: Any, inputs: CostInputs) -> FloatArray:
+    """Return what sums of so many seconds [N] add to a backward pass of a LayerCost, which may wait for the host meanwhile [N]."""
+    norm, host_s = host_costs(inputs.scenario).overlap_norm, cost.host_backward_s
+    passed_s = cost.backward_s + cost.recompute_s + cost.comm_backward_s
+    device_s = np.maximum(passed_s**norm - host_s**norm, 0.0) ** (1 / norm)
+    with_sums_s = device_s + seconds + waiting_s(device_s + seconds, host_s, norm)
+    return np.asarray(np.where(host_s > 0, np.maximum(with_sums_s - passed_s, 0.0), seconds))
+
+
+def filling_bytes_per_param(layouts: LayoutTable, workload: Workload, *, of_experts: bool = False) -> FloatArray:
+    """Return what of `copied_bytes_per_param` besides sums the passes of a pipeline that fills and drains read and write [N].
+
+    Where parameters stay, the first forward pass of each stage gathers them; zero 3 copies as much in every pass.
+    """
     stays = waits_for_pipeline(layouts, workload)
-    adds = (m > 1) & ~layouts.schedule_fact("splits_backward") & workload.has_backward
     owners = layouts.expert_optimizer_shards if of_experts else layouts.num_optimizer_shards
     gathered = np.where(stays, _gathered_bytes(layouts, workload, owners), 0.0)
-    of_each = copied_bytes_per_param(layouts, workload, of_experts=of_experts) / m
-    return np.where((layouts.zero_stage == 3) & ~stays, of_each, np.where(adds, added, 0.0) + gathered)
+    of_each = copied_bytes_per_param(layouts, workload, of_experts=of_experts) / layouts.num_microbatches
+    return np.where((layouts.zero_stage == 3) & ~stays, of_each, gathered)
 
 
 def _gathered_bytes(layouts: LayoutTable, workload: Workload, owners: IntArray) -> FloatArray:

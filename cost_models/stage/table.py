@@ -24,6 +24,8 @@ from ..layer.data import (
     exposed_gather_s,
     filling_bytes_per_param,
     passes_per_step,
+    summed_bytes_per_param,
+    summed_s,
     update_s,
     waits_for_pipeline,
 )  # fmt: skip
@@ -351,10 +353,20 @@ class CostTable:
         streams = device_rates(self.scenario).update_bytes_per_s
         return min(streams, self.cluster.weakest_device.memory_bandwidth_bytes_per_s)
 
-    def _copied_s(self, trained: FloatArray, expert_params: FloatArray, idx: int | slice = slice(None)) -> FloatArray:
-        """Return the seconds of the copies and sums of so many parameters, under layouts ``idx``."""
-        of_any, more = self._copied_s_per_param
-        return np.asarray(of_any[idx] * trained + more[idx] * expert_params)
+    def _sums_s(self, cost: LayerCost) -> tuple[FloatArray, FloatArray]:
+        """Return the seconds of a layer's sums of gradients in a backward pass [N], and what of them the pass is longer."""
+        seconds = summed_bytes_per_param(self.layouts, self.workload) / self._copies_per_s * cost.num_trained
+        return seconds, summed_s(seconds, cost, self._inputs)
+
+    def _copied_s(self, cost: LayerCost) -> FloatArray:
+        """Return the seconds of the copies and sums of a layer's parameters in a step [N]."""
+        (of_any, more), (sums_s, added_s) = self._copied_s_per_param, self._sums_s(cost)
+        hidden_s = (self.layouts.num_microbatches - 1) * (sums_s - added_s)
+        return np.maximum(of_any * cost.num_trained + more * cost.expert_params - hidden_s, 0.0)
+
+    @cached_property
+    def _copied_by_kind(self) -> tuple[FloatArray, ...]:
+        return tuple(self._copied_s(cost) for cost in self.by_kind)
 
     @cached_property
     def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
@@ -362,13 +374,13 @@ class CostTable:
         if self.known is not None:
             return self.known.dp_exposed_by_kind
         return tuple(
-            self._exposed_s(kind, cost) + cost.levels_s + self._copied_s(cost.num_trained, cost.expert_params)
-            for kind, cost in zip(self.kinds, self.by_kind, strict=True)
+            self._exposed_s(kind, cost) + cost.levels_s + copied_s
+            for kind, cost, copied_s in zip(self.kinds, self.by_kind, self._copied_by_kind, strict=True)
         )
 
     def copied_s(self, idx: int) -> FloatArray:
         """Return, of each layer's [L] exposed seconds under one layout, the copies and sums, which do not communicate."""
-        return self._copied_s(self.per_layer("num_trained", idx), self.per_layer("expert_params", idx), idx)
+        return np.array([seconds[idx] for seconds in self._copied_by_kind])[self.kind_of_layer]
 
     @cached_property
     def dp_edges_s(self) -> FloatArray:
@@ -404,10 +416,15 @@ class CostTable:
             filling_bytes_per_param(b, self.workload, of_experts=is_expert) / self._copies_per_s
             for is_expert in (False, True)
         )
-        stays = waits_for_pipeline(b, self.workload)
-        in_passes = np.where((b.zero_stage == 3) & ~stays, 1 / b.num_microbatches, 0.0)
+        undivided = ~b.schedule_fact("splits_backward")
+        # Under the others torch's runtime gathers while a stage waits for its first input.
+        stays = (
+            waits_for_pipeline(b, self.workload) & (b.num_model_chunks == 1) & (b.schedule_fact("torch_class") != "")
+        )
+        in_passes = np.where((b.zero_stage == 3) & ~waits_for_pipeline(b, self.workload), 1 / b.num_microbatches, 0.0)
         seconds = sum(
-            n * (of_any * cost.num_trained + (of_experts - of_any) * cost.expert_params)
+            n * (stays | (in_passes > 0)) * (of_any * cost.num_trained + (of_experts - of_any) * cost.expert_params)
+            + n * undivided * self._sums_s(cost)[1]
             + n * stays * exposed_gather_s(cost, self._overlap, self._inputs)
             + n * in_passes * self._exposed_s(kind, cost)
             for n, kind, cost in zip(self.counts, self.kinds, self.by_kind, strict=True)
@@ -461,7 +478,7 @@ class CostTable:
             if kind.is_embedding or kind.is_head:
                 cost = share.embedding if kind.is_embedding else share.head
                 exposed = np.maximum(self._exposed_s(kind, cost), self._whole_s(cost))
-                dp_s = dp_s + exposed + cost.levels_s + self._copied_s(cost.num_trained, cost.expert_params)
+                dp_s = dp_s + exposed + cost.levels_s + self._copied_s(cost)
         return np.asarray(sent_s), np.asarray(step_s), np.where(b.vocabulary == 1, dp_s, 0.0)
 
 
