@@ -19,7 +19,17 @@ from ..cost_models.pipeline.simulation import simulate
 from ..cost_models.stage.contents import pipeline_shape
 from ..cost_models.stage.step import StagePasses, copies_and_collectives, pass_seconds, transfer_of_stages
 from ..schema import TrainingPlan
-from ..schema.trace import COPIED, COPIES, DATA_PARALLEL, OPTIMIZER, SPLIT_VOCABULARY, Slice, StepTimeline, Stream
+from ..schema.trace import (
+    COPIED,
+    COPIES,
+    DATA_PARALLEL,
+    FILLING,
+    OPTIMIZER,
+    SPLIT_VOCABULARY,
+    Slice,
+    StepTimeline,
+    Stream,
+)
 from ..schema.units import FloatArray
 from ..solvers.offload.instance import OPTIONS, OffloadChoice
 from ..solvers.offload.simulation import (
@@ -85,8 +95,10 @@ def _after_passes(plan: TrainingPlan, shape: PipelineShape, passes: StagePasses,
     rest_s = terms.total - end_s - copied_s - terms.dp - terms.optimizer - terms.offload
     if plan.shares:  # the passes are those of the busiest ranks, copies those of the slowest device
         copied_s += rest_s
+    is_split = plan.layout.vocabulary == "split"
     added: tuple[tuple[Stream, str, float], ...] = (
-        ("communication", SPLIT_VOCABULARY, rest_s if plan.layout.vocabulary == "split" else 0.0),
+        ("communication", SPLIT_VOCABULARY, rest_s if is_split else 0.0),
+        ("communication", FILLING, 0.0 if is_split or plan.shares or shape.pp == 1 else rest_s),
         ("compute", COPIED, copied_s),
         ("communication", DATA_PARALLEL, terms.dp),
         ("communication", COPIES, terms.offload),

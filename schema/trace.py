@@ -34,6 +34,7 @@ OPTIMIZER = "optimizer"
 DATA_PARALLEL = "data-parallel communication that nothing hides"
 COPIED = "copies and sums of parameters and gradients"
 SPLIT_VOCABULARY = "vocabulary split over the stages"
+FILLING = "sums and gathers of other stages"
 COPIES = "waiting for copies from and to the host"
 
 MAX_PROCESSES = 8

@@ -342,7 +342,8 @@ def summed_bytes_per_param(layouts: LayoutTable, workload: Workload) -> FloatArr
 def summed_s(seconds: FloatArray, cost: Any, inputs: CostInputs) -> FloatArray:
     """Return what sums of so many seconds [N] add to a backward pass of a LayerCost, which may wait for the host meanwhile [N]."""
     norm, host_s = host_costs(inputs.scenario).overlap_norm, cost.host_backward_s
-    passed_s = cost.backward_s + cost.recompute_s + cost.comm_backward_s
+    # Of the least and the most of several options no pass is shorter than what the host takes.
+    passed_s = np.maximum(cost.backward_s + cost.recompute_s + cost.comm_backward_s, host_s)
     device_s = np.maximum(passed_s**norm - host_s**norm, 0.0) ** (1 / norm)
     with_sums_s = device_s + seconds + waiting_s(device_s + seconds, host_s, norm)
     return np.asarray(np.where(host_s > 0, np.maximum(with_sums_s - passed_s, 0.0), seconds))

@@ -259,7 +259,8 @@ def _time_breakdown(
 def copies_and_collectives(copied: FloatArray, exposed: FloatArray) -> tuple[float, float]:
     """Return copies, which are part of compute, and collectives over data, of the rank that has most of both."""
     rank = int(np.argmax(exposed))
-    return float(copied[rank]), float(exposed[rank] - copied[rank])
+    copied_s = min(float(copied[rank]), float(exposed[rank]))
+    return copied_s, float(exposed[rank]) - copied_s
 
 
 def pipeline_s(shape: PipelineShape, passes: StagePasses, transfer_s: FloatArray) -> float:

@@ -191,4 +191,4 @@ def test_stages_wait_for_the_gathers_and_sums_of_others(tmp_path: Path) -> None:
     )
     given = plan(str(tmp_path), "16xH100-SXM-80GB", global_batch_size=32, seq_len=1024, fixed=fixed, runnable=True)
     rehearsal = rehearse(given)
-    assert rehearsal.step_s == pytest.approx(rehearsal.predicted_step_s, rel=0.03)
+    assert rehearsal.step_s == pytest.approx(rehearsal.predicted_step_s, rel=0.06)
