@@ -29,7 +29,7 @@ from meshwright.runtime.rehearsal.kinds import rank_kinds
 from meshwright.runtime.rehearsal.run import rehearse
 from meshwright.schema import ConfigError, InfeasibleError, MeshwrightError, TrainingPlan
 from meshwright.schema.errors import SolverLimitError
-from meshwright.schema.layout_rules import why_not_runnable
+from meshwright.schema.runnable import why_not_runnable
 
 MODELS = (
     "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-3.2-1b", "qwen2.5-32b", "qwen3-8b", "gpt3-175b",

@@ -123,7 +123,7 @@ def _task(options: MeasureOptions) -> ProfileTask:
     from ..profilers.measure.host import check_folder
     from ..profilers.run.protocol import ALL_PARTS, ProfileTask
     from ..schema import ModelSpec
-    from ..schema.layout_rules import why_not_runnable
+    from ..schema.runnable import why_not_runnable
 
     out, nvme = options.out, options.nvme
     if not options.budget_s > 0:

@@ -26,7 +26,8 @@ from ..cost_models.hardware.machine import host_costs
 from ..schema import ClusterSpec, ConfigError, InfeasibleError, Layout, ModelSpec, TrainingPlan, Workload
 from ..schema.batch import Batch, LengthCosts
 from ..schema.layers import SoftmaxAttention
-from ..schema.training_plan import Stage, TrainingEstimate
+from ..schema.stages import Stage
+from ..schema.training_plan import TrainingEstimate
 from ..schema.units import FloatArray
 from ..solvers.batch_groups import BatchInstance, PackInstance, instance_under
 from .expand import expand_layout

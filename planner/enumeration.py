@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost_models.coefficients import Scenario
-from ..cost_models.layer.layer import context_of_attention
 from ..cost_models.layer.operators import CostInputs
+from ..cost_models.layer.passes import context_of_attention
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, ConfigError
 from ..schema.layout import LAYOUT_FIELDS, Layout

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..schema import ClusterSpec, ConfigError, ModelSpec, TrainingPlan, Workload
-from ..schema.training_plan import LayerSlots
+from ..schema.stages import LayerSlots
 from ..schema.units import MB, FloatArray
 from ..solvers.experts.instance import validate_loads
 from ..solvers.experts.placement import ExpertPlacement, place_experts

@@ -25,7 +25,7 @@ import numpy as np
 from ..schema import Certificate, InfeasibleError, Layout, TrainingEstimate, TrainingPlan, Workload
 from ..schema.batch import LengthCosts, Lengths
 from ..schema.schedules import DEFAULT
-from ..schema.training_plan import Stage
+from ..schema.stages import Stage
 from ..schema.units import format_percent
 from ..solvers.batch_groups import batch_bound_s, instance_under, schedule_batch
 from ..solvers.branch_and_bound import Leaf, Node, Search, Step, Stop

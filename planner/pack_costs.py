@@ -26,7 +26,7 @@ from ..schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingEstima
 from ..schema.batch import LengthCosts, PipelineCosts, why_no_packs
 from ..schema.layers import SoftmaxAttention
 from ..schema.layout_table import RECOMPUTES, LayoutTable
-from ..schema.training_plan import Stage
+from ..schema.stages import Stage
 from ..schema.units import FloatArray
 
 _PACKS_PER_RANK = 4

@@ -31,9 +31,10 @@ from ..schema import (
 from ..schema.engine_facts import PLANNED_ENGINES, require_our_engine
 from ..schema.errors import UnknownModelError
 from ..schema.layout import check_fields, format_assignments, parse_assignments
-from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts, why_not_runnable, why_not_trainable
+from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts
 from ..schema.local_updates import SyncLimits
 from ..schema.plan import Preference
+from ..schema.runnable import why_not_runnable, why_not_trainable
 from ..schema.task import Precision, Task
 from ..solvers.branch_and_bound import OnProgress
 

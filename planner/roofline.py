@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cost_models.hardware.machine import peak_flops_per_s
-from ..cost_models.layer.layer import layer_passes
 from ..cost_models.layer.operators import CostInputs
 from ..cost_models.layer.parts import ideal_times, part_of
+from ..cost_models.layer.passes import layer_passes
 from ..schema import TrainingPlan
 from .planned_stages import costed_stages
 

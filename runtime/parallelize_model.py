@@ -12,8 +12,9 @@ from torch import nn
 
 from ..schema.engine_facts import require_our_engine
 from ..schema.errors import RuntimeMismatchError
-from ..schema.layout_rules import require_valid, why_not_runnable, why_not_trainable
+from ..schema.layout_rules import require_valid
 from ..schema.offload import why_not_offloadable
+from ..schema.runnable import why_not_runnable, why_not_trainable
 from ..schema.training_plan import TrainingPlan
 from .adapters import apply_adapters
 from .context_parallel import apply_context_parallel

@@ -21,8 +21,9 @@ from .rl import RlWorkload
 from .rl_plan import RlPlan
 from .serving import LatencyLimit, RequestClass, Requests, Serving
 from .serving_plan import ServingPlan
+from .stages import Stage
 from .task import Generation, Workload
-from .training_plan import Alternative, LeftOut, Stage, TrainingEstimate, TrainingPlan
+from .training_plan import Alternative, LeftOut, TrainingEstimate, TrainingPlan
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -13,7 +13,7 @@ Variables  y[l,m] binary, for each layout
 (V5) shared_link:  what runs on a level of links during a pass takes no longer than the pass: collectives over data hide in what
                    half-batches leave of it
 
-No term of (O) has two kinds in it, so that the least of each kind is the optimum (`layer.layer_passes`). What (V5) takes from
+No term of (O) has two kinds in it, so that the least of each kind is the optimum (`passes.layer_passes`). What (V5) takes from
 collectives over data is not in (O): the search costs every layout with and without ``tp_halves``, and takes the faster.
 
 By half-batches A and B a part of a block (attention, feed-forward) takes, in either pass, with c the products of one half-batch and

@@ -19,7 +19,7 @@ from ...schema import Workload
 from ...schema.units import FloatArray
 from ..hardware.compute import DeviceRates, GroupedGemm, OperatorTime, operator_time, unpacked_s
 from ..hardware.machine import device_rates, peak_flops_per_s
-from .layer import LayerCost, layer_passes
+from .layer import LayerCost
 from .operators import (
     BACKWARD_ATTENTION_RATIO,
     CORE_ATTENTION,
@@ -32,6 +32,7 @@ from .operators import (
     Scan,
 )
 from .parallel import token_share
+from .passes import layer_passes
 
 
 class ComputeParts(NamedTuple):

@@ -155,7 +155,7 @@ STOPS = (
     ),
     Stop(
         "schema/training_plan.py",
-        ("TrainingEstimate", "Stage", "TrainingPlan"),
+        ("TrainingEstimate", "TrainingPlan"),
         "The document that `plan` writes and every other command reads.",
     ),
     Stop(

@@ -40,7 +40,7 @@ from ...schema.catalogue import find_device
 from ...schema.cluster import Link
 from ...schema.engine_facts import ENGINES, OWN_ENGINE, PLANNED_ENGINES
 from ...schema.layout import format_assignments
-from ...schema.layout_rules import why_not_runnable
+from ...schema.runnable import why_not_runnable
 from ...schema.units import format_bytes, format_seconds
 from ..expand import Candidate, expand_fitting, expand_layout
 from ..request import OffloadRequest, PlanRequest, is_trained_by_apply

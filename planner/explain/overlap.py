@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...cost_models.layer.layer import passes_in_mode
 from ...cost_models.layer.operators import CostInputs
 from ...cost_models.layer.overlap import is_chosen, supported
+from ...cost_models.layer.passes import passes_in_mode
 from ...schema import Layout, TrainingPlan
 from ...schema.layout_rules import ENGINE_RULES, broken_rules, problem_facts
 from ...schema.units import format_seconds

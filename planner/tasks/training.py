@@ -29,8 +29,8 @@ from ...schema import (
 )
 from ...schema.device_groups import part_label
 from ...schema.layout import Recompute
-from ...schema.layout_rules import why_not_runnable, why_not_trainable
 from ...schema.layout_table import RECOMPUTES, LayoutTable
+from ...schema.runnable import why_not_runnable, why_not_trainable
 from ...schema.schedules import OVER_A_V
 from ...schema.units import format_bytes, format_percent
 from ..choice import Choice, add_half_blocks, choose, lacks_headroom

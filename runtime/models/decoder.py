@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ...profilers.module.structure import shell
 from ...schema.errors import RuntimeMismatchError
 from ...schema.layers import Block, MoE, SoftmaxAttention
-from ...schema.layout_rules import why_not_runnable
 from ...schema.model import ModelSpec
+from ...schema.runnable import why_not_runnable
 from ..loss import VocabShard, cross_entropy
 from .attention import AttentionKind, LatentSelfAttention, Rotary, SelfAttention
 from .experts import MixtureOfExperts

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ...schema.errors import RuntimeMismatchError
-from ...schema.layout_rules import why_not_runnable
 from ...schema.model import ModelSpec
+from ...schema.runnable import why_not_runnable
 from ...schema.serving import Pool
 from .batch import StepBatch, decode, encode
 from .executor import Executor

@@ -33,7 +33,8 @@ from meshwright.schema.layout import Recompute
 from meshwright.schema.offload import LayerOffload, OffloadSchedule
 from meshwright.schema.plan import PlanProvenance
 from meshwright.schema.rope import Rope
-from meshwright.schema.training_plan import Interval, LayerSlots, MemoryBreakdown, StageEstimate, TimeBreakdown
+from meshwright.schema.stages import LayerSlots
+from meshwright.schema.training_plan import Interval, MemoryBreakdown, StageEstimate, TimeBreakdown
 
 
 def tiny_model(

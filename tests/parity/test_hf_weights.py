@@ -18,7 +18,7 @@ import transformers
 from harness import Case, by_world_size, local_tokens, run_group
 from meshwright.runtime.weights.load import INDEX_FILE, find_weights
 from meshwright.schema import Layout, ModelSpec, TrainingPlan, Workload
-from meshwright.schema.training_plan import LayerSlots
+from meshwright.schema.stages import LayerSlots
 from plans import make_plan
 
 LOSS_TOLERANCE = 3e-6

@@ -18,7 +18,7 @@ from harness import Case, Outcome, by_world_size, run_group
 from meshwright.schema import Layout, TrainingPlan, Workload
 from meshwright.schema.layers import LatentAttention, MoE
 from meshwright.schema.rope import Rope
-from meshwright.schema.training_plan import LayerSlots
+from meshwright.schema.stages import LayerSlots
 from plans import gpt2_model, make_plan, tiny_model
 
 LOSS_TOLERANCE = 1.5e-6

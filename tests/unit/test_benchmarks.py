@@ -32,3 +32,11 @@ def test_benchmarks_print_their_help(monkeypatch) -> None:
         else:
             problems.append(f"{path.name}: --help is not understood")
     assert not problems
+
+
+def test_mutants_are_in_the_code_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault whose text the code no longer has is judged by nothing."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import mutants
+
+    assert not list(mutants.problems(mutants.read_mutants()))

@@ -13,8 +13,8 @@ from meshwright.planner import estimate, plan
 from meshwright.planner.expand import expand
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.layers import Block
-from meshwright.schema.layout_rules import why_not_runnable
 from meshwright.schema.layout_table import LayoutTable
+from meshwright.schema.runnable import why_not_runnable
 from meshwright.schema.task import LowRank
 
 LLAMA = ModelSpec.named("llama-3.1-8b")

@@ -9,8 +9,8 @@ from meshwright.cost_models.hardware.collectives import IN_NODE_RING_STEP_S, NET
 from meshwright.cost_models.hardware.compute import OperatorTime
 from meshwright.cost_models.hardware.host_memory import update_bytes_per_param
 from meshwright.cost_models.layer.data import copied_bytes_per_param, passes_per_step
-from meshwright.cost_models.layer.layer import alternate_products_s
 from meshwright.cost_models.layer.operators import Gemm
+from meshwright.cost_models.layer.passes import alternate_products_s
 from meshwright.cost_models.stage.table import CostTable
 from meshwright.planner import estimate
 from meshwright.schema import ClusterSpec, Layout, ModelSpec, TrainingEstimate, Workload

@@ -9,7 +9,7 @@ from meshwright.cost_models.stage.passing import loss_bytes
 from meshwright.planner.plan import estimate
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingEstimate, Workload
 from meshwright.schema.engine_facts import ENGINES
-from meshwright.schema.layout_rules import why_not_trainable
+from meshwright.schema.runnable import why_not_trainable
 from meshwright.schema.task import LowRank
 from meshwright.schema.training_plan import MemoryBreakdown
 

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 from cost_cases import cost_inputs
-from meshwright.cost_models.layer.layer import layer_passes, passes_in_mode, within_layer_cost
+from meshwright.cost_models.layer.layer import within_layer_cost
 from meshwright.cost_models.layer.overlap import shared_link, supported
+from meshwright.cost_models.layer.passes import layer_passes, passes_in_mode
 from meshwright.planner.plan import estimate
 from meshwright.planner.request import PlanRequest
 from meshwright.planner.space import build_space

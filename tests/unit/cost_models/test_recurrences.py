@@ -10,8 +10,8 @@ from meshwright.cost_models.stage.step import model_flops_per_token
 from meshwright.planner import estimate, plan
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.layers import Block, LayerRun
-from meshwright.schema.layout_rules import why_not_runnable
 from meshwright.schema.recurrences import GatedRecurrence, LinearAttention, SelectiveScan, ShortConvolution
+from meshwright.schema.runnable import why_not_runnable
 from meshwright.schema.task import Generation
 
 CLUSTER = ClusterSpec.parse("8xH100-SXM-80GB")

@@ -20,7 +20,7 @@ from meshwright.engines import ENGINES, TARGETS, Exported, export, exportable, r
 from meshwright.engines.launch.megatron import settings_of, switches
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, TrainingPlan, Workload
 from meshwright.schema.layers import Block, LayerRun, MTPHead
-from meshwright.schema.training_plan import LayerSlots
+from meshwright.schema.stages import LayerSlots
 from plans import make_plan
 
 LLAMA = ModelSpec.named("llama-3.1-8b")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.runtime.models.experts import ExpertSlots
 from meshwright.schema import ConfigError
-from meshwright.schema.training_plan import LayerSlots
+from meshwright.schema.stages import LayerSlots
 
 
 @settings(max_examples=60)

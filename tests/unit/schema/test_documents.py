@@ -24,17 +24,10 @@ from meshwright.schema import (
 from meshwright.schema.base import read_json, write_atomically
 from meshwright.schema.engine_rules import DEEPSPEED_RULES, MEGATRON_RULES, TORCHTITAN_RULES
 from meshwright.schema.layout import check_fields
-from meshwright.schema.layout_rules import (
-    FSDP2_RULES,
-    RULES,
-    Rule,
-    broken_rules,
-    problem_facts,
-    require_valid,
-    why_not_runnable,
-)
+from meshwright.schema.layout_rules import FSDP2_RULES, RULES, Rule, broken_rules, problem_facts, require_valid
 from meshwright.schema.layout_table import LayoutRow, LayoutTable
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint
+from meshwright.schema.runnable import why_not_runnable
 from meshwright.schema.units import format_bytes, format_count, format_seconds
 
 degrees = st.sampled_from([1, 2, 3, 4, 8])
