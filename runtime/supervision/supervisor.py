@@ -205,9 +205,8 @@ class Supervisor:
         first = self._ranks.start
         outside = [rank for rank in pids if first + rank not in {*generation.members, *self._coming}]
         if outside and self._has_islands and (self._decisions is not None or self._restarts):
-            for (
-                rank
-            ) in outside:  # those of its island that still live: this launcher has the store, or starts them anew
+            # The others of its island still live; this launcher has the store, or starts them anew.
+            for rank in outside:
                 os.kill(pids[rank], signal.SIGKILL)
         elif outside:
             raise MeshwrightError(
@@ -250,9 +249,9 @@ class Supervisor:
 
     def leaves(self) -> bool:
         """Tell the others that this node is about to be taken away; return False where all ranks are to save and end."""
-        if (
-            self._line is None or self._has_islands
-        ):  # the store goes with this node; all islands end after the same step
+        if self._line is None:  # the store goes with this node
+            return False
+        if self._has_islands:  # all of them end after the same step
             return False
         if self._line.notice is None:
             cause = f"node {self._node} is about to be taken away"

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from meshwright.planner import plan, rehearse
 from meshwright.runtime import ParallelModel, halves, parallelize
 from meshwright.schema import Layout, ModelSpec, Workload
 from meshwright.schema.errors import ConfigError, RuntimeMismatchError
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 from plans import make_plan, tiny_model
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 NUM_BLOCKS = 2
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 class Events(TorchDispatchMode):

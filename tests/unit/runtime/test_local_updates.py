@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ class Islands:
         """Wait for a launcher's end."""
         self._threads[island].join()
 
+    def start_all(self) -> None:
+        """Start the launchers of all islands."""
+        for island in range(len(self._plan.cluster.groups)):
+            self.start(island)
+
+    def wait_all(self) -> None:
+        """Wait for the good end of all launchers."""
+        for island in range(len(self._plan.cluster.groups)):
+            self.wait(island)
+        assert not self.errors, self.errors
+
     def records(self, island: int) -> list[dict[str, Any]]:
         """What an island has reported."""
         return read_lines(self.folder / f"report-{island}")
@@ -112,11 +124,8 @@ class Islands:
 def train_islands(folder: Path, plan: TrainingPlan, options: TrainOptions) -> list[dict[str, Any]]:
     """Train with all ranks on this machine; what the first island reports."""
     islands = Islands(folder, plan, options)
-    for island in range(len(plan.cluster.groups)):
-        islands.start(island)
-    for island in range(len(plan.cluster.groups)):
-        islands.wait(island)
-    assert not islands.errors, islands.errors
+    islands.start_all()
+    islands.wait_all()
     return [record for record in islands.records(0) if "event" not in record]
 
 
@@ -178,40 +187,27 @@ def test_an_island_that_is_killed_and_back_ends_with_the_parameters_of_the_other
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout, ranks: tuple[int, ...]
 ) -> None:
     """One of its ranks is killed between sums 2 and 3; once it is back the others let it in, at sum 6 of 10 at the latest."""
-    faults, killed = tmp_path / "faults", ranks[0] + ranks[1] - 1
-    faults.mkdir()
-    for name in (f"die-5-{killed}", "stop-11"):
-        (faults / name).touch()
-    rank_with_faults.use(faults, monkeypatch)
+    killed = ranks[0] + ranks[1] - 1
+    faults = dies_in_step_5(killed, tmp_path, monkeypatch)
     monkeypatch.setattr(machine, "num_cores", lambda: 4)
     plan = islands_plan(layout, ranks, (2, 2, 2), steps=2, bits=8)
     options = PLAIN.replace(
         steps=20, outer_learning_rate=0.7, outer_momentum=0.9, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=20
     )
     islands = Islands(tmp_path / "job", plan, options)
-    for island in range(3):
-        islands.start(island)
+    islands.start_all()
     islands.wait(1)
     assert f"rank {killed} of {sum(ranks)} was killed" in str(islands.errors.pop(1))
     islands.start(1)
-    for rank in range(ranks[0], killed + 1):
-        while not (faults / f"waits-{rank}").exists():
-            time.sleep(0.01)
-    (faults / "takes-in").touch()
-    (faults / "stop-11").unlink()
-    for island in range(3):
-        islands.wait(island)
-    assert not islands.errors
+    take_in(faults, range(ranks[0], killed + 1))
+    islands.wait_all()
     steps = [[record["step"] for record in islands.records(island) if "step" in record] for island in range(3)]
     assert steps[0] == steps[2] == list(range(1, 21))
     assert steps[1] == [1, 2, 3, 4, *range(steps[1][4], 21)] and steps[1][4] in (7, 9, 11, 13)
     assert losses(islands.records(0))[-1] < losses(islands.records(0))[0]
     lost = [record["ranks"] for record in islands.records(2) if record.get("event") == "lost"]
     assert lost == [list(range(ranks[0], killed + 1))]
-    reached = [stored_tensors(tmp_path / "c" / f"island-{island}") for island in range(3)]
-    assert any(name.startswith("islands.momentum.") for name in reached[0])
-    for name, value in reached[0].items():
-        assert all(torch.equal(other[name], value) for other in reached[1:]), name
+    assert any(name.startswith("islands.momentum.") for name in require_equal_islands(tmp_path / "c"))
 
 
 @pytest.mark.long
@@ -219,25 +215,41 @@ def test_an_island_that_is_killed_and_back_ends_with_the_parameters_of_the_other
 def test_the_island_with_the_store_is_back_when_its_rank_is_started_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    for name in ("die-5-0", "stop-11"):
-        (faults / name).touch()
-    rank_with_faults.use(faults, monkeypatch)
+    faults = dies_in_step_5(0, tmp_path, monkeypatch)
     plan = islands_plan(Layout(dp_replicate=3), (1, 1, 1), (2, 2, 2), steps=2)
     options = PLAIN.replace(steps=20, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=20)
     islands = Islands(tmp_path / "job", plan, options, restart_ranks=1)
-    for island in range(3):
-        islands.start(island)
-    while not (faults / "waits-0").exists():
-        time.sleep(0.01)
+    islands.start_all()
+    take_in(faults, [0])
+    islands.wait_all()
+    require_equal_islands(tmp_path / "c")
+
+
+def dies_in_step_5(rank: int, folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Let a rank kill itself in step 5, and all others wait at step 11; the folder of faults."""
+    faults = folder / "faults"
+    faults.mkdir()
+    for name in (f"die-5-{rank}", "stop-11"):
+        (faults / name).touch()
+    rank_with_faults.use(faults, patch)
+    return faults
+
+
+def take_in(faults: Path, ranks: Iterable[int]) -> None:
+    """Once these ranks wait, let the others go on and take them in."""
+    for rank in ranks:
+        while not (faults / f"waits-{rank}").exists():
+            time.sleep(0.01)
     (faults / "takes-in").touch()
     (faults / "stop-11").unlink()
-    for island in range(3):
-        islands.wait(island)
-    assert not islands.errors
-    reached = [stored_tensors(tmp_path / "c" / f"island-{island}") for island in range(3)]
-    assert all(torch.equal(other[name], value) for other in reached for name, value in reached[0].items())
+
+
+def require_equal_islands(folder: Path) -> dict[str, torch.Tensor]:
+    """Three islands have stored the same tensors, to the last bit; which."""
+    first, *others = (stored_tensors(folder / f"island-{island}") for island in range(3))
+    for name, value in first.items():
+        assert all(torch.equal(other[name], value) for other in others), name
+    return first
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from meshwright.runtime import ParallelModel, parallelize
 from meshwright.runtime.models.layers import local_tensor
 from meshwright.schema import Layout, Workload
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "parity"))
 from plans import make_plan, tiny_model
+from torch.distributed.tensor.debug import CommDebugMode
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook")  # of CommDebugMode's own hooks
 NUM_BLOCKS = 2
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def build(*, sequence_parallel: bool, tied: bool = False) -> ParallelModel:
