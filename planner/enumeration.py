@@ -22,7 +22,7 @@ from ..cost_models.layer.passes import context_of_attention
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, ConfigError
 from ..schema.layout import LAYOUT_FIELDS, Layout
-from ..schema.layout_rules import ENGINE_RULES, ProblemFacts, Rule, problem_facts
+from ..schema.layout_rules import ENGINE_RULES, ProblemFacts, Rule, problem_on
 from ..schema.layout_table import LAYOUT_RECOMPUTES, MIXED, RECOMPUTES, LayoutTable, column_of, distinct_rows
 from ..schema.schedules import DEFAULT, FOR_FEW_MICROBATCHES, GIVEN, SCHEDULES, by_schedule
 from ..schema.units import FloatArray, IntArray
@@ -93,14 +93,7 @@ class Enumeration:
     @cached_property
     def problem(self) -> ProblemFacts:
         """The numbers of model, workload and cluster that rules look at."""
-        request, cluster = self.request, self.request.cluster
-        return problem_facts(
-            request.model,
-            request.workload,
-            world_size=cluster.num_devices,
-            scaleup_domain=cluster.scaleup_domain,
-            is_nvidia=cluster.is_nvidia,
-        )
+        return problem_on(self.request.model, self.request.workload, self.request.cluster)
 
     @property
     def _is_of_torch(self) -> bool:

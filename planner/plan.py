@@ -36,7 +36,7 @@ from ..schema import (
     TrainingPlan,
     Workload,
 )
-from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, broken_rules, problem_facts, require_valid
+from ..schema.layout_rules import ENGINE_RULES, VERSION_RULES, broken_rules, problem_on, require_valid
 from ..schema.task import Task
 from .expand import expand_layout
 from .experts import with_experts_placed, with_imbalance
@@ -310,13 +310,6 @@ def estimate_with_schedule(
 
 def not_executed(model: ModelSpec, cluster: ClusterSpec, workload: Workload, layout: Layout) -> tuple[str, ...]:
     """Return why `apply` of this version does not execute a layout that `estimate` can cost; empty when it does."""
-    problem = problem_facts(
-        model,
-        workload,
-        world_size=cluster.num_devices,
-        scaleup_domain=cluster.scaleup_domain,
-        is_nvidia=cluster.is_nvidia,
-    )
-    engine = workload.engine_facts
+    engine, problem = workload.engine_facts, problem_on(model, workload, cluster)
     broken = broken_rules(layout, problem, (engine.rules or ()) + (VERSION_RULES if engine.is_own_runtime else ()))
     return broken if engine.is_own_runtime else (*broken, f"it is costed for {workload.engine}")

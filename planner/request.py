@@ -31,7 +31,7 @@ from ..schema import (
 from ..schema.engine_facts import PLANNED_ENGINES, require_our_engine
 from ..schema.errors import UnknownModelError
 from ..schema.layout import check_fields, format_assignments, parse_assignments
-from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_facts
+from ..schema.layout_rules import VERSION_RULES, broken_rules, problem_on
 from ..schema.local_updates import SyncLimits
 from ..schema.plan import Preference
 from ..schema.runnable import why_not_runnable, why_not_trainable
@@ -362,13 +362,7 @@ class PlanRequest:
         """Return what a plan answers; of a plan that does not say its space, the smallest one that has its layout."""
         runnable = plan.provenance.space == "runnable"
         if plan.provenance.space is None:
-            problem = problem_facts(
-                plan.model,
-                plan.workload,
-                world_size=plan.cluster.num_devices,
-                scaleup_domain=plan.cluster.scaleup_domain,
-            )
-            broken = broken_rules(plan.layout, problem, VERSION_RULES)
+            broken = broken_rules(plan.layout, problem_on(plan.model, plan.workload, plan.cluster), VERSION_RULES)
             runnable = is_trained_by_apply(plan.model, plan.workload) and not broken
         fixed = parse_assignments(plan.provenance.fixed)
         if fixed.get("offload") == "scheduled":

@@ -17,7 +17,7 @@ from ..cost_models.stage.contents import RecomputeCosts
 from ..cost_models.stage.step import estimate_step, resharding_s
 from ..cost_models.stage.table import CostTable
 from ..schema import ClusterSpec, Layout, ModelSpec, Workload
-from ..schema.layout_rules import broken_rules, problem_facts
+from ..schema.layout_rules import broken_rules, problem_on
 from ..schema.layout_table import RECOMPUTES, LayoutTable
 from ..schema.stage_degrees import layout_with_tp, why_not_by_stage
 from ..schema.units import IntArray
@@ -70,11 +70,7 @@ def _may_differ(request: PlanRequest, layout: Layout) -> bool:
 
 def layouts_by_degree(request: PlanRequest, layout: Layout) -> list[Layout]:
     """Return a layout at every tp that one of its stages may have, by growing tp."""
-    model, cluster = request.model, request.cluster
-    problem = problem_facts(
-        model, request.workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain,
-        is_nvidia=cluster.is_nvidia,
-    )  # fmt: skip
+    problem = problem_on(request.model, request.workload, request.cluster)
     ranks, made = int(layout.stage_ranks), list[Layout]()
     for tp in (2**power for power in range(ranks.bit_length())):
         if ranks % tp == 0 and layout.micro_batch_size * tp % layout.tp == 0:

@@ -20,6 +20,7 @@ from .layout_table import LayoutRow
 from .units import Numbers
 
 if TYPE_CHECKING:
+    from .cluster import ClusterSpec
     from .model import ModelSpec
     from .task import Workload
 
@@ -109,6 +110,14 @@ def problem_facts(
         prefetches=workload.engine_facts.is_own_runtime,
         runs_in_halves=workload.has_backward and any(block.runs_in_halves for block in blocks),
     )
+
+
+def problem_on(model: ModelSpec, workload: Workload, cluster: ClusterSpec) -> ProblemFacts:
+    """Return those numbers where all devices of a cluster take part."""
+    return problem_facts(
+        model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain,
+        is_nvidia=cluster.is_nvidia,
+    )  # fmt: skip
 
 
 _UNKNOWN = {"not_split": "how the layers of a model are split, and into stages, was not traced by earlier versions"}

@@ -15,7 +15,7 @@ from .batch import LengthCosts
 from .errors import ConfigError
 from .layers import Block, Layer
 from .layout import SWITCHES, Layout
-from .layout_rules import broken_rules, problem_facts
+from .layout_rules import broken_rules, problem_on
 from .local_updates import LocalUpdates, why_islands_do_not_suit
 from .model import ModelSpec
 from .offers import CostSummary, ParetoPoint
@@ -258,10 +258,7 @@ class TrainingPlan(Plan):
         if is_user_model and self.local_updates is not None:
             return ("its regions train by themselves, which only the built-in training does",)
         lacking = why_not_trainable(workload) if is_user_model else why_not_runnable(self.model, workload)
-        problem = problem_facts(
-            self.model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain,
-            is_nvidia=cluster.is_nvidia,
-        )  # fmt: skip
+        problem = problem_on(self.model, workload, cluster)
         lacking = tuple(f"this version does not train {text}" for text in lacking)
         moved = () if self.offload is None else why_not_offloadable(self)
         return (*cluster.why_not_driven, *lacking, *moved, *broken_rules(self.layout, problem))

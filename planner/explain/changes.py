@@ -16,7 +16,7 @@ from typing import Any
 
 from ...schema import ConfigError, Layout, TrainingEstimate, TrainingPlan, Workload
 from ...schema.base import Frozen
-from ...schema.layout_rules import ENGINE_RULES, broken_rules, problem_facts
+from ...schema.layout_rules import ENGINE_RULES, broken_rules, problem_on
 from ...schema.layout_table import RECOMPUTES
 from ..expand import expand_layout
 from ..layer_modes import with_modes
@@ -136,10 +136,7 @@ class Changes:
         return Variant(layout=made[0], workload=made[1], estimate=estimate, changed=changed)
 
     def _estimate(self, layout: Layout, workload: Workload) -> TrainingEstimate | None:
-        cluster = self.request.cluster
-        problem = problem_facts(
-            self.request.model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain
-        )
+        problem = problem_on(self.request.model, workload, self.request.cluster)
         rules = (*ENGINE_RULES, *(workload.engine_facts.rules or ()))
         if broken_rules(layout, problem, rules):
             return None

@@ -14,7 +14,7 @@ from ...cost_models.layer.operators import CostInputs
 from ...cost_models.layer.overlap import is_chosen, supported
 from ...cost_models.layer.passes import passes_in_mode
 from ...schema import Layout, TrainingPlan
-from ...schema.layout_rules import ENGINE_RULES, broken_rules, problem_facts
+from ...schema.layout_rules import ENGINE_RULES, broken_rules, problem_on
 from ...schema.units import format_seconds
 from ..planned_stages import costed_stages, reestimate
 
@@ -54,12 +54,8 @@ def _other(plan: TrainingPlan, name: str, step_s: float) -> str:
 
 
 def _broken(plan: TrainingPlan, layout: Layout) -> tuple[str, ...]:
-    cluster, workload = plan.cluster, plan.workload
-    problem = problem_facts(
-        plan.model, workload, world_size=cluster.num_devices, scaleup_domain=cluster.scaleup_domain,
-        is_nvidia=cluster.is_nvidia,
-    )  # fmt: skip
-    return broken_rules(layout, problem, (*ENGINE_RULES, *(workload.engine_facts.rules or ())))
+    problem = problem_on(plan.model, plan.workload, plan.cluster)
+    return broken_rules(layout, problem, (*ENGINE_RULES, *(plan.workload.engine_facts.rules or ())))
 
 
 def _by_kind(plan: TrainingPlan) -> Iterator[str]:

@@ -147,9 +147,12 @@ def _listener() -> socket.socket:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    connection.settimeout(_CONNECT_S)
-    data = b""
+    """Return what arrives within _CONNECT_S of all bytes, however slowly a stranger sends them."""
+    data, end = b"", time.monotonic() + _CONNECT_S
     with suppress(OSError):
-        while len(data) < size and (part := connection.recv(size - len(data))):
+        while len(data) < size and (remaining_s := end - time.monotonic()) > 0:
+            connection.settimeout(remaining_s)
+            if not (part := connection.recv(size - len(data))):
+                break
             data += part
     return data
