@@ -51,7 +51,8 @@ class LayerCost:
         forward_s, backward_s: operators, without communication.
         weight_s: gradients of weights, the part of backward_s that a pipeline schedule may defer.
         recompute_s: forward work repeated in the backward pass.
-        host_backward_s: of the host, to launch the backward pass; 0 where kernels do not wait for it alone.
+        device_backward_s, host_backward_s: of a backward pass without recompute, the device's seconds and those of the host, which
+            launches it; the latter 0 where they add up.
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication; tp_hidden_s: what of it half-batches hide.
         by_halves: 1 where the layer runs by half-batches (overlap.py), else 0.
         cp_forward_s, cp_backward_s: exposed communication of context parallelism.
@@ -73,6 +74,7 @@ class LayerCost:
     backward_s: FloatArray
     weight_s: FloatArray
     recompute_s: FloatArray
+    device_backward_s: FloatArray
     host_backward_s: FloatArray
     tp_forward_s: FloatArray
     tp_backward_s: FloatArray
@@ -158,7 +160,7 @@ class LayerPasses(NamedTuple):
             ep_hidden_s: what another micro-batch hides of the last.
         by_halves: 1 where the layer runs by half-batches.
         forward_s, backward_s, recompute_s: operators with the host's dispatch, no communication.
-        host_backward_s: of the host, to launch the backward pass.
+        launched_s: seconds of a backward pass without recompute, the device's and the host's, 0 where they add up.
     """
 
     operators: tuple[Operator, ...]
@@ -172,7 +174,7 @@ class LayerPasses(NamedTuple):
     forward_s: FloatArray
     backward_s: FloatArray
     recompute_s: FloatArray
-    host_backward_s: FloatArray
+    launched_s: tuple[FloatArray, FloatArray]
 
     @property
     def busy_s(self) -> FloatArray:
@@ -227,11 +229,13 @@ def passes_in_mode(layer: Layer, inputs: CostInputs, *, by_halves: bool = False)
         tp_s = forward_s + sums_s, backward_s + sums_s
         times = [time.scaled(num_batches, num_batches, with_dispatches=True) for time in times]
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
-    forward, backward, recompute, host_s = passes_s(layer, operators, times, comm_s, inputs, num_batches=num_batches)
+    forward, backward, recompute, launched_s = passes_s(
+        layer, operators, times, comm_s, inputs, num_batches=num_batches
+    )
     if by_halves:
         recompute = recompute + repeated_product_s(operators, times, inputs.layouts)
     return LayerPasses(
-        operators, times, tp_s, cp_s, ep_s, hidden_s, tp_hidden_s, mode, forward, backward, recompute, host_s
+        operators, times, tp_s, cp_s, ep_s, hidden_s, tp_hidden_s, mode, forward, backward, recompute, launched_s
     )
 
 
@@ -257,7 +261,8 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         backward_s=np.maximum(backward, moved_s),
         weight_s=weight_share * backward,
         recompute_s=passes.recompute_s,
-        host_backward_s=passes.host_backward_s,
+        device_backward_s=passes.launched_s[0],
+        host_backward_s=passes.launched_s[1],
         tp_forward_s=passes.tp_s[0],
         tp_backward_s=passes.tp_s[1],
         tp_hidden_s=passes.tp_hidden_s,
@@ -286,21 +291,16 @@ def _forward_only(cost: LayerCost, workload: Workload) -> LayerCost:
     """Return the further forward passes of a step in place of the backward one: nothing is saved, and they make no gradients."""
     again, none = sum(phase.num_passes for phase in workload.phases) - 1, np.zeros_like(cost.forward_s)
     return replace(
-        cost, backward_s=again * cost.forward_s, weight_s=none, recompute_s=none, host_backward_s=none,
+        cost, backward_s=again * cost.forward_s, weight_s=none, recompute_s=none, device_backward_s=none, host_backward_s=none,
         tp_backward_s=again * cost.tp_forward_s, cp_backward_s=again * cost.cp_forward_s, ep_backward_s=again * cost.ep_forward_s,
         activation_bytes=none, pending_bytes=none, last_pending_bytes=none, read_bytes=none,
     )  # fmt: skip
 
 
 def with_minimum(cost: LayerCost, num_options: int) -> LayerCost:
-    """Return ``num_options`` times as many cases, [options x cases], followed by the minimum of the options field by field.
-
-    Of the host's seconds, behind which sums hide, the maximum.
-    """
+    """Return ``num_options`` times as many cases, [options x cases], followed by the minimum of the options field by field."""
     by_option = {field.name: getattr(cost, field.name).reshape(num_options, -1) for field in fields(cost)}
-    extreme = {name: values.min(axis=0) for name, values in by_option.items()}
-    extreme["host_backward_s"] = by_option["host_backward_s"].max(axis=0)
-    return LayerCost(**{name: np.concatenate([*values, extreme[name]]) for name, values in by_option.items()})
+    return LayerCost(**{name: np.concatenate([*values, values.min(axis=0)]) for name, values in by_option.items()})
 
 
 def _total(times: list[OperatorTime], name: str, layouts: LayoutTable) -> FloatArray:
@@ -401,9 +401,9 @@ def passes_s(
     inputs: CostInputs,
     *,
     num_batches: int = 1,
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+) -> tuple[FloatArray, FloatArray, FloatArray, tuple[FloatArray, FloatArray]]:
     """Return forward, backward and recompute seconds [N] with the host's dispatch, of a micro-batch in ``num_batches`` parts, and
-    what the host takes for the backward pass while the device may be ahead.
+    `LayerPasses.launched_s`.
 
     On an accelerator the host runs ahead and waits show only where it falls behind kernels and the communication within the
     layer, ``comm_s`` forward and backward (`waiting_s`). Collectives themselves are not included.
@@ -442,15 +442,14 @@ def passes_s(
         )
         host_recompute = np.where(is_graph, 0.0, host_recompute)
     if host.adds:
-        return forward + host_forward, backward + host_backward, recompute + host_recompute, zero
+        return forward + host_forward, backward + host_backward, recompute + host_recompute, (backward, zero)
     comm_forward, comm_backward = comm_s
-    host_backward = host_backward + host_recompute
     busy_backward = backward + recompute + comm_backward
     return (
         forward + waiting_s(forward + comm_forward, host_forward, host.overlap_norm),
-        backward + waiting_s(busy_backward, host_backward, host.overlap_norm),
+        backward + waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
         recompute,
-        host_backward,
+        (backward + comm_forward, host_backward),  # forward is sent what a backward pass sends without recompute
     )
 
 
