@@ -69,7 +69,7 @@ def timeline(plan: TrainingPlan) -> StepTimeline:
         for rank, row in enumerate(order)
         for action, start, end in zip(row, times.start_s[rank], times.end_s[rank], strict=True)
     ]
-    slices += _after_passes(plan, shape, passes, times.makespan_s)
+    slices += _after_passes(plan, shape, passes, times.makespan_s, filling_s=float(stages.costs.filling_s[0]))
     size = plan.layout.stage_ranks
     ranks = tuple(range(r * size, (r + 1) * size) for r in range(shape.pp))
     return StepTimeline(tuple(slices), ranks, max(s.start_s + s.seconds for s in slices))
@@ -84,7 +84,9 @@ def _passes(stages: CostedStages, shape: PipelineShape) -> tuple[StagePasses, Fl
     return passes, np.full(shape.num_stages, each_way)
 
 
-def _after_passes(plan: TrainingPlan, shape: PipelineShape, passes: StagePasses, end_s: float) -> list[Slice]:
+def _after_passes(
+    plan: TrainingPlan, shape: PipelineShape, passes: StagePasses, end_s: float, *, filling_s: float
+) -> list[Slice]:
     """Return what the estimate adds to the passes, of the rank that waits the longest for data parallelism."""
 
     def on_ranks(seconds: FloatArray) -> FloatArray:
@@ -92,13 +94,12 @@ def _after_passes(plan: TrainingPlan, shape: PipelineShape, passes: StagePasses,
 
     terms = plan.estimate.breakdown_s
     copied_s = copies_and_collectives(on_ranks(passes.copied), on_ranks(passes.exposed))[0]
-    rest_s = terms.total - end_s - copied_s - terms.dp - terms.optimizer - terms.offload
+    rest_s = terms.total - end_s - filling_s - copied_s - terms.dp - terms.optimizer - terms.offload
     if plan.shares:  # the passes are those of the busiest ranks, copies those of the slowest device
         copied_s += rest_s
-    is_split = plan.layout.vocabulary == "split"
     added: tuple[tuple[Stream, str, float], ...] = (
-        ("communication", SPLIT_VOCABULARY, rest_s if is_split else 0.0),
-        ("communication", FILLING, 0.0 if is_split or plan.shares or shape.pp == 1 else rest_s),
+        ("communication", SPLIT_VOCABULARY, rest_s if plan.layout.vocabulary == "split" else 0.0),
+        ("communication", FILLING, filling_s),
         ("compute", COPIED, copied_s),
         ("communication", DATA_PARALLEL, terms.dp),
         ("communication", COPIES, terms.offload),

@@ -285,13 +285,18 @@ def copied_bytes_per_param(layouts: LayoutTable, workload: Workload, *, of_exper
     pass of their own once micro-batches accumulate: autograd in the compute dtype, nanotron in fp32 (FP32GradientAccumulator). Runs
     of Megatron-Core on H100 and GB200 show 10 +- 1 bytes beyond their products, whatever the micro-batch.
     """
-    m, b, sums = layouts.num_microbatches, workload.compute_bytes, workload.engine_facts.sums_gradients
+    m, sums = layouts.num_microbatches, workload.engine_facts.sums_gradients
     if sums == "shards":
         return _bytes_copied_by_torch(layouts, workload, of_experts=of_experts)
-    if sums == "products":
-        return np.asarray(m * 8.0, dtype=np.float64)
-    added = b + 8 if sums == "fp32" else 3 * b
-    return np.asarray(np.where(m > 1, m * added, 0), dtype=np.float64)
+    added = _summed_bytes(layouts, workload)
+    return np.asarray(np.where((m > 1) | (sums == "products"), m * added, 0), dtype=np.float64)
+
+
+def _summed_bytes(layouts: LayoutTable, workload: Workload) -> FloatArray:
+    """Return what it reads and writes to add the gradient of a pass to the sum of those before it, for one parameter [N]."""
+    b, g = workload.compute_bytes, gradient_bytes(layouts, workload)
+    by_engine = {"products": 8.0, "fp32": b + 8.0, "shards": 2 * g + b}
+    return np.asarray(by_engine.get(workload.engine_facts.sums_gradients, 3.0 * b) + 0.0 * g)
 
 
 def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_experts: bool) -> FloatArray:
@@ -320,7 +325,9 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
         return np.asarray(gathered, dtype=np.float64)
     waits = (m > 1) & (is_gathered | (layouts.zero_stage < 2))
     # The first gradient is cast where dtypes differ; each further one is read, and the sum read and written.
-    summed = np.where(waits, (m - 1) * (2 * g + b) + (b + g) * (b != g), 3 * g * (m - 1) / summed_over)
+    summed = np.where(
+        waits, (m - 1) * _summed_bytes(layouts, workload) + (b + g) * (b != g), 3 * g * (m - 1) / summed_over
+    )
     is_ddp = (layouts.zero_stage == 0) & (b == g) & (layouts.stage_ranks == layouts.dp) & ~layouts.is_piped
     buffered = np.where(is_ddp, 4 * g, np.where(waits, 2 * g, b + g) + np.where(has_one_shard, 2 * g, 0))
     reductions = np.where((ranks > 1) | has_one_shard, np.where(waits, 1, m), 0)
@@ -333,32 +340,34 @@ def _bytes_copied_by_torch(layouts: LayoutTable, workload: Workload, *, of_exper
 
 def summed_bytes_per_param(layouts: LayoutTable, workload: Workload) -> FloatArray:
     """Return what of `copied_bytes_per_param` every backward pass but the first reads and writes, adding gradients up [N]."""
-    m, b, g = layouts.num_microbatches, workload.compute_bytes, gradient_bytes(layouts, workload)
-    added = {"products": 8.0, "fp32": b + 8.0, "shards": 2 * g + b}.get(workload.engine_facts.sums_gradients, 3.0 * b)
-    adds = (m > 1) & (waits_for_pipeline(layouts, workload) | (layouts.zero_stage < 2))
-    return np.where(adds & workload.has_backward, added, 0.0)
+    adds = (layouts.num_microbatches > 1) & (waits_for_pipeline(layouts, workload) | (layouts.zero_stage < 2))
+    return np.where(adds & workload.has_backward, _summed_bytes(layouts, workload), 0.0)
 
 
 def summed_s(seconds: FloatArray, cost: Any, inputs: CostInputs) -> FloatArray:
-    """Return what sums of so many seconds [N] add to a backward pass of a LayerCost, which may wait for the host meanwhile [N]."""
-    norm, host_s = host_costs(inputs.scenario).overlap_norm, cost.host_backward_s
-    # Of the least and the most of several options no pass is shorter than what the host takes.
-    passed_s = np.maximum(cost.backward_s + cost.recompute_s + cost.comm_backward_s, host_s)
-    device_s = np.maximum(passed_s**norm - host_s**norm, 0.0) ** (1 / norm)
-    with_sums_s = device_s + seconds + waiting_s(device_s + seconds, host_s, norm)
-    return np.asarray(np.where(host_s > 0, np.maximum(with_sums_s - passed_s, 0.0), seconds))
+    """Return how much longer sums of so many seconds [N] make a backward pass of a LayerCost, which may wait for the host [N].
+
+    Without recompute, so that it is the same whatever a layer repeats.
+    """
+    norm = host_costs(inputs.scenario).overlap_norm
+    waits, less = (waiting_s(cost.device_backward_s + more, cost.host_backward_s, norm) for more in (0.0, seconds))
+    return seconds - (waits - less)
+
+
+def gathers_in_passes(layouts: LayoutTable, workload: Workload) -> Array:
+    """Return where a stage gathers parameters in its first forward pass, in which they then stay, or in each one (zero 3).
+
+    Where torch's runtime runs an order from a table, it gathers while a stage waits for its first input.
+    """
+    stays = waits_for_pipeline(layouts, workload)
+    has_table = (layouts.num_model_chunks > 1) | (layouts.schedule_fact("torch_class") == "")
+    return np.where(stays, ~has_table, layouts.zero_stage == 3)
 
 
 def filling_bytes_per_param(layouts: LayoutTable, workload: Workload, *, of_experts: bool = False) -> FloatArray:
-    """Return what of `copied_bytes_per_param` besides sums the passes of a pipeline that fills and drains read and write [N].
-
-    Where parameters stay, the first forward pass of each stage gathers them; zero 3 copies as much in every pass.
-    """
-    stays = waits_for_pipeline(layouts, workload)
+    """Return what of `copied_bytes_per_param` the gathers of one pass of a stage read and write (`gathers_in_passes`) [N]."""
     owners = layouts.expert_optimizer_shards if of_experts else layouts.num_optimizer_shards
-    gathered = np.where(stays, _gathered_bytes(layouts, workload, owners), 0.0)
-    of_each = copied_bytes_per_param(layouts, workload, of_experts=of_experts) / layouts.num_microbatches
-    return np.where((layouts.zero_stage == 3) & ~stays, of_each, gathered)
+    return np.where(gathers_in_passes(layouts, workload), _gathered_bytes(layouts, workload, owners), 0.0)
 
 
 def _gathered_bytes(layouts: LayoutTable, workload: Workload, owners: IntArray) -> FloatArray:

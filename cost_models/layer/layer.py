@@ -32,7 +32,8 @@ class LayerCost:
         forward_s, backward_s: operators, without communication.
         weight_s: gradients of weights, the part of backward_s that a pipeline schedule may defer.
         recompute_s: forward work repeated in the backward pass.
-        host_backward_s: of the host, to launch the backward pass; 0 where kernels do not wait for it alone.
+        device_backward_s, host_backward_s: of a backward pass without recompute, the device's seconds and those of the host, which
+            launches it; the latter 0 where they add up.
         tp_forward_s, tp_backward_s: exposed tensor-parallel communication; tp_hidden_s: what of it half-batches hide.
         by_halves: 1 where the layer runs by half-batches (overlap.py), else 0.
         cp_forward_s, cp_backward_s: exposed communication of context parallelism.
@@ -54,6 +55,7 @@ class LayerCost:
     backward_s: FloatArray
     weight_s: FloatArray
     recompute_s: FloatArray
+    device_backward_s: FloatArray
     host_backward_s: FloatArray
     tp_forward_s: FloatArray
     tp_backward_s: FloatArray
@@ -152,7 +154,8 @@ def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
         backward_s=np.maximum(backward, moved_s),
         weight_s=weight_share * backward,
         recompute_s=passes.recompute_s,
-        host_backward_s=passes.host_backward_s,
+        device_backward_s=passes.launched_s[0],
+        host_backward_s=passes.launched_s[1],
         tp_forward_s=passes.tp_s[0],
         tp_backward_s=passes.tp_s[1],
         tp_hidden_s=passes.tp_hidden_s,
@@ -181,18 +184,13 @@ def _forward_only(cost: LayerCost, workload: Workload) -> LayerCost:
     """Return the further forward passes of a step in place of the backward one: nothing is saved, and they make no gradients."""
     again, none = sum(phase.num_passes for phase in workload.phases) - 1, np.zeros_like(cost.forward_s)
     return replace(
-        cost, backward_s=again * cost.forward_s, weight_s=none, recompute_s=none, host_backward_s=none,
+        cost, backward_s=again * cost.forward_s, weight_s=none, recompute_s=none, device_backward_s=none, host_backward_s=none,
         tp_backward_s=again * cost.tp_forward_s, cp_backward_s=again * cost.cp_forward_s, ep_backward_s=again * cost.ep_forward_s,
         activation_bytes=none, pending_bytes=none, last_pending_bytes=none, read_bytes=none,
     )  # fmt: skip
 
 
 def with_minimum(cost: LayerCost, num_options: int) -> LayerCost:
-    """Return ``num_options`` times as many cases, [options x cases], followed by the minimum of the options field by field.
-
-    Of the host's seconds, behind which sums hide, the maximum.
-    """
+    """Return ``num_options`` times as many cases, [options x cases], followed by the minimum of the options field by field."""
     by_option = {field.name: getattr(cost, field.name).reshape(num_options, -1) for field in fields(cost)}
-    extreme = {name: values.min(axis=0) for name, values in by_option.items()}
-    extreme["host_backward_s"] = by_option["host_backward_s"].max(axis=0)
-    return LayerCost(**{name: np.concatenate([*values, extreme[name]]) for name, values in by_option.items()})
+    return LayerCost(**{name: np.concatenate([*values, values.min(axis=0)]) for name, values in by_option.items()})

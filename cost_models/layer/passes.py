@@ -47,7 +47,7 @@ class LayerPasses(NamedTuple):
             ep_hidden_s: what another micro-batch hides of the last.
         by_halves: 1 where the layer runs by half-batches.
         forward_s, backward_s, recompute_s: operators with the host's dispatch, no communication.
-        host_backward_s: of the host, to launch the backward pass.
+        launched_s: seconds of a backward pass without recompute, the device's and the host's, 0 where they add up.
     """
 
     operators: tuple[Operator, ...]
@@ -61,7 +61,7 @@ class LayerPasses(NamedTuple):
     forward_s: FloatArray
     backward_s: FloatArray
     recompute_s: FloatArray
-    host_backward_s: FloatArray
+    launched_s: tuple[FloatArray, FloatArray]
 
     @property
     def busy_s(self) -> FloatArray:
@@ -116,11 +116,13 @@ def passes_in_mode(layer: Layer, inputs: CostInputs, *, by_halves: bool = False)
         tp_s = forward_s + sums_s, backward_s + sums_s
         times = [time.scaled(num_batches, num_batches, with_dispatches=True) for time in times]
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
-    forward, backward, recompute, host_s = passes_s(layer, operators, times, comm_s, inputs, num_batches=num_batches)
+    forward, backward, recompute, launched_s = passes_s(
+        layer, operators, times, comm_s, inputs, num_batches=num_batches
+    )
     if by_halves:
         recompute = recompute + repeated_product_s(operators, times, inputs.layouts)
     return LayerPasses(
-        operators, times, tp_s, cp_s, ep_s, hidden_s, tp_hidden_s, mode, forward, backward, recompute, host_s
+        operators, times, tp_s, cp_s, ep_s, hidden_s, tp_hidden_s, mode, forward, backward, recompute, launched_s
     )
 
 
@@ -223,9 +225,9 @@ def passes_s(
     inputs: CostInputs,
     *,
     num_batches: int = 1,
-) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+) -> tuple[FloatArray, FloatArray, FloatArray, tuple[FloatArray, FloatArray]]:
     """Return forward, backward and recompute seconds [N] with the host's dispatch, of a micro-batch in ``num_batches`` parts, and
-    what the host takes for the backward pass while the device may be ahead.
+    `LayerPasses.launched_s`.
 
     On an accelerator the host runs ahead and waits show only where it falls behind kernels and the communication within the
     layer, ``comm_s`` forward and backward (`waiting_s`). Collectives themselves are not included.
@@ -264,15 +266,14 @@ def passes_s(
         )
         host_recompute = np.where(is_graph, 0.0, host_recompute)
     if host.adds:
-        return forward + host_forward, backward + host_backward, recompute + host_recompute, zero
+        return forward + host_forward, backward + host_backward, recompute + host_recompute, (backward, zero)
     comm_forward, comm_backward = comm_s
-    host_backward = host_backward + host_recompute
     busy_backward = backward + recompute + comm_backward
     return (
         forward + waiting_s(forward + comm_forward, host_forward, host.overlap_norm),
-        backward + waiting_s(busy_backward, host_backward, host.overlap_norm),
+        backward + waiting_s(busy_backward, host_backward + host_recompute, host.overlap_norm),
         recompute,
-        host_backward,
+        (backward + comm_forward, host_backward),  # forward is sent what a backward pass sends without recompute
     )
 
 

@@ -125,7 +125,7 @@ def _moments(stage: StageContents, step: StepShape, scenario: Scenario) -> list[
         return {
             "gradients": gradients,
             "unsharded": passing["unsharded"] + np.where(copies, second_copy, 0.0),
-            "activations": in_flight * stage.activation_bytes,
+            "activations": np.maximum(in_flight * stage.activation_bytes + passing["activations"], 0.0),
             "logits": passing["logits"] + (of_logits - 1) * of_one,
             "temporary": passing["temporary"],
         }

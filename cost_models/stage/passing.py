@@ -139,7 +139,8 @@ class StageContents:
 
 
 def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> list[MemoryTerms]:
-    """Return what comes and goes while all activations are present, by moment: unsharded parameters, logits and temporary bytes.
+    """Return what comes and goes while all activations are present, by moment: unsharded parameters, logits and temporary bytes,
+    and below zero those of the activations that have gone.
 
     The loss; then the backward pass of the head and the reduction of its gradients, of a block and the reduction of its.
     Where parameters are gathered in pieces a unit's are present in its backward pass, with those of the blocks gathered in advance;
@@ -156,30 +157,37 @@ def transients(stage: StageContents, step: StepShape, scenario: Scenario) -> lis
     waits = is_late | stage.ends_are_one
     reduced = np.where(waits, 0.0, of_head)
     stays = np.where(has_copies(step, workload) & ~is_late, 4.0, 0.0)
-    waiting = np.where(stage.ends_are_one & ~is_late, b * of_head, 0.0) - stage.head_activation_bytes
-    # What the block before held: its activations, and its copies, which only zero 3 counts by blocks.
-    ended = stage.block_activation_bytes + np.where(is_late | step.gathers_in_pieces, 0.0, b * block)
+    waiting = np.where(stage.ends_are_one & ~is_late, b * of_head, 0.0)
+    # The copies of a block whose backward pass has ended, which only zero 3 counts by blocks.
+    ended = np.where(has_copies(step, workload) & ~is_late & ~step.gathers_in_pieces, b * block, 0.0)
+    of_head_gone, of_block_gone = (
+        -stage.head_activation_bytes,
+        -stage.head_activation_bytes - stage.block_activation_bytes,
+    )
 
     def reduction(params: Array, is_later: Array) -> Array:
         return np.where(is_later, b * params, reduction_bytes(params, stage, step, scenario))
 
     return [
         {
-            "unsharded": gathered_bytes(params, stage, step, workload),
+            "unsharded": gathered_bytes(params, stage, step, workload) - less,
             "logits": logits,
             "temporary": temporary + 0.0 * stage.params,
+            "activations": gone + 0.0 * stage.params,
         }
-        for params, logits, temporary in (
+        for params, less, logits, temporary, gone in (
             (
                 head,
+                0.0,
                 loss_bytes(stage.logits, workload, stage.boundary_bytes, step.tp),
                 b * of_head if workload.loss == "fused" else 0.0,
+                0.0,
             ),
-            (head + ahead, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head),
-            (ahead, none, reduction(of_head, waits)),
-            (block + ahead, none, stage.working_bytes + stays * reduced + waiting),
-            (block + ahead, none, stage.working_bytes + stays * grads + waiting - ended),
-            (ahead, none, reduction(block, is_late) + waiting),
+            (head + ahead, 0.0, logit_gradient_bytes(stage.logits, workload, stage.boundary_bytes), b * of_head, 0.0),
+            (ahead, 0.0, none, reduction(of_head, waits), 0.0),
+            (block + ahead, 0.0, none, stage.working_bytes + stays * reduced + waiting, of_head_gone),
+            (block + ahead, ended, none, stage.working_bytes + stays * grads + waiting, of_block_gone),
+            (ahead, 0.0, none, reduction(block, is_late) + waiting, of_head_gone),
         )
     ]
 

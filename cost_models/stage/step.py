@@ -106,7 +106,7 @@ def estimate_step(
     once_s = (edges_s(costs, idx, pool_of_stage), update_s + host_costs(costs.scenario).step_s)
     breakdown_s = _time_breakdown(replace(shape, pp=num_ranks), passes, ranks, transfer_s, once_s)
     unhidden_s = float(costs.total("ep_hidden_s")[idx])
-    filling_s = min(float(costs.filling_s[idx]), once_s[0])
+    filling_s = float(costs.filling_s[idx])
     breakdown_s = breakdown_s.replace(
         dp=max(breakdown_s.dp - unhidden_s - filling_s, 0.0),
         ep=breakdown_s.ep + unhidden_s,
@@ -259,8 +259,7 @@ def _time_breakdown(
 def copies_and_collectives(copied: FloatArray, exposed: FloatArray) -> tuple[float, float]:
     """Return copies, which are part of compute, and collectives over data, of the rank that has most of both."""
     rank = int(np.argmax(exposed))
-    copied_s = min(float(copied[rank]), float(exposed[rank]))
-    return copied_s, float(exposed[rank]) - copied_s
+    return float(copied[rank]), float(exposed[rank] - copied[rank])
 
 
 def pipeline_s(shape: PipelineShape, passes: StagePasses, transfer_s: FloatArray) -> float:

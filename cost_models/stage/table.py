@@ -23,12 +23,12 @@ from ..layer.data import (
     exposed_collectives_s,
     exposed_gather_s,
     filling_bytes_per_param,
+    gathers_in_passes,
     passes_per_step,
     summed_bytes_per_param,
     summed_s,
     update_s,
-    waits_for_pipeline,
-)  # fmt: skip
+)
 from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_layer_cost
 from ..layer.operators import CostInputs, Layer
 from ..layer.parallel import transfer_s
@@ -362,7 +362,7 @@ class CostTable:
         """Return the seconds of the copies and sums of a layer's parameters in a step [N]."""
         (of_any, more), (sums_s, added_s) = self._copied_s_per_param, self._sums_s(cost)
         hidden_s = (self.layouts.num_microbatches - 1) * (sums_s - added_s)
-        return np.maximum(of_any * cost.num_trained + more * cost.expert_params - hidden_s, 0.0)
+        return np.asarray(of_any * cost.num_trained + more * cost.expert_params - hidden_s)
 
     @cached_property
     def _copied_by_kind(self) -> tuple[FloatArray, ...]:
@@ -406,8 +406,8 @@ class CostTable:
     def filling_s(self) -> FloatArray:
         """Seconds that stages wait for each other while a pipeline fills and drains, besides the passes of the layers [N].
 
-        In all stages but a rank's own: sums of gradients, part of an undivided backward pass, and what gathers add to the first
-        forward pass where parameters then stay, or collectives to each pass under zero 3. Of a schedule's chunks the first.
+        In all stages but a rank's own: sums of gradients, part of an undivided backward pass, and what gathers add to a forward
+        pass (`gathers_in_passes`). Of a schedule's chunks the first.
         """
         b = self.layouts
         if not np.any(b.pp > 1):
@@ -416,18 +416,12 @@ class CostTable:
             filling_bytes_per_param(b, self.workload, of_experts=is_expert) / self._copies_per_s
             for is_expert in (False, True)
         )
-        undivided = ~b.schedule_fact("splits_backward")
-        # Under the others torch's runtime gathers while a stage waits for its first input.
-        stays = (
-            waits_for_pipeline(b, self.workload) & (b.num_model_chunks == 1) & (b.schedule_fact("torch_class") != "")
-        )
-        in_passes = np.where((b.zero_stage == 3) & ~waits_for_pipeline(b, self.workload), 1 / b.num_microbatches, 0.0)
+        gathers, undivided = gathers_in_passes(b, self.workload), ~b.schedule_fact("splits_backward")
         seconds = sum(
-            n * (stays | (in_passes > 0)) * (of_any * cost.num_trained + (of_experts - of_any) * cost.expert_params)
+            n * (of_any * cost.num_trained + (of_experts - of_any) * cost.expert_params)
+            + n * gathers * exposed_gather_s(cost, self._overlap, self._inputs)
             + n * undivided * self._sums_s(cost)[1]
-            + n * stays * exposed_gather_s(cost, self._overlap, self._inputs)
-            + n * in_passes * self._exposed_s(kind, cost)
-            for n, kind, cost in zip(self.counts, self.kinds, self.by_kind, strict=True)
+            for n, cost in zip(self.counts, self.by_kind, strict=True)
         )
         return np.asarray((b.pp - 1) / b.pp / b.num_model_chunks * seconds)
 

@@ -231,15 +231,7 @@ def build_estimate(
     seconds = instance.num_microbatches * simulated.microbatch_s
     # Kernels next to copies lose some of their speed, which is part of waiting for the host.
     waiting = max(0.0, seconds - within_layers)
-    shown = min(copied, constant)  # sums hide behind more or less of a pass under another recompute
-    breakdown = terms.replace(
-        compute=terms.compute - copied + shown,
-        dp=constant - shown,
-        optimizer=simulated.update_s,
-        offload=waiting,
-        pp=0.0,
-        bubble=0.0,
-    )
+    breakdown = terms.replace(dp=constant - copied, optimizer=simulated.update_s, offload=waiting, pp=0.0, bubble=0.0)
     stage = plain.stages[0].replace(memory_bytes=_memory_terms(instance, choice, simulated), device="")
     return estimate_from_terms(costs, 0, breakdown, (stage,), 0)
 

@@ -57,6 +57,7 @@ def test_halves_cost_together_what_a_block_does(degrees: dict[str, int], recompu
         "forward_s": 0.03,
         "backward_s": 0.02,
         "weight_s": 0.02,
+        "device_backward_s": 0.02,
         "host_backward_s": 0.02,
         "gather_s": 0.15,
         "regather_s": 0.15,
