@@ -290,12 +290,17 @@ class Table:
                 words = self.columns[-1] if self.words and is_last else ""
                 yield from placed.heading([Text(name, style="bold") for name in self.columns], words)
             for section in self.sections:
-                for cells, share in section:
-                    words = cells[-1] if self.words else Text()
-                    if is_last or any(cells[idx].plain for idx in columns[self.num_keys :]):
-                        yield from placed.row(cells, words if is_last else Text(), share)
-                if section:
+                rows = [row for row in section if self._stands_in(columns, row[0], is_last=is_last)]
+                for cells, share in rows:
+                    yield from placed.row(cells, cells[-1] if self.words and is_last else Text(), share)
+                if rows:
                     yield Text()
+
+    def _stands_in(self, columns: Sequence[int], cells: Sequence[Text], *, is_last: bool) -> bool:
+        """Return whether a row stands in a part of the table: where it has figures, in the last one for words or its name alone."""
+        figures = cells[self.num_keys : len(cells) - self.words]
+        words_or_name = (self.words and cells[-1].plain) or not any(cell.plain for cell in figures)
+        return any(cells[idx].plain for idx in columns[self.num_keys :]) or (is_last and bool(words_or_name))
 
     def _figure_widths(self, width: int) -> list[int]:
         """Return the widths of all columns but that of words."""

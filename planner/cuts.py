@@ -46,7 +46,7 @@ def even_cuts(costs: CostTable, idx: int, *, cap_bytes: float) -> tuple[list[Cut
     Also seconds that no split within them can beat; with model chunks zero: nothing is known but the bound of the layout.
     """
     busy = costs.per_layer("busy_s", idx)
-    both = (busy, busy + costs.once_per_layer_s(idx) / int(costs.layouts.num_microbatches[idx]))
+    both = (busy, busy + costs.per_step.once_per_layer_s(idx) / int(costs.layouts.num_microbatches[idx]))
     if costs.layouts.num_model_chunks[idx] > 1:
         required, ranks = splits.memoized(required_bytes(costs, idx)), pipeline_shape(costs, idx).rank_of_stage
         instances = (splits.ChunkSplitInstance(weights, costs.is_block, ranks, required, cap_bytes) for weights in both)
@@ -63,10 +63,10 @@ def _split_bound_s(costs: CostTable, idx: int, slowest_s: float, fits: Fits) -> 
     """Return what no split is below: each maximum over the stages is at least the lowest that any split has of it."""
     one = costs.select(np.array([idx]))
     pipeline_s = float(lower_bound_s(pipeline_work(one, np.array([slowest_s]), 2 * one.transfer_s))[0])
-    exposed = np.array([seconds[idx] for seconds in costs.dp_exposed_by_kind])[costs.kind_of_layer]
-    update = costs.once_per_layer_s(idx) - exposed
+    exposed = np.array([seconds[idx] for seconds in costs.per_step.dp_exposed_by_kind])[costs.kind_of_layer]
+    update = costs.per_step.once_per_layer_s(idx) - exposed
     slowest = (splits.fastest_split(splits.StageSplitInstance(per_step, fits))[0] for per_step in (exposed, update))
-    return pipeline_s + float(costs.dp_edges_s[idx]) + sum(slowest)
+    return pipeline_s + float(costs.per_step.dp_edges_s[idx]) + sum(slowest)
 
 
 def required_bytes(costs: CostTable, idx: int) -> splits.Required:
@@ -104,7 +104,7 @@ def best_chunks(
     instance, required = _split_bound_instance(costs, idx, fits), required_bytes(costs, idx)
     if instance is None:
         return None, 0.0
-    edges_s, blocks = float(costs.dp_edges_s[idx]), np.flatnonzero(costs.is_block)
+    edges_s, blocks = float(costs.per_step.dp_edges_s[idx]), np.flatnonzero(costs.is_block)
     before = np.concatenate([[0], np.cumsum(costs.is_block)])
 
     def boundaries(sizes: IntArray) -> IntArray:
@@ -134,7 +134,7 @@ def replayed_bound(costs: CostTable, idx: int, *, below_s: float, fits: Fits | N
     instance = _split_bound_instance(costs, idx, fits)
     if instance is None:
         return split_bound.SplitBound(0.0, ())
-    edges_s = float(costs.dp_edges_s[idx])
+    edges_s = float(costs.per_step.dp_edges_s[idx])
     bound = split_bound.lower_bound_s(instance, below_s=below_s - edges_s)
     return replace(bound, bound_s=bound.bound_s + edges_s)
 
@@ -149,10 +149,10 @@ def _split_bound_instance(costs: CostTable, idx: int, fits: Fits | None) -> spli
     except ConfigError:  # the step has a closed form, whose bound is as good
         return None
     choices = RecomputeCosts(costs) if table.recompute[idx] == MIXED else None
-    exposed_by_kind = costs.dp_exposed_by_kind if choices is None else choices.min_exposed_by_kind
+    exposed_by_kind = costs.per_step.dp_exposed_by_kind if choices is None else choices.min_exposed_by_kind
     seconds, per_step = _seconds(costs, idx), _per_step_s(costs, idx, exposed_by_kind)
     by_option = [
-        (_seconds(option, idx), _per_step_s(option, idx, option.dp_exposed_by_kind))
+        (_seconds(option, idx), _per_step_s(option, idx, option.per_step.dp_exposed_by_kind))
         for option in (choices.by_option if choices else ())
     ]
     blocks = np.flatnonzero(costs.is_block)
@@ -189,7 +189,7 @@ def _per_step_s(costs: CostTable, idx: int, exposed_by_kind: Sequence[FloatArray
     """Return what a layer of each kind adds to its rank once, exposed communication and its update [2, K]."""
     case_idx = costs.case_idx[idx]
     trained, experts = np.array([(c.num_trained[case_idx], c.expert_params[case_idx]) for c in costs.by_case]).T
-    return np.stack([[seconds[idx] for seconds in exposed_by_kind], costs.update_s(trained, experts, idx)])
+    return np.stack([[seconds[idx] for seconds in exposed_by_kind], costs.per_step.update_s(trained, experts, idx)])
 
 
 def _fits_of_blocks(fits: Fits | None, is_block: NDArray[np.bool_]) -> Fits | None:

@@ -236,8 +236,8 @@ def _splits(
 
     per_layer: tuple[Callable[[CostTable], FloatArray], ...] = (
         lambda pool: pool.per_layer("busy_s", idx),
-        lambda pool: pool.exposed_s(idx),
-        lambda pool: pool.layer_updates_s(idx),
+        lambda pool: pool.per_step.exposed_s(idx),
+        lambda pool: pool.per_step.layer_updates_s(idx),
     )
     busy, exposed, update = (values_of_stages(costs, pool_of_stage, of_pool) for of_pool in per_layer)
     transfer = transfer_of_stages(costs, idx, pool_of_stage)

@@ -118,9 +118,9 @@ class Layers:
         self.busy_s: FloatArray = costs.of_kinds("busy_s", idx)[self.kinds].T
         self.retained_bytes: FloatArray = costs.of_kinds("activation_bytes", idx)[self.kinds].T
         self.exposed_s: FloatArray = costs.exposed_s(idx)[self.kinds].T
-        self.update_s = plain.layer_updates_s(idx)
+        self.update_s = plain.per_step.layer_updates_s(idx)
         self.transfer_s = 2 * float(costs.minimum.transfer_s[idx]) if self.num_stages > 1 else 0.0
-        self.constant_s = float(plain.dp_edges_s[idx])
+        self.constant_s = float(plain.per_step.dp_edges_s[idx])
         self._below_s = below_s - self.constant_s
         self._num_microbatches = float(table.num_microbatches[idx])
         m, pp = self._num_microbatches, self.num_stages

@@ -69,7 +69,7 @@ def timeline(plan: TrainingPlan) -> StepTimeline:
         for rank, row in enumerate(order)
         for action, start, end in zip(row, times.start_s[rank], times.end_s[rank], strict=True)
     ]
-    slices += _after_passes(plan, shape, passes, times.makespan_s, filling_s=float(stages.costs.filling_s[0]))
+    slices += _after_passes(plan, shape, passes, times.makespan_s, filling_s=float(stages.costs.per_step.filling_s[0]))
     size = plan.layout.stage_ranks
     ranks = tuple(range(r * size, (r + 1) * size) for r in range(shape.pp))
     return StepTimeline(tuple(slices), ranks, max(s.start_s + s.seconds for s in slices))
@@ -140,7 +140,7 @@ def _offload_timeline(plan: TrainingPlan) -> StepTimeline:
     num_microbatches, microbatch_s = problem.instance.num_microbatches, float(end.max())
     starts = [(m, m * microbatch_s) for m in range(num_microbatches)]
     slices = [p._replace(start_s=start_s + p.start_s, micro_batch=m) for m, start_s in starts for p in passes]
-    copied_s = float(problem.options.by_option[0].copied_s(0).sum())
+    copied_s = float(problem.options.by_option[0].per_step.copied_s(0).sum())
     exposed_s = constant_s(problem.options, 0) - copied_s
     added: tuple[tuple[Stream, str, float], ...] = (
         ("compute", COPIED, copied_s),

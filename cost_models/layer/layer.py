@@ -133,6 +133,7 @@ def within_layer_cost(layer: Layer, inputs: CostInputs) -> LayerCost:
 
 
 def _evaluate(layer: Layer, inputs: CostInputs) -> LayerCost:
+    """Return what a layer costs in its mode; in any of them it holds what an entire micro-batch does (V3)."""
     hidden_dim, layouts, workload = inputs.hidden_dim, inputs.layouts, inputs.workload
     none = np.zeros(len(layouts))
     passes = layer_passes(layer, inputs)

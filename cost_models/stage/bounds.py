@@ -83,8 +83,8 @@ def time_bounds(costs: CostTable) -> FloatArray:
         pools = subset.device_pools
         bound[aligned] = (
             pipeline_bound(subset, transfers=True)
-            + fullest_stage_on_pools(subset, [pool.dp_exposed_by_kind for pool in pools])
-            + np.max([pool.dp_edges_s for pool in pools], axis=0)
+            + fullest_stage_on_pools(subset, [pool.per_step.dp_exposed_by_kind for pool in pools])
+            + np.max([pool.per_step.dp_edges_s for pool in pools], axis=0)
             + fullest_stage_on_pools(subset, [_updates(pool) for pool in pools])
         )
     return bound - saved_s(costs) if costs.device_pools else bound
@@ -102,11 +102,11 @@ def uniform_time_bounds(costs: CostTable) -> FloatArray:
         for rows in (np.flatnonzero(mixed), np.flatnonzero(~mixed)):
             bound[rows] = uniform_time_bounds(costs.select(rows))
         return bound
-    always = costs.dp_edges_s + fullest_stage(costs, _updates(costs))
+    always = costs.per_step.dp_edges_s + fullest_stage(costs, _updates(costs))
     if (share := costs.vocabulary) is not None:  # the same on every stage
-        _, step_s, dp_s = costs.vocabulary_seconds(share)
-        always = always + (step_s + dp_s + costs.update_s(share.total("num_trained"), 0.0))
-    slowest, exposed = slowest_stage_s(costs), costs.dp_exposed_by_kind
+        _, step_s, dp_s = costs.per_step.vocabulary_seconds(share)
+        always = always + (step_s + dp_s + costs.per_step.update_s(share.total("num_trained"), 0.0))
+    slowest, exposed = slowest_stage_s(costs), costs.per_step.dp_exposed_by_kind
     if mixed.any():
         slowest, exposed = lower_bound_slowest_s(costs, slowest), RecomputeCosts(costs).min_exposed_by_kind
     bound = lower_bound_s(pipeline_work(costs, slowest, 2 * costs.transfer_s)) + fullest_stage(costs, exposed) + always
@@ -116,7 +116,7 @@ def uniform_time_bounds(costs: CostTable) -> FloatArray:
 def _updates(costs: CostTable) -> list[FloatArray]:
     """Return the seconds of the optimizer for a layer of each kind [K] of [N]."""
     rows = costs.case_idx
-    return [costs.update_s(cost.num_trained[rows], cost.expert_params[rows]) for cost in costs.by_case]
+    return [costs.per_step.update_s(cost.num_trained[rows], cost.expert_params[rows]) for cost in costs.by_case]
 
 
 def pipeline_work(costs: CostTable, slowest_s: FloatArray, transfer_s: FloatArray) -> PipelineWork:
@@ -364,7 +364,7 @@ def _mixed_step_s(costs: CostTable) -> FloatArray:
     by_option, counts = costs.by_option, costs.counts.astype(np.float64)
     value_s = np.array([  # [O, K, N]
         [per_second * cost.busy_s[option.case_idx] + exposed / b.pp
-         for cost, exposed in zip(option.by_case, option.dp_exposed_by_kind, strict=True)]
+         for cost, exposed in zip(option.by_case, option.per_step.dp_exposed_by_kind, strict=True)]
         for option in by_option
     ])  # fmt: skip
     saved = np.array([[cost.activation_bytes[option.case_idx] for cost in option.by_case] for option in by_option])

@@ -80,7 +80,7 @@ def time_bounds_of_pools(costs: CostTable) -> FloatArray:
     if not len(rows) or not is_judged or not costs.workload.has_backward:
         return bound_s
     aligned = costs.select(rows)
-    exposed = fullest_stage_on_pools(aligned, [pool.dp_exposed_by_kind for pool in aligned.device_pools])
+    exposed = fullest_stage_on_pools(aligned, [pool.per_step.dp_exposed_by_kind for pool in aligned.device_pools])
     rest_s = time_bounds(aligned) - pipeline_bound(aligned, transfers=True) - exposed
     for pp in np.unique(aligned.layouts.pp):
         of_group = np.flatnonzero(aligned.layouts.pp == pp)
@@ -93,7 +93,7 @@ def _within_memory_s(costs: CostTable) -> FloatArray:
     pools, num_stages = costs.device_pools, stages_of_pools(costs)[:, 0]
     caps = [np.maximum(_max_blocks(pool, np.arange(len(costs.layouts))), 0) for pool in pools]
     busy = [_of_stage(pool, [cost.busy_s[pool.case_idx] for cost in pool.by_case]) for pool in pools]
-    exposed = [_of_stage(pool, pool.dp_exposed_by_kind) for pool in pools]
+    exposed = [_of_stage(pool, pool.per_step.dp_exposed_by_kind) for pool in pools]
     best = np.full(len(costs.layouts), np.inf)
     for order in itertools.permutations(range(len(pools))):
         pool_of_stage = np.repeat(order, num_stages[list(order)])

@@ -324,13 +324,13 @@ class RecomputeCosts:
 
     def exposed_s(self, idx: int) -> FloatArray:
         """Return exposed communication over data of each kind under each option [K, O] of one layout, once per step."""
-        values = [[seconds[idx] for seconds in costs.dp_exposed_by_kind] for costs in self.by_option]
+        values = [[seconds[idx] for seconds in costs.per_step.dp_exposed_by_kind] for costs in self.by_option]
         return np.array(values, dtype=np.float64).T
 
     @cached_property
     def min_exposed_by_kind(self) -> tuple[FloatArray, ...]:
         """The minimum of the options for each kind [K] of [N]."""
-        by_option = [costs.dp_exposed_by_kind for costs in self.by_option]
+        by_option = [costs.per_step.dp_exposed_by_kind for costs in self.by_option]
         return tuple(np.min([seconds[k] for seconds in by_option], axis=0) for k in range(len(self.minimum.kinds)))
 
     def working_bytes(self, idx: int) -> FloatArray:
@@ -344,7 +344,7 @@ class RecomputeCosts:
         kind_of_layer = self.minimum.kind_of_layer
         known = KnownCosts(
             by_kind=tuple(cost.take(row) for costs in self.by_option for cost in costs.by_kind),
-            dp_exposed_by_kind=tuple(s[row] for costs in self.by_option for s in costs.dp_exposed_by_kind),
+            dp_exposed_by_kind=tuple(s[row] for costs in self.by_option for s in costs.per_step.dp_exposed_by_kind),
         )
         return replace(
             self.minimum.select(row),

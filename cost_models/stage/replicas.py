@@ -127,4 +127,4 @@ def busiest_replicas(costs: CostTable, idx: int, counts: Sequence[int]) -> CostT
     slowest = _busiest_pool(one, 0, counts)
     layouts = one.layouts.replace(num_microbatches=np.array([counts[slowest]]))
     pool = one.device_pools[slowest]
-    return replace(pool.with_layouts(layouts), known=KnownCosts(pool.by_kind, one.dp_exposed_by_kind))
+    return replace(pool.with_layouts(layouts), known=KnownCosts(pool.by_kind, one.per_step.dp_exposed_by_kind))

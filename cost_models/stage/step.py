@@ -89,7 +89,7 @@ def estimate_step(
             terms = stage_memory_terms(costs, idx, contents, ranks)
         of_ranks = _split(terms, num_ranks)
         transfer_s = np.full(num_ranks, 2 * costs.transfer_s[idx])
-        update_s = float(np.max(costs.update_s(contents.trained, contents.expert_params, idx)))
+        update_s = float(np.max(costs.per_step.update_s(contents.trained, contents.expert_params, idx)))
         scenarios = [costs.scenario] * num_ranks
         fullest = int(np.argmax([memory.total_bytes(terms) for terms in of_ranks]))
     else:
@@ -99,14 +99,16 @@ def estimate_step(
         for s, pool in enumerate(pools):
             contents = contents_between(pool, idx, first[s : s + 1], last[s : s + 1])
             of_ranks += _split(stage_memory_terms(pool, idx, contents, np.array([s])), 1)
-            update_s = max(update_s, float(np.max(pool.update_s(contents.trained, contents.expert_params, idx))))
+            update_s = max(
+                update_s, float(np.max(pool.per_step.update_s(contents.trained, contents.expert_params, idx)))
+            )
         required = [memory.required_by_terms(*pair) for pair in zip(of_ranks, scenarios, strict=True)]
         budgets = [scenario.cluster.memory_budget_bytes for scenario in scenarios]
         fullest = int(np.argmax([float(of_rank) / cap for of_rank, cap in zip(required, budgets, strict=True)]))
     once_s = (edges_s(costs, idx, pool_of_stage), update_s + host_costs(costs.scenario).step_s)
     breakdown_s = _time_breakdown(replace(shape, pp=num_ranks), passes, ranks, transfer_s, once_s)
     unhidden_s = float(costs.total("ep_hidden_s")[idx])
-    filling_s = float(costs.filling_s[idx])
+    filling_s = float(costs.per_step.filling_s[idx])
     breakdown_s = breakdown_s.replace(
         dp=max(breakdown_s.dp - unhidden_s - filling_s, 0.0),
         ep=breakdown_s.ep + unhidden_s,
@@ -179,7 +181,7 @@ def resharding_s(costs: CostTable, idx: int, tp: IntArray) -> FloatArray:
 def edges_s(costs: CostTable, idx: int, pool_of_stage: IntArray | None) -> float:
     """Return first gather, last reduction, tied copies and tokens that nothing hides, on the pool where they take longest."""
     pools = (costs,) if pool_of_stage is None else costs.device_pools
-    return max(float(pool.dp_edges_s[idx]) for pool in pools)
+    return max(float(pool.per_step.dp_edges_s[idx]) for pool in pools)
 
 
 def pass_seconds(
@@ -204,8 +206,8 @@ def pass_seconds(
         forward + sum(ahead for ahead, _ in sent.values()),
         backward + recompute + sum(back for _, back in sent.values()),
         field_sums("weight_s"),
-        stage_sums(lambda pool: pool.exposed_s(idx)),
-        stage_sums(lambda pool: pool.copied_s(idx)),
+        stage_sums(lambda pool: pool.per_step.exposed_s(idx)),
+        stage_sums(lambda pool: pool.per_step.copied_s(idx)),
         {"compute": forward + backward, "recompute": recompute}
         | {axis: ahead + back for axis, (ahead, back) in sent.items()},
     )
@@ -220,8 +222,10 @@ def outside_passes_s(costs: CostTable, idx: int, contents: StageContents, passes
     shape = pipeline_shape(costs, idx)
     of_ranks = contents_of_ranks(costs, idx, contents)
     exposed_s = np.bincount(np.array(shape.rank_of_stage), passes.exposed, shape.pp)
-    update_s = costs.update_s(of_ranks.trained, of_ranks.expert_params, idx)
-    return float(exposed_s.max() + costs.dp_edges_s[idx] + np.max(update_s)) + host_costs(costs.scenario).step_s
+    update_s = costs.per_step.update_s(of_ranks.trained, of_ranks.expert_params, idx)
+    return (
+        float(exposed_s.max() + costs.per_step.dp_edges_s[idx] + np.max(update_s)) + host_costs(costs.scenario).step_s
+    )
 
 
 def _time_breakdown(
@@ -292,7 +296,7 @@ def _with_vocabulary_s(costs: CostTable, idx: int, terms: TimeBreakdown) -> Time
     if costs.vocabulary is None:
         return terms
     m, share = int(costs.layouts.num_microbatches[idx]), costs.vocabulary.take(np.array([idx]))
-    sent_s, step_s, dp_s = (float(seconds[idx]) for seconds in costs.vocabulary_seconds(costs.vocabulary))
+    sent_s, step_s, dp_s = (float(seconds[idx]) for seconds in costs.per_step.vocabulary_seconds(costs.vocabulary))
     compute = m * float(share.total("forward_s")[0] + share.total("backward_s")[0] + share.total("recompute_s")[0])
     within = m * float(share.total("comm_forward_s")[0] + share.total("comm_backward_s")[0])
     sent = m * sent_s

@@ -1,4 +1,4 @@
-"""CostTable: the cost of each kind of layer under each layout, and what a step adds to the sum of its layers."""
+"""CostTable: the cost of each kind of layer under each layout."""
 
 from __future__ import annotations
 
@@ -16,24 +16,12 @@ from ...schema.layers import Embedding, Head
 from ...schema.layout_table import RECOMPUTES, LayoutTable
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients, Scenario
-from ..hardware.collectives import collective_s
-from ..hardware.machine import device_rates
-from ..layer.data import (
-    copied_bytes_per_param,
-    exposed_collectives_s,
-    exposed_gather_s,
-    filling_bytes_per_param,
-    gathers_in_passes,
-    passes_per_step,
-    summed_bytes_per_param,
-    summed_s,
-    update_s,
-)
 from ..layer.layer import LayerCost, with_data_parallel, with_minimum, within_layer_cost
 from ..layer.operators import CostInputs, Layer
 from ..layer.parallel import transfer_s
 from ..layer.vocabulary import VocabularyShare, vocabulary_share
 from ..pipeline.orders import Order
+from .per_step import PerStepCosts
 
 
 class KnownCosts(NamedTuple):
@@ -138,7 +126,8 @@ class CostTable:
         return self.cluster_of_pools or self.cluster
 
     @cached_property
-    def _inputs(self) -> CostInputs:
+    def inputs(self) -> CostInputs:
+        """Of the layouts, for what is evaluated for each of them."""
         return CostInputs(hidden_dim=self.model.hidden_dim, layouts=self.layouts, scenario=self.scenario)
 
     # Other tables from this one
@@ -178,7 +167,7 @@ class CostTable:
         """
         options = self.by_option if self.layouts.is_mixed else ()
         by_option = tuple(option.with_budget(budget_bytes) for option in options)
-        known = KnownCosts(self.by_kind, self.dp_exposed_by_kind, by_option)
+        known = KnownCosts(self.by_kind, self.per_step.dp_exposed_by_kind, by_option)
         scenario = replace(self.scenario, cluster=self.cluster.with_budget(budget_bytes))
         return replace(self, scenario=scenario, device_pools=(), known=known)
 
@@ -213,7 +202,7 @@ class CostTable:
         if self.known is not None:
             return self.known.by_kind
         return tuple(
-            _at_ends(kind, with_data_parallel(cost.take(self.case_idx), kind, self._inputs), self.layouts)
+            _at_ends(kind, with_data_parallel(cost.take(self.case_idx), kind, self.inputs), self.layouts)
             for kind, cost in zip(self.kinds, self.by_case, strict=True)
         )
 
@@ -303,13 +292,13 @@ class CostTable:
     @cached_property
     def logits(self) -> FloatArray:
         """Logits of one micro-batch on one tensor-parallel rank [N]."""
-        return np.asarray(self._inputs.tokens * self.model.head.vocab_size / self.layouts.tp)
+        return np.asarray(self.inputs.tokens * self.model.head.vocab_size / self.layouts.tp)
 
     @cached_property
     def boundary_bytes(self) -> FloatArray:
         """Bytes of one micro-batch's hidden states between blocks on one rank [N]."""
         b = self.layouts
-        unsharded = self._inputs.tokens * self.model.hidden_dim * float(self.workload.compute_bytes)
+        unsharded = self.inputs.tokens * self.model.hidden_dim * float(self.workload.compute_bytes)
         return np.asarray(unsharded / np.where(b.sequence_parallel == 1, b.tp, 1))
 
     # Pipeline
@@ -318,130 +307,12 @@ class CostTable:
     def transfer_s(self) -> FloatArray:
         """Seconds one micro-batch's activations take to the next stage, once for each chunk (gradients back the same) [N]."""
         forward_s = (self.total("forward_s") + self.total("comm_forward_s")) / self.layouts.pp
-        return transfer_s(self.boundary_bytes, forward_s, self._inputs, self.stage_links)
-
-    # Data parallelism and the update
+        return transfer_s(self.boundary_bytes, forward_s, self.inputs, self.stage_links)
 
     @cached_property
-    def _overlap(self) -> float:
-        """Part of the compute time under which data-parallel communication hides."""
-        return float(self.scenario.coefficients["overlap"][self.cluster.weakest_device.backend.collectives])
-
-    def _whole_s(self, cost: LayerCost) -> FloatArray:
-        """Return what of gathering and reducing one layer counts in a step if nothing hides it [N]."""
-        passes = passes_per_step(self.layouts, self.workload)
-        return np.asarray(self._overlap * (passes.gathers * cost.gather_s + passes.reductions * cost.reduce_s))
-
-    def _exposed_s(self, kind: Layer, cost: LayerCost) -> FloatArray:
-        """Return what gathering and reducing one layer adds to a step [N]."""
-        return exposed_collectives_s(cost, self._overlap, self._inputs, is_head=kind.is_head)
-
-    @cached_property
-    def _copied_s_per_param(self) -> tuple[FloatArray, FloatArray]:
-        """Seconds of the copies and sums that all micro-batches make of a parameter [N], and what one of an expert takes more."""
-        of_any, of_experts = (
-            copied_bytes_per_param(self.layouts, self.workload, of_experts=is_expert) for is_expert in (False, True)
-        )
-        return of_any / self._copies_per_s, (of_experts - of_any) / self._copies_per_s
-
-    @property
-    def _copies_per_s(self) -> float:
-        """Bytes a second of copies and sums.
-
-        On a CPU the bandwidth of plain copies: AdamW, which writes what it has read, streams twice as much.
-        """
-        streams = device_rates(self.scenario).update_bytes_per_s
-        return min(streams, self.cluster.weakest_device.memory_bandwidth_bytes_per_s)
-
-    def _sums_s(self, cost: LayerCost) -> tuple[FloatArray, FloatArray]:
-        """Return the seconds of a layer's sums of gradients in a backward pass [N], and what of them the pass is longer."""
-        seconds = summed_bytes_per_param(self.layouts, self.workload) / self._copies_per_s * cost.num_trained
-        return seconds, summed_s(seconds, cost, self._inputs)
-
-    def _copied_s(self, cost: LayerCost) -> FloatArray:
-        """Return the seconds of the copies and sums of a layer's parameters in a step [N]."""
-        (of_any, more), (sums_s, added_s) = self._copied_s_per_param, self._sums_s(cost)
-        hidden_s = (self.layouts.num_microbatches - 1) * (sums_s - added_s)
-        return np.asarray(of_any * cost.num_trained + more * cost.expert_params - hidden_s)
-
-    @cached_property
-    def _copied_by_kind(self) -> tuple[FloatArray, ...]:
-        return tuple(self._copied_s(cost) for cost in self.by_kind)
-
-    @cached_property
-    def dp_exposed_by_kind(self) -> tuple[FloatArray, ...]:
-        """Exposed gathering and reduction of one layer over the entire step and the copies that serve them, by kind [K] of [N]."""
-        if self.known is not None:
-            return self.known.dp_exposed_by_kind
-        return tuple(
-            self._exposed_s(kind, cost) + cost.levels_s + copied_s
-            for kind, cost, copied_s in zip(self.kinds, self.by_kind, self._copied_by_kind, strict=True)
-        )
-
-    def copied_s(self, idx: int) -> FloatArray:
-        """Return, of each layer's [L] exposed seconds under one layout, the copies and sums, which do not communicate."""
-        return np.array([seconds[idx] for seconds in self._copied_by_kind])[self.kind_of_layer]
-
-    @cached_property
-    def dp_edges_s(self) -> FloatArray:
-        """What nothing can hide [N]: the first gather and last reduction as far as not exposed already, tied copies' gradients.
-
-        Tokens on their way to experts in the first forward and the last backward pass, which run beside no other micro-batch, and
-        `filling_s`.
-        """
-        first = self.by_kind[self.kind_of_layer[0]]
-        exposed = self._exposed_s(self.kinds[self.kind_of_layer[0]], first)
-        edges = np.maximum(self._whole_s(first) - exposed, 0.0)
-        edges = edges + self.total("ep_hidden_s") + self.filling_s
-        if not self.model.tie_embeddings or self.workload.adapters is not None:  # frozen copies have no gradients
-            return np.asarray(edges)
-        b = self.layouts
-        share = 4.0 * self.model.vocab_size * self.model.hidden_dim / b.tp / b.num_gradient_shards
-        distance = np.maximum(b.stage_ranks * (b.pp - 1), 1)
-        both = collective_s("all_reduce", share, np.full_like(b.pp, 2), distance, self.stage_links)
-        # Under a split vocabulary a stage has the same rows of both, once.
-        return np.asarray(edges + np.where((b.pp > 1) & (b.vocabulary == 0), both, 0.0))
-
-    @cached_property
-    def filling_s(self) -> FloatArray:
-        """Seconds that stages wait for each other while a pipeline fills and drains, besides the passes of the layers [N].
-
-        In all stages but a rank's own: sums of gradients, part of an undivided backward pass, and what gathers add to a forward
-        pass (`gathers_in_passes`). Of a schedule's chunks the first.
-        """
-        b = self.layouts
-        if not np.any(b.pp > 1):
-            return np.zeros(len(b))
-        of_any, of_experts = (
-            filling_bytes_per_param(b, self.workload, of_experts=is_expert) / self._copies_per_s
-            for is_expert in (False, True)
-        )
-        gathers, undivided = gathers_in_passes(b, self.workload), ~b.schedule_fact("splits_backward")
-        seconds = sum(
-            n * (of_any * cost.num_trained + (of_experts - of_any) * cost.expert_params)
-            + n * gathers * exposed_gather_s(cost, self._overlap, self._inputs)
-            + n * undivided * self._sums_s(cost)[1]
-            for n, cost in zip(self.counts, self.by_kind, strict=True)
-        )
-        return np.asarray((b.pp - 1) / b.pp / b.num_model_chunks * seconds)
-
-    def update_s(
-        self, trained: FloatArray | float, expert_params: FloatArray | float, idx: int | slice = slice(None)
-    ) -> FloatArray:
-        """Return the seconds of the optimizer on a stage, given parameters per tensor-parallel rank, under layouts ``idx``."""
-        return update_s(trained, expert_params, self._inputs, idx)
-
-    def once_per_layer_s(self, idx: int) -> FloatArray:
-        """Return what each layer [L] adds to a step once, not per micro-batch: exposed communication and its update."""
-        return self.exposed_s(idx) + self.layer_updates_s(idx)
-
-    def exposed_s(self, idx: int) -> FloatArray:
-        """Return the exposed communication over data of each layer [L] under one layout."""
-        return np.array([seconds[idx] for seconds in self.dp_exposed_by_kind])[self.kind_of_layer]
-
-    def layer_updates_s(self, idx: int) -> FloatArray:
-        """Return the seconds of the optimizer on each layer [L] under one layout."""
-        return self.update_s(self.per_layer("num_trained", idx), self.per_layer("expert_params", idx), idx)
+    def per_step(self) -> PerStepCosts:
+        """Costs that a step adds to the sum of its layers."""
+        return PerStepCosts(self)
 
     # A vocabulary split over all stages
 
@@ -455,25 +326,7 @@ class CostTable:
         embedding = next(kind for kind in self.kinds if isinstance(kind, Embedding))
         share_idx = np.zeros(len(self.layouts), dtype=np.int64)
         share_idx[rows] = np.arange(len(rows))
-        return vocabulary_share(embedding, self.model.head, self._inputs.select(rows)).take(share_idx).masked(is_split)
-
-    def vocabulary_seconds(self, share: VocabularyShare) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return what a split vocabulary adds [N]: to one micro-batch, to a step, and to the collectives over data of a step.
-
-        To a micro-batch what is sent, as far as it outlasts a stage's own passes, which is part of the second; to collectives over
-        data those of each stage's share, first gather and last reduction included.
-        """
-        b = self.layouts
-        hidden_s = self.total("busy_s") / b.pp if self.workload.overlaps else 0.0
-        sent_s = np.maximum(share.sent_s - hidden_s, 0.0)
-        step_s = (b.num_microbatches + (b.pp - 1) / b.num_model_chunks) * (share.total("busy_s") + sent_s)
-        dp_s = np.zeros(len(b))
-        for kind in self.kinds:
-            if kind.is_embedding or kind.is_head:
-                cost = share.embedding if kind.is_embedding else share.head
-                exposed = np.maximum(self._exposed_s(kind, cost), self._whole_s(cost))
-                dp_s = dp_s + exposed + cost.levels_s + self._copied_s(cost)
-        return np.asarray(sent_s), np.asarray(step_s), np.where(b.vocabulary == 1, dp_s, 0.0)
+        return vocabulary_share(embedding, self.model.head, self.inputs.select(rows)).take(share_idx).masked(is_split)
 
 
 def _at_ends(kind: Layer, cost: LayerCost, layouts: LayoutTable) -> LayerCost:

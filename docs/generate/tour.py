@@ -101,7 +101,7 @@ STOPS = (
     Stop(
         "cost_models/stage/table.py",
         ("CostTable",),
-        "The costs of every kind of layer under every layout, and what a step adds to the sum of its layers.",
+        "The costs of every kind of layer under every layout; what a step adds to their sum is in per_step.py.",
     ),
     Stop(
         "cost_models/stage/bounds.py",

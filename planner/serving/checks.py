@@ -35,7 +35,10 @@ MAX_CV = 4.0
 """Arrivals are drawn from gamma distributions up to this variation; recorded ones may have more."""
 
 GROWTH = 0.02
-"""Requests in flight may grow by this part of those that are counted, and by twice what chance makes of them."""
+"""What is to be done may grow by this part of the requests that are counted, and by twice what chance makes of it."""
+
+NUM_LOOKS = 32
+"""Times at which what is to be done is added up: a line through them has little of waves, which two ends would have all of."""
 
 CONFIDENCE = 1.959964
 """Of a normal distribution: 95 %."""
@@ -246,16 +249,31 @@ def _ended_per_s(
 
     Where they do, as many end as arrive: what is counted would differ by what chance leaves in flight.
     """
-    ends = result.sent_s + result.e2e_s
     if rate is not None:
         begin, end = result.sent_s[mask][[0, -1]]
-        before, after = (int(((result.sent_s <= t) & (ends > t)).sum()) for t in (begin, end))
-        allowed = GROWTH * int(mask.sum()) + 2 * math.sqrt(before + 1)
-        if after - before <= allowed:
+        times_s = np.linspace(begin, end, NUM_LOOKS)
+        undone = _undone(result, times_s)
+        growth = (
+            (end - begin) * float(np.polynomial.Polynomial.fit(times_s, undone, 1).deriv()(begin))
+            if end > begin
+            else 0.0
+        )
+        if growth <= GROWTH * int(mask.sum()) + 2 * math.sqrt(undone.mean() + 1):
             return rate, True
+        ends = result.sent_s + result.e2e_s
         return float(((ends > begin) & (ends <= end)).sum()) / max(end - begin, 1e-9), False
     # By Little's law: where all come in waves, those that end in a stretch of time depend on how many waves it holds.
     return concurrency / float(result.e2e_s[mask].mean()), True
+
+
+def _undone(result: SimulatedRequests, times_s: FloatArray) -> FloatArray:
+    """Return what is to be done at some times [T], in requests: each as one up to its first token, then as the part of it to come.
+
+    Requests of one length end in waves, between which the number in flight tells nothing of a queue.
+    """
+    to_come_s = result.sent_s + result.e2e_s - times_s[:, None]
+    parts = np.clip(to_come_s / np.maximum(result.e2e_s - result.ttft_s, 1e-9), 0, 1)
+    return np.asarray((parts * (result.sent_s <= times_s[:, None])).sum(axis=1))
 
 
 @lru_cache(maxsize=8)

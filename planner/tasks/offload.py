@@ -138,7 +138,7 @@ class OffloadSpace:
             (n * seconds for n, seconds in zip(costs.counts, self.options.min_exposed_by_kind, strict=True)),
             start=np.zeros(len(batch)),
         )
-        return np.asarray(batch.num_microbatches * costs.total("busy_s") + exposed + costs.dp_edges_s)
+        return np.asarray(batch.num_microbatches * costs.total("busy_s") + exposed + costs.per_step.dp_edges_s)
 
     def problems(self, row: int) -> list[OffloadInstance]:
         """Return the problems of one layout, built once."""

@@ -117,7 +117,7 @@ def _instance(
         gradients_accumulate=num_microbatches > 1,
         streamable=(is_block | (not costs.model.tie_embeddings)) & (sizes["parameter_bytes"] > 0),
         host_update_s=sizes["parameter_bytes"] / workload.master_bytes * rates.update_s_per_param,
-        device_update_s=plain.update_s(*_trained_params(costs, idx), idx),
+        device_update_s=plain.per_step.update_s(*_trained_params(costs, idx), idx),
         pieces=np.array([_num_pieces(layer) for layer in costs.model.iter_layers()], dtype=np.int64),
         **sizes,
     )
@@ -217,7 +217,7 @@ def build_schedule(
 def constant_s(options: RecomputeCosts, idx: int) -> float:
     """Return exposed communication over data in a step and copies for it, which no schedule here changes."""
     plain = options.by_option[_NONE]
-    return float(plain.exposed_s(idx).sum() + plain.dp_edges_s[idx])
+    return float(plain.per_step.exposed_s(idx).sum() + plain.per_step.dp_edges_s[idx])
 
 
 def build_estimate(
@@ -226,7 +226,7 @@ def build_estimate(
     """Return the estimate of a layout with a schedule: the simulated step by terms, memory at the fuller phase."""
     costs = options.assigned(idx, [_RECOMPUTE_IDXS[k] for k in choice.option])
     plain = estimate_step(costs, 0, (0, instance.num_layers))
-    constant, terms, copied = constant_s(options, idx), plain.breakdown_s, float(costs.copied_s(0).sum())
+    constant, terms, copied = constant_s(options, idx), plain.breakdown_s, float(costs.per_step.copied_s(0).sum())
     within_layers = terms.compute - copied + terms.recompute + terms.tp + terms.cp + terms.ep
     seconds = instance.num_microbatches * simulated.microbatch_s
     # Kernels next to copies lose some of their speed, which is part of waiting for the host.

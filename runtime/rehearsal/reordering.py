@@ -96,10 +96,10 @@ def _parts(action: Action, pieces: dict[Action, list[int]]) -> list[Action]:
 
 
 def _layer_names(plan: TrainingPlan, source: RankKind, target: RankKind) -> dict[str, str]:
-    """Return names of blocks, which count after the embedding."""
-    pairs = zip(source.stages, target.stages, strict=True)
+    """Return names of blocks, which count after the embedding; both halves of one have its name."""
+    pairs, halves = zip(source.stages, target.stages, strict=True), 2 if plan.layout.half_blocks else 1
     return {
-        f"layers.{a - 1}": f"layers.{b - 1}"
+        f"layers.{(a - 1) // halves}": f"layers.{(b - 1) // halves}"
         for one, other in pairs
         for a, b in zip(plan.stages[one].layer_idxs, plan.stages[other].layer_idxs, strict=True)
     }

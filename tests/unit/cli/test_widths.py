@@ -141,3 +141,14 @@ def test_a_pipe_keeps_to_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= columns
         assert not content(table) - words(out)
+
+
+def test_a_row_stands_only_in_parts_where_it_has_figures() -> None:
+    table = headed_table("title", "name", *(f"figure {idx}" for idx in range(8)), text=("name",))
+    table.add_row("row", *("25 GiB",) * 8)
+    table.add_section()
+    table.add_row("sum", "99 GiB")
+    table.add_row("name alone")
+    drawn = at_width(table, 60)
+    assert drawn.count(" row ") == 2
+    assert drawn.count(" sum ") == drawn.count("99 GiB") == drawn.count(" name alone") == 1

@@ -48,9 +48,9 @@ def layer_wise_step_s(cluster: ClusterSpec, workload: Workload, strategies: list
     costs = CostTable.from_layouts(MODEL, workload, cluster, LayoutTable.from_layouts(layouts, GLOBAL_BATCH_SIZE))
     of_layer = [distinct.index(strategy) for strategy in strategies]
     busy = [costs.per_layer("busy_s", idx) for idx in range(len(distinct))]
-    once = [costs.once_per_layer_s(idx) for idx in range(len(distinct))]
+    once = [costs.per_step.once_per_layer_s(idx) for idx in range(len(distinct))]
     layers = sum(CHUNKS * busy[idx][at] + once[idx][at] for at, idx in enumerate(of_layer))
-    return float(layers) + float(np.min(costs.dp_edges_s))
+    return float(layers) + float(np.min(costs.per_step.dp_edges_s))
 
 
 def node(device: str) -> ClusterSpec:

@@ -50,7 +50,7 @@ def test_the_order_is_as_long_as_the_plan_says_and_within_its_memory(ordered: Tr
     makespan_s = check(PipelineInstance(instance.pipeline, instance.headroom_bytes), order)
     parts = ordered.estimate.breakdown_s
     # Beside the passes: copies of the rank that has most of them.
-    of_stage = [costs.copied_s(0)[first:end].sum() for first, end in pairwise(boundaries)]
+    of_stage = [costs.per_step.copied_s(0)[first:end].sum() for first, end in pairwise(boundaries)]
     copied_s = np.bincount(pipeline_shape(costs, 0).rank_of_stage, of_stage).max()
     beside_s = parts.dp + parts.optimizer + copied_s
     assert makespan_s == pytest.approx(parts.total - beside_s, rel=1e-9)  # sums in another order
