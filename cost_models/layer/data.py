@@ -344,14 +344,17 @@ def summed_bytes_per_param(layouts: LayoutTable, workload: Workload) -> FloatArr
     return np.where(adds & workload.has_backward, _summed_bytes(layouts, workload), 0.0)
 
 
-def summed_s(seconds: FloatArray, cost: Any, inputs: CostInputs) -> FloatArray:
+def summed_s(seconds: FloatArray, cost: Any, inputs: CostInputs, host_s: FloatArray | float = 0.0) -> FloatArray:
     """Return how much longer sums of so many seconds [N] make a backward pass of a LayerCost, which may wait for the host [N].
 
-    Without recompute, so that it is the same whatever a layer repeats.
+    Without recompute, so that it is the same whatever a layer repeats. ``host_s`` are of the host, to launch them.
     """
-    norm = host_costs(inputs.scenario).overlap_norm
-    waits, less = (waiting_s(cost.device_backward_s + more, cost.host_backward_s, norm) for more in (0.0, seconds))
-    return seconds - (waits - less)
+    host = host_costs(inputs.scenario)
+    if host.adds:
+        return seconds + host_s
+    device, launched = cost.device_backward_s, cost.host_backward_s
+    waits = waiting_s(device, launched, host.overlap_norm)
+    return seconds + waiting_s(device + seconds, launched + host_s, host.overlap_norm) - waits
 
 
 def gathers_in_passes(layouts: LayoutTable, workload: Workload) -> Array:

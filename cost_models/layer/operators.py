@@ -223,6 +223,7 @@ class OperatorRules:
         softmax: passes over the score matrix of unfused attention, which stores all [heads, seq, seq] of it; None for fused.
         dropout: hidden states pass a dropout before both additions of a block.
         multiplies_apart: queries, keys and values, and gate and up, are products of their own (EngineFacts).
+        pads_values: latent attention fills values up to the width of its keys.
     """
 
     hidden_dim: int
@@ -231,6 +232,7 @@ class OperatorRules:
     softmax: KernelTraffic | None = None
     dropout: bool = False
     multiplies_apart: bool = False
+    pads_values: bool = False
 
 
 def operator_rules(hidden_dim: int, scenario: Scenario) -> OperatorRules:
@@ -250,6 +252,7 @@ def operator_rules(hidden_dim: int, scenario: Scenario) -> OperatorRules:
         softmax=softmax,
         dropout=workload.dropout,
         multiplies_apart=workload.engine_facts.multiplies_apart,
+        pads_values=workload.engine_facts.is_own_runtime,  # runtime/models/attention.py: kernels take one width only
     )
 
 
@@ -376,16 +379,17 @@ def _(attention: LatentAttention, rules: OperatorRules) -> tuple[Operator, ...]:
     if rank is not None:
         norm = _elementwise("q_norm", rank, rules.kernels.norm, "none")
         query = (Gemm("q_down", rank, hidden_dim, "none"), norm, Gemm("q_up", attention.q_dim, rank, "column"))
+    v_dim = attention.head_dim if rules.pads_values else attention.v_head_dim
+    sums = (_summed_gradients("latent_sums", hidden_dim, 2),) if rules.multiplies_apart else ()
     return (
         *query,
         Gemm("kv_down", attention.kv_lora_rank + attention.qk_rope_head_dim, hidden_dim, "none"),
+        *sums,
         _elementwise("kv_norm", attention.kv_lora_rank, rules.kernels.norm, "none"),
         Gemm("kv_up", kv_up, attention.kv_lora_rank, "column"),
         _elementwise("latent_copies", joined, KernelTraffic(2, 2, 3, 3), "column"),
         _elementwise("rotary", heads * attention.qk_rope_head_dim, rules.kernels.rotary, "column"),
-        FusedAttention(
-            "attention", heads, attention.head_dim, attention.v_head_dim, (seq_len + 1) / 2, seq_len, seq_len, heads
-        ),
+        FusedAttention("attention", heads, attention.head_dim, v_dim, (seq_len + 1) / 2, seq_len, seq_len, heads),
         Gemm("attention_out", hidden_dim, heads * attention.v_head_dim, "row"),
     )
 

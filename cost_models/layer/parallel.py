@@ -161,14 +161,16 @@ def userbuffers_bytes(boundary_bytes: Array, layouts: Any, workload: Workload) -
 def reductions(layer: Layer, inputs: CostInputs) -> IntArray:
     """Return the outputs of a layer that tp reduces in a pass [N].
 
-    Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do.
+    Experts with axes of their own read tokens that no tensor-parallel collective gathers; shared experts still do. Our runtime
+    gathers for shared experts and for those that follow tp, and reduces what each puts out.
     """
     moe, layouts = layer.experts, inputs.layouts
     parts = 2 if layer.inner_block is None else layer.inner_block.num_reductions
-    has_axes = (
-        ~layouts.experts_follow_tp if moe is not None and moe.shared is None else np.zeros(len(layouts), dtype=bool)
-    )
-    return np.where(has_axes, 1, parts)
+    if moe is None:
+        return np.full(len(layouts), parts)
+    if moe.shared is None:
+        return np.where(layouts.experts_follow_tp, parts, parts - 1)
+    return parts + (layouts.experts_follow_tp & inputs.workload.engine_facts.is_own_runtime)
 
 
 def norm_sums(layer: Layer, inputs: CostInputs) -> int:

@@ -21,8 +21,9 @@ from ..hardware.machine import HostCosts, device_rates, host_costs, waiting_s
 from ..measured import attention_ratio, layer_ratios
 from . import recurrences as _registered  # noqa: F401  operators and saved tensors of those kinds
 from .adapters import with_adapters
-from .context import AddedTime, context_parallel, state_passing_s
+from .context import AddedTime, context_parallel, state_passing_s, ulysses_exchange
 from .data import has_copies
+from .gradient_sums import sums_of_inputs
 from .memory import MODULES
 from .operators import (
     CORE_ATTENTION,
@@ -115,9 +116,11 @@ def passes_in_mode(layer: Layer, inputs: CostInputs, *, by_halves: bool = False)
         sums_s = num_batches * norm_sums_s(layer, half_batches(inputs))
         tp_s = forward_s + sums_s, backward_s + sums_s
         times = [time.scaled(num_batches, num_batches, with_dispatches=True) for time in times]
+    sums = sums_of_inputs(layer, inputs)
+    tp_s = tp_s[0], tp_s[1] + sums.seconds
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute, launched_s = passes_s(
-        layer, operators, times, comm_s, inputs, num_batches=num_batches
+        layer, operators, times, comm_s, inputs, num_batches=num_batches, num_sums=sums.count
     )
     if by_halves:
         recompute = recompute + repeated_product_s(operators, times, inputs.layouts)
@@ -212,7 +215,12 @@ def _with_context(
         isolated.backward_dispatches + added.dispatches,
         isolated.weight_s,
     )
-    repeated = np.where(layouts.recompute == RECOMPUTES.index("full"), added.exposed_forward_s, 0.0)
+    is_full, is_selective = (layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective"))
+    exchanged = (
+        is_selective & inputs.workload.engine_facts.is_own_runtime
+    )  # attention's operands, which selective does not keep
+    sent_again = exchanged * ulysses_exchange(attention, inputs).exposed_forward_s
+    repeated = np.where(is_full, added.exposed_forward_s, sent_again)
     exposed = (added.exposed_forward_s, added.exposed_backward_s + repeated)
     return [*times[:idx], longer, *times[idx + 1 :]], exposed
 
@@ -225,12 +233,14 @@ def passes_s(
     inputs: CostInputs,
     *,
     num_batches: int = 1,
+    num_sums: FloatArray | float = 0.0,
 ) -> tuple[FloatArray, FloatArray, FloatArray, tuple[FloatArray, FloatArray]]:
     """Return forward, backward and recompute seconds [N] with the host's dispatch, of a micro-batch in ``num_batches`` parts, and
     `LayerPasses.launched_s`.
 
     On an accelerator the host runs ahead and waits show only where it falls behind kernels and the communication within the
-    layer, ``comm_s`` forward and backward (`waiting_s`). Collectives themselves are not included.
+    layer, ``comm_s`` forward and backward (`waiting_s`). Collectives themselves are not included. ``num_sums`` are those that the
+    backward pass has more (gradient_sums.py).
     """
     layouts, workload = inputs.layouts, inputs.workload
     host = host_costs(inputs.scenario)
@@ -246,7 +256,7 @@ def passes_s(
     per_pass = 0.5 if layer.inner_block is None else reductions(layer, inputs)
     each_pass = per_pass * np.where(layouts.sequence_parallel == 1, 2, 1) + norm_sums(layer, inputs)
     collectives = np.where(layouts.tp > 1, num_batches * each_pass, 0.0)
-    repeats = layouts.recompute_fraction * (layouts.recompute == RECOMPUTES.index("full"))
+    again = _repeated_collectives(collectives, num_batches, inputs)
     each_s = host.collective_s + layouts.tp * _between_nodes_s(host, inputs)
     is_wrapped = has_copies(layouts, workload) | (layouts.cp > 1)
     unit_s = host.fsdp_unit_s / np.where((layouts.half_blocks == 1) & has_block, 4, 2)  # one for both halves
@@ -254,8 +264,8 @@ def passes_s(
     if layer.experts is not None and not host.adds:
         host_s = host_s + host.routing_s / 2
     host_forward = host_s + host.operator_s * sum(time.forward_dispatches for time in times)
-    host_backward = host_s + host.operator_s * sum(time.backward_dispatches for time in times)
-    host_recompute = repeated * host.operator_s + repeats * collectives * each_s
+    host_backward = host_s + num_sums * each_s + host.operator_s * sum(time.backward_dispatches for time in times)
+    host_recompute = repeated * host.operator_s + again * each_s
     if has_block and layouts.cuda_graphs.any():  # collectives and recompute are in the graph
         is_graph = layouts.cuda_graphs == 1
         outside_s, is_out = _outside_graphs_s(layer, operators, times, host), layouts.expert_graphs == 0
@@ -275,6 +285,16 @@ def passes_s(
         recompute,
         (backward + comm_forward, host_backward),  # forward is sent what a backward pass sends without recompute
     )
+
+
+def _repeated_collectives(collectives: FloatArray, num_batches: int, inputs: CostInputs) -> FloatArray:
+    """Return how many of a forward pass's collectives over tp recompute repeats [N], as in `parallel.tensor_parallel_s`."""
+    layouts, is_megatron = inputs.layouts, inputs.workload.engine_facts.is_eager_like_megatron
+    but_the_last = np.maximum(collectives - num_batches, 0.0)
+    full = collectives if is_megatron else but_the_last
+    selective = np.zeros_like(collectives) if is_megatron else but_the_last
+    is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
+    return np.asarray(layouts.recompute_fraction * np.select(is_kind, [full, selective], 0.0))
 
 
 def _outside_graphs_s(

@@ -17,11 +17,13 @@ from ..layer.data import (
     exposed_gather_s,
     filling_bytes_per_param,
     gathers_in_passes,
+    has_copies,
     passes_per_step,
     summed_bytes_per_param,
     summed_s,
     update_s,
 )
+from ..layer.gradient_sums import sums_of_weights
 from ..layer.layer import LayerCost
 from ..layer.operators import Layer
 from ..layer.vocabulary import VocabularyShare
@@ -75,6 +77,13 @@ class PerStepCosts:
         )
         return seconds, summed_s(seconds, cost, self.costs.inputs)
 
+    def _weights_summed_s(self, kind: Layer, cost: LayerCost) -> FloatArray:
+        """Return how much longer sums of weights' gradients over tp make a backward pass that reduces [N]."""
+        inputs = self.costs.inputs
+        sums = sums_of_weights(kind, inputs)
+        is_made = has_copies(inputs.layouts, inputs.workload)
+        return np.asarray(is_made * summed_s(sums.seconds, cost, inputs, sums.host_s))
+
     def _copied_s(self, cost: LayerCost) -> FloatArray:
         """Return the seconds of the copies and sums of a layer's parameters in a step [N]."""
         (of_any, more), (sums_s, added_s) = self._copied_s_per_param, self._sums_s(cost)
@@ -90,8 +99,9 @@ class PerStepCosts:
         """Exposed gathering and reduction of one layer over the entire step and the copies that serve them, by kind [K] of [N]."""
         if self.costs.known is not None:
             return self.costs.known.dp_exposed_by_kind
+        reductions = passes_per_step(self.costs.layouts, self.costs.workload).reductions
         return tuple(
-            self._exposed_s(kind, cost) + cost.levels_s + copied_s
+            self._exposed_s(kind, cost) + cost.levels_s + copied_s + reductions * self._weights_summed_s(kind, cost)
             for kind, cost, copied_s in zip(self.costs.kinds, self.costs.by_kind, self._copied_by_kind, strict=True)
         )
 
@@ -126,23 +136,24 @@ class PerStepCosts:
         """Seconds that stages wait for each other while a pipeline fills and drains, besides the passes of the layers [N].
 
         In all stages but a rank's own: sums of gradients, part of an undivided backward pass, and what gathers add to a forward
-        pass (`gathers_in_passes`). Of a schedule's chunks the first.
+        pass (`gathers_in_passes`), of which the first hides behind no layer. Of a schedule's chunks the first.
         """
-        b = self.costs.layouts
+        b, workload = self.costs.layouts, self.costs.workload
         if not np.any(b.pp > 1):
             return np.zeros(len(b))
         of_any, of_experts = (
-            filling_bytes_per_param(b, self.costs.workload, of_experts=is_expert) / self._copies_per_s
+            filling_bytes_per_param(b, workload, of_experts=is_expert) / self._copies_per_s
             for is_expert in (False, True)
         )
-        gathers, undivided = gathers_in_passes(b, self.costs.workload), ~b.schedule_fact("splits_backward")
-        seconds = sum(
-            n * (of_any * cost.num_trained + (of_experts - of_any) * cost.expert_params)
-            + n * gathers * exposed_gather_s(cost, self._overlap, self.costs.inputs)
-            + n * undivided * self._sums_s(cost)[1]
-            for n, cost in zip(self.costs.counts, self.costs.by_kind, strict=True)
-        )
-        return np.asarray((b.pp - 1) / b.pp / b.num_model_chunks * seconds)
+        gathers, undivided = gathers_in_passes(b, workload), ~b.schedule_fact("splits_backward")
+        seconds, hidden = np.zeros(len(b)), np.zeros(len(b))
+        for n, cost in zip(self.costs.counts, self.costs.by_kind, strict=True):
+            exposed = exposed_gather_s(cost, self._overlap, self.costs.inputs)
+            copied = of_any * cost.num_trained + (of_experts - of_any) * cost.expert_params
+            seconds += n * (copied + gathers * exposed + undivided * self._sums_s(cost)[1])
+            hidden += n * gathers * (cost.gather_s - exposed)
+        num_units = len(self.costs.kind_of_layer) / np.where(b.half_blocks == 1, 2, 1)
+        return np.asarray((b.pp - 1) * (seconds / b.pp / b.num_model_chunks + hidden / num_units))
 
     def update_s(
         self, trained: FloatArray | float, expert_params: FloatArray | float, idx: int | slice = slice(None)

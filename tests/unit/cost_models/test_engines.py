@@ -67,7 +67,7 @@ def test_model_chunks_hide_reductions_and_transfers() -> None:
     batch = LayoutTable.from_layouts(layouts, workload.global_batch_size)
     costs = CostTable.from_layouts(ModelSpec.named("llama-3.1-8b"), workload, cluster, batch)
     block = next(k for k, kind in enumerate(costs.kinds) if isinstance(kind, Block))
-    plain, chunked = costs.dp_exposed_by_kind[block]
+    plain, chunked = costs.per_step.dp_exposed_by_kind[block]
     assert chunked < plain
     assert costs.transfer_s[1] < costs.transfer_s[0]
 

@@ -1,0 +1,79 @@
+"""Sums over tp of gradients of what all ranks have in full.
+
+The compressed vectors of latent attention are on all ranks, and each expands them to its own heads: the gradients of what the
+expansions read are sums in every backward pass, in place of that of the block's input, which is complete.
+
+Of a weight that every rank applies to its part of the tokens or heads (norms, routers) a rank has a part of the gradient. DTensor
+adds the parts up when fully_shard reduces, weight by weight (torch's FSDPParam.unsharded_grad_data).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ...schema.layers import Block, LatentAttention, MoE, SoftmaxAttention
+from ...schema.units import BoolArray, FloatArray
+from ..hardware.collectives import collective_s
+from ..hardware.machine import host_costs
+from .operators import CostInputs, Layer
+from .parallel import exchange_s
+
+
+class GradientSums(NamedTuple):
+    """Sums over tp [N]: how many, their seconds, and the host's to launch them."""
+
+    count: FloatArray
+    seconds: FloatArray
+    host_s: FloatArray
+
+
+def sums_of_inputs(layer: Layer, inputs: CostInputs) -> GradientSums:
+    """Return what sums of a backward pass come in place of one reduction of hidden states: latent attention's in our runtime."""
+    block, own = layer.inner_block, inputs.workload.engine_facts.is_own_runtime
+    if block is None or not own or layer.counted is not None or not isinstance(block.attention, LatentAttention):
+        return _added([], inputs)
+    attention = block.attention
+    widths = (attention.q_lora_rank or inputs.hidden_dim, attention.kv_lora_rank, attention.qk_rope_head_dim)
+    added = _added([inputs.tokens * float(width) for width in widths], inputs)
+    left_out = inputs.layouts.tp > 1
+    return added._replace(count=added.count - left_out, seconds=added.seconds - left_out * exchange_s(inputs)[1])
+
+
+def sums_of_weights(layer: Layer, inputs: CostInputs) -> GradientSums:
+    """Return the sums of weights' gradients in a reduction over data; none where an engine makes all of them once a step."""
+    block, workload = layer.inner_block, inputs.workload
+    is_summed = workload.engine_facts.uses_fully_shard and workload.adapters is None
+    if block is None or not is_summed or layer.counted is not None:
+        return _added([], inputs)
+    by_tokens = inputs.layouts.sequence_parallel == 1
+    always = np.ones_like(by_tokens)
+    sizes = [size * where for numbers, where in _weights(block, inputs, by_tokens, always) for size in numbers]
+    return _added(sizes, inputs)
+
+
+def _weights(
+    block: Block, inputs: CostInputs, by_tokens: BoolArray, always: BoolArray
+) -> list[tuple[list[int], BoolArray]]:
+    """Return the elements of weights of which ranks have parts of the gradient, and where they have [N]."""
+    dim, attention, moe = inputs.hidden_dim, block.attention, block.mlp
+    weights = [([dim] * (block.num_norms * (block.norm_weight + block.norm_bias)), by_tokens)]
+    if isinstance(attention, SoftmaxAttention) and attention.qk_norm.startswith("per_head"):
+        weights.append(([attention.head_dim] * (4 if attention.qk_norm == "per_head_bias" else 2), always))
+    if isinstance(moe, MoE):
+        weights.append(([moe.num_experts * dim], always))
+        weights.append(([dim] * (moe.shared is not None and moe.shared_gate), by_tokens))
+    return weights
+
+
+def _added(elements: list[FloatArray], inputs: CostInputs) -> GradientSums:
+    """Return the sums of so many elements [N] each, in the compute dtype; those of none and without tp are not made."""
+    tp, none = inputs.layouts.tp, np.zeros(len(inputs.layouts))
+    count, seconds = none, none
+    for size in elements:
+        is_made = (tp > 1) & (size > 0)
+        sent = np.asarray(size * float(inputs.workload.compute_bytes), dtype=np.float64)
+        once_s = collective_s("all_reduce", sent, tp, np.ones_like(tp), inputs.cluster)
+        count, seconds = count + is_made, seconds + np.where(is_made, once_s, 0.0)
+    return GradientSums(count, seconds, count * host_costs(inputs.scenario).collective_s)
