@@ -24,21 +24,21 @@ from .parallel import exchange_s
 class GradientSums(NamedTuple):
     """Sums over tp [N]: how many, their seconds, and the host's to launch them."""
 
-    count: FloatArray
+    number: FloatArray
     seconds: FloatArray
     host_s: FloatArray
 
 
 def sums_of_inputs(layer: Layer, inputs: CostInputs) -> GradientSums:
     """Return what sums of a backward pass come in place of one reduction of hidden states: latent attention's in our runtime."""
-    block, own = layer.inner_block, inputs.workload.engine_facts.is_own_runtime
-    if block is None or not own or layer.counted is not None or not isinstance(block.attention, LatentAttention):
+    block, is_ours = layer.inner_block, inputs.workload.engine_facts.is_own_runtime
+    if block is None or not is_ours or layer.counted is not None or not isinstance(block.attention, LatentAttention):
         return _added([], inputs)
     attention = block.attention
     widths = (attention.q_lora_rank or inputs.hidden_dim, attention.kv_lora_rank, attention.qk_rope_head_dim)
-    added = _added([inputs.tokens * float(width) for width in widths], inputs)
-    left_out = inputs.layouts.tp > 1
-    return added._replace(count=added.count - left_out, seconds=added.seconds - left_out * exchange_s(inputs)[1])
+    added = _added([np.asarray(inputs.tokens * float(width)) for width in widths], inputs)
+    replaced = inputs.layouts.tp > 1
+    return added._replace(number=added.number - replaced, seconds=added.seconds - replaced * exchange_s(inputs)[1])
 
 
 def sums_of_weights(layer: Layer, inputs: CostInputs) -> GradientSums:
@@ -49,7 +49,11 @@ def sums_of_weights(layer: Layer, inputs: CostInputs) -> GradientSums:
         return _added([], inputs)
     by_tokens = inputs.layouts.sequence_parallel == 1
     always = np.ones_like(by_tokens)
-    sizes = [size * where for numbers, where in _weights(block, inputs, by_tokens, always) for size in numbers]
+    sizes = [
+        np.asarray(where * float(size))
+        for numbers, where in _weights(block, inputs, by_tokens, always)
+        for size in numbers
+    ]
     return _added(sizes, inputs)
 
 

@@ -120,7 +120,7 @@ def passes_in_mode(layer: Layer, inputs: CostInputs, *, by_halves: bool = False)
     tp_s = tp_s[0], tp_s[1] + sums.seconds
     comm_s = (tp_s[0] + cp_s[0] + ep_s[0], tp_s[1] + cp_s[1] + ep_s[1])
     forward, backward, recompute, launched_s = passes_s(
-        layer, operators, times, comm_s, inputs, num_batches=num_batches, num_sums=sums.count
+        layer, operators, times, comm_s, inputs, num_batches=num_batches, num_sums=sums.number
     )
     if by_halves:
         recompute = recompute + repeated_product_s(operators, times, inputs.layouts)
