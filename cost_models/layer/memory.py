@@ -109,7 +109,7 @@ class SavedElements:
         tokens, fp32: split along the sequence under sequence parallelism.
         routed: unsharded vectors of the rows that reach a rank's experts.
         exchanged: split by heads, and only where cp exchanges tokens for them.
-        apart: as routed, and only where experts are cut over ranks of their own.
+        apart: as routed, and only where what experts read is gathered by itself: over ranks of their own, or along the sequence.
     """
 
     unsharded: float = 0.0
@@ -186,7 +186,9 @@ def bytes_of(saved: SavedElements, inputs: CostInputs) -> FloatArray:
     """Return the bytes of a micro-batch's tensors on one rank [N]."""
     layouts, workload = inputs.layouts, inputs.workload
     along_sequence = np.where(layouts.sequence_parallel == 1, layouts.tp, 1)
-    is_apart = ~np.asarray(layouts.experts_follow_tp, dtype=bool) & (layouts.expert_tp > 1)
+    # Our runtime gathers for each of them, also where experts follow tp.
+    gathers_twice = (layouts.tp > 1) & (layouts.sequence_parallel == 1) & workload.engine_facts.is_own_runtime
+    is_apart = np.where(layouts.experts_follow_tp, gathers_twice, layouts.expert_tp > 1)
     unsharded = saved.unsharded + (saved.routed + is_apart * saved.apart) * stored_share(layouts, workload)
     of_heads = saved.tp + np.where(layouts.cp_ulysses > 1, saved.exchanged, 0.0)
     elements = unsharded + of_heads / layouts.tp + saved.tokens / along_sequence

@@ -61,22 +61,23 @@ def test_peak_is_near_the_prediction(sharded: tuple[TrainingPlan, Rehearsal]) ->
 
 MOMENTS = [
     ("qwen3-30b-a3b", 4, "pp=4,schedule=zb-h1", 6),
+    ("deepseek-v2-lite", 8, "pp=2,tp=4,sequence_parallel=true,etp=1,schedule=zb-h1,micro_batch_size=8", 32),
     ("qwen2.5-32b", 4, "pp=2,tp=2,sequence_parallel=false,schedule=zb-v,num_model_chunks=2", 6),
     ("llama-3.2-1b", 8, "pp=4,dp_shard=2,schedule=gpipe", 8),
     ("llama-3.2-1b", 4, "pp=4,schedule=gpipe", 1),
     ("llama-3.2-1b", 4, "pp=1,dp_replicate=4,zero_stage=0", 4),
     ("llama-3.2-1b", 4, "pp=1,cp=4,cp_ulysses=1", 1),
 ]
-"""Experts after an input pass; the turn of a V; the embedding reduced first and the head last; a single micro-batch; gradients of a
+"""Experts after an input pass; what routed and shared experts gather; the turn of a V; the embedding reduced first and the head last; a single micro-batch; gradients of a
 tied embedding, of replicas and of a ring."""
 
 
 @pytest.mark.parametrize(
     ("model", "ranks", "fix", "batch"),
-    [pytest.param(*one, marks=pytest.mark.long) for one in MOMENTS[:3]] + MOMENTS[3:],
+    [pytest.param(*one, marks=pytest.mark.long) for one in MOMENTS[:4]] + MOMENTS[4:],
 )
 def test_memory_model_has_the_fullest_moment(model: str, ranks: int, fix: str, batch: int) -> None:
-    """Each was off by 5 to 27 % before the moment was in the model."""
+    """Each was off by 4 to 27 % before the moment was in the model."""
     others = {
         "tp": 1,
         "cp": 1,
