@@ -67,8 +67,9 @@ MOMENTS = [
     ("llama-3.2-1b", 4, "pp=4,schedule=gpipe", 1),
     ("llama-3.2-1b", 4, "pp=1,dp_replicate=4,zero_stage=0", 4),
     ("llama-3.2-1b", 4, "pp=1,cp=4,cp_ulysses=1", 1),
-"""Experts after an input pass; what routed and shared experts gather; the turn of a V; the embedding reduced first and the head last;
-a single micro-batch; gradients of tied embedding, of replicas and of a ring."""
+]
+"""Experts after an input pass; what routed and shared experts gather; the turn of a V; the embedding reduced first and the head
+last; a single micro-batch; gradients of tied embedding, of replicas and of a ring."""
 
 
 @pytest.mark.parametrize(
