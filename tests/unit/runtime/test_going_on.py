@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import threading
@@ -319,9 +320,11 @@ def test_a_thread_that_was_replaced_raises_when_it_comes_back(monkeypatch: pytes
     assert reached == ["second"]
 
 
-def test_a_generation_that_was_entered_is_not_counted_twice(tmp_path: Path) -> None:
+def test_a_generation_that_was_entered_is_not_counted_twice() -> None:
     """Two begin at once: the driver enters the second while the thread that watches wakes for the first."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    # Watched by a thread that ends with this process: were the store to go first, torch might abort while it tells that thread.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
     board, first = Board(store), Generation(number=0, members=(0, 1, 2), num_active=3)
     board.publish(first)
     membership = Membership("localhost", store.port, 0, 5.0)
