@@ -93,7 +93,7 @@ def expected_goodput(plan: TrainingPlan, faults: Faults, deadline: Deadline | No
         fallbacks=tuple(
             Fallback(
                 lost=lost,
-                num_devices=entry.cluster.num_devices - entry.num_idle_devices,
+                num_devices=entry.cluster.num_devices,
                 layout=str(entry.layout),
                 step_s=entry.estimate.step_time_s,
                 share_of_time=float(shares[lost + faults.spares]),

@@ -84,6 +84,19 @@ def test_a_tolerant_plan_holds_its_states_twice_and_brings_plans_that_verify(
     assert TrainingPlan.load(tmp_path / "plan.json") == chosen
 
 
+def test_devices_that_a_plan_leaves_idle_are_no_units(tmp_path: Path) -> None:
+    """On 7 devices with the full space the fuzzer had a plan for 4, whose losses were counted from 7."""
+    path = tmp_path / "plan.json"
+    words = ["plan", "smollm2-135m", "--cluster", "7xH100-SXM-80GB", "--global-batch-size", "8", "--seq-len", "64"]
+    made = CliRunner().invoke(app, [*words, "--space", "full", "--fix", "pp=4", "--tolerate", "1", "--out", str(path)])
+    assert made.exit_code == 0, made.output
+    given = TrainingPlan.load(path)
+    assert given.num_idle_devices > 0
+    assert not check(given, given.fallbacks)
+    (entry,) = expected_goodput(given, FAULTS.replace(tolerate=1)).fallbacks
+    assert entry.num_devices == given.fallbacks[0].cluster.num_devices < given.cluster.num_devices
+
+
 def test_machines_that_come_and_go(trained: TrainingPlan, tmp_path: Path) -> None:
     """Three hours of four machines, one of which is away for the second one; by hand."""
     changes = [Change(0, 4), Change(3600, 3), Change(7200, 4), Change(10_800, 4)]
