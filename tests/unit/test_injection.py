@@ -174,5 +174,6 @@ def test_pages_of_other_tasks_have_the_same_elements_whatever_names_are(
         return serving_plan.replace(model=serving_plan.model.replace(name=name), notes=(name,))
 
     for named in (serving_named, rl_plan_named):
-        pages = [tags_of(page_of(named(name), tmp_path, explain_limit_s=1)) for name in ("plain", HTML)]
+        # How much is explained in a second differs.
+        pages = [set(tags_of(page_of(named(name), tmp_path, explain_limit_s=1))) for name in ("plain", HTML)]
         assert pages[0] == pages[1]
