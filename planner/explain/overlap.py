@@ -6,6 +6,7 @@ forbids it. By half-batches each kind of layer is told by itself: (V1) to (V5) o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +16,7 @@ from ...cost_models.layer.overlap import is_chosen, supported
 from ...cost_models.layer.passes import passes_in_mode
 from ...schema import Layout, TrainingPlan
 from ...schema.layout_rules import ENGINE_RULES, broken_rules, problem_on
+from ...schema.layout_table import RECOMPUTES
 from ...schema.units import format_seconds
 from ..planned_stages import costed_stages, reestimate
 
@@ -59,18 +61,19 @@ def _broken(plan: TrainingPlan, layout: Layout) -> tuple[str, ...]:
 
 
 def _by_kind(plan: TrainingPlan) -> Iterator[str]:
-    """Yield what a micro-batch takes in each kind of layer that may run by half-batches, in either mode."""
+    """Yield what a micro-batch takes in each kind of layer that may run by half-batches, by what it recomputes, in either mode."""
     costs = costed_stages(plan).costs
-    layouts = costs.layouts.select(np.zeros(1, dtype=np.int64))
-    layouts = layouts.replace(recompute=np.zeros_like(layouts.recompute))
-    inputs = CostInputs(hidden_dim=plan.model.hidden_dim, layouts=layouts, scenario=costs.scenario)
-    layers = list(plan.model.iter_layers())
-    for kind in dict.fromkeys(layers):
+    first, layers = costs.layouts.select(np.zeros(1, dtype=np.int64)), list(plan.model.iter_layers())
+    recomputes = {idx: stage.recompute_of(idx) for stage in plan.stages for idx in stage.layer_idxs}
+    counts = Counter((layer, recomputes[idx]) for idx, layer in enumerate(layers))
+    for (kind, recompute), count in counts.items():
+        layouts = first.replace(recompute=np.full_like(first.recompute, RECOMPUTES.index(recompute)))
+        inputs = CostInputs(hidden_dim=plan.model.hidden_dim, layouts=layouts, scenario=costs.scenario)
         if not supported(kind, inputs).all() or not is_chosen(inputs):
             continue
         halved, entire = (float(passes_in_mode(kind, inputs, by_halves=on).busy_s[0]) for on in (True, False))
-        count = layers.count(kind)
+        what = "" if recompute == "none" else f", {recompute} recompute"
         yield (
-            f"{count} x {format_seconds(halved)} by half-batches, {format_seconds(entire)} entire "
+            f"{count} x {format_seconds(halved)} by half-batches{what}, {format_seconds(entire)} entire "
             f"({'+' if halved > entire else '-'}{100 * abs(halved / entire - 1):.1f} %)"
         )

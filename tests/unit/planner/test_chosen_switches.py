@@ -114,11 +114,13 @@ def test_half_batches_are_planned_where_a_short_batch_needs_tensor_parallelism()
     model, workload = ModelSpec.named("llama-3.1-70b"), Workload(seq_len=4096, global_batch_size=32)
     found = plan(model, SIXTY_FOUR, workload)
     without = plan(model, SIXTY_FOUR, workload, fixed={"tp_halves": False})
-    assert found.layout.tp_halves and not found.unhalved_layers
+    # What a layer recomputes may make the host, which launches twice as many collectives, the slower one.
+    unhalved = found.unhalved_layers
+    assert found.layout.tp_halves and all(found.stages[0].recompute_of(idx) == "selective" for idx in unhalved)
     assert found.estimate.step_time_s < 0.98 * without.estimate.step_time_s
-    assert all(found.is_by_halves(idx) == (0 < idx <= 80) for idx in range(82))
+    assert all(found.is_by_halves(idx) == (0 < idx <= 80 and idx not in unhalved) for idx in range(82))
     (said,) = [text for text in explain(found, time_limit_s=0.1).notes if text.startswith("overlap: ")]
-    assert "80 x" in said and "by half-batches" in said
+    assert f"{80 - len(unhalved)} x" in said and "by half-batches" in said
 
 
 def test_explain_says_what_a_mode_that_loses_would_cost() -> None:
