@@ -73,9 +73,14 @@ WAVES = Requests(classes=(RequestClass(prompt_len=53, output_len=30),))
 """A thousand end together, and as many wait then: those in flight are as few as before, 9 % above the bound."""
 
 
+SHORT = Requests(classes=(RequestClass(prompt_len=2331, output_len=2),))
+"""Two tokens: three prompts in a step and one that decodes, between whose tokens no prompt comes."""
+
+
 @settings(max_examples=4, deadline=None)
 @given(loads)
 @example(Serving(requests=WAVES, engine="sglang", modes=("agg",), objective="throughput"))
+@example(Serving(requests=SHORT, limits=LIMITS["tpot"], engine="vllm", modes=("agg",), objective="throughput"))
 def test_nothing_simulated_is_above_the_bound(serving: Serving) -> None:
     problem = ServingProblem(request(serving))
     for family in problem.families:
