@@ -305,8 +305,8 @@ def largest_rate(
             break
         low, high, binds = positions[last], positions[last + 1], names[last + 1]
     if fluid and binds == "tpot":
-        at_most = min(limit.seconds for limit in limits if limit.metric == "tpot")
-        best = replace(best, requests_per_s=max(best.requests_per_s, _waves_per_s(instance, mix, at_most)))
+        limit_s = min(limit.seconds for limit in limits if limit.metric == "tpot")
+        best = replace(best, requests_per_s=max(best.requests_per_s, _waves_per_s(instance, mix, limit_s)))
     return replace(best, binds=binds)
 
 
