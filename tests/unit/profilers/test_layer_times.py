@@ -12,6 +12,8 @@ from plans import cpu_cluster
 from torch import Tensor, nn
 
 NUM_BLOCKS, SAMPLES, LENGTH = 3, 4, 8
+VOCABULARY = 8192
+"""Embedding and head take several times as long as the blocks, so that what is outside of these is more than noise."""
 
 
 class Model(nn.Module):
@@ -19,11 +21,11 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(32, 16)
+        self.embed = nn.Embedding(VOCABULARY, 16)
         self.blocks = nn.ModuleList(
             [nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(NUM_BLOCKS)]
         )
-        self.head = nn.Linear(16, 32)
+        self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
