@@ -48,5 +48,8 @@ MAX_REQUESTS = 2 * 10**6
 MAX_LOADS = 10**8
 """Entries of an array of loads or choices of experts: a gigabyte, and more than any model has."""
 
+MAX_EXPERT_GPUS = 2**15
+"""GPUs that share the experts of a layer: a hundred times those of the largest deployments (320)."""
+
 MAX_EXCHANGES = 2 * 10**7
 """Exchanges of two experts' slots that are looked at together: arrays of 160 MB, several of them at a time."""

@@ -58,7 +58,7 @@ from typing import Any
 import numpy as np
 
 from ...schema.errors import ConfigError
-from ...schema.limits import MAX_EXCHANGES, MAX_LOADS
+from ...schema.limits import MAX_EXCHANGES, MAX_EXPERT_GPUS, MAX_LOADS
 from ...schema.units import BoolArray, FloatArray, IntArray
 from ..tolerances import SUMMED
 
@@ -159,6 +159,10 @@ def make_instance(
     for name, count in (("num_gpus", num_gpus), ("num_nodes", num_nodes), ("num_slots", num_slots)):
         if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"{name} is {count!r}; it is a count, 1 or more")
+    if num_gpus > MAX_EXPERT_GPUS:
+        raise ConfigError(
+            f"{num_gpus:,} GPUs for the experts of a layer are more than the {MAX_EXPERT_GPUS:,} that make sense"
+        )
     if loads[:, :, 0].size * max(num_experts * num_gpus, num_slots) > MAX_LOADS:
         raise ConfigError(
             f"{num_experts} experts in {num_slots} slots on {num_gpus} GPUs, in each of {loads[:, :, 0].size} layers of all loads: "

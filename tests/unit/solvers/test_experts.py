@@ -298,3 +298,9 @@ def test_counts_of_another_model_are_refused() -> None:
     placement = place_experts(np.ones((2, 8)), num_gpus=4, num_slots=12)
     with pytest.raises(ConfigError, match="3 layers x 8 experts"):
         split_shares(placement, np.ones((3, 8)))
+
+
+def test_more_gpus_than_make_sense_are_refused() -> None:
+    """The fuzzer asked for 4,740,993: each takes its turn in Python."""
+    with pytest.raises(ConfigError, match="GPUs for the experts of a layer are more than"):
+        make_instance(loads(0, 1, 6), num_gpus=4_740_993, num_slots=4_740_993)
