@@ -90,9 +90,8 @@ def check(plan: TrainingPlan, plans: Sequence[TrainingPlan]) -> tuple[str, ...]:
     for lost, each in enumerate((plan, *plans)):
         name = f"{lost} lost: "
         num_units_now = units - lost
-        num_devices = each.cluster.num_devices + (
-            each.num_idle_devices if lost else 0
-        )  # what a plan leaves idle is no unit
+        num_idle = each.num_idle_devices if lost else 0  # what the plan itself leaves idle is no unit
+        num_devices = each.cluster.num_devices + num_idle
         if num_devices != plan.cluster.num_devices // units * num_units_now:
             wrong.append(f"{name}{num_devices} devices, {num_units_now} units are left")
         if each.workload != plan.workload:

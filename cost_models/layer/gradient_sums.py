@@ -14,19 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ...schema.layers import Block, LatentAttention, MoE, SoftmaxAttention
-from ...schema.units import BoolArray, FloatArray
+from ...schema.units import FloatArray
 from ..hardware.collectives import collective_s
-from ..hardware.machine import host_costs
 from .operators import CostInputs, Layer
 from .parallel import exchange_s
 
 
 class GradientSums(NamedTuple):
-    """Sums over tp [N]: how many, their seconds, and the host's to launch them."""
+    """Sums over tp [N]: how many, and their seconds."""
 
     number: FloatArray
     seconds: FloatArray
-    host_s: FloatArray
 
 
 def sums_of_inputs(layer: Layer, inputs: CostInputs) -> GradientSums:
@@ -38,7 +36,7 @@ def sums_of_inputs(layer: Layer, inputs: CostInputs) -> GradientSums:
     widths = (attention.q_lora_rank or inputs.hidden_dim, attention.kv_lora_rank, attention.qk_rope_head_dim)
     added = _added([np.asarray(inputs.tokens * float(width)) for width in widths], inputs)
     replaced = inputs.layouts.tp > 1
-    return added._replace(number=added.number - replaced, seconds=added.seconds - replaced * exchange_s(inputs)[1])
+    return GradientSums(added.number - replaced, added.seconds - replaced * exchange_s(inputs)[1])
 
 
 def sums_of_weights(layer: Layer, inputs: CostInputs) -> GradientSums:
@@ -47,37 +45,29 @@ def sums_of_weights(layer: Layer, inputs: CostInputs) -> GradientSums:
     is_summed = workload.engine_facts.uses_fully_shard and workload.adapters is None
     if block is None or not is_summed or layer.counted is not None:
         return _added([], inputs)
-    by_tokens = inputs.layouts.sequence_parallel == 1
-    always = np.ones_like(by_tokens)
-    sizes = [
-        np.asarray(where * float(size))
-        for numbers, where in _weights(block, inputs, by_tokens, always)
-        for size in numbers
-    ]
-    return _added(sizes, inputs)
+    along_sequence, always = _weights(block, inputs.hidden_dim)
+    is_cut = np.asarray(inputs.layouts.sequence_parallel == 1, dtype=np.float64)
+    return _added([size * is_cut for size in along_sequence] + [size * np.ones_like(is_cut) for size in always], inputs)
 
 
-def _weights(
-    block: Block, inputs: CostInputs, by_tokens: BoolArray, always: BoolArray
-) -> list[tuple[list[int], BoolArray]]:
-    """Return the elements of weights of which ranks have parts of the gradient, and where they have [N]."""
-    dim, attention, moe = inputs.hidden_dim, block.attention, block.mlp
-    weights = [([dim] * (block.num_norms * (block.norm_weight + block.norm_bias)), by_tokens)]
+def _weights(block: Block, dim: int) -> tuple[list[int], list[int]]:
+    """Return the elements of weights of which ranks have parts of the gradient: under sequence parallelism, and always."""
+    attention, moe = block.attention, block.mlp
+    along_sequence, always = [dim] * (block.num_norms * (block.norm_weight + block.norm_bias)), list[int]()
     if isinstance(attention, SoftmaxAttention) and attention.qk_norm.startswith("per_head"):
-        weights.append(([attention.head_dim] * (4 if attention.qk_norm == "per_head_bias" else 2), always))
+        always += [attention.head_dim] * (4 if attention.qk_norm == "per_head_bias" else 2)
     if isinstance(moe, MoE):
-        weights.append(([moe.num_experts * dim], always))
-        weights.append(([dim] * (moe.shared is not None and moe.shared_gate), by_tokens))
-    return weights
+        always.append(moe.num_experts * dim)
+        along_sequence += [dim] * (moe.shared is not None and moe.shared_gate)
+    return along_sequence, always
 
 
 def _added(elements: list[FloatArray], inputs: CostInputs) -> GradientSums:
     """Return the sums of so many elements [N] each, in the compute dtype; those of none and without tp are not made."""
     tp, none = inputs.layouts.tp, np.zeros(len(inputs.layouts))
-    count, seconds = none, none
+    number, seconds = none, none
     for size in elements:
-        is_made = (tp > 1) & (size > 0)
-        sent = np.asarray(size * float(inputs.workload.compute_bytes), dtype=np.float64)
+        is_made, sent = (tp > 1) & (size > 0), size * float(inputs.workload.compute_bytes)
         once_s = collective_s("all_reduce", sent, tp, np.ones_like(tp), inputs.cluster)
-        count, seconds = count + is_made, seconds + np.where(is_made, once_s, 0.0)
-    return GradientSums(count, seconds, count * host_costs(inputs.scenario).collective_s)
+        number, seconds = number + is_made, seconds + np.where(is_made, once_s, 0.0)
+    return GradientSums(number, seconds)

@@ -42,7 +42,6 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     Two pairs of all-gather and reduce-scatter a block and pass, or two all-reduces without sequence parallelism; the embedding
     and the head have the half that faces the blocks.
     """
-    layouts = inputs.layouts
     gather, reduce = exchange_s(inputs)
     if layer.counted is not None:
         return _traced_s(layer, gather, reduce, inputs)
@@ -51,13 +50,21 @@ def tensor_parallel_s(layer: Layer, inputs: CostInputs) -> tuple[FloatArray, Flo
     if isinstance(layer, Head):
         return gather, reduce
     once = reductions(layer, inputs) * (gather + reduce) + norm_sums_s(layer, inputs)
-    # Ours repeats all but the last reduction, which nothing in the backward pass reads; Megatron under full recompute all of it,
-    # and none for the core of unfused attention alone.
-    workload, full, selective = inputs.workload, once - reduce, once - reduce
+    return once, once + repeated_over_tp(once, reduce, inputs)
+
+
+def repeated_over_tp(forward: FloatArray, last: FloatArray | float, inputs: CostInputs) -> FloatArray:
+    """Return what recompute repeats [N] of something that tensor parallelism does in a forward pass.
+
+    Ours repeats all but the ``last`` reduction, which nothing in the backward pass reads; Megatron under full recompute all of it,
+    and none for the core of unfused attention alone.
+    """
+    workload, layouts = inputs.workload, inputs.layouts
+    full = selective = np.maximum(forward - last, 0.0)
     if workload.engine_facts.is_eager_like_megatron:
-        full, selective = once, np.zeros_like(once) if workload.attention == "math" else selective
+        full, selective = forward, np.zeros_like(forward) if workload.attention == "math" else selective
     is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
-    return once, once + layouts.recompute_fraction * np.select(is_kind, [full, selective], 0.0)
+    return np.asarray(layouts.recompute_fraction * np.select(is_kind, [full, selective], 0.0))
 
 
 def exchange_s(inputs: CostInputs) -> tuple[FloatArray, FloatArray]:

@@ -36,7 +36,7 @@ from .operators import (
     operator_rules,
 )
 from .overlap import NUM_HALVES, by_half_batches_s, half_batches, is_chosen, repeated_product_s, supported
-from .parallel import exposed_communication, norm_sums, norm_sums_s, reductions, token_share
+from .parallel import exposed_communication, norm_sums, norm_sums_s, reductions, repeated_over_tp, token_share
 
 
 class LayerPasses(NamedTuple):
@@ -216,9 +216,8 @@ def _with_context(
         isolated.weight_s,
     )
     is_full, is_selective = (layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective"))
-    exchanged = (
-        is_selective & inputs.workload.engine_facts.is_own_runtime
-    )  # attention's operands, which selective does not keep
+    # Selective recompute keeps attention's output, not what was exchanged for its operands.
+    exchanged = is_selective & inputs.workload.engine_facts.is_own_runtime
     sent_again = exchanged * ulysses_exchange(attention, inputs).exposed_forward_s
     repeated = np.where(is_full, added.exposed_forward_s, sent_again)
     exposed = (added.exposed_forward_s, added.exposed_backward_s + repeated)
@@ -256,7 +255,7 @@ def passes_s(
     per_pass = 0.5 if layer.inner_block is None else reductions(layer, inputs)
     each_pass = per_pass * np.where(layouts.sequence_parallel == 1, 2, 1) + norm_sums(layer, inputs)
     collectives = np.where(layouts.tp > 1, num_batches * each_pass, 0.0)
-    again = _repeated_collectives(collectives, num_batches, inputs)
+    again = repeated_over_tp(collectives, num_batches, inputs)
     each_s = host.collective_s + layouts.tp * _between_nodes_s(host, inputs)
     is_wrapped = has_copies(layouts, workload) | (layouts.cp > 1)
     unit_s = host.fsdp_unit_s / np.where((layouts.half_blocks == 1) & has_block, 4, 2)  # one for both halves
@@ -285,16 +284,6 @@ def passes_s(
         recompute,
         (backward + comm_forward, host_backward),  # forward is sent what a backward pass sends without recompute
     )
-
-
-def _repeated_collectives(collectives: FloatArray, num_batches: int, inputs: CostInputs) -> FloatArray:
-    """Return how many of a forward pass's collectives over tp recompute repeats [N], as in `parallel.tensor_parallel_s`."""
-    layouts, is_megatron = inputs.layouts, inputs.workload.engine_facts.is_eager_like_megatron
-    but_the_last = np.maximum(collectives - num_batches, 0.0)
-    full = collectives if is_megatron else but_the_last
-    selective = np.zeros_like(collectives) if is_megatron else but_the_last
-    is_kind = [layouts.recompute == RECOMPUTES.index(kind) for kind in ("full", "selective")]
-    return np.asarray(layouts.recompute_fraction * np.select(is_kind, [full, selective], 0.0))
 
 
 def _outside_graphs_s(

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...schema.units import FloatArray
 from ..hardware.collectives import collective_s
-from ..hardware.machine import device_rates
+from ..hardware.machine import device_rates, host_costs
 from ..layer.data import (
     copied_bytes_per_param,
     exposed_collectives_s,
@@ -80,9 +80,9 @@ class PerStepCosts:
     def _weights_summed_s(self, kind: Layer, cost: LayerCost) -> FloatArray:
         """Return how much longer sums of weights' gradients over tp make a backward pass that reduces [N]."""
         inputs = self.costs.inputs
-        sums = sums_of_weights(kind, inputs)
-        is_made = has_copies(inputs.layouts, inputs.workload)
-        return np.asarray(is_made * summed_s(sums.seconds, cost, inputs, sums.host_s))
+        sums, is_made = sums_of_weights(kind, inputs), has_copies(inputs.layouts, inputs.workload)
+        host_s = sums.number * host_costs(inputs.scenario).collective_s
+        return np.asarray(is_made * summed_s(sums.seconds, cost, inputs, host_s))
 
     def _copied_s(self, cost: LayerCost) -> FloatArray:
         """Return the seconds of the copies and sums of a layer's parameters in a step [N]."""

@@ -251,13 +251,8 @@ def _ended_per_s(
     """
     if rate is not None:
         begin, end = result.sent_s[mask][[0, -1]]
-        times_s = np.linspace(begin, end, NUM_LOOKS)
-        undone = _undone(result, times_s)
-        growth = (
-            (end - begin) * float(np.polynomial.Polynomial.fit(times_s, undone, 1).deriv()(begin))
-            if end > begin
-            else 0.0
-        )
+        undone = _undone(result, np.linspace(begin, end, NUM_LOOKS))
+        growth = np.polyfit(np.linspace(0, 1, NUM_LOOKS), undone, 1)[0]
         if growth <= GROWTH * int(mask.sum()) + 2 * math.sqrt(undone.mean() + 1):
             return rate, True
         ends = result.sent_s + result.e2e_s
