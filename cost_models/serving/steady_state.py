@@ -304,25 +304,26 @@ def largest_rate(
             binds = "prompts" if prefill else _binding_resource(instance, mix)
             break
         low, high, binds = positions[last], positions[last + 1], names[last + 1]
-    if fluid and binds == "tpot":
-        limit_s = min(limit.seconds for limit in limits if limit.metric == "tpot")
-        best = replace(best, requests_per_s=max(best.requests_per_s, _waves_per_s(instance, mix, limit_s)))
+    if fluid and not prefill:
+        best = replace(best, requests_per_s=max(best.requests_per_s, _waves_per_s(instance, mix, limits)))
     return replace(best, binds=binds)
 
 
-def _waves_per_s(instance: InstanceModel, mix: Mix, tpot_s: float) -> float:
+def _waves_per_s(instance: InstanceModel, mix: Mix, limits: Sequence[LatencyLimit]) -> float:
     """Return the largest rate of requests that come in waves: as many prompts as one step takes, then steps that only decode.
 
     No prompt comes between two tokens then, which the mean step of (S3) has. It matters where answers have a few tokens.
     """
     if not (mix.new_tokens and mix.decode_steps):
         return 0.0
-    count = np.arange(1.0, max(instance.max_batched_tokens // mix.new_tokens, 1.0) + 1)
+    largest = max(min(instance.max_batched_tokens // mix.new_tokens, instance.max_batch), 1.0)
+    count = np.arange(1.0, largest + 1)
     none = np.zeros(len(count))
     decode_s = instance.pass_s(count, count * mix.cached_steps / mix.decode_steps)
     prompts_s = instance.prompt_s(none, none, count * mix.new_tokens, mix.mean_context, count)
-    rates = np.where(decode_s <= tpot_s, count / (prompts_s + mix.decode_steps * decode_s), 0.0)
-    return float(rates.max()) * instance.lanes
+    seconds = {"ttft": prompts_s, "tpot": decode_s, "e2e": prompts_s + mix.decode_steps * decode_s}
+    fits = np.all([seconds[limit.metric] <= limit.seconds for limit in limits] or [none == 0], axis=0)
+    return float(np.where(fits, count / seconds["e2e"], 0.0).max()) * instance.lanes
 
 
 def _binding_resource(instance: InstanceModel, mix: Mix) -> str:
