@@ -92,7 +92,14 @@ class ServingProblem:
 
     def roots(self) -> Step[Open, Served]:
         """Return a node for every family, or for every deployment where the load is fixed and any number serves it."""
-        return Step([node for family in self.families for node in self._nodes(family)], self._mixes())
+        return Step([node for family in self.families for node in self._roots_of(family)], self._mixes())
+
+    def _roots_of(self, family: Family) -> list[Node[Open]]:
+        """Return the nodes of a family; where none may meet the limits on tokens as the engine is, those of its batch limits."""
+        if nodes := self._nodes(family):
+            return nodes
+        limited = [node for each in family.with_limits() for node in self._nodes(each)]
+        return [replace(node, state=replace(node.state, has_limits=True)) for node in limited]
 
     def _nodes(self, family: Family) -> list[Node[Open]]:
         make = {
