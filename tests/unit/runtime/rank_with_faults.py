@@ -4,7 +4,7 @@ die-STEP-RANK   it kills itself in that step, once; die-STEP-RANK-NUMBER by that
 die-0-RANK      it kills itself before it has built its part of the model
 stuck-STEP-RANK a named pipe, for which its main thread waits in that step until another has taken its place, two steps later
 stop-STEP       it waits at the beginning of the step until the file is gone
-takes-in        the first rank waits in the next step until others are to be taken in after it
+takes-in        the first rank waits in the next step until others are to be taken in after it, unless all that are back were
 at-STEP-RANK    written by the rank at the beginning of a step
 wrong-RANK      with a robust sum: it sends -10 times its gradients
 waits-RANK      written by a rank that was started anew and waits to be taken in
@@ -60,12 +60,14 @@ def serve() -> None:
         (folder / f"waits-{rank}").touch()
 
     def is_invited_in_time(membership: Membership, **looks: bool) -> bool:
-        awaits = not membership.position and (folder / "takes-in").exists()
+        if membership.position or not (folder / "takes-in").exists():
+            return is_invited(membership, **looks)
+        back = {int(path.name.removeprefix("waits-")) for path in folder.glob("waits-*")}
+        awaits = not back or not back <= set(membership.generation.members)
         while awaits and not membership._board.is_marked("invited", membership.generation.number):
             time.sleep(0.01)
-        if awaits:
-            (folder / "takes-in").unlink()
-        return awaits or is_invited(membership, **looks)
+        (folder / "takes-in").unlink()
+        return awaits
 
     def wrong_mean(parts: torch.Tensor, kind: Any, group: Any) -> torch.Tensor:
         return mean(-10 * parts if (folder / f"wrong-{rank}").exists() else parts, kind, group)

@@ -112,7 +112,7 @@ class Islands:
         nodes = len(self._plan.cluster.groups)
         job = Job(
             plan=str(self.folder / "plan.json"), options=self._options, report=str(self.folder / f"report-{island}"),
-            timeout_s=60.0, regions="continue", **self._job,
+            timeout_s=60.0, regions="continue", hang_timeout_s=0.0, **self._job,  # tests hold ranks until others are back
         )  # fmt: skip
         place = Rendezvous(nnodes=nodes, node_rank=island, endpoint=self._endpoint, secret=b"s" * 16, timeout_s=60)
         try:
@@ -199,7 +199,7 @@ def test_an_island_that_is_killed_and_back_ends_with_the_parameters_of_the_other
     islands.wait(1)
     assert f"rank {killed} of {sum(ranks)} was killed" in str(islands.errors.pop(1))
     islands.start(1)
-    take_in(faults, range(ranks[0], killed + 1))
+    take_in(faults, range(ranks[0], killed + 1), sum(ranks))
     islands.wait_all()
     steps = [[record["step"] for record in islands.records(island) if "step" in record] for island in range(3)]
     assert steps[0] == steps[2] == list(range(1, 21))
@@ -220,7 +220,7 @@ def test_the_island_with_the_store_is_back_when_its_rank_is_started_anew(
     options = PLAIN.replace(steps=20, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=20)
     islands = Islands(tmp_path / "job", plan, options, restart_ranks=1)
     islands.start_all()
-    take_in(faults, [0])
+    take_in(faults, [0], 3)
     islands.wait_all()
     require_equal_islands(tmp_path / "c")
 
@@ -235,11 +235,11 @@ def dies_in_step_5(rank: int, folder: Path, patch: pytest.MonkeyPatch) -> Path:
     return faults
 
 
-def take_in(faults: Path, ranks: Iterable[int]) -> None:
-    """Once these ranks wait, let the others go on and take them in."""
-    for rank in ranks:
-        while not (faults / f"waits-{rank}").exists():
-            time.sleep(0.01)
+def take_in(faults: Path, back: Iterable[int], size: int) -> None:
+    """Once the ranks that are back wait, and all others at step 11, let those go on and take the former in."""
+    names = {f"at-11-{rank}" for rank in set(range(size)) - set(back)} | {f"waits-{rank}" for rank in back}
+    while not names <= {path.name for path in faults.iterdir()}:
+        time.sleep(0.01)
     (faults / "takes-in").touch()
     (faults / "stop-11").unlink()
 
