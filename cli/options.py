@@ -234,8 +234,10 @@ class CommandOptions:
     def _refusal(self, mode: Mode, strange: list[Option]) -> ConfigError:
         flags = [option.flag for option in strange]
         takers = [other.name for other in self.modes if all(map(other.takes_option, strange))]
-        if not mode.name and all(takers):
+        if not mode.name and takers and all(takers):
             return ConfigError(f"{', '.join(flags)} without {' or '.join(takers)}", help=f"add {takers[0]}")
+        if not mode.name and len(strange) > 1:  # no mode has all of them
+            return self._refusal(mode, strange[:1])
         why = f", which {mode.why}" if mode.why else ""
         return ConfigError(
             f"{', '.join(flags)} with {mode.name}{why}", help=mode.fix or f"leave out {' and '.join(flags)}"

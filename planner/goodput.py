@@ -45,14 +45,13 @@ def expected_goodput(plan: TrainingPlan, faults: Faults, deadline: Deadline | No
 
     goodput = restarting()
     repair_s = faults.repair_hours * 3600
-    shares = lost_units(
-        units=units, unit_mtbf_s=unit_mtbf_s, repair_s=repair_s, tolerated=min(units, faults.spares + 20)
-    )
     plans, reason = plan.fallbacks[: faults.tolerate], ""
     not_rerouted = why_not_rerouted(plan)
     if not plans:
         plans, reason = fallbacks(plan, faults.tolerate, deadline)
     rates = [1.0] * (faults.spares + 1) + [step_s / entry.estimate.step_time_s for entry in plans]
+    most = min(units + faults.spares, max(len(rates) - 1, faults.spares + 20))
+    shares = lost_units(units=units + faults.spares, unit_mtbf_s=unit_mtbf_s, repair_s=repair_s, tolerated=most)
     alive = continuing_goodput(
         rates,
         units=units + faults.spares,

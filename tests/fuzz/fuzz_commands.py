@@ -7,7 +7,8 @@ Everything is imported once, and each command line runs in a fork, so that one c
 traceback, an exit code that no command has, more than ``--limit-s`` seconds of processor time (or ten times as many on the clock),
 more than ``--memory-gib`` of memory, or a file that a name in a document made a shell write. Each kind is printed once, its folder
 (``argv.json`` and the files) stays in ``--out``; the exit code is the number of kinds, at most 100. With ``--guided`` a document
-that reaches new pairs of lines of our readers is mutated further.
+that reaches new pairs of lines of our readers is mutated further. With ``--options`` nothing is mutated: lines have one to four
+further options of their command, with values that the documentation gives them (options.py).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "parity")]
 
 import mutations  # noqa: E402
 from command_lines import COMMANDS, Document, documents  # noqa: E402
+from options import options_of, with_options  # noqa: E402
 from readers import LONGEST_DOCUMENT, Lines  # noqa: E402
 
 GROUPS = (
@@ -168,13 +170,16 @@ class Fuzzer:
     """Mutates command lines from a seed.
 
     Args:
-        texts: words that stand in place of others.
         corpus: the documents of each name, of which those that reach new lines join.
+        only: command lines that have this text.
+        adds_options: leave documents and words as they are, and add options of the command.
     """
 
-    def __init__(self, corpus: dict[str, Document], seed: int, only: str = "") -> None:
-        self.corpus, self.random = corpus, random.Random(seed)
-        self.commands = [words for words in COMMANDS if only in " ".join(words)]
+    def __init__(self, corpus: dict[str, Document], seed: int, only: str = "", *, adds_options: bool = False) -> None:
+        self.corpus, self.random, self.adds_options = corpus, random.Random(seed), adds_options
+        self.commands = [
+            words for words in COMMANDS if only in " ".join(words) and (not adds_options or options_of(*words[:2]))
+        ]
         self.seen: set[int] = set()
         self.shell = (
             f"$(touch {EXECUTED})",
@@ -189,6 +194,8 @@ class Fuzzer:
     def case(self, folder: Path) -> tuple[list[str], tuple[str, bytes] | None]:
         """Write the files of a mutated command line; return its words, with the mutated document and its name where it is one."""
         template = list(self.random.choice(self.commands))
+        if self.adds_options:
+            return self.written(folder, with_options(template, self.random))
         places = [idx for idx, word in enumerate(template) if re.search(r"\{[a-z-]+\}", word)]
         chosen = self.random.choice(places) if places and self.random.random() < 0.8 else None
         if chosen is None:
@@ -290,6 +297,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=20.0)
     parser.add_argument("--memory-gib", type=float, default=1.0)
     parser.add_argument("--guided", action="store_true")
+    parser.add_argument("--options", action="store_true", help="valid lines with further options of their commands")
     parser.add_argument("--valid", action="store_true", help="run every command line as it is, and say what it did")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "meshwright-fuzz-commands")
     options = parser.parse_args()
@@ -297,7 +305,12 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     warm()
     limits: dict[str, Any] = {"limit_s": options.limit_s, "memory": int(options.memory_gib * 2**30)}
-    fuzzer = Fuzzer(documents(lambda words, folder: run(words, folder, **limits)), options.seed, options.only)
+    fuzzer = Fuzzer(
+        documents(lambda words, folder: run(words, folder, **limits)),
+        options.seed,
+        options.only,
+        adds_options=options.options,
+    )
     if options.valid:
         return say_valid(fuzzer, limits)
     end = time.monotonic() + (options.seconds or 10**9)

@@ -50,6 +50,7 @@ REFUSED = [
     "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m",
     "compare half.yaml --cluster 2xH100-SXM-80GB --global-batch-size 8 --seq-len 64 --model smollm2-135m",
     "apply job.json --steps 1 --weights " + "-" * 300,
+    "plan smollm2-135m --cluster 2xH100-SXM-80GB --global-batch-size 8 --seq-len 64 --min-tokens-per-s 16 --host-attention-gb-per-s 3",
     "experts place wide.npz --num-gpus 2 --num-slots 32770 --out x.npz",
 ]
 """Lines that once ended in a traceback, or took all memory."""

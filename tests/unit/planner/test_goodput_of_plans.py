@@ -38,6 +38,13 @@ def test_fallbacks_are_slower_plans_that_beat_waiting(trained: TrainingPlan) -> 
     assert report.interval_steps == round(report.interval_s / trained.estimate.step_time_s)
 
 
+def test_spares_may_outnumber_the_nodes_of_a_plan(trained: TrainingPlan) -> None:
+    report = expected_goodput(trained, FAULTS.replace(tolerate=1, spares=64))
+    few = expected_goodput(trained, FAULTS.replace(tolerate=1, spares=1))
+    assert report.fallbacks[0].share_of_time < few.fallbacks[0].share_of_time
+    assert few.waiting < report.waiting == pytest.approx(report.goodput)
+
+
 def test_more_spares_fewer_faults_and_shorter_saves_are_never_worse(trained: TrainingPlan) -> None:
     waiting = [expected_goodput(trained, FAULTS.replace(spares=count)).waiting for count in (0, 1, 4)]
     assert waiting == sorted(waiting)
