@@ -325,7 +325,7 @@ def read_placement(path: Path, *, num_gpus: int | None = None, num_nodes: int = 
     is_valid = placed.min() >= 0 and num_experts <= placed.shape[1]
     if not is_valid or np.any(replica_counts(placed, num_experts) == 0):
         raise ConfigError(f"{path}: some expert below {num_experts} has no slot in some layer (C1)")
-    if len(slots) % num_nodes:
+    if num_nodes < 1 or len(slots) % num_nodes:
         raise ConfigError(f"{len(slots)} GPUs cannot be divided among {num_nodes} nodes")
     loads = np.ones((1, len(placed), num_experts)) if load is None else load
     if loads.shape[1:] != (len(placed), num_experts):
