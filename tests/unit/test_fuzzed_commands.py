@@ -42,7 +42,7 @@ REFUSED = [
     "plan smollm2-135m --cluster region.toml --global-batch-size 8 --seq-len 64",
     "plan smollm2-135m --infer --cluster 2xH100-SXM-80GB --prompt-len 16 --generate-len 1000000000",
     "experts evaluate placed.npz loads.csv",
-    "experts evaluate slots.npy loads.csv --num-gpus 2 --num-nodes 0",
+    "experts evaluate slots.json loads.csv --num-gpus 2 --num-nodes 0",
     "plan smollm2-135m --cluster zones.toml --global-batch-size 8 --seq-len 64",
     "plan smollm2-135m --cluster matrix.toml --global-batch-size 8 --seq-len 64",
     "validate --serve load_tests.csv",
@@ -90,7 +90,7 @@ def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     make_plan(tiny_model(), Layout(), workload=Workload(seq_len=8, global_batch_size=1)).save("job.json")
     np.savez("wide.npz", loads=np.ones((1, 32770)))
     with_a_dead_gpu("placed.npz")
-    np.save("slots.npy", np.array([[0, 1, 2, 0], [0, 1, 2, 1]]))
+    Path("slots.json").write_text("[[0, 1, 2, 0], [0, 1, 2, 1]]")
     np.savez("split.npz", **(dict(np.load("placed.npz")) | {"solve_s": np.ones(2)}))
     result = CliRunner().invoke(app, line.split())
     assert result.exit_code == 2, result.output
