@@ -81,8 +81,10 @@ def _tree_mutated(tree: Any, random: Random) -> Any:
     if not places:
         return _value(random)
     container, key = random.choice(places)
-    act = random.randrange(9)
-    if act <= 2:
+    act = random.randrange(11)
+    if act >= 9 and isinstance(container[key], int | float | str):
+        _replace_alike(places, container[key], _near(container[key], random))
+    elif act <= 2:
         container[key] = _near(container[key], random)
     elif act == 3:
         container[key] = _value(random)
@@ -98,6 +100,13 @@ def _tree_mutated(tree: Any, random: Random) -> Any:
     else:
         container[key] = _nested(container[key], random)
     return tree
+
+
+def _replace_alike(places: list[tuple[Any, Any]], value: Any, other: Any) -> None:
+    """Replace a value wherever the tree has it, as a document that is consistent would."""
+    for container, key in places:
+        if type(container[key]) is type(value) and container[key] == value:
+            container[key] = other
 
 
 def text_replaced(data: bytes, form: Form, text: str, random: Random) -> bytes:
