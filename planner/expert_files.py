@@ -413,10 +413,22 @@ def _matrix(rows: Any, path: Path) -> IntArray:
 def _from_ascend(data: dict[str, Any], path: Path) -> tuple[IntArray, IntArray]:
     try:
         layers = [[device["device_expert"] for device in layer["device_list"]] for layer in data["layer_list"]]
-        slots = np.array([len(experts) for experts in layers[0]])
-        return _matrix([[e for experts in layer for e in experts] for layer in layers], path), slots
+        slots = np.array([[len(experts) for experts in layer] for layer in layers])
+        placed = _matrix([[e for experts in layer for e in experts] for layer in layers], path)
     except (KeyError, TypeError, IndexError) as error:
         raise ConfigError(f"{path}: an expert map without {error}") from None
+    except ValueError:
+        raise ConfigError(f"{path}: its layers have different numbers of devices") from None
+    return placed, _slots_of_all_layers(slots, path)
+
+
+def _slots_of_all_layers(slots: IntArray, path: Path) -> IntArray:
+    """Return SLOTS [G] of slots [L, G], which have to be the same in every layer."""
+    if np.any(slots != slots[0]) or np.any(slots == 0):
+        raise ConfigError(
+            f"{path}: the ranks hold different numbers of experts from layer to layer, or none; no table of slots has that"
+        )
+    return slots[0].astype(np.int64)
 
 
 def _pattern(arrays: dict[str, Any], path: Path) -> tuple[IntArray, IntArray]:
@@ -425,10 +437,6 @@ def _pattern(arrays: dict[str, Any], path: Path) -> tuple[IntArray, IntArray]:
     if pattern.ndim != 3 or not np.all((pattern == 0) | (pattern == 1)):
         raise ConfigError(f"{path}: neither a placement of ours nor a 0/1 pattern [ranks, layers, experts]")
     by_layer = np.swapaxes(pattern, 0, 1).astype(bool)
-    slots = by_layer.sum(axis=2)
-    if np.any(slots != slots[0]) or np.any(slots == 0):
-        raise ConfigError(
-            f"{path}: the ranks hold different numbers of experts from layer to layer; no table of slots has that"
-        )
+    slots = _slots_of_all_layers(by_layer.sum(axis=2), path)
     experts = np.broadcast_to(np.arange(pattern.shape[2]), by_layer.shape)[by_layer]
-    return experts.reshape(len(by_layer), -1).astype(np.int64), slots[0].astype(np.int64)
+    return experts.reshape(len(by_layer), -1).astype(np.int64), slots

@@ -6,6 +6,7 @@ For minutes, and by the thousand: tests/fuzz/fuzz_commands.py, which the long te
 from __future__ import annotations
 
 import gzip
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,6 +43,7 @@ REFUSED = [
     "plan smollm2-135m --cluster region.toml --global-batch-size 8 --seq-len 64",
     "plan smollm2-135m --infer --cluster 2xH100-SXM-80GB --prompt-len 16 --generate-len 1000000000",
     "experts evaluate placed.npz loads.csv",
+    "experts evaluate idle.json loads.csv",
     "experts evaluate slots.json loads.csv --num-gpus 2 --num-nodes 0",
     "plan smollm2-135m --cluster zones.toml --global-batch-size 8 --seq-len 64",
     "plan smollm2-135m --cluster matrix.toml --global-batch-size 8 --seq-len 64",
@@ -51,7 +53,7 @@ REFUSED = [
     "compare train.sh --cluster 2xH100-SXM-80GB --model smollm2-135m",
     "compare half.yaml --cluster 2xH100-SXM-80GB --global-batch-size 8 --seq-len 64 --model smollm2-135m",
     "apply job.json --steps 1 --weights " + "-" * 300,
-    "plan smollm2-135m --cluster 2xH100-SXM-80GB --global-batch-size 8 --seq-len 64 --min-tokens-per-s 16 --host-attention-gb-per-s 3",
+    "plan smollm2-135m --cluster 2xH100-SXM-80GB --global-batch-size 8 --min-tokens-per-s 16 --host-attention-gb-per-s 3",
     "experts place wide.npz --num-gpus 2 --num-slots 32770 --out x.npz",
 ]
 """Lines that once ended in a traceback, or took all memory."""
@@ -90,6 +92,8 @@ def test_refused(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     make_plan(tiny_model(), Layout(), workload=Workload(seq_len=8, global_batch_size=1)).save("job.json")
     np.savez("wide.npz", loads=np.ones((1, 32770)))
     with_a_dead_gpu("placed.npz")
+    devices = [{"device_id": 0, "device_expert": [0, 1]}, {"device_id": 1, "device_expert": {}}]
+    Path("idle.json").write_text(json.dumps({"layer_list": [{"layer_id": 0, "device_list": devices}]}))
     Path("slots.json").write_text("[[0, 1, 2, 0], [0, 1, 2, 1]]")
     np.savez("split.npz", **(dict(np.load("placed.npz")) | {"solve_s": np.ones(2)}))
     result = CliRunner().invoke(app, line.split())
