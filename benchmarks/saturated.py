@@ -33,14 +33,14 @@ GRAPHS = Graphs(first=(1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 1024, 2048, 4
 DEEPSEEK_BALANCE_STEPS = 60
 """attention_dp_config.timeout_iters of DeepSeek's runs; others do not balance."""
 
-MOST_REQUESTS, MOST_TOKENS = 4096, 32768
+REQUEST_LIMIT, TOKEN_LIMIT = 4096, 32768
 WAVES = 8
 
 
 def tuned_limits(requests: float, isl: int, osl: int) -> tuple[int, int]:
     """Return requests and tokens of a step that trtllm-bench sets for a cache that holds so many requests."""
-    rows = min(requests, MOST_REQUESTS)
-    tokens = min(rows * (1 + isl / osl), MOST_TOKENS)
+    rows = min(requests, REQUEST_LIMIT)
+    tokens = min(rows * (1 + isl / osl), TOKEN_LIMIT)
     row_unit = 32 if rows < 256 else 128 if rows < 1024 else 256
     token_unit = 256 if tokens < 4096 else 512 if tokens < 8192 else 1024
     return max(64, _rounded_up(rows, row_unit)), max(2048, _rounded_up(tokens, token_unit))
@@ -80,8 +80,8 @@ def saturated_s(step: StepCosts, row: Any) -> float:
         device_bytes=memory.device_bytes, cache_tokens=max(memory.cache_tokens, length + profile.memory.block_size),
         max_batch=batch, max_batched_tokens=tokens, longest_prompt=int(row.isl),
     )  # fmt: skip
-    at_once = ranks * max(min(limits.cache_blocks // math.ceil(length / limits.block_size), batch), 1)
-    count = min(NUM_REQUESTS[row.isl, row.osl], WAVES * at_once)
+    num_running = ranks * max(min(limits.cache_blocks // math.ceil(length / limits.block_size), batch), 1)
+    count = min(NUM_REQUESTS[row.isl, row.osl], WAVES * num_running)
     requests = RequestTable.of(np.full(count, row.isl), np.full(count, row.osl))
     served = simulate(EnginePool.of(step, profile, limits, ranks=ranks, lanes=int(row.pp)), requests)
     return 1.0 / served.output_tokens_per_s

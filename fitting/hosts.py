@@ -1,9 +1,9 @@
 """Fit what the host of an engine without a server adds to a step: ``python -m meshwright.fitting hosts STATIC_BATCHES.csv``.
 
-Static batches of LLM-Inference-Bench were run by offline loops (vLLM's benchmark_latency.py, TensorRT-LLM's run.py), which neither stream tokens nor take
-requests over a network, so that the host of an engine's profile is not theirs. A batch of b sequences takes its kernels and, for
-each of its o tokens, h + r b seconds: h and r leave the least mean |log(predicted / measured)| on the rows of A100 in 16 bits. Rows
-of H100 fit nothing and are scored beside them.
+Static batches of LLM-Inference-Bench were run by offline loops (vLLM's benchmark_latency.py, TensorRT-LLM's run.py), which neither
+stream tokens nor take requests over a network, so that the host of an engine's profile is not theirs. A batch of b sequences takes
+its kernels and, for each of its o tokens, h + r b seconds: h and r leave the least mean |log(predicted / measured)| on the rows of
+A100 in 16 bits. Rows of H100 fit nothing and are scored beside them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODELS = {"llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b", "llama2-
 
 FITTED, UNSEEN = "A100-SXM-40GB", "H100-SXM-80GB"
 _REQUIRED = ("engine", "version", "gpu", "precision", "model", "tp", "batch", "isl", "osl", "e2e_s")
-_MOST_TOKENS = 16384
+_TOKEN_LIMIT = 16384
 """Of prompts at once."""
 
 _POINTS = 16
@@ -40,8 +40,8 @@ _STARTS = ((1e-3, 1e-5), (3e-3, 5e-5), (5e-4, 1e-4))
 
 def prefill_s(step: StepCosts, batch: float, prompt: float) -> float:
     """Return the seconds of prompts, as many at once as a step takes."""
-    at_once = max(min(batch, _MOST_TOKENS // prompt), 1)
-    return float(step.seconds(0, 0, at_once * prompt, (prompt + 1) / 2, prompts=at_once)) * batch / at_once
+    num_prompts = max(min(batch, _TOKEN_LIMIT // prompt), 1)
+    return float(step.seconds(0, 0, num_prompts * prompt, (prompt + 1) / 2, prompts=num_prompts)) * batch / num_prompts
 
 
 def decode_s(step: StepCosts, batch: float, prompt: float, output: float) -> float:

@@ -53,4 +53,4 @@ def test_limits_of_published_runs_hold_the_cache_and_are_those_of_its_tool(monke
     for requests in (1, 31, 63, 64, 255, 256, 700, 1023, 1024, 3000, 4096):
         rows, tokens = saturated.tuned_limits(requests, 1000, 500)
         assert rows >= requests
-        assert tokens >= min(requests * 3, saturated.MOST_TOKENS)
+        assert tokens >= min(requests * 3, saturated.TOKEN_LIMIT)

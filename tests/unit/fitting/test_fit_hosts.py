@@ -24,10 +24,10 @@ def test_a_host_that_made_the_rows_is_found(step_s: float, row_s: float, seed: i
     noise = np.exp(draw.normal(0, 0.01, 60))
     rows = pd.DataFrame({"batch": batch, "osl": osl, "kernels_s": kernels_s})
     rows["e2e_s"] = (kernels_s + osl * (step_s + row_s * batch)) * noise
-    found = fitted_host(rows)
+    fitted = fitted_host(rows)
     # A hundredth of noise on steps of up to 30 ms moves the two by a part of a millisecond together.
-    at = np.array([1, 16, 64])
-    assert found[0] + found[1] * at == pytest.approx(step_s + row_s * at, abs=6e-4)
+    batches = np.array([1, 16, 64])
+    assert fitted[0] + fitted[1] * batches == pytest.approx(step_s + row_s * batches, abs=6e-4)
 
 
 def test_seconds_of_a_static_batch_add_up() -> None:
