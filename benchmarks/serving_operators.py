@@ -1,9 +1,9 @@
 """Score the seconds of a serving step against measured tables: ``python benchmarks/serving_operators.py [DATA] [--rows OUT.csv]``.
 
 Static batches, prefills and decode steps alone, first tokens, and closed loops of few requests, where hardly anything waits.
-Nothing of an engine but its kernels is counted: no scheduler, no sampling, no host; of static batches of vLLM and TensorRT-LLM the
-seconds that its profile's host adds to a step too. Errors are |predicted / measured - 1|;
-``ratio`` is the median of predicted over measured.
+Nothing of an engine but its kernels is counted: no scheduler, no sampling, no host. Static batches of vLLM and TensorRT-LLM have
+what their host adds to a step too, and runs of all requests at once are simulated (saturated.py). Errors are
+|predicted / measured - 1|; ``ratio`` is the median of predicted over measured.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ import numpy as np
 import pandas as pd
 from meshwright.cost_models.learned.serving_kernels import ExpertShape
 from meshwright.cost_models.serving.engine import EngineProfile
-from meshwright.cost_models.serving.memory import serving_memory
 from meshwright.cost_models.serving.operators import row_costs
 from meshwright.cost_models.serving.step import StepCosts, decoding_plane, prompts_plane
 from meshwright.cost_models.serving.tables import Plane, over_rows
 from meshwright.fitting.gemm import SYSTEMS
+from meshwright.fitting.hosts import MODELS, decode_s, prefill_s
 from meshwright.schema import ClusterSpec, Link, MeshwrightError, ModelSpec
 from meshwright.schema.catalogue import find_link
 from meshwright.schema.serving import ServingLayout
+from saturated import saturated_s
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/serving"
 DTYPES = {"fp4": "nvfp4", "fp8-block": "fp8", "int4-weights": "int4"}
 PUBLISHED = {"gpt-oss-120b": "mxfp4"}
 """Type of models that are published in one alone; the tables call every 4-bit format nvfp4."""
-CACHE_FRACTION = 0.95
-"""Of free memory, in every published run of all requests at once (perf-overview.md, kv_cache_free_gpu_mem_fraction)."""
-
-POINTS = 16
-"""Passes of a decoding that are evaluated: its seconds are nearly linear in the tokens seen."""
+OFFLINE_HOSTS = {"vLLM": (1.21e-3, 90e-6), "TensorRT-LLM": (1.16e-3, 20e-6)}
+"""Seconds of a step and of a sequence in it, of loops without a server, on A100 [fitted: python -m meshwright.fitting hosts
+STATIC_BATCHES.csv]."""
 
 
 @cache
@@ -43,10 +42,8 @@ def model(name: str) -> ModelSpec:
     names = {
         "deepseek-r1": "deepseek-v3",
         "deepseek-r1-0528": "deepseek-v3",
-        "llama-3-8b": "llama-3.1-8b",
-        "llama-3-70b": "llama-3.1-70b",
+        **MODELS,
         "llama-3.3-70b": "llama-3.1-70b",
-        "llama2-70b": "llama-2-70b",
         "mistral-large": "mistral-large-2407",
     }
     return ModelSpec.named(names.get(name.lower(), name.lower()))
@@ -74,20 +71,6 @@ def step_costs(name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: t
     )
 
 
-def prefill_s(step: StepCosts, batch: float, prompt: float, limit: float = 16384) -> float:
-    """Return the seconds of prompts, at most ``limit`` tokens at once."""
-    at_once = max(min(batch, limit // prompt), 1)
-    return float(step.seconds(0, 0, at_once * prompt, (prompt + 1) / 2, prompts=at_once)) * batch / at_once
-
-
-def decode_s(step: StepCosts, batch: float, prompt: float, output: float) -> float:
-    """Return the seconds of the tokens after the first."""
-    if output <= 1:
-        return 0.0
-    context = prompt + np.linspace(1, output - 1, POINTS)
-    return float(np.mean(step.seconds(batch, batch * context)) * (output - 1))
-
-
 def closed_loop_step_s(step: StepCosts, rows: float, prompt: float, output: float) -> float:
     """Return the mean seconds between tokens where every request that ends is followed by another, whose prompt joins a step."""
     steady = float(step.seconds(rows, rows * (prompt + output / 2)))
@@ -112,12 +95,13 @@ def static_batches(data: Path) -> pd.DataFrame:
 
 
 def host_s(row: Any) -> float:
-    """Return the seconds that an engine's host adds to a step; a version that is a year is the newest of that year."""
-    engine = {"vLLM": "vllm", "TensorRT-LLM": "trtllm"}.get(row.engine)
-    if engine is None:
+    """Return the seconds that an engine's host adds to a step: of its own loop (LLM-Inference-Bench), or of a version's profile."""
+    if row.version == "2024" and row.engine in OFFLINE_HOSTS:
+        step_s, row_s = OFFLINE_HOSTS[row.engine]
+        return step_s + row_s * row.batch
+    if row.engine != "vLLM":
         return 0.0
-    of_year = {"vllm": "0.6", "trtllm": "0.14"}[engine]
-    overhead = EngineProfile.named(engine, of_year if row.version == "2024" else row.version).overhead
+    overhead = EngineProfile.named("vllm", row.version).overhead
     return 0.0 if overhead.overlapped else overhead.step_s + overhead.row_s * row.batch
 
 
@@ -184,19 +168,6 @@ def tensorrt_llm(data: Path) -> pd.DataFrame:
         _scored(online, build, lambda s, r: online_step_s(s, r), "itl_ms", 1e-3, lambda r: f"trtllm online {r.gpu}")
     )
     return pd.concat(scores)
-
-
-def saturated_s(step: StepCosts, row: Any) -> float:
-    """Return the seconds of an output token where all requests wait: a step of as many as the cache holds, prompts mixed in."""
-    length, engine = row.isl + row.osl, EngineProfile.named("trtllm", row.version)
-    profile = engine.replace(memory=engine.memory.replace(fraction=CACHE_FRACTION))
-    rows = max(serving_memory(step, profile, request_len=length, max_batch=512).cache_tokens / length, 1.0)
-    rows = min(rows, 2048, 8192 / (1 + row.isl / row.osl), 3000)
-    prompts = rows / row.osl
-    seconds = float(
-        step.seconds(rows, rows * (row.isl + row.osl / 2), prompts * row.isl, (row.isl + 1) / 2, prompts=prompts)
-    )
-    return seconds / (rows * row.attention_dp)
 
 
 def online_step_s(step: StepCosts, row: Any) -> float:

@@ -38,6 +38,7 @@ def build_parser() -> ArgumentParser:
         ("coefficients", "steps", "report_coefficients", "runs", "coefficients of entire steps, from measured runs"),
         ("intervals", "intervals", "report", "runs", "[interval] of coefficients.toml, from measured runs"),
         ("engines", "engines", "report", "points", "constants of serving engines' profiles, from load tests"),
+        ("hosts", "hosts", "report", "points", "the host's seconds of engines without a server, from static batches"),
         ("ratios", "ratios", "report", "runs", "[ratio.sd] of coefficients.toml, from groups of measured runs"),
     ):
         fit = fits.add_parser(name, help=text)

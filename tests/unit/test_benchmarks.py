@@ -40,3 +40,17 @@ def test_mutants_are_in_the_code_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import mutants
 
     assert not list(mutants.problems(mutants.read_mutants()))
+
+
+def test_limits_of_published_runs_hold_the_cache_and_are_those_of_its_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded up to the tool's units, never below what the cache holds but for its own greatest values."""
+    monkeypatch.syspath_prepend(FOLDER)
+    import saturated
+
+    assert saturated.tuned_limits(200, 128, 128) == (224, 2048)
+    assert saturated.tuned_limits(300, 2048, 128) == (384, 5120)
+    assert saturated.tuned_limits(9000, 1024, 1024) == (4096, 8192)
+    for requests in (1, 31, 63, 64, 255, 256, 700, 1023, 1024, 3000, 4096):
+        rows, tokens = saturated.tuned_limits(requests, 1000, 500)
+        assert rows >= requests
+        assert tokens >= min(requests * 3, saturated.TOKEN_LIMIT)
