@@ -18,6 +18,15 @@ Nano-batches: DeepSeek-V3 in fp8 over H100, an attention rank and experts on eac
 over 32 ranks, 22,282 decoding over 72); Llama-2-70B in fp16 on eight A100 (tp 8), 1,024 rows beside 1,024 tokens of prompts
 (NanoFlow, arXiv:2408.12757: up to 1.91 times the tokens of other engines, with memory and compute overlapped, too, and another
 host).
+
+Experts on the host: DeepSeek-V3, experts in 4 bits and all else in 8, one RTX 4090 beside one or two Xeon 6454S, all experts with
+the host, which computes them (KTransformers V0.2, V0.2.1, V0.3, doc/en/DeepseekR1_V3_tutorial.md; the host's rates of
+coefficients.toml are fitted to the rows of 13.4, 88.5 and 255). DeepSeek-V2-Lite and Mixtral-8x7B in 4 bits on an RTX A6000
+beside a usual host, parts of the experts on the device: what is split over both beside what the host computes alone, which
+KTransformers does (HybriMoE, arXiv:2504.05897: 1.33 times in prefill, 1.70 times in decoding, on another host). Mixtral-8x7B on an
+A40: memory, and tokens a second with none of the experts on the device (ExpertFlow, arXiv:2410.17954: up to 93.72 % less memory,
+2 to 10 times as quick as other engines that offload; MoE-Lens, arXiv:2504.09345: 4.6 times MoE-Lightning, up to 25.5, by larger
+batches, keys and values with the host as well).
 """
 
 from __future__ import annotations
@@ -25,12 +34,15 @@ from __future__ import annotations
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
+import numpy as np
+from meshwright.cost_models.serving.host_experts import with_experts_on_host
 from meshwright.cost_models.serving.nano_batches import with_nano_batches
 from meshwright.cost_models.serving.prefixes import fetch_s_per_token
 from meshwright.cost_models.serving.step import StepCosts
 from meshwright.planner import plan
 from meshwright.schema import ClusterSpec, ModelSpec, ServingPlan
 from meshwright.schema.adapters import Adapters, FineTuning
+from meshwright.schema.host_experts import ExpertsOnHost
 from meshwright.schema.requests_file import parse_limit, parse_requests
 from meshwright.schema.serving import Serving, ServingLayout
 
@@ -43,6 +55,25 @@ STEPS = (
     ("deepseek-v3", "H100-SXM-80GB", 64, (256, 0, 2000)),
     ("llama-2-70b", "A100-SXM-80GB", 8, (1024, 1024, 512)),
 )
+SOCKET_BYTES_PER_S, SOCKET_FLOPS_PER_S = 1.125e11, {True: 5.5e12, False: 1.85e12}
+"""Of a Xeon 6454S, with AMX or without: half of the rates of coefficients.toml for hosts with PCIe 5, without AMX with PCIe 4."""
+
+KTRANSFORMERS = (
+    ("decoding, 1,930 tokens, V0.2.1", 8, 2, True, 0, 1930, 13.4),
+    ("the same", 6, 2, True, 0, 1930, 15.4),
+    ("500 tokens, V0.2", 8, 1, True, 0, 500, 8.73),
+    ("the same", 6, 1, True, 0, 500, 10.3),
+    ("prompt of 1,930 tokens, V0.2.1", 8, 2, False, 1930, 0, 88.5),
+    ("the same", 6, 2, False, 1930, 0, 112.5),
+    ("500 tokens, V0.2", 8, 1, False, 500, 0, 54.2),
+    ("prompt of 1,024 tokens, AMX, V0.3", 8, 2, True, 1024, 0, 186),
+    ("2,048 tokens", 8, 2, True, 2048, 0, 255),
+    ("4,096 tokens", 8, 2, True, 4096, 0, 253),
+    ("8,192 tokens", 8, 2, True, 8192, 0, 196),
+    ("2,048 tokens", 6, 2, True, 2048, 0, 287),
+)
+"""What, experts of a token, sockets, AMX, tokens of a prompt, or of the cache of a row that decodes, published tokens a second."""
+
 TURNS = ((1024, 512), (2048, 1792), (2048, 1984), (4096, 3968))
 
 
@@ -120,6 +151,87 @@ def nano_batches() -> None:
         )
 
 
+def mixture(model: ModelSpec, cluster: ClusterSpec, experts: str, weights: str = "fp16") -> StepCosts:
+    """Return the steps of one device with all of the model on it, whether that fits or not."""
+    dtypes: dict[str, Any] = {"weights": weights, "experts": experts, "cache": "bf16" if weights == "fp8" else "fp16"}
+    return StepCosts.build(model, cluster, ServingLayout(), **dtypes)
+
+
+def with_top_k(model: ModelSpec, top_k: int) -> ModelSpec:
+    """Return the model whose tokens visit so many experts."""
+    runs = tuple(
+        run
+        if run.layer.experts is None
+        else run.replace(layer=run.layer.replace(mlp=run.layer.experts.replace(top_k=top_k)))
+        for run in model.layers
+    )
+    return model.replace(layers=runs)
+
+
+def experts_computed_by_the_host() -> None:
+    """Print a row for each figure of KTransformers."""
+    model = ModelSpec.named("deepseek-v3")
+    (group,) = ClusterSpec.parse("1xRTX4090").groups
+    print("KTransformers, DeepSeek-V3                experts  sockets  published  here, tokens/s  error")
+    for what, top_k, sockets, has_amx, tokens, cached, published in KTRANSFORMERS:
+        host = group.replace(
+            host_bandwidth_bytes_per_s=sockets * SOCKET_BYTES_PER_S,
+            host_flops_per_s=sockets * SOCKET_FLOPS_PER_S[has_amx],
+        )
+        step = mixture(with_top_k(model, top_k), ClusterSpec.parse("1xRTX4090").replace(groups=(host,)), "int4", "fp8")
+        placed = with_experts_on_host(step, ExpertsOnHost(share=1.0, by="compute"))
+        rows = 1 if cached else 0
+        made = (rows + tokens) / float(placed.seconds(rows, cached, tokens, tokens / 2, prompts=1 - rows))
+        print(f"{what:40} {top_k:8} {sockets:8} {published:10,} {made:15,.1f} {made / published - 1:+6.0%}")
+
+
+def experts_split_over_both() -> None:
+    """Print what splitting a layer's experts gains over the host computing them alone, by the part that is on the device."""
+    print(
+        "RTX A6000, 4 bits     on the device  decoding, 1 row: host, both, predicted .9 (ms)  times  prompts of 128, 1,024: times"
+    )
+    for name in ("deepseek-v2-lite", "mixtral-8x7b"):
+        step = mixture(ModelSpec.named(name), ClusterSpec.parse("1xRTX-A6000"), "int4")
+        for share in (0.75, 0.5, 0.25):
+            ways = [
+                with_experts_on_host(step, ExpertsOnHost(share=share, by=by, predicted=a))
+                for by, a in (("compute", 0.0), ("balance", 0.0), ("balance", 0.9))
+            ]
+            rows_s = [float(each.seconds(1, 512)) for each in ways]
+            prompts = [[float(each.seconds(0, 0, n, n / 2, prompts=1)) for each in ways] for n in (128, 1024)]
+            print(
+                f"{name:20} {1 - share:12.0%}   " + "  ".join(f"{1e3 * s:6.1f}" for s in rows_s)
+                + f"  {rows_s[0] / rows_s[1]:.2f}, {rows_s[0] / rows_s[2]:.2f}   "
+                + "  ".join(f"{host / both:.2f}, {host / ahead:.2f}" for host, both, ahead in prompts)
+            )  # fmt: skip
+
+
+def experts_copied() -> None:
+    """Print memory and tokens a second of a mixture whose experts are all with the host, by rows that decode."""
+    step = mixture(ModelSpec.named("mixtral-8x7b"), ClusterSpec.parse("1xA40"), "fp16")
+    rows = np.array([1, 8, 32, 128, 512, 1024])
+    ways = {
+        "all experts of every layer copied": None,
+        "those that are reached": ExpertsOnHost(share=1.0, by="copy"),
+        "9 of 10 predicted": ExpertsOnHost(share=1.0, by="copy", predicted=0.9),
+        "copied or computed": ExpertsOnHost(share=1.0, predicted=0.9),
+    }
+    placed = with_experts_on_host(step, ExpertsOnHost(share=1.0, by="copy"))
+    all_reached = placed.parts(2048, 0)
+    most = float(all_reached["host_link"] + all_reached["experts"])
+    print(
+        f"A40, Mixtral-8x7B in 16 bits: {placed.weight_bytes / step.weight_bytes - 1:.1%} of the device's memory for weights"
+    )
+    print("tokens/s by rows that decode           " + "  ".join(f"{n:7,}" for n in rows))
+    for name, spec in ways.items():
+        costs = placed if spec is None else with_experts_on_host(step, spec)
+        parts = costs.parts(rows, 300 * rows)
+        if spec is None:
+            parts = parts | {"host_link": most + 0 * rows, "experts": 0.0 * rows}
+        per_s = rows / sum(parts.values())
+        print(f"{name:38} " + "  ".join(f"{n:7.1f}" for n in per_s))
+
+
 def main() -> None:
     """Print the tables."""
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
@@ -127,6 +239,9 @@ def main() -> None:
     fine_tuning()
     prefixes()
     nano_batches()
+    experts_computed_by_the_host()
+    experts_split_over_both()
+    experts_copied()
 
 
 if __name__ == "__main__":

@@ -58,6 +58,12 @@ class ServingOptions(OptionModel):
         "off",
         "on: steps may be two halves, of which one sends rows to experts while the other computes (vllm, sglang).",
     )
+    experts_on_host: str = option(
+        "off", "routed experts that may lie in the host's memory, the least visited of each layer: on (as many as are best) or "
+        "their share, with by=balance (copied or computed there, as is best), copy or compute, and predicted=A (share of copies "
+        "that are foreseen).",
+        metavar="on|off|SHARE[,...]",
+    )  # fmt: skip
     prefix_cache: Literal["on", "off"] = option(
         "on", "on: prefixes of the load are in the cache; off: every prompt is computed."
     )
@@ -69,6 +75,7 @@ class ServingOptions(OptionModel):
             ConfigError: an option means nothing, with what would.
         """
         from ..schema.adapters import parse_adapters, parse_fine_tuning
+        from ..schema.host_experts import parse_experts_on_host
         from ..schema.requests_file import parse_limit, parse_requests
         from ..schema.speculation import parse_speculation
 
@@ -95,6 +102,7 @@ class ServingOptions(OptionModel):
             weights=self.weights,
             cache=self.kv,
             nano_batches=self.nano_batches == "on",
+            experts_on_host=parse_experts_on_host(self.experts_on_host),
             prefix_cache=self.prefix_cache == "on",
             scheduler=self.scheduler,
             speculate=None if self.speculate is None else parse_speculation(self.speculate),

@@ -230,6 +230,8 @@ class NodeGroup(Frozen):
     """``num_nodes`` identical nodes.
 
     Attributes:
+        host_bandwidth_bytes_per_s: at which a node's processors read weights; host_flops_per_s: of their products with them.
+            None: as usual for hosts with such links.
         zone: where they stand, a name of the user's; groups of different zones are never alike.
         levels: links among the devices of this group, innermost first, where they are not those of the cluster; the last one joins
             them all. Only in a cluster of several groups.
@@ -242,6 +244,8 @@ class NodeGroup(Frozen):
     host_memory_bytes: PositiveInt | None = None
     host_link_bytes_per_s: PositiveFloat | None = None
     storage_bytes_per_s: PositiveFloat | None = None
+    host_bandwidth_bytes_per_s: PositiveFloat | None = None
+    host_flops_per_s: PositiveFloat | None = None
     levels: tuple[LinkLevel, ...] = ()
     zone: str = ""
     profile: Profile | None = Field(default=None, repr=False)

@@ -226,10 +226,10 @@ def _num_devices(group: Mapping[str, Any]) -> int:
 
 def _group(table: Table, where: str) -> tuple[Table, Table | None]:
     """Return the fields of a NodeGroup, and the catalogue entry of its device where it has one."""
-    link = "host_link_bytes_per_s"
+    link, rates = "host_link_bytes_per_s", ("host_bandwidth_bytes_per_s", "host_flops_per_s")
     limit = "power_limit_w"
     sizes = ("num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes")
-    check_keys(table, ("device", *sizes, link, limit, "levels", "zone", "region"), where)
+    check_keys(table, ("device", *sizes, link, *rates, limit, "levels", "zone", "region"), where)
     if "region" in table and "zone" in table:
         raise ConfigError(f"{where}: a region is a zone", help="keep one of them")
     device, entry = table.get("device"), None
@@ -257,6 +257,7 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
         "devices_per_node": per_node,
         "levels": [_level(level, f"{where}.levels[{i}]", per_node) for i, level in enumerate(_tables(table, "levels"))],
         link: table.get(link, known.get(link)),
+        **{rate: table[rate] for rate in rates if rate in table},
     }
     return group, entry
 

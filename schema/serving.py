@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 
 from .adapters import Adapters, FineTuning
 from .base import Count, CountOrNone, Frozen
+from .host_experts import ExpertsOnHost
 from .speculation import Speculation
 from .task import Phase, Task
 
@@ -213,6 +214,8 @@ class Pool(Frozen):
         nano_batch_rows: of an attention rank from which a step is two halves, one of which sends while the other computes;
             None: none is.
         prefixes: where those of the load lie; None: it has none; host_prefix_bytes: of a device's part of them with the host.
+        experts_on_host: the share of each layer's routed experts that lie with the host, and who computes them; None: none do.
+        host_expert_bytes: of a device's part of those experts.
     """
 
     role: Role = "agg"
@@ -227,6 +230,14 @@ class Pool(Frozen):
     nano_batch_rows: Count | None = None
     prefixes: PrefixTier | None = None
     host_prefix_bytes: NonNegativeInt = 0
+    experts_on_host: ExpertsOnHost | None = None
+    host_expert_bytes: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _says_which_experts(self) -> Pool:
+        if self.experts_on_host is not None and self.experts_on_host.share is None:
+            raise ValueError("experts_on_host: a pool has a share of them, not one that is open")
+        return self
 
     @property
     def num_devices(self) -> int:
@@ -248,6 +259,8 @@ class Serving(Task):
         prefix_cache: prefixes that requests share are kept where that is best; else every prompt is computed.
         speculate: tokens are drafted and checked; draft_tokens None: as many as are best, none among them.
         nano_batches: steps may be two halves where ranks send rows to experts, and are where that is quicker.
+        experts_on_host: routed experts may lie in the host's memory, a given share or as many as are best; None: all are on
+            the devices.
         adapters: that requests name, one each; None: none.
         fine_tuning: an adapter that is trained in the same steps, as far as the limits leave room; None: none.
     """
@@ -268,6 +281,7 @@ class Serving(Task):
     scheduler: SchedulerPolicy | None = None
     speculate: Speculation | None = None
     nano_batches: bool = False
+    experts_on_host: ExpertsOnHost | None = None
     adapters: Adapters | None = None
     fine_tuning: FineTuning | None = None
 
@@ -289,6 +303,23 @@ class Serving(Task):
                 "steps in two nano-batches are planned for vllm and sglang, without --speculate and --finetune; "
                 f"the engine is {self.engine}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_experts_in_plain_steps(self) -> Serving:
+        if self.experts_on_host is None:
+            return self
+        if self.engine == "meshwright":
+            raise ValueError(
+                "experts on the host: our own engine has all of them on its devices; plan for vllm, sglang or trtllm"
+            )
+        options = {
+            "--speculate": self.speculate is not None,
+            "--nano-batches": self.nano_batches,
+            "--finetune": self.fine_tuning is not None,
+        }
+        if excluded := [name for name, is_given in options.items() if is_given]:
+            raise ValueError(f"experts on the host are planned without {' and '.join(excluded)}")
         return self
 
     @property

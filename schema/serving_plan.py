@@ -7,13 +7,18 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .base import Frozen
+from .host_experts import experts_title
 from .plan import Estimate, Plan
 from .serving import LatencyMetric, Pool, RequestClass, Serving
 from .units import counted, format_percent, format_seconds
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ServingMode = Literal["agg", "disagg"]
-StepPart = Literal["products", "decode_attention", "prefill_attention", "experts", "communication", "head", "overhead"]
+StepPart = Literal[
+    "products", "decode_attention", "prefill_attention", "experts", "host_link", "host_compute", "communication", "head",
+    "overhead",
+]  # fmt: skip
+"""host_link, host_compute: waiting for experts that are copied up, or computed by the host's processors."""
 
 
 class Percentiles(Frozen):
@@ -260,6 +265,7 @@ def pools_title(pools: tuple[Pool, ...]) -> str:
     """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``."""
     return " + ".join(
         f"{pool.replicas} x {'' if pool.role == 'agg' else pool.role + ' '}{layout_title(pool.layout)}"
+        + experts_title(pool.experts_on_host)
         + (f" on {pool.device}" if len({other.device for other in pools}) > 1 else "")
         for pool in pools
     )

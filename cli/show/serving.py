@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ...schema.host_experts import experts_title
 from ...schema.serving_plan import layout_title
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
 from ..markup import plain
@@ -95,6 +96,7 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
         words += f"; {adapters.count:,} adapters of rank {adapters.rank}"
     if pool.nano_batch_rows is not None:
         words += f"; two nano-batches from {pool.nano_batch_rows:,} rows on"
+    words += experts_title(pool.experts_on_host).replace(" with", ";")
     if pool.prefixes is not None:
         words += {
             "device": "; prefixes on the device", "host": "; prefixes in the host's memory",

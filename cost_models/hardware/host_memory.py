@@ -67,11 +67,36 @@ def host_update_bytes_per_s(scenario: Scenario) -> float:
     if of_node := measured_rates(scenario).host_update_bytes_per_s:
         return of_node
     c, cluster = scenario.coefficients["offload"], scenario.cluster
+    generation, processors = _host_of(cluster, scenario.coefficients)
+    if generation is None:
+        return float(c["own_update_bytes_per_s"] * processors)
+    return float(c["update_bytes_per_s"][generation])
+
+
+def host_weight_rates(cluster: ClusterSpec, coefficients: Coefficients) -> tuple[float, float]:
+    """Return bytes/s of weights and FLOP/s of the products with them, of a device's part of its node's processors.
+
+    As the cluster says, else as is usual for processors with such links; all devices of a node keep their host busy at once.
+    """
+    c = coefficients["serving"]["host_experts"]
+    generation, processors = _host_of(cluster, coefficients)
+    of_node = (
+        (c["own_bytes_per_s"] * processors, c["own_flops_per_s"] * processors)
+        if generation is None
+        else (c["bytes_per_s"][generation], c["flops_per_s"][generation])
+    )
+    read = min(group.host_bandwidth_bytes_per_s or of_node[0] for group in cluster.groups)
+    computed = min(group.host_flops_per_s or of_node[1] for group in cluster.groups)
+    return float(read) / cluster.largest_node, float(computed) / cluster.largest_node
+
+
+def _host_of(cluster: ClusterSpec, coefficients: Coefficients) -> tuple[int | None, float]:
+    """Return the generation of a node's processors, 0 to 2 by their links; None: devices have ones of their own, so many a node."""
+    c = coefficients["offload"]
     line = min(group.host_link_bytes_per_s or c["link_bytes_per_s"] for group in cluster.groups)
     if line >= c["own_host_bytes_per_s"]:
-        return float(c["own_update_bytes_per_s"] * cluster.largest_node * min(line / _UNSHARED_LINK_BYTES_PER_S, 1.0))
-    generation = sum(line > 1.2 * c["link_bytes_per_s"] * doubled for doubled in (1, 2))
-    return float(c["update_bytes_per_s"][generation])
+        return None, cluster.largest_node * min(line / _UNSHARED_LINK_BYTES_PER_S, 1.0)
+    return sum(line > 1.2 * c["link_bytes_per_s"] * doubled for doubled in (1, 2)), 1.0
 
 
 def storage_bytes_per_s(scenario: Scenario) -> float:

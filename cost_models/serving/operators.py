@@ -189,7 +189,7 @@ def row_costs(instance: Instance, layer: Layer) -> dict[str, FloatArray]:
         elif isinstance(op, Elementwise):
             parts["products"] = parts["products"] + _elementwise_s(instance, op, rows)
     if layer.experts is not None:
-        parts["experts"] = _experts_s(instance, layer.experts, rows)
+        parts["experts"] = instance.products.experts(expert_shape(instance, layer.experts, rows), instance.experts)
     parts["communication"] = _communication_s(instance, layer, rows)
     return {name: np.where(ROWS > 0, seconds, 0.0) for name, seconds in parts.items()}
 
@@ -203,8 +203,8 @@ def _product_s(instance: Instance, op: Gemm, rows: FloatArray) -> FloatArray:
     return instance.products.seconds(rows * op.rows_per_token, n, k, dtype) + blocks_s
 
 
-def _experts_s(instance: Instance, moe: MoE, rows: FloatArray) -> FloatArray:
-    """Return the seconds of all routed experts of one rank for ``rows`` of each attention rank."""
+def expert_shape(instance: Instance, moe: MoE, rows: FloatArray) -> ExpertShape:
+    """Return the call of all routed experts of the busiest rank for ``rows`` of each attention rank."""
     layout, everyone = instance.layout, rows * instance.layout.attention_dp
     experts = moe.num_experts / layout.ep
     sizes = {
@@ -218,13 +218,12 @@ def _experts_s(instance: Instance, moe: MoE, rows: FloatArray) -> FloatArray:
     cv = instance.coefficients["serving"]["popularity_cv"]
     mean = everyone * moe.top_k / layout.ep
     busiest = busiest_over_mean(mean, layout.ep, experts, cv)
-    shape = ExpertShape(
+    return ExpertShape(
         rows=mean * busiest,
         tokens=everyone * (1 - (1 - 1 / layout.ep) ** moe.top_k if layout.attention_dp > 1 < layout.ep else 1.0),
         reached=experts * reached_fraction(everyone * busiest * moe.top_k / moe.num_experts, cv),
         **{name: np.asarray(size, dtype=np.float64) for name, size in sizes.items()},
     )
-    return instance.products.experts(shape, instance.experts)
 
 
 def busiest_over_mean(rows: FloatArray, ranks: int, experts: float, popularity_cv: float) -> FloatArray:
@@ -265,6 +264,14 @@ def _communication_s(instance: Instance, layer: Layer, rows: FloatArray) -> Floa
         if layout.tp > 1:
             seconds = seconds + group_s("all_gather", size, layout.tp, 1, cluster)
     return seconds + reduced * all_reduce_s(size, layout.tp, cluster, instance.coefficients)
+
+
+def expert_bytes(instance: Instance, layer: Layer) -> float:
+    """Return the bytes of one routed expert of a layer on one rank, of those that it has."""
+    assert layer.experts is not None
+    routed = (op for op in operators(instance, layer) if isinstance(op, Gemm) and op.routed)
+    total = sum(op.num_params * BYTES_OF[instance.dtype_of(op)] for op in routed)
+    return total / instance.layout.moe_tp / layer.experts.num_experts
 
 
 def weight_bytes(instance: Instance, layer: Layer) -> float:

@@ -19,6 +19,7 @@ from ..coefficients import Coefficients
 from ..hardware.host_memory import host_copy_bytes_per_s, node_storage_bytes_per_s
 from ..hardware.streams import USABLE_HOST_MEMORY
 from .engine import EngineProfile
+from .host_experts import why_host_lacks
 from .step import StepCosts
 
 FULL_STEP = 16384
@@ -76,11 +77,12 @@ def host_bytes(step: StepCosts, requests: Requests, prefixes: PrefixTier | None)
 
 
 def host_holds(step: StepCosts, requests: Requests) -> bool:
-    """Return whether the memory of every node holds the prefixes, each device's part of them for itself."""
+    """Return whether the memory of every node holds the prefixes beside its experts, each device's part for itself."""
     cluster = step.instance.cluster
     sizes = [group.host_memory_bytes for group in cluster.groups]
     needed = cluster.largest_node * host_bytes(step, requests, "host")
-    return not all(sizes) or needed <= USABLE_HOST_MEMORY * min(size or 0.0 for size in sizes)
+    fits = not all(sizes) or needed <= USABLE_HOST_MEMORY * min(size or 0.0 for size in sizes)
+    return fits and not why_host_lacks(step, host_bytes(step, requests, "host"))
 
 
 def why_none_fit(step: StepCosts, requests: Requests, prefixes: PrefixTier | None, free: EngineLimits | None) -> str:

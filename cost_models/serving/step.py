@@ -62,6 +62,7 @@ class StepCosts:
         window_cache_bytes: (window, bytes per token) of layers that keep only their last tokens, included above.
         state_bytes: of a request on that device, in layers with a state of fixed size.
         queries: tokens of each row that decodes, which its cache is read once for: 1 but where drafts are checked.
+        host_weight_bytes: of a device's weights in the host's memory (host_experts.py).
     """
 
     instance: Instance
@@ -71,6 +72,7 @@ class StepCosts:
     window_cache_bytes: tuple[tuple[int, float], ...]
     state_bytes: float
     queries: int = 1
+    host_weight_bytes: float = 0.0
 
     @classmethod
     def build(
@@ -102,8 +104,7 @@ class StepCosts:
             model=model, cluster=cluster, layout=layout, weights=weights, experts=experts or weights, cache=cache,
             coefficients=coefficients or packaged_coefficients(), adapters=adapters,
         )  # fmt: skip
-        stages = _cut(model, layout.pp)
-        counts = [_counted(stage) for stage in stages]
+        counts = counted_stages(model, layout.pp)
         costs = {layer: row_costs(instance, layer) for stage in counts for layer in stage}
         planes, known = dict[Layer, Any](), {} if known is None else known
         for layer in (layer for layer in costs if isinstance(layer, Block)):
@@ -213,13 +214,13 @@ def _require_serveable(model: ModelSpec, layout: ServingLayout) -> None:
             raise ConfigError(f"ep {layout.ep} does not divide the {block.experts.num_experts} experts of {model.name}")
 
 
-def _cut(model: ModelSpec, pp: int) -> list[list[Layer]]:
-    """Return the layers of each stage: equally many blocks, the embedding with the first and the head with the last."""
+def counted_stages(model: ModelSpec, pp: int) -> list[dict[Layer, int]]:
+    """Return the layers of each stage with how many there are: equally many blocks, the embedding first and the head last."""
     blocks = [layer for layer in model.iter_layers() if isinstance(layer, Block)]
     stages: list[list[Layer]] = [list(part) for part in np.array_split(np.array(blocks, dtype=object), pp)]
     stages[0].insert(0, model.embedding)
     stages[-1].append(model.head)
-    return stages
+    return [_counted(stage) for stage in stages]
 
 
 def _counted(layers: list[Layer]) -> dict[Layer, int]:

@@ -7,7 +7,8 @@
              without a graph t is at least eager_kernel_s for each of its kernels
 
 with b decoding requests over S cached tokens and p tokens of n ending prompts that attend to C tokens each. Body: products and what
-tensor-parallel ranks exchange, of the fullest attention rank; experts: of all ranks' rows, so of the mean.
+tensor-parallel ranks exchange, of the fullest attention rank; experts: of all ranks' rows, so of the mean, with what waits for
+those in the host's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .engine import EngineProfile
 
 _DECODE_CONTEXTS = 2.0 ** np.arange(0, 21)
 _PROMPT_CONTEXTS = np.concatenate([[0.0], 2.0 ** np.arange(4, 21)])
-_TABLED_APART = ("head", "experts", "decode_attention", "prefill_attention")
+_EXPERTS = ("experts", "host_link", "host_compute")
+_TABLED_APART = ("head", *_EXPERTS, "decode_attention", "prefill_attention")
 
 
 class StepParts(Protocol):
@@ -64,8 +66,8 @@ class StepTable:
         decode = step.parts(rows, rows)
         prompt = step.parts(np.zeros_like(rows), np.zeros_like(rows), rows, np.minimum(rows / 2, 1.0))
         self._decode_body, self._prompt_body = (_body(parts, rows) for parts in (decode, prompt))
-        self._decode_experts, self._prompt_experts = (_named(parts, "experts", rows) for parts in (decode, prompt))
-        self._head = _named(step.parts(self.batches, self.batches), "head", self.batches)
+        self._decode_experts, self._prompt_experts = (_named(parts, _EXPERTS, rows) for parts in (decode, prompt))
+        self._head = _named(step.parts(self.batches, self.batches), ("head",), self.batches)
         contexts = self.batches[:, None] * _DECODE_CONTEXTS
         self._attend = np.broadcast_to(step.parts(self.batches[:, None], contexts)["decode_attention"], contexts.shape)
         self._tokens = 2.0 ** np.arange(0, np.ceil(np.log2(max(rows[-1], 2))) + 1)
@@ -157,8 +159,9 @@ def _body(parts: Mapping[str, FloatArray], rows: IntArray) -> list[float]:
     ).tolist()
 
 
-def _named(parts: Mapping[str, FloatArray], name: str, rows: IntArray) -> list[float]:
-    return np.broadcast_to(parts.get(name, np.zeros(())), rows.shape).astype(np.float64).tolist()
+def _named(parts: Mapping[str, FloatArray], names: tuple[str, ...], rows: IntArray) -> list[float]:
+    total = sum((parts[name] for name in names if name in parts), np.zeros(()))
+    return np.broadcast_to(total, rows.shape).astype(np.float64).tolist()
 
 
 def _between(xs: list[float], ys: list[float], x: float) -> float:

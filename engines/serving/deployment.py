@@ -175,6 +175,15 @@ def no_adapters(engine: str) -> Limit:
     )
 
 
+def no_experts_on_host(engine: str) -> Limit:
+    """Return the limit that all experts are on the devices."""
+    return pool_limit(
+        "no_experts_on_host",
+        lambda pool: "experts in the host's memory, where the engine has none" if pool.experts_on_host else "",
+        f"plan without --experts-on-host, or with by=compute and export to sglang, in place of {engine}",
+    )
+
+
 def drafter(pool: Pool) -> str | None:
     """Return what an engine loads to draft tokens; None where the model does it."""
     drafting = pool.speculate

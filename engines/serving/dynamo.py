@@ -23,6 +23,7 @@ from .deployment import (
     common_notes,
     hub_name,
     instances,
+    no_experts_on_host,
     title,
     to_set,
 )
@@ -146,4 +147,4 @@ def write(plan: ServingPlan) -> Exported:
     )
 
 
-ADAPTER = Adapter(version=VERSION, limits=(NAMED, GPUS, ENGINE_CAN), write=write)
+ADAPTER = Adapter(version=VERSION, limits=(NAMED, GPUS, no_experts_on_host("dynamo"), ENGINE_CAN), write=write)

@@ -4,6 +4,11 @@ Source: the options of SGLang 0.5.23 (python/sglang/srt/server_args.py, srt/arg_
 tests/unit/engines/parsers/sglang_args.py runs them), sglang-router 0.3.2. Attention's data parallelism is --attn-dp-size here, in
 older versions --dp-size with --enable-dp-attention. With it the limits of the batch and of the chunk are of all its ranks together
 (srt/arg_groups/parallel_hook.py, srt/mem_cache/kv_cache_configurator.py).
+
+Experts on the host are those of its KTransformers part (srt/layers/moe/kt_ep_wrapper.py): of each layer the first ones on the
+devices, the others computed by the processors of the first rank's node while the devices compute theirs; none is copied. Its
+paged experts (srt/layers/moe/paged_experts) are copied when they are met, before any is computed, and the last used ones remain:
+plans have copies beside kernels and the most visited ones, so that these are refused.
 """
 
 from __future__ import annotations
@@ -11,10 +16,11 @@ from __future__ import annotations
 import math
 import shlex
 
+from ...schema.host_experts import ExpertsOnHost
 from ...schema.serving import Pool, RequestClass
 from ...schema.serving_plan import ServingPlan
 from ...schema.units import GB
-from ..adapter import Adapter, Exported
+from ..adapter import Adapter, Exported, Limit
 from .deployment import (
     LOAD,
     PLACED,
@@ -32,8 +38,10 @@ from .deployment import (
     longest_request,
     meeting_port,
     no_adapters,
+    pool_limit,
     router_script,
     serve_script,
+    spans_nodes,
     to_set,
     urls,
 )
@@ -42,6 +50,9 @@ from .load import load_script
 VERSION = "0.5.23"
 DTYPES = {"fp16": "float16", "fp32": "float32"}
 CACHES = {"bf16": "bf16", "fp16": "auto", "fp8": "fp8_e4m3", "fp32": "auto"}
+HOST_KERNELS = {"int4": "AMXINT4", "int8": "AMXINT8"}
+"""Of KTransformers' kernels for the host those whose types plans have."""
+
 _BOOTSTRAP_PORT = 8998
 """Of the first prefill instance; others follow."""
 
@@ -84,6 +95,8 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
         made |= {"disaggregation-mode": pool.role, "disaggregation-transfer-backend": "nixl"}
     if pool.nano_batch_rows is not None:
         made |= {"enable-two-batch-overlap": True, "moe-a2a-backend": "deepep"}
+    if (placed := pool.experts_on_host) is not None:
+        made |= {"kt-method": HOST_KERNELS[pool.weights], "kt-num-gpu-experts": _experts_on_device(plan, placed)}
     if (drafting := pool.speculate) is not None:
         drafted, model = drafting.draft_tokens or 1, drafter(pool)
         made |= {
@@ -95,8 +108,18 @@ def options(plan: ServingPlan, pool: Pool) -> Options:
     return made
 
 
+def _experts_on_device(plan: ServingPlan, placed: ExpertsOnHost) -> int:
+    """Return the experts of a layer that are on the devices."""
+    experts = next(block.experts for block, _ in plan.model.block_runs if block.experts is not None)
+    return round((1 - (placed.share or 0.0)) * experts.num_experts)
+
+
 def _command(plan: ServingPlan, pool: Pool) -> str:
     words = " ".join(map(shlex.quote, arguments(options(plan, pool))))
+    if pool.experts_on_host is not None:
+        words += (
+            ' --kt-weight-path "${KT_WEIGHTS:?experts for the host}" --kt-cpuinfer "${KT_THREADS:?cores of the host}"'
+        )
     bootstrap = f" --disaggregation-bootstrap-port $(({_BOOTSTRAP_PORT} + $3))" if pool.role == "prefill" else ""
     return (
         "  CUDA_VISIBLE_DEVICES=$1 \\\n"
@@ -144,7 +167,10 @@ def write(plan: ServingPlan) -> Exported:
     files[LOAD] = load_script(plan, "sglang", VERSION, command=bench, options=_lengths, routed=routed)
     spread = (f"sglang-router (a package of its own) for {ROUTER}",) if routed else ()
     load = plan.serving.requests
+    on_host = any(pool.experts_on_host for pool in plan.pools)
+    kernels = ("KT_WEIGHTS: a folder of the experts as kt-kernel converts them; KT_THREADS: cores of the host",)
     unsaid = [
+        *(["experts: it has the first ones of a layer on the devices, the plan the most visited"] if on_host else []),
         *(["arrivals: bench_serving draws them from a Poisson process only"] if load.arrival_cv != 1 else []),
         *(["prefixes: bench_serving's random prompts share none"] if any(e.prefix_len for e in load.classes) else []),
     ]
@@ -153,9 +179,40 @@ def write(plan: ServingPlan) -> Exported:
         version=VERSION,
         files=tuple(files.items()),
         not_expressed=(*common_notes(plan, "sglang"), *unsaid),
-        to_set=(*to_set(plan), *spread),
+        to_set=(*to_set(plan), *spread, *(kernels if on_host else ())),
         command=f"bash {SERVE}" + (f", bash {ROUTER}" if routed else "") + f", then bash {LOAD}",
     )
 
 
-ADAPTER = Adapter(version=VERSION, limits=(PLACED, drafter_named("sglang"), no_adapters("sglang")), write=write)
+def _not_computed_by_the_host(pool: Pool) -> str:
+    """Return what of a pool's experts on the host KTransformers' part has not; nothing where it has all."""
+    placed, layout = pool.experts_on_host, pool.layout
+    if placed is None:
+        return ""
+    if placed.by != "compute":
+        return f"experts on the host are split by={placed.by}, of which it has compute alone"
+    if layout.num_devices != layout.tp or layout.ep > 1:
+        return "experts on the host beside pp, attention_dp or ep, of which it has tp alone"
+    if pool.weights not in HOST_KERNELS:
+        return f"experts on the host in {pool.weights}, of which it has {' and '.join(HOST_KERNELS)}"
+    return ""
+
+
+LIMITS = (
+    PLACED,
+    drafter_named("sglang"),
+    no_adapters("sglang"),
+    pool_limit(
+        "host_computes",
+        _not_computed_by_the_host,
+        "plan with --experts-on-host on,by=compute --weights int4 and --fix pp=1,attention_dp=1,ep=1",
+    ),
+    Limit(
+        "one_host",
+        lambda p: not any(pool.experts_on_host and spans_nodes(p, pool) for pool in p.pools),
+        lambda _: "experts on the hosts of an instance on several nodes: the first one's processors alone compute",
+        "plan with --fix tp=N within a node",
+    ),
+)
+
+ADAPTER = Adapter(version=VERSION, limits=LIMITS, write=write)

@@ -27,6 +27,7 @@ from .deployment import (
     keeps_prefixes,
     longest_request,
     no_adapters,
+    no_experts_on_host,
     no_prefixes_on,
     pool_limit,
     serve_script,
@@ -41,6 +42,7 @@ CACHES = {"bf16": "auto", "fp16": "auto", "fp8": "fp8", "fp32": "auto"}
 
 LIMITS = (
     no_adapters("trtllm"),
+    no_experts_on_host("trtllm"),
     no_prefixes_on("storage", "export to sglang"),
     pool_limit(
         "one_batch",

@@ -29,6 +29,7 @@ from .deployment import (
     keeps_prefixes,
     longest_request,
     meeting_port,
+    no_experts_on_host,
     no_prefixes_on,
     pool_limit,
     router_script,
@@ -61,6 +62,7 @@ LIMITS = (
     ),
     PLACED,
     drafter_named("vllm"),
+    no_experts_on_host("vllm"),
     no_prefixes_on("storage", "export to sglang"),
     pool_limit(
         "one_connector",

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from ...cost_models.serving.host_experts import may_lie_with_host
 from ...cost_models.serving.steady_state import largest_rate, operating_points
 from ...schema import ConfigError, InfeasibleError, MeshwrightError
 from ...schema.base import Frozen
+from ...schema.host_experts import ExpertsOnHost
 from ...schema.layout import format_assignments, parse_assignments
 from ...schema.serving import LatencyLimit, Serving
 from ...schema.serving_plan import ServingPlan, pools_title
@@ -115,6 +117,13 @@ def _changes(plan: ServingPlan, request: PlanRequest) -> Iterator[tuple[str, Pla
         yield text, replace(request, task=_with_limit(serving, idx, looser))
     other = "agg" if plan.mode == "disagg" else "disagg"
     yield f"mode {other} instead of {plan.mode}", replace(request, task=serving.replace(modes=(other,)))
+    if serving.experts_on_host is not None:
+        yield "all experts on the devices", replace(request, task=serving.replace(experts_on_host=None))
+        ways = {"copy": "experts on the host copied up alone", "compute": "experts on the host computed there alone"}
+        for by, words in ways.items():
+            if by != serving.experts_on_host.by:
+                placed = serving.experts_on_host.replace(by=by)
+                yield words, replace(request, task=serving.replace(experts_on_host=placed))
     if plan.pools[-1].weights in ("bf16", "fp16"):
         yield "weights in fp8", replace(request, task=serving.replace(weights="fp8"))
     if plan.pools[-1].cache in ("bf16", "fp16"):
@@ -301,6 +310,10 @@ def _helping(request: PlanRequest, problem: ServingProblem) -> Iterator[str]:
         ):
             option = "--kv" if name == "cache" else "--weights"
             yield f"{option} {value}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
+    if not kinds and may_lie_with_host(request.model, request.cluster, serving):
+        placed = replace(request, task=serving.replace(experts_on_host=ExpertsOnHost()))
+        if other := _searched(placed):
+            yield f"--experts-on-host on: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
     if not is_unreachable:
         for devices in _sizes(problem):
             cluster = grow_cluster(request.cluster, devices)

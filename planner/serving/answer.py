@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 
 from ...cost_models.coefficients import packaged_coefficients
+from ...cost_models.hardware.host_memory import host_weight_rates
+from ...cost_models.serving.host_experts import resident_hits
 from ...cost_models.serving.simulation import InstanceUse
 from ...schema import Certificate
+from ...schema.host_experts import experts_title
 from ...schema.plan import Unit
 from ...schema.serving import Pool, Role
 from ...schema.serving_plan import (
@@ -23,7 +26,7 @@ from ...schema.serving_plan import (
     layout_title,
     pools_title,
 )
-from ...schema.units import counted, format_bytes, format_percent, format_seconds
+from ...schema.units import GB, counted, format_bytes, format_percent, format_seconds
 from ..request import PlanRequest
 from ..tasks.serving import ServingProblem, ServingSearch
 from .bound import resource_bound
@@ -163,6 +166,9 @@ def _pool_estimate(
     )
     seconds = {name: float(value) for name, value in parts.items()}
     mean_s = kind.model.tokens_per_step * sum(use.busy_s for use in uses) / steps
+    if kind.experts_on_host is not None and (total := sum(seconds.values())) > mean_s:
+        # Rows reach fewer new experts the more they are, so that the step of mean rows is longer than the mean step.
+        seconds = {name: value * mean_s / total for name, value in seconds.items()}
     seconds["overhead"] = max(mean_s - sum(seconds.values()), 0.0)
     routes, classes = served.deployment.routes, served.serving.requests.classes
     share = 1.0 if routes is None else sum(c.share * row[pool] for c, row in zip(classes, routes, strict=True))
@@ -233,7 +239,10 @@ def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
 def kinds_title(kinds: Sequence[InstanceKind]) -> str:
     """Return the layouts of a family in a line."""
     roles = ("prefill", "decode") if len(kinds) > 1 else ("",)
-    return " + ".join(f"{role} {layout_title(kind.layout)}".strip() for role, kind in zip(roles, kinds, strict=True))
+    return " + ".join(
+        f"{role} {layout_title(kind.layout)}{experts_title(kind.experts_on_host)}".strip()
+        for role, kind in zip(roles, kinds, strict=True)
+    )
 
 
 def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator[ServingAlternative]:
@@ -315,6 +324,7 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
             f"the {adapters.count:,} adapters of rank {adapters.rank} are all in the devices' memory; none is fetched from the host"
         )
     yield from _on_prefixes(problem, served)
+    yield from _on_experts(problem, served)
     if served.deployment.is_disaggregated:
         yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
     yield from _on_steps(problem, served)
@@ -325,6 +335,9 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
 def _on_measured(problem: ServingProblem, served: Served) -> Iterator[str]:
     """Yield how likely a limit on TPOT holds when it is measured, by how far predictions of load tests were off."""
     if problem.serving.engine == "meshwright":
+        return
+    if any(kind.experts_on_host is not None for kind in served.deployment.kinds):
+        yield "steps with experts on the host are compared with one engine's published rates, not with load tests (docs/serving.md)"
         return
     ratios = packaged_coefficients().value("serving.measured_over_predicted.tpot")
     levels = np.arange(1, len(ratios) + 1) / (len(ratios) + 1)
@@ -358,6 +371,40 @@ def _on_prefixes(problem: ServingProblem, served: Served) -> Iterator[str]:
             f"prefixes of {stored:,} tokens lie in {where}, {size} an instance; a request copies its own in "
             f"{format_seconds(seconds)}"
         )
+
+
+def _on_experts(problem: ServingProblem, served: Served) -> Iterator[str]:
+    """Yield which experts lie with the host, what that takes there, and how often rows meet the others."""
+    if problem.serving.experts_on_host is None:
+        return
+    for kind in dict.fromkeys(served.deployment.kinds):
+        placed = kind.experts_on_host
+        if placed is None or placed.share is None:
+            yield f"all experts are on the devices of {layout_title(kind.layout)}: none with the host serve the load better"
+            continue
+        instance = kind.step.instance
+        hits = resident_hits(placed.share, float(instance.coefficients["serving"]["popularity_cv"]))
+        groups = instance.cluster.groups
+        size = format_bytes(kind.size * kind.step.host_weight_bytes)
+        known = (
+            "" if all(group.host_memory_bytes for group in groups) else " (how much it has the cluster does not say)"
+        )
+        met = f"of the rows {format_percent(hits)} meet the others, by the usual spread of loads"
+        yield (
+            f"{format_percent(placed.share)} of each layer's experts, the least visited, lie in the host's memory, {size} an "
+            f"instance{known}; {met}"
+            if placed.share < 1
+            else f"all routed experts lie in the host's memory, {size} an instance{known}"
+        )
+        is_known = all(group.host_bandwidth_bytes_per_s and group.host_flops_per_s for group in groups)
+        if placed.by != "copy" and not is_known:
+            rates = host_weight_rates(instance.cluster, instance.coefficients)
+            read, computed = (rate * instance.cluster.largest_node for rate in rates)
+            yield (
+                f"the host's processors are taken to read {read / GB:.4g} GB/s of weights and to compute {computed / 1e12:.3g} "
+                "TFLOP/s a node, as is usual beside such links: host_bandwidth_bytes_per_s and host_flops_per_s of a cluster "
+                "file say others"
+            )
 
 
 def _on_steps(problem: ServingProblem, served: Served) -> Iterator[str]:

@@ -6,12 +6,14 @@
     n >= rate sum_w share_w max(F_w / peak, B_w / bandwidth)                   (R)
 
 P_active counts what one token goes through; a batch may read fewer experts than all, so that W is the part that every token reads.
+Neither has routed experts where they may lie with the host, whose processors take part.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...cost_models.serving.host_experts import num_routed_params
 from ...schema.serving import BYTES_OF
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ def device_seconds(problem: ServingProblem, cluster: ClusterSpec) -> float:
         run.count * run.layer.num_active_params(model.hidden_dim) for run in model.layers if run.layer.is_block
     )
     tokens = float(mix.share @ (mix.new_len + mix.output_len - 1))
+    if serving.experts_on_host is not None:  # the host may compute them
+        active -= num_routed_params(model, visited=True)
     flops = 2 * active * tokens
     read = 0.0
     if mix.decode_steps:

@@ -9,6 +9,8 @@ max_batch            the engine's own; where it lets tokens take longer than the
 chunk                what the engine does; cut or whole prompts where it lets one choose (TensorRT-LLM); a quarter of the budget
                      where prompts are unlike and the engine limits one prompt (vLLM, ours): equal ones gain nothing by sharing
 
+on_host              where experts on the host are asked for without a share, of none and SHARES of each layer's the smallest that
+                     fits and the next ones, MAX_SHARES in all
 drafted              where speculation is asked for without a number, none and DRAFTED tokens
 prefixes             where those of the load lie: on the device; where they take more than SMALL of its cache also with the host, on
                      its drives, or nowhere; a pool that only decodes has them on the device or a copy for each request
@@ -37,6 +39,12 @@ SMALL = 0.02
 DRAFTED = (1, 2, 3, 5)
 """Tokens of a draft that are tried: each further one is accepted less often."""
 
+SHARES = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 1.0)
+"""Of each layer's experts that are tried in the host's memory: what they leave is cache, and so batches that share the copies."""
+
+MAX_SHARES = 4
+"""Of these an instance tries: the smallest whose weights fit, and those after it."""
+
 UNLIKE = 4.0
 """Prompts are unlike where the longest class is so many times the shortest."""
 
@@ -47,7 +55,7 @@ CHUNKED_ENGINES = ("vllm", "meshwright")
 @dataclass(frozen=True)
 class LimitChoice:
     """What an instance is told: limits, None for the engine's own, chunk 0 for prompts that are not cut; tokens of a draft; where
-    prefixes lie, None where there are none.
+    prefixes lie, None where there are none; the share of each layer's experts with the host.
     """
 
     max_batch: int | None = None
@@ -55,6 +63,7 @@ class LimitChoice:
     chunk: int | None = None
     drafted: int = 0
     prefixes: PrefixTier | None = None
+    on_host: float = 0.0
 
     def chunk_of(self, limits: EngineLimits) -> int | None:
         """Return the tokens of a prompt that enter a step at most, under limits that the engine set for this choice."""
@@ -92,11 +101,12 @@ def choices(
     fixed: LimitChoice,
     max_rows: float,
     tiers: Sequence[PrefixTier | None] = (),
+    shares: Sequence[float] = (),
 ) -> Iterator[LimitChoice]:
     """Yield the limits of an instance that may be best in a role, the engine's own first.
 
     Args:
-        tiers: where prefixes may lie.
+        tiers: where prefixes may lie; shares: of each layer's experts that may lie with the host.
         engine: its own limits; max_rows: requests of an attention rank at which the limit on a token is reached, or infinite.
     """
     classes = serving.requests.classes
@@ -123,8 +133,19 @@ def choices(
         max_drafted = len(serving.speculate.lengths) or max(DRAFTED)
         drafts += [drafted for drafted in DRAFTED if drafted <= max_drafted]
     of_prefixes = dict.fromkeys((fixed.prefixes, *tiers))
-    for place, drafted, chunk, tokens, batch in itertools.product(of_prefixes, drafts, chunks, budgets, batches):
-        yield LimitChoice(batch, tokens, chunk, drafted, place)
+    of_shares = dict.fromkeys((fixed.on_host, *shares))
+    for place, drafted, chunk, tokens, batch, share in itertools.product(
+        of_prefixes, drafts, chunks, budgets, batches, of_shares
+    ):
+        yield LimitChoice(batch, tokens, chunk, drafted, place, share)
+
+
+def shares_of(serving: Serving) -> tuple[float, ...]:
+    """Return the shares of each layer's experts that may lie with the host, none first where the share is open."""
+    requested = serving.experts_on_host
+    if requested is None:
+        return (0.0,)
+    return (0.0, *SHARES) if requested.share is None else (requested.share,)
 
 
 FULL = 0.98

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...cost_models.serving.engine import EngineProfile
+from ...cost_models.serving.host_experts import why_host_lacks, with_experts_on_host
 from ...cost_models.serving.measured_steps import MeasuredEngine
 from ...cost_models.serving.nano_batches import with_nano_batches
 from ...cost_models.serving.prefixes import fetch_s_per_token, host_holds, without_prefixes
@@ -124,7 +125,11 @@ def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None)
         step = with_drafts(step, pool.speculate, pool.speculate.draft_tokens)
     if pool.nano_batch_rows is not None:
         step = with_nano_batches(step)
+    if pool.experts_on_host is not None:
+        step = with_experts_on_host(step, pool.experts_on_host)
     costs: StepCosts = step
+    if why := why_host_lacks(costs):
+        raise ConfigError(f"pool {pool.role}: {why}", help="plan again for this cluster")
     profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
     measured = None
     if serving.engine == "meshwright" and plan.cluster.profile is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,13 @@ from typing import Any
 
 from ...cost_models.serving.dispatch import step_kernels
 from ...cost_models.serving.engine import EngineProfile
+from ...cost_models.serving.host_experts import (
+    exact_share,
+    num_routed_params,
+    require_experts,
+    why_host_lacks,
+    with_experts_on_host,
+)
 from ...cost_models.serving.instance_model import Host, InstanceModel
 from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps, measured_weights
 from ...cost_models.serving.memory import ServingMemory, serving_memory
@@ -27,6 +35,7 @@ from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import check_drafts, with_drafts
 from ...cost_models.serving.step import StepCosts
 from ...schema import ClusterSpec, ConfigError, ModelSpec
+from ...schema.host_experts import ExpertsOnHost
 from ...schema.serving import (
     BYTES_OF,
     CacheDtype,
@@ -43,7 +52,7 @@ from ...schema.speculation import Speculation
 from ...schema.units import format_bytes
 from ..request import PlanRequest
 from .layouts import layouts
-from .limits import SMALL, LimitChoice, choices, fixed_choice
+from .limits import MAX_SHARES, SMALL, LimitChoice, choices, fixed_choice, shares_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +66,7 @@ class InstanceKind:
         usd_per_hour: of an instance; None: no price is known.
         sent_s_per_token: seconds to send the keys and values of a token of a prompt to another instance.
         prefixes: where those of the load lie, and for its bound.
+        experts_on_host: the share of its experts that lie with the host; None: none do.
     """
 
     part: int
@@ -78,6 +88,7 @@ class InstanceKind:
     speculate: Speculation | None = None
     prefixes: PrefixTier | None = None
     loosest_prefixes: PrefixTier | None = None
+    experts_on_host: ExpertsOnHost | None = None
 
     def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
         """Return the instance under the limits that may be best in a role (planner/serving/limits.py)."""
@@ -119,6 +130,7 @@ class InstanceKind:
             limits=self.limits, speculate=self.speculate, adapters=self.base.serving.adapters,
             nano_batch_rows=split_rows_of(self.step), prefixes=self.prefixes,
             host_prefix_bytes=round(host_bytes(self.step, self.base.serving.requests, self.prefixes)),
+            experts_on_host=self.experts_on_host, host_expert_bytes=round(self.step.host_weight_bytes),
         )  # fmt: skip
 
 
@@ -149,6 +161,8 @@ class ServingSpace:
         profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
         if serving.speculate is not None:
             check_drafts(request.model, serving.speculate)
+        if serving.experts_on_host is not None:
+            require_experts(request.model, cluster)
         seen = 0
         for index, part in enumerate(parts):
             degrees = {key: value for key, value in request.fixed.items() if key in ServingLayout.model_fields}
@@ -180,7 +194,7 @@ class ServingSpace:
         model, device = request.model, cluster.weakest_device
         weights: WeightDtype = serving.weights or measured_weights(cluster, model) or "bf16"
         cache: CacheDtype = serving.cache or ("fp32" if weights == "fp32" else "fp16" if weights == "fp16" else "bf16")
-        if (min_bytes := _min_weight_bytes(model, layout, weights)) > device.memory_bytes:
+        if (min_bytes := _min_weight_bytes(model, layout, weights, serving)) > device.memory_bytes:
             self.too_large.append(
                 (
                     layout,
@@ -209,19 +223,25 @@ class ServingSpace:
         budgets = dict.fromkeys((base_choice, base_choice.with_least_budget()))
         if serving.nano_batches and can_split(layout):
             step = with_nano_batches(step)
-        for choice in (replace(each, prefixes=tier) for each in budgets for tier in tiers_of(serving, profile)):
-            base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, known)
+        shares = tuple(dict.fromkeys(exact_share(model, layout, share) for share in shares_of(serving)))
+        for (idx, share), each, tier in itertools.product(enumerate(shares), budgets, tiers_of(serving, profile)):
+            choice, more = replace(each, prefixes=tier, on_host=share), shares[idx : idx + MAX_SHARES]
+            base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, more, known)
             kind, why = base.kind(choice)
             if kind is not None:
                 self.kinds.append(kind)
                 return
-            reason = reason or why
+            reason = why if serving.experts_on_host is not None else reason or why
         self.too_large.append((layout, reason))
 
 
 @dataclass(frozen=True, eq=False)
 class _Base:
-    """An instance whose limits are still open; base_choice: the limits of its engine, or those asked for."""
+    """An instance whose limits are still open.
+
+    Attributes:
+        base_choice: the limits of its engine, or those asked for; shares: of its experts that may lie with the host.
+    """
 
     serving: Serving
     profile: EngineProfile
@@ -233,22 +253,24 @@ class _Base:
     cache: CacheDtype
     measured: MeasuredEngine | None
     base_choice: LimitChoice
+    shares: tuple[float, ...]
     planes: dict[Any, Any]
     known: dict[LimitChoice, InstanceKind] = field(default_factory=dict)
     drafting: dict[int, StepCosts] = field(default_factory=dict)
+    by_share: dict[float, StepCosts] = field(default_factory=dict)
 
     def kind(self, choice: LimitChoice) -> tuple[InstanceKind | None, str]:
         """Return the instance under limits; None where its memory does not hold a request, and why."""
         if choice in self.known:
             return self.known[choice], ""
         device, profile, serving = self.cluster.weakest_device, self.profile, self.serving
-        step = self._steps(choice.drafted)
+        step = self._steps_with_host(choice.on_host) if choice.on_host else self._steps(choice.drafted)
         memory = serving_memory(
             step, profile, request_len=float(serving.requests.longest), max_batch=choice.max_batch,
             max_batched_tokens=choice.max_batched_tokens,
         )  # fmt: skip
-        if memory.reason is not None:
-            return None, memory.reason
+        if why := memory.reason or why_host_lacks(step):
+            return None, why
         limits = profile.limits(
             device_bytes=float(device.memory_bytes),
             cache_tokens=memory.cache_tokens,
@@ -287,6 +309,7 @@ class _Base:
             else None,
             prefixes=choice.prefixes,
             loosest_prefixes=choice.prefixes if choice != self.base_choice else tiers_of(serving, profile)[0],
+            experts_on_host=self._experts_on_host(choice.on_host),
         )
         return self.known[choice], ""
 
@@ -301,6 +324,18 @@ class _Base:
             )
         return self.drafting[drafted]
 
+    def _experts_on_host(self, share: float) -> ExpertsOnHost | None:
+        requested = self.serving.experts_on_host
+        return requested.replace(share=share) if requested is not None and share else None
+
+    def _steps_with_host(self, share: float) -> StepCosts:
+        """Return the steps of the instance with a share of its experts on the host."""
+        if share not in self.by_share:
+            placed = self._experts_on_host(share)
+            assert placed is not None
+            self.by_share[share] = with_experts_on_host(self.step, placed)
+        return self.by_share[share]
+
     def _loosest(self, model: InstanceModel, limits: EngineLimits, choice: LimitChoice) -> InstanceModel:
         """Return what no choice of limits is better than; limits that were chosen are what they are."""
         if choice != self.base_choice:
@@ -308,7 +343,7 @@ class _Base:
         tiers = self._tiers("agg", limits)
         others = [
             other
-            for other in choices("agg", limits, self.serving, self.base_choice, math.inf, tiers)
+            for other in choices("agg", limits, self.serving, self.base_choice, math.inf, tiers, self.shares)
             if other != choice
         ]
         kinds = [kind for other in others if (kind := self.kind(other)[0]) is not None]
@@ -319,7 +354,7 @@ class _Base:
             chunk=min(min(each.chunk, each.max_batched_tokens) for each in models),
             cache_tokens=max(each.cache_tokens for each in models),
             fetch_s_per_token=0.0,
-            others=_of_each_draft(models),
+            others=_of_each_steps(models),
         )
 
     def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
@@ -330,11 +365,15 @@ class _Base:
         first = self._closed if base == self.base_choice else self.kind(base)[0]
         others = (
             choice
-            for choice in choices(role, limits, self.serving, base, max_rows, self._tiers(role, limits))
+            for choice in choices(role, limits, self.serving, base, max_rows, self._tiers(role, limits), self.shares)
             if choice != base
         )
         kinds = [kind for kind in (first, *(self.kind(choice)[0] for choice in others)) if kind is not None]
-        return list({(kind.limits, kind.speculate, kind.prefixes): kind for kind in reversed(kinds)}.values())[::-1]
+        return list(
+            {
+                (kind.limits, kind.speculate, kind.prefixes, kind.experts_on_host): kind for kind in reversed(kinds)
+            }.values()
+        )[::-1]
 
     def _tiers(self, role: str, limits: EngineLimits) -> Sequence[PrefixTier | None]:
         """Return where prefixes may lie for a role: on the device alone where they are small."""
@@ -350,8 +389,8 @@ class _Base:
         return replace(kind, loosest=kind.model, loosest_prefixes=kind.prefixes)
 
 
-def _of_each_draft(models: Sequence[InstanceModel]) -> tuple[InstanceModel, ...]:
-    """Return an instance for each length of drafts; none where there is one."""
+def _of_each_steps(models: Sequence[InstanceModel]) -> tuple[InstanceModel, ...]:
+    """Return an instance for each length of drafts, or share of experts on the host; none where there is one."""
     by_steps = {id(each.steps): each for each in models}
     return tuple(by_steps.values()) if len(by_steps) > 1 else ()
 
@@ -372,9 +411,13 @@ def _not_measured(request: PlanRequest, serving: Serving, layouts: list[ServingL
     )
 
 
-def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDtype) -> float:
-    """Return weights that a device has at least, without building the layout: everything cut over all of its devices."""
-    return model.num_params * BYTES_OF[weights] / layout.num_devices
+def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDtype, serving: Serving) -> float:
+    """Return weights that a device has at least, without building the layout: everything cut over all of its devices.
+
+    Of experts that may lie with the host nothing counts.
+    """
+    params = model.num_params - (num_routed_params(model) if serving.experts_on_host is not None else 0)
+    return params * BYTES_OF[weights] / layout.num_devices
 
 
 def _instance_model(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ...schema.errors import RuntimeMismatchError
+from ...schema.errors import ConfigError, RuntimeMismatchError
 from ...schema.model import ModelSpec
 from ...schema.runnable import why_not_runnable
 from ...schema.serving import Pool
@@ -158,9 +158,14 @@ def require_servable(spec: ModelSpec, pool: Pool, *, is_single: bool = True) -> 
     """Refuse what this version cannot serve; ``is_single``: this process is the only rank.
 
     Raises:
-        ConfigError: types that our engine lacks.
+        ConfigError: types that our engine lacks, or experts on the host.
         RuntimeMismatchError: with every reason.
     """
+    if pool.experts_on_host is not None:
+        raise ConfigError(
+            "the plan has experts in the host's memory, which our own engine has on its devices",
+            help="plan without --experts-on-host",
+        )
     lacking = why_not_runnable(spec)
     if lacking:
         raise RuntimeMismatchError(f"our engine cannot serve {spec.name}", details=lacking)

@@ -48,7 +48,8 @@ SGLANG: Table = {
     "disaggregation-bootstrap-port": int, "nnodes": int, "node-rank": int, "dist-init-addr": str,
     "speculative-algorithm": ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"), "speculative-num-steps": int,
     "enable-mixed-chunk": bool, "enable-two-batch-overlap": bool,
-    "moe-a2a-backend": ("none", "deepep"), "enable-hierarchical-cache": bool, "hicache-size": int,
+    "moe-a2a-backend": ("none", "deepep"), "kt-weight-path": str, "kt-method": str, "kt-cpuinfer": int, "kt-num-gpu-experts": int,
+    "enable-hierarchical-cache": bool, "hicache-size": int,
     "hicache-storage-backend": ("file", "mooncake", "hf3fs", "nixl"),
     "speculative-eagle-topk": int, "speculative-num-draft-tokens": int, "speculative-draft-model-path": str,
 }  # fmt: skip

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from meshwright.engines import SERVING_TARGETS, Exported, export, exportable
 from meshwright.schema import ConfigError, RequestClass, Requests, ServingPlan
+from meshwright.schema.host_experts import ExpertsOnHost
+from meshwright.schema.serving import ServingLayout
 from meshwright.schema.speculation import Speculation
 from plans import cpu_cluster
 from serving_options import (
@@ -334,6 +336,34 @@ def test_nano_batches_are_told_to_each_engine(tmp_path: Path) -> None:
     assert words["enable-two-batch-overlap"] is True and words["moe-a2a-backend"] == "deepep"
     with pytest.raises(ConfigError, match="nano-batches"):
         export(plan, "trtllm")
+
+
+def test_experts_that_the_host_computes_are_told_to_sglang_and_all_else_is_refused(tmp_path: Path) -> None:
+    placed = ExpertsOnHost(share=0.75, by="compute")
+    pool = pool_of(tp=2, replicas=1, weights="int4", experts_on_host=placed, host_expert_bytes=10**11)
+    plan = serving_plan(pool, model="deepseek-v3", experts_on_host=placed)
+    kernels = {"KT_WEIGHTS": "/weights for the host", "KT_THREADS": "30"}
+    call = calls_of(plan, "sglang", "serve.sh", tmp_path, **kernels)[0]
+    words = parse(SGLANG, call["words"][2:])
+    assert words["kt-num-gpu-experts"] == 64 and words["kt-method"] == "AMXINT4"
+    assert words["kt-weight-path"] == "/weights for the host" and words["kt-cpuinfer"] == 30
+    exported = export(plan, "sglang")
+    assert any("the most visited" in line for line in exported.not_expressed)
+    assert any(line.startswith("KT_WEIGHTS") for line in exported.to_set)
+    for change, says in (
+        ({"experts_on_host": placed.replace(by="balance")}, "split by=balance"),
+        ({"experts_on_host": placed.replace(by="copy")}, "split by=copy"),
+        ({"weights": "fp8"}, "in fp8, of which it has int4 and int8"),
+        ({"layout": ServingLayout(tp=2, ep=2)}, "tp alone"),
+        ({"layout": ServingLayout(tp=16)}, "several nodes"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            export(plan.replace(pools=(pool.replace(**change),)), "sglang")
+        assert says in refused.value.details[0]
+    for engine in ("vllm", "trtllm", "dynamo", "llm-d"):
+        with pytest.raises(ConfigError) as refused:
+            export(plan, engine)
+        assert any("[no_experts_on_host]" in line for line in refused.value.details)
 
 
 def test_sglang_is_told_to_mix_where_the_plan_does(tmp_path: Path) -> None:
