@@ -400,3 +400,7 @@ class GenerationOptions(OptionModel):
     host_attention_gb_per_s: float | None = option(
         None, "keys and values that a node's processors attend to in a second.", ge=0.001, metavar="R"
     )
+    storage_attention_gb_per_s: float | None = option(
+        None, "keys and values that a node's drives attend to within themselves. Default: drives only store.",
+        ge=0.001, metavar="R", needs=("nvme",),
+    )  # fmt: skip

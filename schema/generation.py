@@ -37,6 +37,7 @@ class CacheShares(_Shares):
         device: on the device.
         host_attended, storage_attended: on the host or on storage; the host's processors attend.
         host_copied, storage_copied: there too; copied to the device in every pass.
+        drive_attended: on storage; the drives themselves attend (InstInfer, arXiv:2409.04992).
     """
 
     device: Share
@@ -44,6 +45,7 @@ class CacheShares(_Shares):
     host_copied: Share = 0.0
     storage_attended: Share = 0.0
     storage_copied: Share = 0.0
+    drive_attended: Share = Field(default=0.0, exclude_if=lambda value: value == 0)
 
 
 class StateShares(_Shares):
@@ -77,7 +79,7 @@ class GenerationMarginalValues(Frozen):
     Attributes:
         device_per_gib: one more GiB of each device's memory; host_per_gib, storage_per_gib: of a node's.
         link_per_gb_per_s: 1e9 bytes per second more in each direction for each rank; storage_per_gb_per_s,
-            host_attention_per_gb_per_s: for each node.
+            host_attention_per_gb_per_s, drive_attention_per_gb_per_s: for each node.
     """
 
     device_per_gib: NonNegativeFloat = 0.0
@@ -86,6 +88,7 @@ class GenerationMarginalValues(Frozen):
     link_per_gb_per_s: NonNegativeFloat = 0.0
     storage_per_gb_per_s: NonNegativeFloat = 0.0
     host_attention_per_gb_per_s: NonNegativeFloat = 0.0
+    drive_attention_per_gb_per_s: NonNegativeFloat = Field(default=0.0, exclude_if=lambda value: value == 0)
 
 
 class GenerationEstimate(Estimate):

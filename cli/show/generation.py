@@ -17,6 +17,7 @@ CACHE_TITLES = {
     "host_copied": "on the host, copied up in each pass",
     "storage_attended": "on storage, the host attends",
     "storage_copied": "on storage, copied up in each pass",
+    "drive_attended": "on storage, the drives attend",
 }
 STATE_TITLES = {"device": "on the device", "host": "on the host", "storage": "on storage"}
 
@@ -115,6 +116,7 @@ def _add_marginal_values(table: Table, plan: GenerationPlan) -> None:
         "1 GB/s more of the link": values.link_per_gb_per_s,
         "1 GB/s more storage": values.storage_per_gb_per_s,
         "1 GB/s more attention there": values.host_attention_per_gb_per_s,
+        "1 GB/s more attention in the drives": values.drive_attention_per_gb_per_s,
     }
     shown = {name: value for name, value in rows.items() if value > 1e-4 * best}
     if not shown:

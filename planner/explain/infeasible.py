@@ -19,7 +19,8 @@ from ...schema.device_groups import part_label
 from ...schema.layout import format_assignments
 from ...schema.units import GIB, format_bytes, format_seconds
 from ...solvers.branch_and_bound import Answer
-from ...solvers.generation import GenerationInstance, min_bytes, solve
+from ...solvers.generation.instance import GenerationInstance
+from ...solvers.generation.program import min_bytes, solve
 from ..expand import Candidate, expand_row
 from ..request import Deadline, PlanRequest
 from ..search import SearchResult

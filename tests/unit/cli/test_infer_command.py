@@ -43,6 +43,15 @@ def test_json_is_the_plan(tmp_path) -> None:
     assert json.loads(result.stdout) == json.loads((tmp_path / "infer.json").read_text())
 
 
+def test_drives_that_attend_are_in_the_table() -> None:
+    drives = ["--nvme", ".", "--nvme-gib", "200", "--host-memory-gib", "16", "--storage-attention-gb-per-s", "30"]
+    result = CliRunner().invoke(
+        app, [*INFER, "--prompt-len", "2048", "--generate-len", "64", "--batch-size", "64", *drives]
+    )
+    assert result.exit_code == 0, result.output
+    assert "the drives attend" in result.stdout and "attention in the drives" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
@@ -52,6 +61,13 @@ def test_json_is_the_plan(tmp_path) -> None:
         (["--global-batch-size", "8"], 2, ("--global-batch-size with --infer",)),
         (["--precision", "fp8"], 2, ("bf16, fp16, tf32 or fp32",)),
         (["--nvme-gib", "8"], 2, ("--nvme-gib without --nvme",)),
+        (["--storage-attention-gb-per-s", "9"], 2, ("--storage-attention-gb-per-s without --nvme",)),
+        (["--nvme", ".", "--nvme-gib", "9", "--storage-attention-gb-per-s", "0"], 2, ("--storage-attention-gb-per-s",)),
+        (
+            ["--nvme", ".", "--nvme-gib", "0", "--storage-attention-gb-per-s", "9"],
+            2,
+            ("none may be used", "--nvme-gib"),
+        ),
         (["--prompt-len", "0"], 2, ("--prompt-len",)),
         (["--batch-size", "0"], 2, ("--batch-size",)),
         (["--cluster", "local"], 2, ("no accelerator",)),
