@@ -310,8 +310,12 @@ def _plan_generation(
     allowed = offload.request(
         kinds="auto", **{name: None if rate is None else rate * GB for name, rate in rates.items()}
     )
-    task = Generation(prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision)
-    fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
+    task = Generation(
+        prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision,
+        across_nodes=generation.across_nodes,
+    )  # fmt: skip
+    fields = {"batch_size": generation.batch_size, "tp": generation.tp}
+    fixed = {name: value for name, value in fields.items() if value is not None}
     limit_s = generation.latency_limit_s
     with stopping_on_interrupt(deadline):
         return most_tokens(

@@ -225,7 +225,7 @@ class PlanRequest:
     Attributes:
         model, cluster, task: what to train or to generate with, where, and how.
         fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``; of generation ``batch_size``, sequences of a block on
-            each replica.
+            each replica, and ``tp``, devices that hold the model together.
         runnable: only layouts that `meshwright apply` of this version executes.
         offload: what may leave the devices (docs/offload.md); None: layouts without an offload schedule only, and of generation
             all that the host has.

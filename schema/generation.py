@@ -63,6 +63,8 @@ class PhaseEstimate(Frozen):
         context: tokens that a sequence has on average in these passes.
         busy_s: seconds of a pass that each resource is busy; the longest is the pass.
         binds: which that is.
+        all_reduce: how the sums of a replica's devices cross machines (cost_models/hardware/all_reduce.py); empty where they do
+            not, or as a library has them.
     """
 
     name: str
@@ -71,6 +73,7 @@ class PhaseEstimate(Frozen):
     seconds_per_pass: PositiveFloat
     busy_s: dict[str, NonNegativeFloat]
     binds: str
+    all_reduce: str = Field(default="", exclude_if=lambda value: not value)
 
 
 class GenerationMarginalValues(Frozen):

@@ -23,9 +23,9 @@ from ...schema.recurrences import Recurrence
 from ...schema.task import Generation, Phase
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
-from ..hardware.collectives import collective_s
+from ..hardware.all_reduce import ALGORITHMS, tensor_parallel_all_reduce_s
 from ..hardware.compute import operator_time
-from ..hardware.machine import device_rates, host_costs
+from ..hardware.machine import device_rates, host_costs, measured_rates
 from ..layer import recurrences as _registered  # noqa: F401  operators of those kinds
 from ..layer.memory import tp_params
 from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, Scan, layer_operators
@@ -193,9 +193,9 @@ def _layer_s(
     if tp > 1:
         reduced = layer.inner_block.num_reductions if layer.inner_block else 1
         size = flat * hidden_dim * workload.compute_bytes
-        seconds = seconds + reduced * collective_s("all_reduce", size, ranks, np.ones_like(ranks), scenario.cluster)
+        seconds = seconds + reduced * tensor_parallel_all_reduce_s(size, tp, scenario.cluster)[0]
         host_s = host_s + reduced * host.collective_s
-    norm = host.overlap_norm
+    norm = 1.0 if host.adds else host.overlap_norm
     return np.asarray((seconds**norm + host_s**norm) ** (1 / norm)).reshape(rows.shape)
 
 
@@ -243,10 +243,24 @@ def _working_bytes(
     tokens = batch * generation.prompt_len
     layer = tokens * (3 * model.hidden_dim + widest) * generation.element_bytes
     head = batch * model.vocab_size / tp * (4 + generation.element_bytes)
-    return np.asarray(np.maximum(layer, head) + scenario.coefficients["memory"]["workspace_bytes"])
+    is_host = scenario.cluster.weakest_device.backend.is_host  # whose libraries keep no workspace on a device
+    return np.asarray(np.maximum(layer, head) + (0 if is_host else scenario.coefficients["memory"]["workspace_bytes"]))
 
 
 def host_attention_bytes_per_s(cluster: ClusterSpec, coefficients: Coefficients | None = None) -> float:
     """Return the keys and values that the processors of a node attend to in a second, for one of its ranks when all do."""
     c = (coefficients or packaged_coefficients())["inference"]
     return float(c["host_attention_bytes_per_s"]) / cluster.largest_node
+
+
+def copy_bytes_per_s(cluster: ClusterSpec, generation: Generation, coefficients: Coefficients | None = None) -> float:
+    """Return the bytes that processors copy within their memory in a second, as measured, or half its traffic: read and written."""
+    scenario = _scenario(cluster, generation, coefficients)
+    return measured_rates(scenario).copy_bytes_per_s or device_rates(scenario).elementwise_bytes_per_s / 2
+
+
+def all_reduce_names(model: ModelSpec, cluster: ClusterSpec, generation: Generation, tp: int, batch: int) -> list[str]:
+    """Return which all-reduce crosses machines in each phase, of ALGORITHMS; empty where there is none to choose."""
+    rows = np.array([float(batch * phase.tokens) for phase in generation.phases])
+    _, chosen = tensor_parallel_all_reduce_s(rows * model.hidden_dim * generation.element_bytes, tp, cluster)
+    return ["" if idx < 0 else ALGORITHMS[idx] for idx in chosen.tolist()]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cost_models.stage.generation import LayerGroup, layer_groups
+from ...cost_models.stage.generation import LayerGroup, all_reduce_names, layer_groups
 from ...schema import Certificate, ClusterSpec
 from ...schema.generation import (
     CacheShares,
@@ -97,7 +97,8 @@ def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEsti
     i, place, ranks = chosen.instance, chosen.solution.choice, problem.cluster.largest_node
     assert place is not None
     busy, resident = busy_s(i, place), resident_bytes(i, place)
-    seconds = busy.max(axis=0)
+    seconds, shape = busy.max(axis=0), chosen.shape
+    all_reduces = all_reduce_names(problem.model, problem.cluster, problem.generation, shape.tp, shape.batch_size)
     phases = tuple(
         PhaseEstimate(
             name=phase.name,
@@ -110,6 +111,7 @@ def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEsti
                 if name != DRIVES or i.rates.drive_attention > 0
             },
             binds=RESOURCES[int(busy[:, p].argmax())],
+            all_reduce=all_reduces[p],
         )
         for p, phase in enumerate(problem.phases)
     )
@@ -124,7 +126,7 @@ def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEsti
         device_bytes=round(float(resident[0])),
         device_budget_bytes=problem.cluster.memory_budget_bytes,
         host_bytes=round(float(resident[1]) * ranks),
-        host_budget_bytes=int(host) if np.isfinite(host) else None,
+        host_budget_bytes=int(host) if i.has_host and np.isfinite(host) else None,
         storage_bytes=round(float(resident[2]) * ranks),
         storage_budget_bytes=int(i.capacity.storage * ranks),
         bound_tokens_per_s=max(bound, chosen.tokens_per_s),
@@ -152,7 +154,11 @@ def _notes(problem: GenerationProblem, chosen: SolvedBatch) -> tuple[str, ...]:
     place = chosen.solution.choice
     assert place is not None
     notes = ["an estimate: meshwright runs no generation"]
-    if not np.isfinite(problem.host_bytes):
+    if not problem.has_host:
+        notes.append(
+            "devices compute in the host's own memory: what they read of storage comes to it, and nothing lies apart"
+        )
+    elif not np.isfinite(problem.host_bytes):
         notes.append("what the host has is not known: no limit was set; say it with --host-memory-gib")
     if place.cache[1] + place.cache[3] > 0:
         rate = problem.host_attention * problem.cluster.largest_node / GB

@@ -16,6 +16,7 @@ import numpy as np
 from ...cost_models.stage.generation import (
     LayerGroup,
     PassCosts,
+    copy_bytes_per_s,
     host_attention_bytes_per_s,
     layer_groups,
     pass_costs,
@@ -101,6 +102,7 @@ class GenerationProblem:
         """Cost the passes of every batch."""
         assert isinstance(request.task, Generation)
         self.model, self.cluster, self.generation = request.model, request.cluster, request.task
+        self._request = request
         self.offload = request.offload or OffloadRequest()
         self.block_size = request.fixed.get("batch_size")
         self.limit_s = request.latency_limit_s or np.inf
@@ -114,10 +116,13 @@ class GenerationProblem:
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """Devices that may hold the model together: within a node, and as many as divide all heads."""
-        node = int(np.gcd.reduce([*self.cluster.node_sizes]))
+        """Devices that may hold the model together: as many as divide all heads, and a node, or of whole nodes the cluster."""
+        node, total = int(np.gcd.reduce([*self.cluster.node_sizes])), self.cluster.num_devices
         heads = [block.attention.num_heads for block, _ in self.model.block_runs]
-        return tuple(tp for tp in range(1, node + 1) if node % tp == 0 and all(h % tp == 0 for h in heads))
+        sizes = [tp for tp in range(1, node + 1) if node % tp == 0]
+        if self.generation.across_nodes:
+            sizes += [tp for tp in range(2 * node, min(total, max(heads)) + 1, node) if total % tp == 0]
+        return tuple(tp for tp in sizes if all(h % tp == 0 for h in heads))
 
     @cached_property
     def batches(self) -> IntArray:
@@ -129,7 +134,8 @@ class GenerationProblem:
     @cached_property
     def _costs(self) -> dict[int, tuple[tuple[LayerGroup, ...], PassCosts]]:
         size, costs = self.generation.element_bytes, {}
-        for tp in self.degrees:
+        fixed = self._request.fixed.get("tp")
+        for tp in self.degrees if fixed is None else (fixed,):
             self._deadline.require(f"costing {len(self.batches)} batches on {tp} devices")
             passes = pass_costs(self.model, self.cluster, self.generation, tp, self.batches)
             costs[tp] = layer_groups(self.model, tp, size), passes
@@ -155,9 +161,16 @@ class GenerationProblem:
                     ]  # fmt: skip
         return shapes
 
+    @property
+    def has_host(self) -> bool:
+        """True where devices have a memory and processors next to them; False where they are those."""
+        return not self.cluster.weakest_device.backend.is_host
+
     @cached_property
     def host_bytes(self) -> float:
-        """Host memory of one rank; infinite where it is not known."""
+        """Host memory of one rank apart from the device's; infinite where it is not known."""
+        if not self.has_host:
+            return 0.0
         return self.offload.rates(self._training, self.cluster).memory_bytes
 
     @property
@@ -174,9 +187,10 @@ class GenerationProblem:
     @cached_property
     def _rates(self) -> Rates:
         host = self.offload.rates(self._training, self.cluster)
+        link = host.link_bytes_per_s if self.has_host else copy_bytes_per_s(self.cluster, self.generation)
         return Rates(
-            to_device=host.link_bytes_per_s,
-            to_host=host.link_bytes_per_s,
+            to_device=link,
+            to_host=link,
             duplex=host.duplex,
             storage=host.storage_bytes_per_s if self.offload.storage_bytes > 0 else 0.0,
             host_attention=self.host_attention,
@@ -215,9 +229,10 @@ class GenerationProblem:
                 working=float(costs.working_bytes[j]),
                 buffer=WINDOW * largest if shape.streams else 0.0,
                 slot=slot,
-                staging=WINDOW * (largest + slot) if stores else 0.0,
+                staging=WINDOW * (largest + slot) if stores and self.has_host else 0.0,
             ),
             streams=shape.streams,
+            has_host=self.has_host,
         )
 
     def roots(self) -> Step[_Batch, SolvedBatch]:
@@ -272,6 +287,10 @@ def search_generation(request: PlanRequest) -> tuple[GenerationProblem, Answer[S
     """
     problem = GenerationProblem(request)
     _require_sense(request.model, request.cluster, problem.generation)
+    if not problem.has_host:
+        _require_host_apart(request.cluster, problem.offload)
+    if (tp := request.fixed.get("tp")) is not None:
+        _require_tp(problem, tp)
     if problem.offload.drive_attention_bytes_per_s is not None:
         _require_drives_can_attend(request.model, problem.offload)
     stop = Stop(rel_gap=-SAME_RATE_FRACTION, max_effort=MAX_SOLVED, deadline=request.deadline)
@@ -285,10 +304,45 @@ def _require_sense(model: ModelSpec, cluster: ClusterSpec, generation: Generatio
             f"{generation.prompt_len} + {generation.generate_len} tokens exceed the {positions} learned positions of {model.name}",
             help=f"use --prompt-len {max(1, positions - generation.generate_len)} or less",
         )
-    if cluster.weakest_device.backend.is_host:
+    if generation.across_nodes and (cluster.num_nodes == 1 or len({*cluster.node_sizes}) > 1):
+        sizes = f"nodes of {', '.join(map(str, sorted({*cluster.node_sizes})))} devices"
         raise ConfigError(
-            f"{cluster.name} has no accelerator: its devices are the host itself",
-            help="name a cluster with GPUs, for example --cluster 1xT4-16GB",
+            f"a model lies across nodes of equal size only: {cluster.name} has "
+            + ("one node" if cluster.num_nodes == 1 else sizes),
+            help="leave out --across-nodes",
+        )
+
+
+def _require_tp(problem: GenerationProblem, tp: int) -> None:
+    """Require that so many devices may hold the model together.
+
+    Raises:
+        ConfigError: they may not.
+    """
+    cluster, allowed = problem.cluster, problem.degrees
+    if tp in allowed:
+        return
+    spans = not problem.generation.across_nodes and tp > cluster.largest_node and cluster.num_devices % tp == 0
+    raise ConfigError(
+        f"{tp} devices cannot hold {problem.model.name} together on {cluster.name}: {', '.join(map(str, allowed))} can",
+        help="let them be of several nodes: --across-nodes" if spans else f"use --tp {allowed[-1]}",
+    )
+
+
+def _require_host_apart(cluster: ClusterSpec, offload: OffloadRequest) -> None:
+    """Require that nothing is said of a host where devices are the host.
+
+    Raises:
+        ConfigError: something is.
+    """
+    given = {
+        "--host-memory-gib": offload.host_memory_bytes,
+        "--host-attention-gb-per-s": offload.host_attention_bytes_per_s,
+    }
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(
+            f"{' and '.join(names)}: {cluster.name} has no host apart, its devices compute in the host's own memory",
+            help="leave it out; what a plan may use is the device's memory, less reserved_gib of the cluster file",
         )
 
 

@@ -96,7 +96,7 @@ def test_plan_is_consistent_and_round_trips(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("task", "options", "said"),
     [
-        (SHORT, {"fixed": {"tp": 8}}, "unknown layout field 'tp'"),
+        (SHORT, {"fixed": {"pp": 8}}, "unknown layout field 'pp'"),
         (SHORT, {"fixed": {"batch_size": 0}}, "batch_size = 0"),
         (SHORT, {"runnable": True}, "runs training only"),
         (SHORT, {"expert_load": np.ones((1, 8))}, "for training only"),
