@@ -5,7 +5,7 @@ An estimate: nothing of this version serves a model. Layers are named by their i
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -16,6 +16,7 @@ from .units import format_bytes, format_seconds
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Layers = tuple[NonNegativeInt, ...]
+SumAlgorithm = Literal["ring", "star", "exchange"]
 
 _SUM = 1e-6
 """Shares may miss one by this: rounding of the linear program."""
@@ -56,6 +57,17 @@ class StateShares(_Shares):
     storage: Share = 0.0
 
 
+class AllReduces(Frozen):
+    """Sums of a replica's devices that cross machines: the algorithm that is quickest (cost_models/hardware/all_reduce.py).
+
+    Attributes:
+        seconds_per_pass: of all batches of a block, a part of the seconds of compute.
+    """
+
+    algorithm: SumAlgorithm
+    seconds_per_pass: NonNegativeFloat
+
+
 class PhaseEstimate(Frozen):
     """Passes that take the same: the prefill, or a part of the decoding.
 
@@ -63,8 +75,7 @@ class PhaseEstimate(Frozen):
         context: tokens that a sequence has on average in these passes.
         busy_s: seconds of a pass that each resource is busy; the longest is the pass.
         binds: which that is.
-        all_reduce: how the sums of a replica's devices cross machines (cost_models/hardware/all_reduce.py); empty where they do
-            not, or as a library has them.
+        all_reduce: how sums cross machines; None where none does, or a library has its own.
     """
 
     name: str
@@ -73,7 +84,7 @@ class PhaseEstimate(Frozen):
     seconds_per_pass: PositiveFloat
     busy_s: dict[str, NonNegativeFloat]
     binds: str
-    all_reduce: str = Field(default="", exclude_if=lambda value: not value)
+    all_reduce: AllReduces | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class GenerationMarginalValues(Frozen):

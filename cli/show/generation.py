@@ -71,8 +71,10 @@ def _busy(phase: PhaseEstimate) -> str:
     shares = {name: seconds / phase.seconds_per_pass for name, seconds in phase.busy_s.items()}
     others = sorted((name for name in shares if name != phase.binds), key=lambda name: -shares[name])
     rest = [f"{name} {format_percent(shares[name], 0)}" for name in others if shares[name] >= 0.005][:3]
-    sums = f"; all-reduce: {phase.all_reduce}" if phase.all_reduce else ""
-    return f"[bold]{phase.binds}[/] binds" + (f"; busy: {', '.join(rest)}" if rest else "") + sums
+    text = f"[bold]{phase.binds}[/] binds" + (f"; busy: {', '.join(rest)}" if rest else "")
+    if phase.all_reduce is None:
+        return text
+    return f"{text}; sums by {phase.all_reduce.algorithm} {format_seconds(phase.all_reduce.seconds_per_pass)}"
 
 
 def _add_positions(table: Table, plan: GenerationPlan) -> None:

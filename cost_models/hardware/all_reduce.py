@@ -23,10 +23,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ...schema import ClusterSpec, LinkLevel
+from ...schema.generation import SumAlgorithm
 from ...schema.units import FloatArray, IntArray
 from .collectives import collective_s, line_rate_per_device
 
-ALGORITHMS = ("ring", "star", "exchange")
+ALGORITHMS: tuple[SumAlgorithm, ...] = ("ring", "star", "exchange")
 """(A1), (A2), (A3)."""
 
 

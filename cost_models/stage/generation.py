@@ -12,11 +12,13 @@ not on the device: which ones are needed is known too late. Latent attention att
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ...schema.engine_facts import OWN_ENGINE
+from ...schema.generation import SumAlgorithm
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE
 from ...schema.layout_table import LayoutTable
 from ...schema.recurrences import Recurrence
@@ -191,12 +193,16 @@ def _layer_s(
     if moe is not None:
         host_s = host_s + host.routing_s / 2
     if tp > 1:
-        reduced = layer.inner_block.num_reductions if layer.inner_block else 1
         size = flat * hidden_dim * workload.compute_bytes
-        seconds = seconds + reduced * tensor_parallel_all_reduce_s(size, tp, scenario.cluster)[0]
-        host_s = host_s + reduced * host.collective_s
+        seconds = seconds + _num_sums(layer) * tensor_parallel_all_reduce_s(size, tp, scenario.cluster)[0]
+        host_s = host_s + _num_sums(layer) * host.collective_s
     norm = 1.0 if host.adds else host.overlap_norm
     return np.asarray((seconds**norm + host_s**norm) ** (1 / norm)).reshape(rows.shape)
+
+
+def _num_sums(layer: Layer) -> int:
+    """Return the all-reduces of a layer's hidden states over tensor-parallel ranks in a forward pass."""
+    return layer.inner_block.num_reductions if layer.inner_block else 1
 
 
 def _experts_over_reached(moe: MoE, rows: FloatArray) -> FloatArray:
@@ -259,8 +265,24 @@ def copy_bytes_per_s(cluster: ClusterSpec, generation: Generation, coefficients:
     return measured_rates(scenario).copy_bytes_per_s or device_rates(scenario).elementwise_bytes_per_s / 2
 
 
-def all_reduce_names(model: ModelSpec, cluster: ClusterSpec, generation: Generation, tp: int, batch: int) -> list[str]:
-    """Return which all-reduce crosses machines in each phase, of ALGORITHMS; empty where there is none to choose."""
-    rows = np.array([float(batch * phase.tokens) for phase in generation.phases])
-    _, chosen = tensor_parallel_all_reduce_s(rows * model.hidden_dim * generation.element_bytes, tp, cluster)
-    return ["" if idx < 0 else ALGORITHMS[idx] for idx in chosen.tolist()]
+class Sums(NamedTuple):
+    """All-reduces of a pass of one batch that cross machines: of ALGORITHMS that of the blocks, and seconds of all layers."""
+
+    algorithm: SumAlgorithm
+    seconds: float
+
+
+def sums_across_machines(
+    model: ModelSpec, cluster: ClusterSpec, generation: Generation, tp: int, batch: int
+) -> list[Sums | None]:
+    """Return the all-reduces of each phase; None where none crosses machines, or a library has its own."""
+    size, sums = model.hidden_dim * generation.element_bytes, []
+    kinds = layer_groups(model, tp, generation.element_bytes)
+    counts = [(len(kind.idxs) * _num_sums(kind.layer), isinstance(kind.layer, Head)) for kind in kinds]
+    of_head, others = (sum(count for count, is_head in counts if is_head == head) for head in (True, False))
+    for phase in generation.phases:
+        rows = np.array([float(batch * phase.tokens), float(batch)])  # the head has one row a sequence
+        seconds, chosen = tensor_parallel_all_reduce_s(rows * size, tp, cluster)
+        total = float(np.array([others, of_head]) @ seconds)
+        sums.append(None if chosen[0] < 0 else Sums(ALGORITHMS[int(chosen[0])], total))
+    return sums

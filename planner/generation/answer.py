@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ...cost_models.stage.generation import LayerGroup, all_reduce_names, layer_groups
+from ...cost_models.stage.generation import LayerGroup, layer_groups, sums_across_machines
 from ...schema import Certificate, ClusterSpec
 from ...schema.generation import (
+    AllReduces,
     CacheShares,
     GenerationAlternative,
     GenerationEstimate,
@@ -98,7 +99,7 @@ def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEsti
     assert place is not None
     busy, resident = busy_s(i, place), resident_bytes(i, place)
     seconds, shape = busy.max(axis=0), chosen.shape
-    all_reduces = all_reduce_names(problem.model, problem.cluster, problem.generation, shape.tp, shape.batch_size)
+    sums = sums_across_machines(problem.model, problem.cluster, problem.generation, shape.tp, shape.batch_size)
     phases = tuple(
         PhaseEstimate(
             name=phase.name,
@@ -111,7 +112,9 @@ def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEsti
                 if name != DRIVES or i.rates.drive_attention > 0
             },
             binds=RESOURCES[int(busy[:, p].argmax())],
-            all_reduce=all_reduces[p],
+            all_reduce=None
+            if (each := sums[p]) is None
+            else AllReduces(algorithm=each.algorithm, seconds_per_pass=shape.num_batches * each.seconds),
         )
         for p, phase in enumerate(problem.phases)
     )

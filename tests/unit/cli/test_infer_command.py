@@ -55,7 +55,7 @@ def test_devices_of_several_machines_hold_a_model_together(tmp_path) -> None:
     assert result.exit_code == 0, result.output
     for expected in (
         "1 with tp 8 across 8 nodes",
-        "all-reduce: exchange",
+        "sums by exchange",
         "on storage, read in each pass",
         "storage binds",
     ):
