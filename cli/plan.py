@@ -303,10 +303,19 @@ def _plan_generation(
             f"--precision {output.precision}: generation is planned in bf16, fp16, tf32 or fp32",
             help="use --precision bf16",
         )
-    rate = generation.host_attention_gb_per_s
-    allowed = offload.request(kinds="auto", host_attention_bytes_per_s=None if rate is None else rate * GB)
-    task = Generation(prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision)
-    fixed = {} if generation.batch_size is None else {"batch_size": generation.batch_size}
+    rates = {
+        "host_attention_bytes_per_s": generation.host_attention_gb_per_s,
+        "drive_attention_bytes_per_s": generation.storage_attention_gb_per_s,
+    }
+    allowed = offload.request(
+        kinds="auto", **{name: None if rate is None else rate * GB for name, rate in rates.items()}
+    )
+    task = Generation(
+        prompt_len=generation.prompt_len, generate_len=generation.generate_len, precision=precision,
+        across_nodes=generation.across_nodes,
+    )  # fmt: skip
+    fields = {"batch_size": generation.batch_size, "tp": generation.tp}
+    fixed = {name: value for name, value in fields.items() if value is not None}
     limit_s = generation.latency_limit_s
     with stopping_on_interrupt(deadline):
         return most_tokens(

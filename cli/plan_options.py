@@ -396,7 +396,13 @@ class GenerationOptions(OptionModel):
     prompt_len: Count = option(..., "tokens of each prompt.")
     generate_len: Count = option(..., "tokens to generate after each prompt.")
     batch_size: int | None = option(None, "sequences of a block on each replica. Default: what generates most.", ge=1)
+    tp: int | None = option(None, "devices that hold the model together. Default: what generates most.", ge=1)
+    across_nodes: bool = option(False, "devices of several nodes may hold the model together.")
     latency_limit_s: float | None = option(None, "from the prompts to the last token of a block.", ge=0, metavar="S")
     host_attention_gb_per_s: float | None = option(
         None, "keys and values that a node's processors attend to in a second.", ge=0.001, metavar="R"
     )
+    storage_attention_gb_per_s: float | None = option(
+        None, "keys and values that a node's drives attend to within themselves. Default: drives only store.",
+        ge=0.001, metavar="R", needs=("nvme",),
+    )  # fmt: skip

@@ -6,7 +6,7 @@ search (search.py): the layouts in the order of their bounds, each cut into stag
 choose (choice.py): the simplest of the layouts that may be as fast as the fastest one.
 plan_layout (tasks/training.py): the plan of it, with its runner-ups and its notes.
 search_offload (tasks/offload.py), where offload is allowed: layouts with a schedule, where that is faster or nothing else fits.
-For generation: search_generation and build_generation_plan (tasks/generation.py).
+For generation: search_generation (tasks/generation.py) and build_generation_plan (generation/answer.py).
 For serving: search_serving (tasks/serving.py) over instances (serving/space.py) and families (serving/families.py), each finalist
 simulated (serving/checks.py), and build_serving_plan (serving/answer.py).
 For post-training: search_post_training (tasks/post_training.py) over pools, the layouts of each by the searches above, and
@@ -43,7 +43,7 @@ from .experts import with_experts_placed, with_imbalance
 from .explain.infeasible import explain_infeasible, explain_no_batch
 from .request import ClusterInput, ModelInput, OffloadRequest, PlanRequest, RequestOptions, read_inputs
 from .search import SearchResult
-from .tasks.generation import build_generation_plan, search_generation
+from .tasks.generation import search_generation
 from .tasks.offload import Effort, OffloadResult, plan_schedule, schedule_layout, search_offload
 from .tasks.training import WORTH_MOVING, plan_layout, search_layouts
 
@@ -214,6 +214,8 @@ def plan_on_pools(request: PlanRequest, *, top: int, **limits: Any) -> tuple[Tra
 
 def plan_generation(request: PlanRequest, *, top: int) -> GenerationPlan:
     """Return the batch and placement that generate the most tokens a second, or the most within a latency."""
+    from .generation.answer import build_generation_plan
+
     problem, answer = search_generation(request)
     if not problem.solved:
         raise explain_no_batch(problem, answer, request.deadline)

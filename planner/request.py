@@ -99,6 +99,7 @@ class OffloadRequest:
         host_memory_bytes: of one node; None: as the cluster says.
         storage_path, storage_bytes: a folder of each node's drives and what may be written there; None: no storage.
         host_attention_bytes_per_s: keys and values that a node's processors attend to; None: the default coefficient.
+        drive_attention_bytes_per_s: of generation: those that a node's drives attend to within themselves; None: drives only store.
     """
 
     kinds: OffloadKinds = "auto"
@@ -106,6 +107,7 @@ class OffloadRequest:
     storage_path: str | None = None
     storage_bytes: float = 0.0
     host_attention_bytes_per_s: float | None = None
+    drive_attention_bytes_per_s: float | None = None
 
     @classmethod
     def from_plan(cls, plan: TrainingPlan) -> OffloadRequest | None:
@@ -223,7 +225,7 @@ class PlanRequest:
     Attributes:
         model, cluster, task: what to train or to generate with, where, and how.
         fixed: fields of Layout that the search must keep, e.g. ``{"tp": 8}``; of generation ``batch_size``, sequences of a block on
-            each replica.
+            each replica, and ``tp``, devices that hold the model together.
         runnable: only layouts that `meshwright apply` of this version executes.
         offload: what may leave the devices (docs/offload.md); None: layouts without an offload schedule only, and of generation
             all that the host has.

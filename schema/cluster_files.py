@@ -229,7 +229,7 @@ def _group(table: Table, where: str) -> tuple[Table, Table | None]:
     link, rates = "host_link_bytes_per_s", ("host_bandwidth_bytes_per_s", "host_flops_per_s")
     limit = "power_limit_w"
     sizes = ("num_nodes", "devices_per_node", "host_memory_gib", "host_memory_bytes")
-    check_keys(table, ("device", *sizes, link, *rates, limit, "levels", "zone", "region"), where)
+    check_keys(table, ("device", *sizes, link, *rates, "storage_bytes_per_s", limit, "levels", "zone", "region"), where)
     if "region" in table and "zone" in table:
         raise ConfigError(f"{where}: a region is a zone", help="keep one of them")
     device, entry = table.get("device"), None

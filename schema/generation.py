@@ -5,7 +5,7 @@ An estimate: nothing of this version serves a model. Layers are named by their i
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -16,6 +16,7 @@ from .units import format_bytes, format_seconds
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Layers = tuple[NonNegativeInt, ...]
+SumAlgorithm = Literal["ring", "star", "exchange"]
 
 _SUM = 1e-6
 """Shares may miss one by this: rounding of the linear program."""
@@ -37,6 +38,7 @@ class CacheShares(_Shares):
         device: on the device.
         host_attended, storage_attended: on the host or on storage; the host's processors attend.
         host_copied, storage_copied: there too; copied to the device in every pass.
+        drive_attended: on storage; the drives themselves attend (InstInfer, arXiv:2409.04992).
     """
 
     device: Share
@@ -44,6 +46,7 @@ class CacheShares(_Shares):
     host_copied: Share = 0.0
     storage_attended: Share = 0.0
     storage_copied: Share = 0.0
+    drive_attended: Share = Field(default=0.0, exclude_if=lambda value: value == 0)
 
 
 class StateShares(_Shares):
@@ -54,6 +57,17 @@ class StateShares(_Shares):
     storage: Share = 0.0
 
 
+class AllReduces(Frozen):
+    """Sums of a replica's devices that cross machines: the algorithm that is quickest (cost_models/hardware/all_reduce.py).
+
+    Attributes:
+        seconds_per_pass: of all batches of a block, a part of the seconds of compute.
+    """
+
+    algorithm: SumAlgorithm
+    seconds_per_pass: NonNegativeFloat
+
+
 class PhaseEstimate(Frozen):
     """Passes that take the same: the prefill, or a part of the decoding.
 
@@ -61,6 +75,7 @@ class PhaseEstimate(Frozen):
         context: tokens that a sequence has on average in these passes.
         busy_s: seconds of a pass that each resource is busy; the longest is the pass.
         binds: which that is.
+        all_reduce: how sums cross machines; None where none does, or a library has its own.
     """
 
     name: str
@@ -69,6 +84,7 @@ class PhaseEstimate(Frozen):
     seconds_per_pass: PositiveFloat
     busy_s: dict[str, NonNegativeFloat]
     binds: str
+    all_reduce: AllReduces | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class GenerationMarginalValues(Frozen):
@@ -77,7 +93,7 @@ class GenerationMarginalValues(Frozen):
     Attributes:
         device_per_gib: one more GiB of each device's memory; host_per_gib, storage_per_gib: of a node's.
         link_per_gb_per_s: 1e9 bytes per second more in each direction for each rank; storage_per_gb_per_s,
-            host_attention_per_gb_per_s: for each node.
+            host_attention_per_gb_per_s, drive_attention_per_gb_per_s: for each node.
     """
 
     device_per_gib: NonNegativeFloat = 0.0
@@ -86,6 +102,7 @@ class GenerationMarginalValues(Frozen):
     link_per_gb_per_s: NonNegativeFloat = 0.0
     storage_per_gb_per_s: NonNegativeFloat = 0.0
     host_attention_per_gb_per_s: NonNegativeFloat = 0.0
+    drive_attention_per_gb_per_s: NonNegativeFloat = Field(default=0.0, exclude_if=lambda value: value == 0)
 
 
 class GenerationEstimate(Estimate):

@@ -290,13 +290,17 @@ class Workload(EngineOptions, Task):
 
 
 class Generation(Task):
-    """A request to generate: for every sequence of a batch ``generate_len`` tokens after a prompt of ``prompt_len``."""
+    """A request to generate: for every sequence of a batch ``generate_len`` tokens after a prompt of ``prompt_len``.
 
-    fixable: ClassVar[frozenset[str] | None] = frozenset({"batch_size"})
+    ``across_nodes``: devices of several nodes may hold the model together.
+    """
+
+    fixable: ClassVar[frozenset[str] | None] = frozenset({"batch_size", "tp"})
 
     prompt_len: Count
     generate_len: Annotated[Count, Field(le=MAX_GENERATED)]
     precision: Literal["bf16", "fp16", "tf32", "fp32"] = "bf16"
+    across_nodes: bool = Field(default=False, exclude_if=lambda value: not value)
 
     @property
     def phases(self) -> tuple[Phase, ...]:

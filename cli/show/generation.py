@@ -17,6 +17,7 @@ CACHE_TITLES = {
     "host_copied": "on the host, copied up in each pass",
     "storage_attended": "on storage, the host attends",
     "storage_copied": "on storage, copied up in each pass",
+    "drive_attended": "on storage, the drives attend",
 }
 STATE_TITLES = {"device": "on the device", "host": "on the host", "storage": "on storage"}
 
@@ -47,7 +48,10 @@ def _add_headline(table: Table, plan: GenerationPlan) -> None:
     tokens = f"{generation.prompt_len:,} + {generation.generate_len:,} tokens each, in {generation.precision}"
     table.add_row("[bold]batch", "", "", f"{counted(plan.batch_size, 'sequence')}: {batches} a block, {tokens}")
     if plan.cluster.num_devices > 1:
-        table.add_row("[bold]replicas", "", "", f"{plan.replicas} with tp {plan.tp}, each with blocks of its own")
+        across = f" across {plan.tp // plan.cluster.largest_node} nodes" if plan.tp > plan.cluster.largest_node else ""
+        table.add_row(
+            "[bold]replicas", "", "", f"{plan.replicas} with tp {plan.tp}{across}, each with blocks of its own"
+        )
 
 
 def _add_times(table: Table, plan: GenerationPlan) -> None:
@@ -67,17 +71,21 @@ def _busy(phase: PhaseEstimate) -> str:
     shares = {name: seconds / phase.seconds_per_pass for name, seconds in phase.busy_s.items()}
     others = sorted((name for name in shares if name != phase.binds), key=lambda name: -shares[name])
     rest = [f"{name} {format_percent(shares[name], 0)}" for name in others if shares[name] >= 0.005][:3]
-    return f"[bold]{phase.binds}[/] binds" + (f"; busy: {', '.join(rest)}" if rest else "")
+    text = f"[bold]{phase.binds}[/] binds" + (f"; busy: {', '.join(rest)}" if rest else "")
+    if phase.all_reduce is None:
+        return text
+    return f"{text}; sums by {phase.all_reduce.algorithm} {format_seconds(phase.all_reduce.seconds_per_pass)}"
 
 
 def _add_positions(table: Table, plan: GenerationPlan) -> None:
     table.add_section()
     layers = plan.model.num_layers
+    arrive = "read" if plan.cluster.weakest_device.backend.is_host else "copied up"
     away = Counter(host=len(plan.host_layers), storage=len(plan.storage_layers))
     table.add_row("[bold]weights", counted(layers - away.total(), "layer"), "", "on the device")
     for place in ("host", "storage"):
         if away[place]:
-            where = f"on {'the ' * (place == 'host')}{place}, copied up in each pass"
+            where = f"on {'the ' * (place == 'host')}{place}, {arrive} in each pass"
             table.add_row("", counted(away[place], "layer"), "", where)
     for title, shares, titles in (
         ("keys and values", plan.cache, CACHE_TITLES),
@@ -115,6 +123,7 @@ def _add_marginal_values(table: Table, plan: GenerationPlan) -> None:
         "1 GB/s more of the link": values.link_per_gb_per_s,
         "1 GB/s more storage": values.storage_per_gb_per_s,
         "1 GB/s more attention there": values.host_attention_per_gb_per_s,
+        "1 GB/s more attention in the drives": values.drive_attention_per_gb_per_s,
     }
     shown = {name: value for name, value in rows.items() if value > 1e-4 * best}
     if not shown:

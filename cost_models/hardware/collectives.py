@@ -113,7 +113,9 @@ def _one_way_s(size_bytes: FloatArray, hops: Hops, cluster: ClusterSpec, *, back
     distance = hops.group * hops.stride - 1
     for level in reversed(cluster.levels):
         link = level.link
-        line = min(_per_device(level, cluster), link.group_bandwidth_bytes_per_s or np.inf) * link.efficiency.p2p
+        line = (
+            min(line_rate_per_device(level, cluster), link.group_bandwidth_bytes_per_s or np.inf) * link.efficiency.p2p
+        )
         measured = line if rate is None else np.where(np.isfinite(rate), rate * _calibrated(level, cluster), line)
         spans = (distance < level.domain_size) | (level is cluster.levels[-1])
         seconds = np.where(spans, link.latency_s + size_bytes / measured, seconds)
@@ -211,7 +213,7 @@ def _line_rate(
     op: Op, groups: tuple[IntArray, IntArray], inner_domain: int, level: LinkLevel, cluster: ClusterSpec
 ) -> tuple[float, FloatArray | float]:
     """Return the line rate of a level for each device, bytes/s, and how much of it the nodes that ``groups`` cross have."""
-    line = _per_device(level, cluster)
+    line = line_rate_per_device(level, cluster)
     if cluster.bandwidth_matrix is None:
         return line, 1.0
     pattern: Pattern = "all" if op == "all_to_all" else "ring"
@@ -221,7 +223,7 @@ def _line_rate(
     return line, np.where(np.isfinite(measured), achieved / line, 1.0)
 
 
-def _per_device(level: LinkLevel, cluster: ClusterSpec) -> float:
+def line_rate_per_device(level: LinkLevel, cluster: ClusterSpec) -> float:
     """Return the line rate one device gets when all devices of its node use the link at once, bytes/s."""
     sharing = cluster.largest_node if level.link.shared_by == "node" else 1
     return level.link.bandwidth_bytes_per_s * _calibrated(level, cluster) / sharing

@@ -12,20 +12,22 @@ not on the device: which ones are needed is known too late. Latent attention att
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from ...schema.engine_facts import OWN_ENGINE
+from ...schema.generation import SumAlgorithm
 from ...schema.layers import Block, Embedding, Head, LatentAttention, MoE
 from ...schema.layout_table import LayoutTable
 from ...schema.recurrences import Recurrence
 from ...schema.task import Generation, Phase
 from ...schema.units import FloatArray, IntArray
 from ..coefficients import Coefficients, Scenario, packaged_coefficients
-from ..hardware.collectives import collective_s
+from ..hardware.all_reduce import ALGORITHMS, tensor_parallel_all_reduce_s
 from ..hardware.compute import operator_time
-from ..hardware.machine import device_rates, host_costs
+from ..hardware.machine import device_rates, host_costs, measured_rates
 from ..layer import recurrences as _registered  # noqa: F401  operators of those kinds
 from ..layer.memory import tp_params
 from ..layer.operators import CORE_ATTENTION, Gemm, Layer, OperatorRules, Scan, layer_operators
@@ -191,12 +193,16 @@ def _layer_s(
     if moe is not None:
         host_s = host_s + host.routing_s / 2
     if tp > 1:
-        reduced = layer.inner_block.num_reductions if layer.inner_block else 1
         size = flat * hidden_dim * workload.compute_bytes
-        seconds = seconds + reduced * collective_s("all_reduce", size, ranks, np.ones_like(ranks), scenario.cluster)
-        host_s = host_s + reduced * host.collective_s
-    norm = host.overlap_norm
+        seconds = seconds + _num_sums(layer) * tensor_parallel_all_reduce_s(size, tp, scenario.cluster)[0]
+        host_s = host_s + _num_sums(layer) * host.collective_s
+    norm = 1.0 if host.adds else host.overlap_norm
     return np.asarray((seconds**norm + host_s**norm) ** (1 / norm)).reshape(rows.shape)
+
+
+def _num_sums(layer: Layer) -> int:
+    """Return the all-reduces of a layer's hidden states over tensor-parallel ranks in a forward pass."""
+    return layer.inner_block.num_reductions if layer.inner_block else 1
 
 
 def _experts_over_reached(moe: MoE, rows: FloatArray) -> FloatArray:
@@ -243,10 +249,40 @@ def _working_bytes(
     tokens = batch * generation.prompt_len
     layer = tokens * (3 * model.hidden_dim + widest) * generation.element_bytes
     head = batch * model.vocab_size / tp * (4 + generation.element_bytes)
-    return np.asarray(np.maximum(layer, head) + scenario.coefficients["memory"]["workspace_bytes"])
+    is_host = scenario.cluster.weakest_device.backend.is_host  # whose libraries keep no workspace on a device
+    return np.asarray(np.maximum(layer, head) + (0 if is_host else scenario.coefficients["memory"]["workspace_bytes"]))
 
 
 def host_attention_bytes_per_s(cluster: ClusterSpec, coefficients: Coefficients | None = None) -> float:
     """Return the keys and values that the processors of a node attend to in a second, for one of its ranks when all do."""
     c = (coefficients or packaged_coefficients())["inference"]
     return float(c["host_attention_bytes_per_s"]) / cluster.largest_node
+
+
+def copy_bytes_per_s(cluster: ClusterSpec, generation: Generation, coefficients: Coefficients | None = None) -> float:
+    """Return the bytes that processors copy within their memory in a second, as measured, or half its traffic: read and written."""
+    scenario = _scenario(cluster, generation, coefficients)
+    return measured_rates(scenario).copy_bytes_per_s or device_rates(scenario).elementwise_bytes_per_s / 2
+
+
+class Sums(NamedTuple):
+    """All-reduces of a pass of one batch that cross machines: of ALGORITHMS that of the blocks, and seconds of all layers."""
+
+    algorithm: SumAlgorithm
+    seconds: float
+
+
+def sums_across_machines(
+    model: ModelSpec, cluster: ClusterSpec, generation: Generation, tp: int, batch: int
+) -> list[Sums | None]:
+    """Return the all-reduces of each phase; None where none crosses machines, or a library has its own."""
+    size, sums = model.hidden_dim * generation.element_bytes, []
+    kinds = layer_groups(model, tp, generation.element_bytes)
+    counts = [(len(kind.idxs) * _num_sums(kind.layer), isinstance(kind.layer, Head)) for kind in kinds]
+    of_head, others = (sum(count for count, is_head in counts if is_head == head) for head in (True, False))
+    for phase in generation.phases:
+        rows = np.array([float(batch * phase.tokens), float(batch)])  # the head has one row a sequence
+        seconds, chosen = tensor_parallel_all_reduce_s(rows * size, tp, cluster)
+        total = float(np.array([others, of_head]) @ seconds)
+        sums.append(None if chosen[0] < 0 else Sums(ALGORITHMS[int(chosen[0])], total))
+    return sums

@@ -23,7 +23,7 @@ TITLES = {
     "solvers/pipeline/schedule.py": "Order of the passes of a pipeline",
     "solvers/rank_mapping.py": "Which node holds which ranks",
     "solvers/offload/instance.py": "What lies on the host, and what is recomputed",
-    "solvers/generation.py": "Where weights, keys and values lie while text is generated",
+    "solvers/generation/instance.py": "Where weights, keys and values lie while text is generated",
     "solvers/deployment.py": "Engine instances that serve a load",
     "solvers/experts/instance.py": "Where experts stand",
     "solvers/experts/bounds.py": "Where experts stand, exactly",

@@ -19,7 +19,8 @@ from ...schema.device_groups import part_label
 from ...schema.layout import format_assignments
 from ...schema.units import GIB, format_bytes, format_seconds
 from ...solvers.branch_and_bound import Answer
-from ...solvers.generation import GenerationInstance, min_bytes, solve
+from ...solvers.generation.instance import GenerationInstance
+from ...solvers.generation.program import min_bytes, solve
 from ..expand import Candidate, expand_row
 from ..request import Deadline, PlanRequest
 from ..search import SearchResult
@@ -138,20 +139,28 @@ def _no_batch_fits(problem: GenerationProblem) -> InfeasibleError:
         and shape.num_batches * shape.batch_size == num_sequences
         and shape.batch_size == problem.batches[0]
     ]
-    unlimited = [problem.instance(shape).with_capacity(host=np.inf) for shape in smallest]
+    unlimited = [_with_room_elsewhere(problem.instance(shape)) for shape in smallest]
     device, idx = min((min_bytes(instance, "device_bytes"), idx) for idx, instance in enumerate(unlimited))
     shape, instance = smallest[idx], problem.instance(smallest[idx])
     batch = f"{shape.num_batches} x {shape.batch_size} sequences"
     if device > instance.capacity.device:
-        c = instance.capacity
+        c, place = instance.capacity, "the host" if problem.has_host else "storage"
+        more = "" if problem.has_host else ", more of them together (--tp, --across-nodes)"
         return InfeasibleError(
             f"{name} does not fit with a batch of {batch}: each device needs {format_bytes(device)} with everything that may be "
-            f"elsewhere on the host, the budget is {format_bytes(c.device)}   [device memory (C7)]",
+            f"elsewhere on {place}, the budget is {format_bytes(c.device)}   [device memory (C7)]",
             details=(
                 f"while computing {format_bytes(c.working)}, weights on the way {format_bytes(c.buffer)}, "
                 f"keys and values on the way {format_bytes(2 * c.slot)}",
             ),
-            help="use a smaller --batch-size or --prompt-len, or devices with more memory",
+            help=f"use a smaller --batch-size or --prompt-len{more}, or devices with more memory",
+        )
+    if not problem.has_host:
+        stored = _storage_need(instance) * ranks
+        return InfeasibleError(
+            f"{name} does not fit with a batch of {batch}: each node needs {format_bytes(stored)} of storage, "
+            f"{format_bytes(instance.capacity.storage * ranks)} may be used   [storage (C9)]",
+            help=f"use --nvme PATH --nvme-gib {math.ceil(stored / GIB)}",
         )
     host, also = min_bytes(instance, "host_bytes") * ranks, ""
     message = (
@@ -164,12 +173,23 @@ def _no_batch_fits(problem: GenerationProblem) -> InfeasibleError:
     return InfeasibleError(message, help=f"use --host-memory-gib {math.ceil(host / GIB)}{also}")
 
 
+def _with_room_elsewhere(instance: GenerationInstance) -> GenerationInstance:
+    """Return the problem with all the room that what leaves a device may need: on the host, or without one on storage."""
+    return instance.with_capacity(host=np.inf) if instance.has_host else _with_storage(instance)
+
+
 def _storage_need(instance: GenerationInstance) -> float:
     """Return the bytes of storage that the given host memory would need as well."""
+    return min_bytes(_with_storage(instance), "storage_bytes")
+
+
+def _with_storage(instance: GenerationInstance) -> GenerationInstance:
+    """Return the problem with storage without limit, where it has none at a usual rate."""
     rate = float(packaged_coefficients()["offload"]["storage_bytes_per_s"])
     anything = np.ones_like(instance.may_store)
     anything[0] = instance.may_store[0]
     stored = replace(instance, may_store=anything, rates=replace(instance.rates, storage=rate))
+    if not instance.has_host:
+        return stored.with_capacity(storage=np.inf)
     staging = 0.0 if instance.capacity.staging else instance.capacity.buffer + 2 * instance.capacity.slot
-    changed = stored.with_capacity(storage=np.inf, staging=instance.capacity.staging + staging)
-    return min_bytes(changed, "storage_bytes")
+    return stored.with_capacity(storage=np.inf, staging=instance.capacity.staging + staging)

@@ -1,4 +1,4 @@
-"""Generation: which batch, how many devices to a replica, and what lies where (solvers/generation.py).
+"""Generation: which batch, how many devices to a replica, and what lies where (solvers/generation/instance.py).
 
 Every shape, (tp, sequences at once, batches in a block, whether layers may be away), is bounded by its compute only, then by
 its linear program, then solved with integer layers: always the one with the highest bound, until none may generate more than the
@@ -10,43 +10,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from ...cost_models.stage.generation import (
     LayerGroup,
     PassCosts,
+    copy_bytes_per_s,
     host_attention_bytes_per_s,
     layer_groups,
     pass_costs,
 )
-from ...schema import Certificate, ClusterSpec, ConfigError, ModelSpec, Workload
-from ...schema.generation import (
-    CacheShares,
-    GenerationAlternative,
-    GenerationEstimate,
-    GenerationMarginalValues,
-    GenerationPlan,
-    PhaseEstimate,
-    StateShares,
-)
+from ...schema import ClusterSpec, ConfigError, ModelSpec, Workload
+from ...schema.recurrences import Recurrence
 from ...schema.task import Generation
-from ...schema.units import GB, GIB, FloatArray, IntArray
+from ...schema.units import FloatArray, IntArray
 from ...solvers.backend import Status
 from ...solvers.branch_and_bound import Answer, Leaf, Node, Search, Step, Stop
-from ...solvers.generation import (
-    RESOURCES,
-    Capacity,
-    GenerationInstance,
-    GenerationSolution,
-    Rates,
-    RelaxedPlacement,
-    busy_s,
-    resident_bytes,
-    solve,
-    solve_relaxation,
-)
+from ...solvers.generation.instance import Capacity, GenerationInstance, Rates
+from ...solvers.generation.program import GenerationSolution, RelaxedPlacement, solve, solve_relaxation
 from ..enumeration import divisors
 from ..request import OffloadRequest, PlanRequest
 
@@ -120,6 +102,7 @@ class GenerationProblem:
         """Cost the passes of every batch."""
         assert isinstance(request.task, Generation)
         self.model, self.cluster, self.generation = request.model, request.cluster, request.task
+        self._request = request
         self.offload = request.offload or OffloadRequest()
         self.block_size = request.fixed.get("batch_size")
         self.limit_s = request.latency_limit_s or np.inf
@@ -133,10 +116,13 @@ class GenerationProblem:
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """Devices that may hold the model together: within a node, and as many as divide all heads."""
-        node = int(np.gcd.reduce([*self.cluster.node_sizes]))
+        """Devices that may hold the model together: as many as divide all heads, and a node, or of whole nodes the cluster."""
+        node, total = int(np.gcd.reduce([*self.cluster.node_sizes])), self.cluster.num_devices
         heads = [block.attention.num_heads for block, _ in self.model.block_runs]
-        return tuple(tp for tp in range(1, node + 1) if node % tp == 0 and all(h % tp == 0 for h in heads))
+        sizes = [tp for tp in range(1, node + 1) if node % tp == 0]
+        if self.generation.across_nodes:
+            sizes += [tp for tp in range(2 * node, min(total, max(heads)) + 1, node) if total % tp == 0]
+        return tuple(tp for tp in sizes if all(h % tp == 0 for h in heads))
 
     @cached_property
     def batches(self) -> IntArray:
@@ -148,7 +134,8 @@ class GenerationProblem:
     @cached_property
     def _costs(self) -> dict[int, tuple[tuple[LayerGroup, ...], PassCosts]]:
         size, costs = self.generation.element_bytes, {}
-        for tp in self.degrees:
+        fixed = self._request.fixed.get("tp")
+        for tp in self.degrees if fixed is None else (fixed,):
             self._deadline.require(f"costing {len(self.batches)} batches on {tp} devices")
             passes = pass_costs(self.model, self.cluster, self.generation, tp, self.batches)
             costs[tp] = layer_groups(self.model, tp, size), passes
@@ -174,9 +161,16 @@ class GenerationProblem:
                     ]  # fmt: skip
         return shapes
 
+    @property
+    def has_host(self) -> bool:
+        """True where devices have a memory and processors next to them; False where they are those."""
+        return not self.cluster.weakest_device.backend.is_host
+
     @cached_property
     def host_bytes(self) -> float:
-        """Host memory of one rank; infinite where it is not known."""
+        """Host memory of one rank apart from the device's; infinite where it is not known."""
+        if not self.has_host:
+            return 0.0
         return self.offload.rates(self._training, self.cluster).memory_bytes
 
     @property
@@ -193,12 +187,14 @@ class GenerationProblem:
     @cached_property
     def _rates(self) -> Rates:
         host = self.offload.rates(self._training, self.cluster)
+        link = host.link_bytes_per_s if self.has_host else copy_bytes_per_s(self.cluster, self.generation)
         return Rates(
-            to_device=host.link_bytes_per_s,
-            to_host=host.link_bytes_per_s,
+            to_device=link,
+            to_host=link,
             duplex=host.duplex,
             storage=host.storage_bytes_per_s if self.offload.storage_bytes > 0 else 0.0,
             host_attention=self.host_attention,
+            drive_attention=(self.offload.drive_attention_bytes_per_s or 0.0) / self.cluster.largest_node,
         )
 
     def instance(self, shape: BatchShape) -> GenerationInstance:
@@ -233,9 +229,10 @@ class GenerationProblem:
                 working=float(costs.working_bytes[j]),
                 buffer=WINDOW * largest if shape.streams else 0.0,
                 slot=slot,
-                staging=WINDOW * (largest + slot) if stores else 0.0,
+                staging=WINDOW * (largest + slot) if stores and self.has_host else 0.0,
             ),
             streams=shape.streams,
+            has_host=self.has_host,
         )
 
     def roots(self) -> Step[_Batch, SolvedBatch]:
@@ -290,51 +287,14 @@ def search_generation(request: PlanRequest) -> tuple[GenerationProblem, Answer[S
     """
     problem = GenerationProblem(request)
     _require_sense(request.model, request.cluster, problem.generation)
+    if not problem.has_host:
+        _require_host_apart(request.cluster, problem.offload)
+    if (tp := request.fixed.get("tp")) is not None:
+        _require_tp(problem, tp)
+    if problem.offload.drive_attention_bytes_per_s is not None:
+        _require_drives_can_attend(request.model, problem.offload)
     stop = Stop(rel_gap=-SAME_RATE_FRACTION, max_effort=MAX_SOLVED, deadline=request.deadline)
     return problem, Search(problem).run(stop)
-
-
-def build_generation_plan(
-    request: PlanRequest, problem: GenerationProblem, answer: Answer[SolvedBatch], *, top: int
-) -> GenerationPlan:
-    """Write the answer of a search that solved some batch."""
-    chosen = problem.chosen()
-    others = sorted((solved for solved in problem.solved if solved is not chosen), key=lambda s: -s.tokens_per_s)
-    return GenerationPlan(
-        model=request.model,
-        cluster=request.cluster,
-        generation=problem.generation,
-        tp=chosen.shape.tp,
-        replicas=chosen.shape.replicas,
-        device_batch_size=chosen.shape.batch_size,
-        num_device_batches=chosen.shape.num_batches,
-        **_placed(layer_groups(request.model, chosen.shape.tp, problem.generation.element_bytes), chosen),
-        estimate=_estimate(problem, chosen),
-        worth=_marginal_values(request.cluster, chosen),
-        search=Certificate.proved(
-            objective=chosen.tokens_per_s,
-            bound=-answer.bound,
-            unit="tokens_per_s",
-            finished=answer.is_proved,
-            evaluated=len(problem.solved),
-            bounded=problem.num_bounded,
-            pruned=len(problem.shapes) - len(problem.solved),
-            search_s=answer.solve_s,
-        ),
-        alternatives=tuple(
-            GenerationAlternative(
-                tp=other.shape.tp,
-                device_batch_size=other.shape.batch_size,
-                num_device_batches=other.shape.num_batches,
-                tokens_per_s=other.tokens_per_s,
-                latency_s=other.latency_s,
-            )
-            for other in others[:top]
-        ),
-        latency_limit_s=request.latency_limit_s,
-        notes=_notes(problem, chosen),
-        provenance=request.provenance(),
-    )
 
 
 def _require_sense(model: ModelSpec, cluster: ClusterSpec, generation: Generation) -> None:
@@ -344,99 +304,62 @@ def _require_sense(model: ModelSpec, cluster: ClusterSpec, generation: Generatio
             f"{generation.prompt_len} + {generation.generate_len} tokens exceed the {positions} learned positions of {model.name}",
             help=f"use --prompt-len {max(1, positions - generation.generate_len)} or less",
         )
-    if cluster.weakest_device.backend.is_host:
+    if generation.across_nodes and (cluster.num_nodes == 1 or len({*cluster.node_sizes}) > 1):
+        sizes = f"nodes of {', '.join(map(str, sorted({*cluster.node_sizes})))} devices"
         raise ConfigError(
-            f"{cluster.name} has no accelerator: its devices are the host itself",
-            help="name a cluster with GPUs, for example --cluster 1xT4-16GB",
+            f"a model lies across nodes of equal size only: {cluster.name} has "
+            + ("one node" if cluster.num_nodes == 1 else sizes),
+            help="leave out --across-nodes",
         )
 
 
-def _placed(kinds: tuple[LayerGroup, ...], chosen: SolvedBatch) -> dict[str, Any]:
-    """Return which layers lie where; those of a kind that come from elsewhere are spread evenly."""
-    place = chosen.solution.choice
-    assert place is not None
-    host: list[int] = []
-    storage: list[int] = []
-    for kind, (_, on_host, on_storage) in zip(kinds, place.layers.tolist(), strict=True):
-        away = _evenly_spaced(kind.idxs, on_host + on_storage)
-        stored = _evenly_spaced(away, on_storage)
-        storage += stored
-        host += [idx for idx in away if idx not in {*stored}]
-    shares = [min(1.0, max(0.0, float(share))) for share in place.cache]
-    states = [min(1.0, max(0.0, float(share))) for share in place.hidden]
-    return {
-        "host_layers": tuple(sorted(host)),
-        "storage_layers": tuple(sorted(storage)),
-        "cache": CacheShares(**dict(zip(CacheShares.model_fields, shares, strict=True))),
-        "states": StateShares(**dict(zip(StateShares.model_fields, states, strict=True))),
+def _require_tp(problem: GenerationProblem, tp: int) -> None:
+    """Require that so many devices may hold the model together.
+
+    Raises:
+        ConfigError: they may not.
+    """
+    cluster, allowed = problem.cluster, problem.degrees
+    if tp in allowed:
+        return
+    spans = not problem.generation.across_nodes and tp > cluster.largest_node and cluster.num_devices % tp == 0
+    raise ConfigError(
+        f"{tp} devices cannot hold {problem.model.name} together on {cluster.name}: {', '.join(map(str, allowed))} can",
+        help="let them be of several nodes: --across-nodes" if spans else f"use --tp {allowed[-1]}",
+    )
+
+
+def _require_host_apart(cluster: ClusterSpec, offload: OffloadRequest) -> None:
+    """Require that nothing is said of a host where devices are the host.
+
+    Raises:
+        ConfigError: something is.
+    """
+    given = {
+        "--host-memory-gib": offload.host_memory_bytes,
+        "--host-attention-gb-per-s": offload.host_attention_bytes_per_s,
     }
-
-
-def _evenly_spaced(idxs: tuple[int, ...] | list[int], count: int) -> list[int]:
-    """Return ``count`` of the indices, evenly spaced."""
-    return [idxs[(2 * i + 1) * len(idxs) // (2 * count)] for i in range(count)]
-
-
-def _estimate(problem: GenerationProblem, chosen: SolvedBatch) -> GenerationEstimate:
-    i, place, ranks = chosen.instance, chosen.solution.choice, problem.cluster.largest_node
-    assert place is not None
-    busy, resident = busy_s(i, place), resident_bytes(i, place)
-    seconds = busy.max(axis=0)
-    phases = tuple(
-        PhaseEstimate(
-            name=phase.name,
-            passes=phase.num_passes,
-            context=float(np.mean(phase.contexts)),
-            seconds_per_pass=float(seconds[p]),
-            busy_s=dict(zip(RESOURCES, busy[:, p].tolist(), strict=True)),
-            binds=RESOURCES[int(busy[:, p].argmax())],
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(
+            f"{' and '.join(names)}: {cluster.name} has no host apart, its devices compute in the host's own memory",
+            help="leave it out; what a plan may use is the device's memory, less reserved_gib of the cluster file",
         )
-        for p, phase in enumerate(problem.phases)
-    )
-    total = float(i.passes @ seconds)
-    bound = chosen.shape.num_tokens / chosen.relaxed.objective
-    host = i.capacity.host * ranks
-    return GenerationEstimate(
-        prefill_s=float(seconds[0]),
-        decode_s=total - float(seconds[0]) if len(seconds) > 1 else 0.0,
-        latency_s=total,
-        tokens_per_s=chosen.tokens_per_s,
-        device_bytes=round(float(resident[0])),
-        device_budget_bytes=problem.cluster.memory_budget_bytes,
-        host_bytes=round(float(resident[1]) * ranks),
-        host_budget_bytes=int(host) if np.isfinite(host) else None,
-        storage_bytes=round(float(resident[2]) * ranks),
-        storage_budget_bytes=int(i.capacity.storage * ranks),
-        bound_tokens_per_s=max(bound, chosen.tokens_per_s),
-        gap=max(0.0, 1 - chosen.tokens_per_s / bound),
-        phases=phases,
-    )
 
 
-def _marginal_values(cluster: ClusterSpec, chosen: SolvedBatch) -> GenerationMarginalValues:
-    """Return tokens per second: for each second saved they are tokens / seconds^2."""
-    marginal, ranks = chosen.relaxed.marginal, cluster.largest_node
-    rate = chosen.shape.num_tokens / chosen.relaxed.objective**2
-    return GenerationMarginalValues(
-        device_per_gib=rate * marginal.device_s_per_byte * GIB,
-        host_per_gib=rate * marginal.host_s_per_byte * GIB / ranks,
-        storage_per_gib=rate * marginal.storage_s_per_byte * GIB / ranks,
-        link_per_gb_per_s=rate * marginal.link_s2_per_byte * GB,
-        storage_per_gb_per_s=rate * marginal.storage_s2_per_byte * GB / ranks,
-        host_attention_per_gb_per_s=rate * marginal.host_attention_s2_per_byte * GB / ranks,
-    )
+def _require_drives_can_attend(model: ModelSpec, offload: OffloadRequest) -> None:
+    """Require drives, and keys and values that they can attend to.
 
-
-def _notes(problem: GenerationProblem, chosen: SolvedBatch) -> tuple[str, ...]:
-    place = chosen.solution.choice
-    assert place is not None
-    notes = ["an estimate: meshwright runs no generation"]
-    if not np.isfinite(problem.host_bytes):
-        notes.append("what the host has is not known: no limit was set; say it with --host-memory-gib")
-    if place.cache[1] + place.cache[3] > 0:
-        rate = problem.host_attention * problem.cluster.largest_node / GB
-        notes.append(
-            f"the host's processors are taken to attend to {rate:.3g} GB/s of keys and values "
-            "(--host-attention-gb-per-s says what yours reach)"
+    Raises:
+        ConfigError: there are none.
+    """
+    if offload.storage_bytes <= 0:
+        raise ConfigError(
+            "drives are to attend to keys and values, but none may be used",
+            help="say what may be written there: --nvme PATH --nvme-gib G, or leave out --storage-attention-gb-per-s",
         )
-    return tuple(notes)
+    if kinds := {block.attention.kind for block, _ in model.block_runs if isinstance(block.attention, Recurrence)}:
+        raise ConfigError(
+            f"{model.name} has {', '.join(sorted(kinds))} layers, whose states are worked on and written in every pass: drives "
+            "attend to keys and values only",
+            help="leave out --storage-attention-gb-per-s",
+        )

@@ -54,6 +54,8 @@ plan {{config}} --global-batch-size 8 --seq-len 64 {_LIMIT} --objective energy -
 plan . +config.json={{config}} {_SMALL} {_LIMIT} --optimizer muon --top 2
 plan {{config}} {_SMALL} {_LIMIT} --batch-tolerance 20% --headroom 5% --prefer fastest
 plan {{config}} --infer --cluster 1xH100-SXM-80GB --prompt-len 16 --generate-len 4 --host-memory-gib 8 --nvme . --nvme-gib 4
+plan {{config}} --infer --cluster 2xT4-16GB --prompt-len 16 --generate-len 4 --nvme . --nvme-gib 4 --storage-attention-gb-per-s 9
+plan {{config}} --infer --cluster {{cluster}} --prompt-len 16 --generate-len 4 --across-nodes --tp 2 --batch-size 2
 plan-rl {{workflow}} --cluster 2xH100-SXM-80GB {_LIMIT} --report page.html
 plan-rl {{workflow-files}} +config.json={{config}} +lengths.txt={{lengths}} --cluster {{cluster}} {_LIMIT} --json
 apply-rl {{rl-own}} --prompts {{prompts}} --reward missing.py:count --steps 1

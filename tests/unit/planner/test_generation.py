@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from meshwright.cost_models.stage.generation import cache_bytes_per_token, layer_groups, pass_costs
@@ -9,10 +11,12 @@ from meshwright.planner import plan
 from meshwright.planner.request import OffloadRequest, PlanRequest
 from meshwright.planner.tasks.generation import GenerationProblem
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Plan, TrainingPlan, Workload
-from meshwright.schema.generation import CacheShares, GenerationPlan
+from meshwright.schema.generation import GenerationPlan
+from meshwright.schema.layers import Block
+from meshwright.schema.recurrences import SelectiveScan
 from meshwright.schema.task import Generation
 from meshwright.schema.units import GIB
-from meshwright.solvers.generation import GenerationPlacement, busy_s
+from meshwright.solvers.generation.instance import WAYS, GenerationPlacement, busy_s
 
 T4 = ClusterSpec.parse("1xT4-16GB")
 LLAMA = ModelSpec.named("llama-3.1-8b")
@@ -92,7 +96,7 @@ def test_plan_is_consistent_and_round_trips(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("task", "options", "said"),
     [
-        (SHORT, {"fixed": {"tp": 8}}, "unknown layout field 'tp'"),
+        (SHORT, {"fixed": {"pp": 8}}, "unknown layout field 'pp'"),
         (SHORT, {"fixed": {"batch_size": 0}}, "batch_size = 0"),
         (SHORT, {"runnable": True}, "runs training only"),
         (SHORT, {"expert_load": np.ones((1, 8))}, "for training only"),
@@ -123,6 +127,51 @@ def test_more_of_anything_is_never_slower() -> None:
     slack = 1 - 2e-3  # whole layers are solved to a gap of 0.1 %
     assert all(plan.estimate.tokens_per_s >= slack * base.estimate.tokens_per_s for plan in better)
     assert max(plan.estimate.tokens_per_s for plan in better) > 1.1 * base.estimate.tokens_per_s
+
+
+# A host with little memory, so that keys and values go to the drives.
+STORED = {"batch_size": 64, "host_memory_bytes": 20 * GIB, "storage_bytes": 200 * GIB}
+LONG = SHORT.replace(prompt_len=2048, generate_len=64)
+
+
+def test_drives_that_attend_take_keys_and_values_and_say_so(tmp_path) -> None:
+    stores = made(generation=LONG, **STORED)
+    attends = made(generation=LONG, **STORED, drive_attention_bytes_per_s=20e9)
+    assert attends.cache.drive_attended > 0.2 and stores.cache.drive_attended == 0
+    assert attends.estimate.tokens_per_s > 1.05 * stores.estimate.tokens_per_s
+    assert "attention in the drives" in attends.estimate.phases[1].busy_s
+    assert "attention in the drives" not in stores.estimate.phases[1].busy_s
+    assert "drive" not in stores.model_dump_json()
+    assert any("drives are taken to attend to 20 GB/s" in note for note in attends.notes)
+    attends.save(tmp_path / "plan.json")
+    assert GenerationPlan.load(tmp_path / "plan.json") == attends
+
+
+def test_quicker_drives_are_never_slower_and_worth_is_their_slope() -> None:
+    plans = [made(generation=LONG, **STORED, drive_attention_bytes_per_s=rate) for rate in (5e9, 10e9, 20e9, 40e9)]
+    rates = [each.estimate.tokens_per_s for each in plans]
+    assert all(quicker >= slower * (1 - 2e-3) for slower, quicker in itertools.pairwise(rates))
+    assert plans[0].worth.drive_attention_per_gb_per_s > 0
+    gained = made(generation=LONG, **STORED, drive_attention_bytes_per_s=5.1e9).estimate.bound_tokens_per_s
+    slope = (gained - plans[0].estimate.bound_tokens_per_s) / 0.1
+    assert slope == pytest.approx(plans[0].worth.drive_attention_per_gb_per_s, rel=0.1)
+
+
+def test_drives_that_may_not_be_used_cannot_attend() -> None:
+    with pytest.raises(ConfigError, match="none may be used") as caught:
+        made(**{**STORED, "storage_bytes": 0.0}, drive_attention_bytes_per_s=1e10)
+    assert "--nvme" in caught.value.help
+
+
+def test_states_of_recurrences_are_not_for_drives_that_attend() -> None:
+    mixer = SelectiveScan(channels=4096, state_dim=16, step_rank=128)
+    runs = (
+        run.replace(layer=run.layer.replace(attention=mixer)) if isinstance(run.layer, Block) else run
+        for run in LLAMA.layers
+    )
+    model = LLAMA.replace(layers=tuple(runs), name="scans")
+    with pytest.raises(ConfigError, match="scans has selective_scan layers, whose states are worked on"):
+        made(model, **STORED, drive_attention_bytes_per_s=1e10)
 
 
 def test_searched_batch_generates_at_least_what_any_fixed_one_does() -> None:
@@ -263,7 +312,7 @@ def policy_s(
     blocks = int(np.argmax(i.counts))
     held = [round(share * int(i.counts[blocks])) for share in weights]
     layers[blocks] = [*held, i.counts[blocks] - sum(held)]
-    shares = np.array([cache.get(name, 0.0) for name in CacheShares.model_fields])
+    shares = np.array([cache.get(name, 0.0) for name in WAYS])
     hidden = np.array([float(states == place) for place in ("device", "host", "storage")])
     passes = busy_s(i, GenerationPlacement(layers=layers, cache=shares, hidden=hidden)).max(axis=0)
     return float(passes[0]), float(i.passes[1:] @ passes[1:])

@@ -149,6 +149,14 @@ def test_misspelled_cluster_is_a_config_error(text, expected):
 # --- files -------------------------------------------------------------------------------------------------------
 
 
+def test_file_says_what_storage_reads_and_refuses_what_is_no_rate(tmp_path):
+    text = LAB.replace("num_nodes", "storage_bytes_per_s = 1.4e9\nnum_nodes", 1)
+    assert parse_file(tmp_path, text).groups[0].storage_bytes_per_s == 1.4e9
+    for wrong in ("0", "-1e9", '"fast"'):
+        with pytest.raises(ConfigError, match="storage_bytes_per_s"):
+            parse_file(tmp_path, text.replace("1.4e9", wrong, 1))
+
+
 def test_file_gives_all_that_it_says(tmp_path):
     cluster = parse_file(tmp_path, LAB)
     assert (cluster.name, cluster.num_devices, cluster.reserved_bytes) == ("lab", 16, 3 * 2**29)
@@ -304,7 +312,8 @@ TOML_VALUES = st.one_of(
 )
 KEYS = st.sampled_from(
     ["name", "reserved_gib", "reserved_bytes", "bandwidth_matrix", "groups", "levels", "device", "num_nodes", "domain_size",
-     "devices_per_node", "host_memory_gib", "host_link_bytes_per_s", "link", "[[groups]]", "[[levels]]", "[levels]"]
+     "devices_per_node", "host_memory_gib", "host_link_bytes_per_s", "storage_bytes_per_s", "link", "[[groups]]",
+     "[[levels]]", "[levels]"]
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Plans for generation: the answer of a search (planner/tasks/generation.py) as a document."""
