@@ -16,6 +16,7 @@ from ...schema.serving_plan import ServingPlan
 from ...schema.units import GB
 from ..adapter import Adapter, Exported
 from .deployment import (
+    IN_ONE_PLACE,
     LOAD,
     PLACED,
     PORT,
@@ -158,4 +159,6 @@ def write(plan: ServingPlan) -> Exported:
     )
 
 
-ADAPTER = Adapter(version=VERSION, limits=(PLACED, drafter_named("sglang"), no_adapters("sglang")), write=write)
+ADAPTER = Adapter(
+    version=VERSION, limits=(IN_ONE_PLACE, PLACED, drafter_named("sglang"), no_adapters("sglang")), write=write
+)

@@ -14,6 +14,7 @@ from ...schema.serving_plan import ServingPlan
 from ...schema.units import GIB
 from ..adapter import Adapter, Exported, Limit
 from .deployment import (
+    IN_ONE_PLACE,
     LOAD,
     PLACED,
     PORT,
@@ -59,6 +60,7 @@ LIMITS = (
         ),
         f"plan with --adapters of rank {LORA_RANKS[-1]} or less",
     ),
+    IN_ONE_PLACE,
     PLACED,
     drafter_named("vllm"),
     no_prefixes_on("storage", "export to sglang"),

@@ -10,6 +10,7 @@ chunk                what the engine does; cut or whole prompts where it lets on
                      where prompts are unlike and the engine limits one prompt (vLLM, ours): equal ones gain nothing by sharing
 
 drafted              where speculation is asked for without a number, none and DRAFTED tokens
+micro_batches        of instances with feed-forward devices of their own, 1 to 4 (cost_models/serving/attention_ffn.py)
 prefixes             where those of the load lie: on the device; where they take more than SMALL of its cache also with the host, on
                      its drives, or nowhere; a pool that only decodes has them on the device or a copy for each request
 
@@ -47,7 +48,7 @@ CHUNKED_ENGINES = ("vllm", "meshwright")
 @dataclass(frozen=True)
 class LimitChoice:
     """What an instance is told: limits, None for the engine's own, chunk 0 for prompts that are not cut; tokens of a draft; where
-    prefixes lie, None where there are none.
+    prefixes lie, None where there are none; micro-batches, None where all parts are on the same devices.
     """
 
     max_batch: int | None = None
@@ -55,6 +56,7 @@ class LimitChoice:
     chunk: int | None = None
     drafted: int = 0
     prefixes: PrefixTier | None = None
+    micro_batches: int | None = None
 
     def chunk_of(self, limits: EngineLimits) -> int | None:
         """Return the tokens of a prompt that enter a step at most, under limits that the engine set for this choice."""
@@ -74,7 +76,10 @@ def fixed_choice(fixed: Mapping[str, Any], serving: Serving) -> LimitChoice:
         ConfigError: a chunk that the engine has no words for, or drafts that it does not make.
     """
     drafted = (serving.speculate.draft_tokens or 0) if serving.speculate else 0
-    choice = LimitChoice(fixed.get("max_batch"), fixed.get("max_batched_tokens"), fixed.get("chunk"), drafted)
+    choice = LimitChoice(
+        fixed.get("max_batch"), fixed.get("max_batched_tokens"), fixed.get("chunk"), drafted,
+        micro_batches=fixed.get("micro_batches"),
+    )  # fmt: skip
     if serving.speculate is not None and serving.engine == "meshwright":
         raise ConfigError("--speculate: our own engine drafts no tokens", help="--engine vllm, sglang or trtllm")
     if choice.chunk and choice.chunk != choice.max_batched_tokens and serving.engine not in CHUNKED_ENGINES:
@@ -92,11 +97,12 @@ def choices(
     fixed: LimitChoice,
     max_rows: float,
     tiers: Sequence[PrefixTier | None] = (),
+    micro_batches: Sequence[int] = (),
 ) -> Iterator[LimitChoice]:
     """Yield the limits of an instance that may be best in a role, the engine's own first.
 
     Args:
-        tiers: where prefixes may lie.
+        tiers: where prefixes may lie; micro_batches: that may be in flight, of an instance with feed-forward devices.
         engine: its own limits; max_rows: requests of an attention rank at which the limit on a token is reached, or infinite.
     """
     classes = serving.requests.classes
@@ -122,9 +128,14 @@ def choices(
     if serving.speculate is not None and serving.speculate.draft_tokens is None and role != "prefill":
         max_drafted = len(serving.speculate.lengths) or max(DRAFTED)
         drafts += [drafted for drafted in DRAFTED if drafted <= max_drafted]
-    of_prefixes = dict.fromkeys((fixed.prefixes, *tiers))
-    for place, drafted, chunk, tokens, batch in itertools.product(of_prefixes, drafts, chunks, budgets, batches):
-        yield LimitChoice(batch, tokens, chunk, drafted, place)
+    of_prefixes, in_flight = (
+        dict.fromkeys((fixed.prefixes, *tiers)),
+        dict.fromkeys((fixed.micro_batches, *micro_batches)),
+    )
+    for place, drafted, m, chunk, tokens, batch in itertools.product(
+        of_prefixes, drafts, in_flight, chunks, budgets, batches
+    ):
+        yield LimitChoice(batch, tokens, chunk, drafted, place, m)
 
 
 FULL = 0.98
