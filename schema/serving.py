@@ -314,12 +314,12 @@ class Serving(Task):
     def _separates_plain_steps(self) -> Serving:
         if "afd" not in self.modes:
             return self
-        beside = {
+        options = {
             "--speculate": self.speculate is not None,
             "--nano-batches on": self.nano_batches,
             "--engine meshwright": self.engine == "meshwright",
         }
-        if names := [name for name, is_set in beside.items() if is_set]:
+        if names := [name for name, is_set in options.items() if is_set]:
             raise ValueError(
                 f"attention and feed-forward parts on devices of their own (--modes afd) are planned without {' and '.join(names)}"
             )

@@ -53,7 +53,7 @@ class SplitLayers:
     Attributes:
         products, exchange: of attention devices, without attention itself, [G] by rows of one attention rank (A1).
         decode, prompt: attention.
-        feed_forward, there, back: [G] by rows of all attention ranks together (A2), (A3).
+        feed_forward, sent, returned: [G] by rows of all attention ranks together (A2), (A3).
     """
 
     count: int
@@ -62,8 +62,8 @@ class SplitLayers:
     decode: Plane | None
     prompt: Plane | None
     feed_forward: FloatArray
-    there: FloatArray
-    back: FloatArray
+    sent: FloatArray
+    returned: FloatArray
 
 
 def layer_s(parts: Sequence[Any], micro_batches: Any) -> FloatArray:
@@ -212,10 +212,10 @@ class SplitCosts(StepCosts):
     def busy(self, *sizes: Any) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return the seconds of a step in which attention devices, feed-forward devices and the link work; sizes as of `parts`."""
         attention, feed_forward, link = np.zeros(()), np.zeros(()), np.zeros(())
-        for count, of_attention, (there, f, back), m in self._round_trips(*sizes):
+        for count, of_attention, (sent, f, returned), m in self._round_trips(*sizes):
             attention = attention + count * m * sum(of_attention.values())
             feed_forward = feed_forward + count * m * f
-            link = link + count * m * np.maximum(there, back)
+            link = link + count * m * np.maximum(sent, returned)
         return attention, feed_forward, link
 
     def _round_trips(
@@ -245,8 +245,10 @@ class SplitCosts(StepCosts):
                 "decode_attention": 0 * u if layers.decode is None else layers.decode(decoding / m, per_row),
                 "prefill_attention": 0 * u if layers.prompt is None else layers.prompt(tokens / m, context),
             }
-            there, f, back = (over_rows(everyone, table) for table in (layers.there, layers.feed_forward, layers.back))
-            yield layers.count, of_attention, (there, f, back), m
+            sent, f, returned = (
+                over_rows(everyone, table) for table in (layers.sent, layers.feed_forward, layers.returned)
+            )
+            yield layers.count, of_attention, (sent, f, returned), m
 
 
 def _is_feed_forward(op: Operator) -> bool:
@@ -287,7 +289,7 @@ def _tabulated(
     if of_groups not in known[1]:
         known[1][of_groups] = _feed_forward_rows(feed_forward, layer)
     products, exchange = known[0][rows]
-    there, back = _ways(attention, feed_forward, layer)
+    sent, returned = _ways(attention, feed_forward, layer)
     attends = not isinstance(layer.attention, NoMixer)
     return SplitLayers(
         count=count,
@@ -296,8 +298,8 @@ def _tabulated(
         decode=Plane.of(known[0][planes, 1]) if attends else None,
         prompt=Plane.of(known[0][planes]) if attends else None,
         feed_forward=known[1][of_groups],
-        there=there,
-        back=back,
+        sent=sent,
+        returned=returned,
     )
 
 
@@ -322,10 +324,17 @@ def _feed_forward_rows(instance: Instance, layer: Block) -> FloatArray:
     seconds = products_s(instance, layer, listed, rows / layout.ep)
     if layer.experts is not None:
         seconds = seconds + experts_s(instance, layer.experts, rows / layout.ep)
-    arriving = rows * _copies(layer, layout) / layout.ep
-    size = arriving * instance.model.hidden_dim * instance.rates.compute_bytes
+    # Rows are gathered as they came and outputs reduced to parts of them: the two halves of an all-reduce.
+    arriving = rows * _copies(layer, layout) / layout.ep * instance.model.hidden_dim
+    size = arriving * (_narrow_bytes(instance, layer) + instance.rates.compute_bytes) / 2
     seconds = seconds + all_reduce_s(size, layout.tp, instance.cluster, instance.coefficients)
     return np.where(ROWS > 0, seconds, 0.0)
+
+
+def _narrow_bytes(instance: Instance, layer: Block) -> float:
+    """Return the bytes of an element of the rows that feed-forward devices take: one where their products cast it to 8 bits."""
+    dtype = instance.experts if isinstance(layer.mlp, MoE) else instance.weights
+    return 1.0 if dtype in instance.products.casts else instance.rates.compute_bytes
 
 
 def _copies(layer: Block, groups: ServingLayout) -> float:
@@ -339,15 +348,14 @@ def _ways(attention: Instance, feed_forward: Instance, layer: Block) -> tuple[Fl
     """Return the seconds [G] of rows there and back, by rows of all attention ranks (A3)."""
     if not _parts(feed_forward, layer)[1]:
         return np.zeros_like(ROWS), np.zeros_like(ROWS)
-    dtype = feed_forward.experts if isinstance(layer.mlp, MoE) else feed_forward.weights
-    narrow = 1.0 if dtype in feed_forward.products.casts else feed_forward.rates.compute_bytes
+    narrow = _narrow_bytes(feed_forward, layer)
     elements = ROWS * _copies(layer, feed_forward.layout) * attention.model.hidden_dim
     clusters = attention.cluster, feed_forward.cluster
-    there, back = (
+    sent, returned = (
         np.where(ROWS > 0, link_s(size * elements, attention.layout, clusters, attention.coefficients["serving"]), 0.0)
         for size in (narrow, attention.rates.compute_bytes)
     )
-    return there, back
+    return sent, returned
 
 
 def copies_of(model: ModelSpec, layout: ServingLayout) -> float:

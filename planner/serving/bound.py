@@ -39,8 +39,8 @@ def resource_bound(problem: ServingProblem) -> float | None:
     devices = requests.rate * per_request
     if problem.goal == "cost":
         prices = [cluster.weakest_device.price_per_hour for cluster in clusters]
-        least = min(kind.usd_per_hour / kind.size for kind in kinds if kind.usd_per_hour is not None)
-        return devices * (min([least, *(p for p in prices if p is not None)]) if problem.space.split else least)
+        cheapest = min(kind.usd_per_hour / kind.size for kind in kinds if kind.usd_per_hour is not None)
+        return devices * (min([cheapest, *(p for p in prices if p is not None)]) if problem.space.split else cheapest)
     return devices
 
 

@@ -63,11 +63,11 @@ def split_layouts(
     """
     if not has_feed_forward(model):
         return
-    here, there = clusters
-    tps, node = _tps(model, here, fixed_tp), math.gcd(*there.node_sizes)
-    domain = max(node, there.scaleup_domain)
-    for ffn_devices, size in itertools.product(_degrees(there), _degrees(here)):
-        attention = size - ffn_devices if here is there else size
+    of_attention, of_ffn = clusters
+    tps, node = _tps(model, of_attention, fixed_tp), math.gcd(*of_ffn.node_sizes)
+    domain = max(node, of_ffn.scaleup_domain)
+    for ffn_devices, size in itertools.product(_degrees(of_ffn), _degrees(of_attention)):
+        attention = size - ffn_devices if of_attention is of_ffn else size
         if attention < 1 or attention + ffn_devices > MAX_STAGE_DEVICES:
             continue
         for tp, ep in itertools.product(tps, _groups(model, ffn_devices, domain)):

