@@ -12,6 +12,7 @@ import numpy as np
 from ...cost_models.serving.attention_ffn import MICRO_BATCHES, SplitCosts
 from ...cost_models.serving.engine import EngineProfile
 from ...cost_models.serving.measured_steps import MeasuredEngine, measured_weights
+from ...cost_models.serving.memory import serving_memory
 from ...cost_models.serving.mix import Mix
 from ...cost_models.serving.nano_batches import can_split, with_nano_batches
 from ...cost_models.serving.prefixes import tiers_of
@@ -164,7 +165,9 @@ class ServingSpace:
                 for tier in tiers_of(serving, profile):
                     # A pool that decodes has prefixes on the device, or requests bring copies.
                     place: PrefixTier | None = "none" if tier in ("host", "storage") else tier
-                    choice = replace(fixed, prefixes=place, micro_batches=best_in_flight(step, serving, in_flight))
+                    choice = replace(
+                        fixed, prefixes=place, micro_batches=best_in_flight(step, serving, profile, in_flight)
+                    )
                     base = InstanceBase(
                         serving, profile, i, of_attention, layout, step, weights, cache, None, choice, {}, micro_batches=in_flight,
                         clusters=(of_attention, of_ffn), ffn_part=None if i == j else j,
@@ -184,19 +187,20 @@ class ServingSpace:
             )
 
 
-def best_in_flight(step: SplitCosts, serving: Serving, in_flight: Sequence[int]) -> int:
-    """Return the micro-batches with which most requests decode within the limit on a token, however many a cache holds.
+def best_in_flight(step: SplitCosts, serving: Serving, profile: EngineProfile, in_flight: Sequence[int]) -> int:
+    """Return the micro-batches with which most requests of those that a cache holds decode within the limit on a token.
 
     It is what a search begins with; all others are tried, and its bound is of the quickest for each step.
     """
-    mix = mix_of(serving)
+    mix, rates_of = mix_of(serving), []
     per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
-    limits = [limit.seconds for limit in serving.limits if limit.metric == "tpot"]
-    rates_of = []
+    limit_s = min((limit.seconds for limit in serving.limits if limit.metric == "tpot"), default=np.inf)
     for count in in_flight:
-        seconds = step.with_micro_batches(count).seconds(DECODING_ROWS, DECODING_ROWS * per_row)
-        rates = DECODING_ROWS / seconds
-        rates_of.append((float(np.max(rates, where=seconds <= min(limits, default=np.inf), initial=0.0)), -count))
+        steps = step.with_micro_batches(count)
+        memory = serving_memory(steps, profile, request_len=float(serving.requests.longest))
+        seconds = steps.seconds(DECODING_ROWS, DECODING_ROWS * per_row)
+        holds = (DECODING_ROWS * per_row <= memory.cache_tokens) & (seconds <= limit_s)
+        rates_of.append((float(np.max(DECODING_ROWS / seconds, where=holds, initial=0.0)), -count))
     return -max(rates_of)[1]
 
 
