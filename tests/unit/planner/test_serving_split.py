@@ -19,7 +19,16 @@ from meshwright.planner.serving.families import KindRates
 from meshwright.planner.serving.layouts import split_layouts
 from meshwright.planner.serving.replay import engine_pool
 from meshwright.planner.tasks.serving import ServingProblem
-from meshwright.schema import ClusterSpec, ConfigError, MeshwrightError, ModelSpec, Serving, ServingPlan
+from meshwright.schema import (
+    ClusterSpec,
+    ConfigError,
+    MeshwrightError,
+    ModelSpec,
+    RuntimeMismatchError,
+    Serving,
+    ServingPlan,
+)
+from meshwright.schema.layout import parse_assignments
 from meshwright.schema.plan import Plan
 from meshwright.schema.requests_file import parse_limit, parse_requests
 
@@ -226,3 +235,18 @@ def test_edited_pools_that_mean_nothing_are_refused() -> None:
         prefill.replace(micro_batches=2)
     with pytest.raises(ConfigError, match="those of a pool whose layout has ffn_devices"):
         decode.replace(micro_batches=None)
+
+
+def test_our_own_engine_does_not_serve_it() -> None:
+    from meshwright.runtime.serving.instance import require_servable
+
+    with pytest.raises(RuntimeMismatchError, match="all parts of a layer on the same devices"):
+        require_servable(ModelSpec.named("llama-3.1-8b"), small().pools[1], is_single=False)
+
+
+def test_every_degree_and_limit_of_serving_is_read_from_text() -> None:
+    text = "tp=1,attention_dp=2,ffn_devices=8,micro_batches=3,max_batch=16"
+    expected = {"tp": 1, "attention_dp": 2, "ffn_devices": 8, "micro_batches": 3, "max_batch": 16}
+    assert parse_assignments(text, Serving.fixable) == expected
+    with pytest.raises(ConfigError, match="unknown layout field 'zero_stage'"):
+        parse_assignments("zero_stage=1", Serving.fixable)
