@@ -27,24 +27,36 @@ KTransformers does (HybriMoE, arXiv:2504.05897: 1.33 times in prefill, 1.70 time
 A40: memory, and tokens a second with none of the experts on the device (ExpertFlow, arXiv:2410.17954: up to 93.72 % less memory,
 2 to 10 times as quick as other engines that offload; MoE-Lens, arXiv:2504.09345: 4.6 times MoE-Lightning, up to 25.5, by larger
 batches, keys and values with the host as well).
+Attention and feed-forward devices: tokens a second and device of instances that decode within a limit, the best layout with all
+parts on the same devices, and the best with feed-forward parts on devices of their own, as far as a cache holds the rows. Step-3
+and DeepSeek-V3 in fp8 on H800, rows of 4,096 tokens, 50 ms (arXiv:2507.19427, abstract); Scaled-MoE (317 B, 32 experts) and
+Mixtral-8x22B on A100, rows of 650 tokens, 150 ms (MegaScale-Infer, arXiv:2504.02263, abstract); Llama-3.1-70B with attention on H20
+and the rest on H100, H20 at 0.42 of an H100's price, assumed (Lamina, arXiv:2405.01814, abstracts of both versions). Step-3's
+attention is taken for latent attention with as large a cache (512 elements a token) and as thin queries, whose kernels are known.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from meshwright.cost_models.serving.attention_ffn import MICRO_BATCHES, SplitCosts
+from meshwright.cost_models.serving.engine import EngineProfile
 from meshwright.cost_models.serving.host_experts import with_experts_on_host
+from meshwright.cost_models.serving.memory import serving_memory
 from meshwright.cost_models.serving.nano_batches import with_nano_batches
 from meshwright.cost_models.serving.prefixes import fetch_s_per_token
 from meshwright.cost_models.serving.step import StepCosts
 from meshwright.planner import plan
+from meshwright.planner.serving.layouts import layouts, split_layouts
 from meshwright.schema import ClusterSpec, ModelSpec, ServingPlan
 from meshwright.schema.adapters import Adapters, FineTuning
 from meshwright.schema.host_experts import ExpertsOnHost
 from meshwright.schema.requests_file import parse_limit, parse_requests
 from meshwright.schema.serving import Serving, ServingLayout
+from meshwright.schema.serving_plan import layout_title
 
 COUNTS, ROWS, CACHED = (1, 5, 100, 1000, 2000), (1, 8, 32, 64, 128), 400
 RATES = (1, 4, 10, 20, 30)
@@ -74,6 +86,10 @@ KTRANSFORMERS = (
 )
 """What, experts of a token, sockets, AMX, tokens of a prompt, or of the cache of a row that decodes, published tokens a second."""
 
+H20_PRICE = 0.42
+"""Of an H100's, assumed."""
+
+MAX_ROWS = np.unique(np.round(np.geomspace(1, 4096, 128)))
 TURNS = ((1024, 512), (2048, 1792), (2048, 1984), (4096, 3968))
 
 
@@ -232,6 +248,109 @@ def experts_copied() -> None:
         print(f"{name:38} " + "  ".join(f"{n:7.1f}" for n in per_s))
 
 
+def decoded(step: StepCosts, context: int, limit_s: float) -> float:
+    """Return the most tokens a second of an instance that decodes rows of so many tokens within a limit on a step."""
+    memory = serving_memory(
+        step, EngineProfile.named("vllm"), request_len=1.1 * context, max_batch=4096, max_batched_tokens=2048
+    )
+    rows = MAX_ROWS[context * MAX_ROWS <= memory.cache_tokens] if memory.fits else MAX_ROWS[:0]
+    if not len(rows):
+        return 0.0
+    seconds = step.seconds(rows, rows * context)
+    return step.instance.layout.attention_dp * float(np.max(rows / seconds, where=seconds <= limit_s, initial=0.0))
+
+
+def on_same_devices(model: ModelSpec, cluster: ClusterSpec, types: dict[str, Any]) -> Iterator[StepCosts]:
+    """Yield instances with all parts on the same devices."""
+    known: dict[Any, Any] = {}
+    for layout in layouts(model, cluster, Serving(requests=parse_requests("isl=1,osl=2"))):
+        if layout.pp == 1:
+            yield StepCosts.build(model, cluster, layout, known=known, **types)
+
+
+def on_own_devices(
+    model: ModelSpec, clusters: tuple[ClusterSpec, ClusterSpec], types: dict[str, Any]
+) -> Iterator[SplitCosts]:
+    """Yield instances with feed-forward parts on devices of their own, with each number of micro-batches."""
+    here: dict[Any, Any] = {}
+    known = here, here if clusters[0] is clusters[1] else {}
+    for layout in split_layouts(model, clusters):
+        if layout.num_devices <= clusters[0].num_devices:
+            step = SplitCosts.split(model, clusters, layout, known=known, **types)
+            yield from (step.with_micro_batches(count) for count in MICRO_BATCHES)
+
+
+def with_blocks(model: ModelSpec, name: str, hidden_dim: int, counts: tuple[int, ...], **changes: Any) -> ModelSpec:
+    """Return a model with so many of each of its blocks, attention and mixtures changed."""
+    first, *blocks, last = model.layers
+    runs = []
+    for run, count in zip(blocks, counts, strict=True):
+        parts = {
+            part: getattr(run.layer, part).replace(**changed)
+            for part, changed in changes.items()
+            if part == "attention" or getattr(run.layer, part).kind == "moe"
+        }
+        runs.append(run.replace(layer=run.layer.replace(**parts), count=count))
+    return model.replace(name=name, hidden_dim=hidden_dim, layers=(first, *runs, last))
+
+
+def attention_ffn() -> None:
+    """Print a row for each model, and for each length of a row of the one on unlike devices."""
+    deepseek, mixtral = ModelSpec.named("deepseek-v3"), ModelSpec.named("mixtral-8x22b")
+    step3 = with_blocks(
+        deepseek, "step-3", 7168, (5, 56),
+        attention={"num_heads": 64, "q_lora_rank": 2048, "kv_lora_rank": 448, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        mlp={"num_experts": 48, "top_k": 3, "ffn_dim": 5120, "shared_ffn_dim": 5120, "num_groups": 1, "top_groups": 1},
+    )  # fmt: skip
+    scaled = with_blocks(
+        mixtral, "scaled-moe", 8192, (48,),
+        attention={"num_heads": 64}, mlp={"num_experts": 32, "top_k": 4, "ffn_dim": 8192},
+    )  # fmt: skip
+    print(
+        "tokens/s a device     same devices                         devices of their own                        times"
+    )
+    for model, machine, context, limit_s, types in (
+        (step3, "32xH800-SXM-80GB", 4096, 0.05, {"weights": "fp8", "cache": "fp8"}),
+        (deepseek, "64xH800-SXM-80GB", 4096, 0.05, {"weights": "fp8", "cache": "bf16"}),
+        (deepseek, "64xH200-SXM-141GB", 4096, 0.05, {"weights": "fp8", "cache": "bf16"}),
+        (scaled, "64xA100-SXM-80GB", 650, 0.15, {"weights": "bf16", "cache": "bf16"}),
+        (mixtral, "64xA100-SXM-80GB", 650, 0.15, {"weights": "bf16", "cache": "bf16"}),
+    ):
+        cluster = ClusterSpec.parse(machine)
+        same, own = (
+            max((decoded(step, context, limit_s) / step.instance.layout.num_devices, n, step) for n, step in enumerate(every))
+            for every in (on_same_devices(model, cluster, types), on_own_devices(model, (cluster, cluster), types))
+        )  # fmt: skip
+        titles = layout_title(same[2].instance.layout), layout_title(own[2].instance.layout)
+        print(
+            f"{model.name:13} {same[0]:8,.0f} {titles[0]:30} {own[0]:8,.0f} {titles[1]} m={own[2].micro_batches} "
+            f"{own[0] / same[0]:.2f}"
+        )
+    print("tokens/s for an H100's price   H100 alone   H20 alone   attention on H20, the rest on H100")
+    model = ModelSpec.named("llama-3.1-70b")
+    h100, h20 = ClusterSpec.parse("16xH100-SXM-80GB"), ClusterSpec.parse("16xH20-96GB")
+    types = {"weights": "bf16", "cache": "bf16"}
+    for context in (1024, 4096, 16384):
+        alone = [
+            max(decoded(step, context, 0.1) / step.instance.layout.num_devices for step in on_same_devices(model, each, types))
+            / price
+            for each, price in ((h100, 1.0), (h20, H20_PRICE))
+        ]  # fmt: skip
+        rate, _, best = max(
+            (
+                decoded(step, context, 0.1)
+                / (H20_PRICE * step.instance.layout.stage_devices + step.instance.layout.ffn_devices),
+                n,
+                step,
+            )
+            for n, step in enumerate(on_own_devices(model, (h20, h100), types))
+        )
+        print(
+            f"{context:7,} {alone[0]:10,.0f} {alone[1]:10,.0f} {rate:10,.0f} {layout_title(best.instance.layout)} "
+            f"m={best.micro_batches}, {rate / alone[0]:.2f} and {rate / alone[1]:.2f} times"
+        )
+
+
 def main() -> None:
     """Print the tables."""
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
@@ -242,6 +361,7 @@ def main() -> None:
     experts_computed_by_the_host()
     experts_split_over_both()
     experts_copied()
+    attention_ffn()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Serving: a model under load, as a task of two phases, and what its engine instances are told.
 
 A deployment is a set of pools. A pool is a number of equal engine instances (replicas), each on ``layout.num_devices`` devices. An
-aggregated pool prefills and decodes; a disaggregated deployment has a pool for each.
+aggregated pool prefills and decodes; a disaggregated deployment has a pool for each. An instance that decodes may have its
+feed-forward parts on devices of their own (``layout.ffn_devices``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ CacheDtype = Literal["bf16", "fp16", "fp8", "fp32"]
 Role = Literal["agg", "prefill", "decode"]
 LatencyMetric = Literal["ttft", "tpot", "e2e"]
 SchedulerPolicy = Literal["mixed", "prefill_first"]
+ServingMode = Literal["agg", "disagg", "afd"]
+"""Instances prefill and decode; pools of their own for each; the same, and those that decode have feed-forward parts on devices of
+their own (attention/FFN disaggregation)."""
+
 PrefixTier = Literal["device", "host", "storage", "none"]
 """Where the prefixes lie that requests share: in the device's cache, once for all; in the host's memory or on its drives, from
 where each request fetches a copy; or nowhere, so that they are computed again."""
@@ -144,22 +149,29 @@ class LatencyLimit(Frozen):
 
 
 class ServingLayout(Frozen):
-    """How one engine instance is spread over devices: ``tp * pp * attention_dp`` of them.
+    """How one engine instance is spread over devices: ``tp * pp * attention_dp + ffn_devices`` of them.
 
     Attributes:
         tp: tensor parallelism of attention and dense parts; pp: pipeline stages.
         attention_dp: ranks with requests (and caches) of their own, which share the experts; dense parts are replicated.
         ep: ranks over which experts are placed whole, of the tp * attention_dp of a stage; the rest cuts every expert (``moe_tp``).
+        ffn_devices: that have the feed-forward parts, and nothing else; experts are then spread over these, and each of the ep
+            groups has a copy of the dense parts, cut over its ``moe_tp`` devices. 0: the tp * attention_dp devices have all parts.
     """
 
     tp: Count = 1
     pp: Count = 1
     attention_dp: Count = 1
     ep: Count = 1
+    ffn_devices: CountOrNone = 0
 
     @model_validator(mode="after")
     def _divides(self) -> ServingLayout:
-        if self.stage_devices % self.ep:
+        if self.ffn_devices and self.pp > 1:
+            raise ValueError(f"feed-forward parts on devices of their own go with pp 1, not {self.pp}")
+        if self.ffn_devices % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide the {self.ffn_devices} feed-forward devices")
+        if not self.ffn_devices and self.stage_devices % self.ep:
             raise ValueError(
                 f"ep {self.ep} does not divide the {self.stage_devices} devices of a stage (tp * attention_dp)"
             )
@@ -173,12 +185,12 @@ class ServingLayout(Frozen):
     @property
     def num_devices(self) -> int:
         """Return the devices of an engine instance."""
-        return self.stage_devices * self.pp
+        return self.stage_devices * self.pp + self.ffn_devices
 
     @property
     def moe_tp(self) -> int:
         """Return the ranks that share each expert."""
-        return self.stage_devices // self.ep
+        return (self.ffn_devices or self.stage_devices) // self.ep
 
 
 class EngineLimits(Frozen):
@@ -213,6 +225,8 @@ class Pool(Frozen):
         speculate: what its decoding rows draft with, draft_tokens as chosen; None: they do not.
         nano_batch_rows: of an attention rank from which a step is two halves, one of which sends while the other computes;
             None: none is.
+        micro_batches: that a step's rows are cut into, in flight between attention and feed-forward devices; None: where all parts
+            are on the same devices. ffn_device: of the latter; None: as ``device``.
         prefixes: where those of the load lie; None: it has none; host_prefix_bytes: of a device's part of them with the host.
         experts_on_host: the share of each layer's routed experts that lie with the host, and who computes them; None: none do.
         host_expert_bytes: of a device's part of those experts.
@@ -228,6 +242,8 @@ class Pool(Frozen):
     speculate: Speculation | None = None
     adapters: Adapters | None = None
     nano_batch_rows: Count | None = None
+    micro_batches: Count | None = None
+    ffn_device: str | None = None
     prefixes: PrefixTier | None = None
     host_prefix_bytes: NonNegativeInt = 0
     experts_on_host: ExpertsOnHost | None = None
@@ -237,6 +253,17 @@ class Pool(Frozen):
     def _says_which_experts(self) -> Pool:
         if self.experts_on_host is not None and self.experts_on_host.share is None:
             raise ValueError("experts_on_host: a pool has a share of them, not one that is open")
+        return self
+
+    @model_validator(mode="after")
+    def _splits_what_decodes(self) -> Pool:
+        is_split = self.layout.ffn_devices > 0
+        if is_split != (self.micro_batches is not None) or (self.ffn_device is not None and not is_split):
+            raise ValueError("micro_batches and ffn_device are those of a pool whose layout has ffn_devices")
+        if is_split and self.role != "decode":
+            raise ValueError(
+                f"feed-forward parts on devices of their own are of pools that decode, not of role {self.role}"
+            )
         return self
 
     @property
@@ -266,14 +293,15 @@ class Serving(Task):
     """
 
     fixable: ClassVar[frozenset[str] | None] = frozenset(
-        {"tp", "pp", "attention_dp", "ep", "max_batch", "max_batched_tokens", "chunk"}
+        {"tp", "pp", "attention_dp", "ep", "ffn_devices", "micro_batches"}
+        | {"max_batch", "max_batched_tokens", "chunk"}
     )
 
     requests: Requests
     limits: tuple[LatencyLimit, ...] = ()
     engine: ServingEngine = "vllm"
     engine_version: str | None = None
-    modes: tuple[Literal["agg", "disagg"], ...] = ("agg", "disagg")
+    modes: tuple[ServingMode, ...] = ("agg", "disagg")
     objective: ServingObjective | None = None
     weights: WeightDtype | None = None
     cache: CacheDtype | None = None
@@ -293,6 +321,22 @@ class Serving(Task):
             raise ValueError(
                 "fine-tuning in the steps that serve is planned for instances that prefill and decode (--modes agg), at a rate, "
                 "with a limit on latency (--tpot), without --speculate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _separates_plain_steps(self) -> Serving:
+        if "afd" not in self.modes:
+            return self
+        options = {
+            "--speculate": self.speculate is not None,
+            "--nano-batches on": self.nano_batches,
+            "--experts-on-host": self.experts_on_host is not None,
+            "--engine meshwright": self.engine == "meshwright",
+        }
+        if names := [name for name, is_set in options.items() if is_set]:
+            raise ValueError(
+                f"attention and feed-forward parts on devices of their own (--modes afd) are planned without {' and '.join(names)}"
             )
         return self
 

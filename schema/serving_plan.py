@@ -9,14 +9,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from .base import Frozen
 from .host_experts import experts_title
 from .plan import Estimate, Plan
-from .serving import LatencyMetric, Pool, RequestClass, Serving
+from .serving import LatencyMetric, Pool, RequestClass, Serving, ServingMode
 from .units import counted, format_percent, format_seconds
 
 Share = Annotated[float, Field(ge=0, le=1)]
-ServingMode = Literal["agg", "disagg"]
 StepPart = Literal[
     "products", "decode_attention", "prefill_attention", "experts", "host_link", "host_compute", "communication", "head",
-    "overhead",
+    "waiting", "overhead",
 ]  # fmt: skip
 """host_link, host_compute: waiting for experts that are copied up, or computed by the host's processors."""
 
@@ -70,18 +69,34 @@ class ClassEstimate(Frozen):
         return value
 
 
+class SplitUse(Frozen):
+    """What attention devices, feed-forward devices and the link between them do of a mean step.
+
+    Attributes:
+        attention, feed_forward, link: share of the step that each is busy, of the link the busier direction.
+        weight_bytes, free_bytes: of a feed-forward device; free: neither weights nor workspace.
+    """
+
+    attention: NonNegativeFloat
+    feed_forward: NonNegativeFloat
+    link: NonNegativeFloat
+    weight_bytes: NonNegativeInt
+    free_bytes: int
+
+
 class PoolEstimate(Frozen):
     """Predicted operation of the instances of a pool.
 
     Attributes:
         requests_per_s: of one instance.
         decode_rows: requests that decode in a mean step, per attention rank; prefill_tokens: of prompts in it.
-        step_s: of a mean step; step_parts_s: what it consists of.
+        step_s: of a mean step; step_parts_s: what it consists of; waiting: of attention devices for rows that come back.
         binds: what keeps the instance from more requests within the limits: compute, cache, a limit by name, or the rate alone.
         cache_bytes: of one device; cache_use: share of it that holds keys and values of requests in flight, on average.
         weight_bytes, free_bytes: of the fullest device; free: neither weights, cache nor workspace.
         utilisation: share of the time that an instance steps.
         largest_requests_per_s: of one instance within the limits, by the steady state.
+        split: where feed-forward parts are on devices of their own; then the other figures are of attention devices.
     """
 
     requests_per_s: NonNegativeFloat
@@ -96,6 +111,7 @@ class PoolEstimate(Frozen):
     free_bytes: int = 0
     utilisation: NonNegativeFloat
     largest_requests_per_s: PositiveFloat
+    split: SplitUse | None = None
 
 
 class LimitEstimate(Frozen):
@@ -199,7 +215,7 @@ class ServingPlan(Plan):
     """The answer of ``meshwright plan --serve``.
 
     Attributes:
-        pools: aggregated ones, or of prefill and of decode.
+        pools: aggregated ones, or of prefill and of decode, the latter with feed-forward parts on devices of their own or without.
         routes: of each class over the pools; of a class they sum to one.
         search: its objective is devices, dollars an hour, or tokens a second and device; candidates are deployments.
         resource_bound: the part of its bound that holds for any schedule of these requests on these devices, in the same unit.
@@ -236,6 +252,8 @@ class ServingPlan(Plan):
     @property
     def mode(self) -> ServingMode:
         """Return how it is deployed."""
+        if self.pools[-1].layout.ffn_devices:
+            return "afd"
         return "agg" if self.pools[0].role == "agg" else "disagg"
 
     @property
@@ -263,15 +281,24 @@ class ServingPlan(Plan):
 
 def pools_title(pools: tuple[Pool, ...]) -> str:
     """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``."""
+    are_unlike = len({device for pool in pools for device in (pool.device, pool.ffn_device) if device}) > 1
     return " + ".join(
         f"{pool.replicas} x {'' if pool.role == 'agg' else pool.role + ' '}{layout_title(pool.layout)}"
         + experts_title(pool.experts_on_host)
-        + (f" on {pool.device}" if len({other.device for other in pools}) > 1 else "")
+        + ("" if pool.micro_batches is None else f",micro_batches={pool.micro_batches}")
+        + (f" on {devices_title(pool)}" if are_unlike else "")
         for pool in pools
     )
+
+
+def devices_title(pool: Pool) -> str:
+    """Return the devices of a pool: of attention and of feed-forward parts where they are unlike."""
+    return pool.device if pool.ffn_device is None else f"{pool.device} and {pool.ffn_device}"
 
 
 def layout_title(layout: object) -> str:
     """Return a layout of an instance as ``tp=4,pp=2``, what is one left out."""
     fields = {name: getattr(layout, name) for name in ("tp", "pp", "attention_dp", "ep")}
-    return ",".join(f"{name}={value}" for name, value in fields.items() if value > 1) or "tp=1"
+    ffn_devices = getattr(layout, "ffn_devices", 0)
+    names = [f"{name}={value}" for name, value in fields.items() if value > 1] or ["tp=1"]
+    return ",".join([*names, f"ffn_devices={ffn_devices}"] if ffn_devices else names)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...schema.host_experts import experts_title
-from ...schema.serving_plan import layout_title
+from ...schema.serving_plan import devices_title, layout_title
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
 from ..markup import plain
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
@@ -84,7 +84,10 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
     name = {"agg": "instances", "prefill": "prefill", "decode": "decode"}[pool.role]
     limits = pool.limits
     table.add_row(
-        f"[bold]{name}", f"[bold]{pool.replicas}", "", f"[bold]{layout_title(pool.layout)}[/] on {plain(pool.device)}"
+        f"[bold]{name}",
+        f"[bold]{pool.replicas}",
+        "",
+        f"[bold]{layout_title(pool.layout)}[/] on {plain(devices_title(pool))}",
     )
     chunk = "" if limits.chunk is None else f", chunks of {limits.chunk:,}"
     steps = f"{limits.max_batch} requests, {limits.max_batched_tokens:,} tokens a step{chunk}"
@@ -97,6 +100,8 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
     if pool.nano_batch_rows is not None:
         words += f"; two nano-batches from {pool.nano_batch_rows:,} rows on"
     words += experts_title(pool.experts_on_host).replace(" with", ";")
+    if pool.micro_batches is not None:
+        words += f"; {counted(pool.micro_batches, 'micro-batch', 'micro-batches')} in flight"
     if pool.prefixes is not None:
         words += {
             "device": "; prefixes on the device", "host": "; prefixes in the host's memory",
@@ -115,6 +120,10 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
             table.add_row(
                 f"    {part.replace('_', ' ')}", format_seconds(seconds), format_percent(share, 0), share=share
             )
+    if (split := cost.split) is not None:
+        words = f"of a step attention devices are busy, feed-forward devices {format_percent(split.feed_forward, 0)}, the link "
+        words += f"{format_percent(split.link, 0)}; weights of a feed-forward device {format_bytes(split.weight_bytes)}"
+        table.add_row("  two groups", "", format_percent(split.attention, 0), words)
     if cost.binds == "rate":
         why = f"the load; an instance carries {cost.largest_requests_per_s:.3g} of its {cost.requests_per_s:.3g} requests/s"
     else:

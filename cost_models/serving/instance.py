@@ -18,7 +18,7 @@ import numpy as np
 from ...schema.serving import EngineLimits, PrefixTier
 from ...schema.units import FloatArray
 from .engine import EngineProfile
-from .step_table import StepTable
+from .step_table import EngineTable
 
 _MAX_STRETCH = 4096
 _RESERVED_STRETCH = 64
@@ -284,7 +284,7 @@ class Instance:
 
     def __init__(
         self,
-        table: StepTable,
+        table: EngineTable,
         profile: EngineProfile,
         limits: EngineLimits,
         states: RequestStates,

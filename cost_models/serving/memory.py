@@ -4,15 +4,20 @@ workspace   T (4 h + 3 w / tp) e + R v / tp 4: a step's hidden states, the wides
 cache       phi M - weights - workspace - context      the engine may use a fraction phi of all memory (vLLM, SGLang)
 phi (M - weights - workspace - context)    of what is left (TensorRT-LLM)
 tokens      cache / (c + sum_w c_w min(w, n) / n + state / n)      requests of n tokens, windows w, states of fixed size
+
+Feed-forward devices of their own have weights and T n_dp / m (2 h c / ep + 3 w / n_f) e of workspace: of a micro-batch's rows
+c / ep arrive at each of the ep groups, and w is the width of all that a row visits (attention_ffn.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...schema.layers import MoE
 from ...schema.model import ModelSpec
+from ...schema.serving import EngineLimits
 from ...schema.units import GIB, MIB, format_bytes
+from .attention_ffn import SplitCosts, copies_of
 from .engine import EngineProfile
 from .step import StepCosts
 
@@ -31,6 +36,8 @@ class ServingMemory:
     Attributes:
         cache_tokens: 0 where the weights alone fill the device.
         reason: why nothing fits; None where something does.
+        ffn_weight_bytes, ffn_free_bytes: of a feed-forward device, where there are any; the other bytes are then of an attention
+            device.
     """
 
     device_bytes: float
@@ -41,6 +48,8 @@ class ServingMemory:
     cache_bytes: float
     cache_tokens: int
     reason: str | None
+    ffn_weight_bytes: float = 0.0
+    ffn_free_bytes: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -59,7 +68,8 @@ def serving_memory(
         device_bytes=device_bytes, cache_tokens=1, max_batch=max_batch, max_batched_tokens=max_batched_tokens
     )
     element = instance.rates.compute_bytes
-    widest = _widest(instance.model, instance.layout.tp, instance.layout.moe_tp)
+    is_split = isinstance(step, SplitCosts)
+    widest = 0.0 if is_split else _widest(instance.model, instance.layout.tp, instance.layout.moe_tp)
     workspace = limits.max_batched_tokens * (4 * instance.model.hidden_dim + 3 * widest) * element
     workspace += min(limits.max_batch, limits.max_batched_tokens) * instance.model.vocab_size / instance.layout.tp * 4
     graphs = GRAPH_BYTES * len(limits.graph_sizes)
@@ -81,9 +91,34 @@ def serving_memory(
         )
     elif tokens // block * block < request_len:
         reason = f"the cache has {tokens} tokens of the {request_len:.0f} that one request needs"
-    return ServingMemory(
+    memory = ServingMemory(
         device_bytes, step.weight_bytes, workspace, graphs, context, max(cache, 0.0), tokens // block * block, reason
     )
+    if isinstance(step, SplitCosts) and reason is None:
+        return _with_feed_forward(memory, step, profile, limits)
+    return memory
+
+
+def _with_feed_forward(
+    memory: ServingMemory, step: SplitCosts, profile: EngineProfile, limits: EngineLimits
+) -> ServingMemory:
+    """Return the memory of an instance with what its feed-forward devices have, and whether that fits."""
+    instance, layout = step.feed_forward, step.instance.layout
+    assert instance is not None
+    device_bytes = float(instance.cluster.weakest_device.memory_bytes)
+    rows = limits.max_batched_tokens * layout.attention_dp / step.micro_batches
+    arriving = rows * copies_of(instance.model, layout) / layout.ep * 2 * instance.model.hidden_dim
+    inner = rows * 3 * _widest(instance.model, layout.ffn_devices, layout.ffn_devices)
+    workspace = (arriving + inner) * instance.rates.compute_bytes
+    context = 0.0 if instance.cluster.weakest_device.backend.is_host else CONTEXT_BYTES + COLLECTIVES_BYTES
+    free = profile.memory.fraction * device_bytes - step.ffn_weight_bytes - workspace - context
+    reason = None
+    if free < 0:
+        reason = (
+            f"feed-forward weights of {format_bytes(step.ffn_weight_bytes)} with {format_bytes(workspace + context)} of workspace"
+            f" exceed {profile.memory.fraction:.0%} of the {format_bytes(device_bytes)} of a device"
+        )
+    return replace(memory, ffn_weight_bytes=step.ffn_weight_bytes, ffn_free_bytes=free, reason=reason)
 
 
 def cached_token_bytes(step: StepCosts, request_len: float) -> float:

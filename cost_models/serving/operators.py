@@ -12,6 +12,7 @@ attention_dp devices holds E / ep experts, each cut over D / ep ranks, and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist
@@ -178,20 +179,26 @@ def row_costs(instance: Instance, layer: Layer) -> dict[str, FloatArray]:
     """Return the seconds [G] of one layer at ROWS, by PARTS; of the head, ROWS are those that need logits."""
     rows = np.maximum(ROWS, 1.0)
     parts = dict.fromkeys(PARTS, np.zeros_like(rows))
-    for op in operators(instance, layer):
+    parts["products"] = products_s(instance, layer, operators(instance, layer), rows)
+    if layer.experts is not None:
+        parts["experts"] = experts_s(instance, layer.experts, rows)
+    parts["communication"] = _communication_s(instance, layer, rows)
+    return {name: np.where(ROWS > 0, seconds, 0.0) for name, seconds in parts.items()}
+
+
+def products_s(instance: Instance, layer: Layer, listed: Iterable[Operator], rows: FloatArray) -> FloatArray:
+    """Return the seconds [N] of operators of a layer, but for routed experts and attention itself, for so many rows [N]."""
+    seconds = np.zeros_like(rows)
+    for op in listed:
         if getattr(op, "routed", False):
             continue
         if isinstance(op, Gemm):
-            parts["products"] = parts["products"] + _product_s(instance, op, rows)
+            seconds = seconds + _product_s(instance, op, rows)
             if instance.adapters is not None and layer.inner_block is not None and changes(instance.adapters, op):
-                added = adapters_s(instance.adapters, op, instance.layout.tp, rows, instance.rates)
-                parts["products"] = parts["products"] + added
+                seconds = seconds + adapters_s(instance.adapters, op, instance.layout.tp, rows, instance.rates)
         elif isinstance(op, Elementwise):
-            parts["products"] = parts["products"] + _elementwise_s(instance, op, rows)
-    if layer.experts is not None:
-        parts["experts"] = instance.products.experts(expert_shape(instance, layer.experts, rows), instance.experts)
-    parts["communication"] = _communication_s(instance, layer, rows)
-    return {name: np.where(ROWS > 0, seconds, 0.0) for name, seconds in parts.items()}
+            seconds = seconds + _elementwise_s(instance, op, rows)
+    return seconds
 
 
 def _product_s(instance: Instance, op: Gemm, rows: FloatArray) -> FloatArray:
@@ -201,6 +208,11 @@ def _product_s(instance: Instance, op: Gemm, rows: FloatArray) -> FloatArray:
     dtype = instance.dtype_of(op)
     blocks_s = instance.block_s if dtype == "fp8" else 0.0
     return instance.products.seconds(rows * op.rows_per_token, n, k, dtype) + blocks_s
+
+
+def experts_s(instance: Instance, moe: MoE, rows: FloatArray) -> FloatArray:
+    """Return the seconds of all routed experts of one rank for ``rows`` of each attention rank."""
+    return instance.products.experts(expert_shape(instance, moe, rows), instance.experts)
 
 
 def expert_shape(instance: Instance, moe: MoE, rows: FloatArray) -> ExpertShape:
@@ -282,12 +294,18 @@ def weight_bytes(instance: Instance, layer: Layer) -> float:
         if isinstance(layer, Head) and layer.tied and layout.pp > 1:
             params += layer.vocab_size * instance.model.hidden_dim
         return params * plain / layout.tp
-    total, counted = 0.0, 0
-    for op in operators(instance, layer):
+    listed = operators(instance, layer)
+    counted = sum(op.num_params for op in listed if isinstance(op, Gemm) and not op.name.startswith("index_"))
+    return products_bytes(instance, listed) + (layer.num_params(instance.model.hidden_dim) - counted) * plain
+
+
+def products_bytes(instance: Instance, listed: Iterable[Operator]) -> float:
+    """Return the bytes of the weights of products on one rank, in their types, with what adapters add."""
+    layout, total = instance.layout, 0.0
+    for op in listed:
         if isinstance(op, Gemm):
             cut = layout.stage_devices if op.routed else layout.tp if op.shard != "none" else 1
             total += op.num_params * BYTES_OF[instance.dtype_of(op)] / cut
-            counted += 0 if op.name.startswith("index_") else op.num_params
             if instance.adapters is not None and changes(instance.adapters, op):
                 total += adapters_bytes(instance.adapters, op, layout.tp)
-    return total + (layer.num_params(instance.model.hidden_dim) - counted) * plain
+    return total

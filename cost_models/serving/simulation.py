@@ -27,7 +27,7 @@ from .dispatch import step_kernels
 from .engine import EngineProfile
 from .instance import Instance, InstanceUse, RequestStates
 from .step import StepCosts
-from .step_table import StepParts, StepTable
+from .step_table import EngineTable, StepParts, table_of
 
 __all__ = ["EnginePool", "InstanceUse", "RequestTable", "SimulatedRequests", "simulate"]
 
@@ -69,7 +69,7 @@ class EnginePool:
         fetch_s_per_token: of one that is copied from the host.
     """
 
-    table: StepTable
+    table: EngineTable
     profile: EngineProfile
     limits: EngineLimits
     replicas: int = 1
@@ -90,12 +90,13 @@ class EnginePool:
         if num_kernels is None:
             of = step.instance if isinstance(step, StepCosts) else None
             num_kernels = step_kernels(of.model, of.weights, of.experts) if of else 0
+            num_kernels *= getattr(step, "micro_batches", 1)
         if lanes > 1:
             step = step.filled() if isinstance(step, StepCosts) else step
             limits = limits.replace(
                 max_batch=max(limits.max_batch // lanes, 1), cache_blocks=max(limits.cache_blocks // lanes, 1)
             )
-        table = StepTable(step, profile, limits, num_kernels=num_kernels)
+        table = table_of(step, profile, limits, num_kernels=num_kernels)
         return cls(table, profile, limits, replicas, ranks, lanes, prefixes, lanes * fetch_s_per_token)
 
 

@@ -9,10 +9,10 @@ tabulated when the costs are built, so that a call only interpolates.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from ..layer.operators import Layer
 from .attention import AttentionHeads, decode_s, index_bytes, index_s, prompt_s, state_element_bytes, state_s
 from .operators import PARTS, Instance, row_costs, weight_bytes
 from .tables import ROWS, Plane, over_rows
+
+AnyLayer = TypeVar("AnyLayer", bound=Layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,7 @@ class StepCosts:
         Raises:
             ConfigError: the layout does not fit the model, or the model was traced from code.
         """
-        _require_serveable(model, layout)
+        require_serveable(model, layout)
         instance = Instance(
             model=model, cluster=cluster, layout=layout, weights=weights, experts=experts or weights, cache=cache,
             coefficients=coefficients or packaged_coefficients(), adapters=adapters,
@@ -115,7 +117,7 @@ class StepCosts:
                 known[key] = prompts_plane(instance, layer)
             planes[layer] = known[key, queries], known[key]
         sizes = [sum(count * weight_bytes(instance, layer) for layer, count in stage.items()) for stage in counts]
-        caches = [_cache_bytes(instance, stage) for stage in counts]
+        caches = [cache_bytes_of(instance, stage) for stage in counts]
         fullest = int(np.argmax([sum(of_window.values()) for of_window, _ in caches]))
         of_window, state = caches[fullest]
         return cls(
@@ -202,7 +204,8 @@ def _floats(*sizes: Any) -> tuple[FloatArray, ...]:
     return tuple(np.asarray(size, dtype=np.float64) for size in sizes)
 
 
-def _require_serveable(model: ModelSpec, layout: ServingLayout) -> None:
+def require_serveable(model: ModelSpec, layout: ServingLayout) -> None:
+    """Raise an error where a layout does not fit the model, or it was traced from code."""
     if model.traced_len is not None:
         raise ConfigError(f"{model.name} was traced from code: how it generates is not known")
     if layout.pp > model.num_blocks:
@@ -220,11 +223,12 @@ def counted_stages(model: ModelSpec, pp: int) -> list[dict[Layer, int]]:
     stages: list[list[Layer]] = [list(part) for part in np.array_split(np.array(blocks, dtype=object), pp)]
     stages[0].insert(0, model.embedding)
     stages[-1].append(model.head)
-    return [_counted(stage) for stage in stages]
+    return [counted_layers(stage) for stage in stages]
 
 
-def _counted(layers: list[Layer]) -> dict[Layer, int]:
-    counts: dict[Layer, int] = {}
+def counted_layers(layers: Iterable[AnyLayer]) -> dict[AnyLayer, int]:
+    """Return layers that are alike once, with how many there are of each."""
+    counts: dict[AnyLayer, int] = {}
     for layer in layers:
         counts[layer] = counts.get(layer, 0) + 1
     return counts
@@ -293,7 +297,7 @@ def _stage(
     return _Stage(by_rows, heads[0] if heads else np.zeros_like(ROWS), Plane.of(decode), Plane.of(prompt))
 
 
-def _cache_bytes(instance: Instance, layers: dict[Layer, int]) -> tuple[dict[int, float], float]:
+def cache_bytes_of(instance: Instance, layers: Mapping[AnyLayer, int]) -> tuple[dict[int, float], float]:
     """Return bytes of a cached token by window (0: all are kept), and of a request's states, of the layers of one stage."""
     of_window: dict[int, float] = {0: 0.0}
     state = 0.0

@@ -13,6 +13,8 @@ those in the host's memory.
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from typing import Protocol
@@ -21,6 +23,7 @@ import numpy as np
 
 from ...schema.serving import EngineLimits
 from ...schema.units import Array, FloatArray, IntArray
+from .attention_ffn import SplitCosts
 from .engine import EngineProfile
 
 _DECODE_CONTEXTS = 2.0 ** np.arange(0, 21)
@@ -53,29 +56,24 @@ def _row_grid(max_rows: int) -> IntArray:
     return np.array(rows, dtype=np.int64)
 
 
-class StepTable:
-    """A step's seconds under an engine's limits, as one attention rank sees them."""
+class EngineTable(ABC):
+    """A step's seconds with what an engine's host adds; subclasses have those of the devices."""
 
     def __init__(self, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, num_kernels: int = 0) -> None:
         self.overhead, self.sizes, self.with_prompts = profile.overhead, limits.graph_sizes, profile.graphs.with_prompts
         self.queries, self.tokens_per_step = getattr(step, "queries", 1), getattr(step, "tokens_per_step", 1.0)
         self.eager_s = profile.overhead.eager_kernel_s * num_kernels
-        self.batches = _row_grid(limits.max_batch)
-        rows = _row_grid(self.queries * limits.max_batch + limits.max_batched_tokens)
-        self._rows, self._batches = rows.tolist(), self.batches.tolist()
-        decode = step.parts(rows, rows)
-        prompt = step.parts(np.zeros_like(rows), np.zeros_like(rows), rows, np.minimum(rows / 2, 1.0))
-        self._decode_body, self._prompt_body = (_body(parts, rows) for parts in (decode, prompt))
-        self._decode_experts, self._prompt_experts = (_named(parts, _EXPERTS, rows) for parts in (decode, prompt))
-        self._head = _named(step.parts(self.batches, self.batches), ("head",), self.batches)
-        contexts = self.batches[:, None] * _DECODE_CONTEXTS
-        self._attend = np.broadcast_to(step.parts(self.batches[:, None], contexts)["decode_attention"], contexts.shape)
-        self._tokens = 2.0 ** np.arange(0, np.ceil(np.log2(max(rows[-1], 2))) + 1)
-        zero, shape = np.zeros((len(self._tokens), 1)), (len(self._tokens), len(_PROMPT_CONTEXTS))
-        pairs = step.parts(zero, zero, self._tokens[:, None], _PROMPT_CONTEXTS)
-        self._prompt_attend = np.broadcast_to(pairs["prefill_attention"], shape).tolist()
-        self._token_list, self._context_list = self._tokens.tolist(), _PROMPT_CONTEXTS.tolist()
         self._curves: dict[tuple[int, float], tuple[FloatArray, FloatArray, list[float], list[float]]] = {}
+
+    @abstractmethod
+    def _decode_device_s(self, rows: int, mean_rows: float) -> list[float]:
+        """Return the device's seconds of a step that only decodes, over the cached tokens of a row _DECODE_CONTEXTS."""
+
+    @abstractmethod
+    def prompt_s(
+        self, rows: int, cached: float, tokens: float, context: float, prompts: int, mean_tokens: float | None = None
+    ) -> float:
+        """Return the seconds of a step with tokens of prompts beside ``rows`` that decode; mean_tokens: rows of the mean rank."""
 
     def padded(self, rows: float) -> float:
         """Return the captured size that holds so many rows; the rows themselves beyond the largest."""
@@ -91,6 +89,47 @@ class StepTable:
         """Return the seconds of following steps, each with ``rows`` more tokens in the cache than the one before [num_steps]."""
         xs, ys, _, _ = self._curve(rows, rows if mean_rows is None else mean_rows)
         return np.interp(cached + rows * np.arange(num_steps), xs, ys)
+
+    def _with_host(self, seconds: float, rows: float, captured: bool) -> float:
+        """Return the seconds of a step with what the host adds."""
+        host = self.overhead.step_s + self.overhead.row_s * rows
+        seconds = (seconds if captured else max(seconds, self.eager_s)) + self.overhead.device_s
+        return max(seconds, host) if self.overhead.overlapped else seconds + host
+
+    def _curve(self, rows: int, mean_rows: float) -> tuple[FloatArray, FloatArray, list[float], list[float]]:
+        """Return cached tokens and the seconds of a step over them, as arrays and as lists."""
+        if (key := (rows, mean_rows)) not in self._curves:
+            captured = bool(self.sizes) and rows <= self.sizes[-1]
+            of_device = self._decode_device_s(rows, mean_rows)
+            seconds = np.array([self._with_host(value, rows, captured) for value in of_device])
+            if self.tokens_per_step > 1:
+                seconds += self.overhead.draft_row_s * rows
+            seconds /= self.tokens_per_step
+            cached = np.asarray(_DECODE_CONTEXTS * rows, dtype=np.float64)
+            self._curves[key] = cached, seconds, cached.tolist(), seconds.tolist()
+        return self._curves[key]
+
+
+class StepTable(EngineTable):
+    """A step's seconds under an engine's limits, as one attention rank sees them."""
+
+    def __init__(self, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, num_kernels: int = 0) -> None:
+        super().__init__(step, profile, limits, num_kernels=num_kernels)
+        self.batches = _row_grid(limits.max_batch)
+        rows = _row_grid(self.queries * limits.max_batch + limits.max_batched_tokens)
+        self._rows, self._batches = rows.tolist(), self.batches.tolist()
+        decode = step.parts(rows, rows)
+        prompt = step.parts(np.zeros_like(rows), np.zeros_like(rows), rows, np.minimum(rows / 2, 1.0))
+        self._decode_body, self._prompt_body = (_body(parts, rows) for parts in (decode, prompt))
+        self._decode_experts, self._prompt_experts = (_named(parts, _EXPERTS, rows) for parts in (decode, prompt))
+        self._head = _named(step.parts(self.batches, self.batches), ("head",), self.batches)
+        contexts = self.batches[:, None] * _DECODE_CONTEXTS
+        self._attend = np.broadcast_to(step.parts(self.batches[:, None], contexts)["decode_attention"], contexts.shape)
+        self._tokens = 2.0 ** np.arange(0, np.ceil(np.log2(max(rows[-1], 2))) + 1)
+        zero, shape = np.zeros((len(self._tokens), 1)), (len(self._tokens), len(_PROMPT_CONTEXTS))
+        pairs = step.parts(zero, zero, self._tokens[:, None], _PROMPT_CONTEXTS)
+        self._prompt_attend = np.broadcast_to(pairs["prefill_attention"], shape).tolist()
+        self._token_list, self._context_list = self._tokens.tolist(), _PROMPT_CONTEXTS.tolist()
 
     def prompt_s(
         self, rows: int, cached: float, tokens: float, context: float, prompts: int, mean_tokens: float | None = None
@@ -121,32 +160,59 @@ class StepTable:
         step_s = self.tokens_per_step * unmixed_s + more
         return (step_s if captured else max(step_s, self.eager_s)) - (self.tokens_per_step - 1) * unmixed_s
 
-    def _with_host(self, seconds: float, rows: float, captured: bool) -> float:
-        """Return the seconds of a step with what the host adds."""
-        host = self.overhead.step_s + self.overhead.row_s * rows
-        seconds = (seconds if captured else max(seconds, self.eager_s)) + self.overhead.device_s
-        return max(seconds, host) if self.overhead.overlapped else seconds + host
+    def _decode_device_s(self, rows: int, mean_rows: float) -> list[float]:
+        """Return the device's seconds of a step that only decodes, over the cached tokens of a row _DECODE_CONTEXTS."""
+        wide = self.padded(rows)
+        fixed = _between(self._rows, self._decode_body, wide)
+        fixed += _between(self._rows, self._decode_experts, self.padded(mean_rows))
+        fixed += _between(self._batches, self._head, rows)
+        idx = min(max(bisect_right(self._batches, rows) - 1, 0), len(self._batches) - 1)
+        after = min(idx + 1, len(self._batches) - 1)
+        low, high = self._batches[idx], self._batches[after]
+        weight = (rows - low) / (high - low) if high > low else 0.0
+        attend = (1 - weight) * self._attend[idx] + weight * self._attend[after]
+        return [fixed + value for value in attend.tolist()]
 
-    def _curve(self, rows: int, mean_rows: float) -> tuple[FloatArray, FloatArray, list[float], list[float]]:
-        """Return cached tokens and the seconds of a step over them, as arrays and as lists."""
-        if (key := (rows, mean_rows)) not in self._curves:
-            wide = self.padded(rows)
-            fixed = _between(self._rows, self._decode_body, wide)
-            fixed += _between(self._rows, self._decode_experts, self.padded(mean_rows))
-            fixed += _between(self._batches, self._head, rows)
-            idx = min(max(bisect_right(self._batches, rows) - 1, 0), len(self._batches) - 1)
-            after = min(idx + 1, len(self._batches) - 1)
-            low, high = self._batches[idx], self._batches[after]
-            weight = (rows - low) / (high - low) if high > low else 0.0
-            attend = (1 - weight) * self._attend[idx] + weight * self._attend[after]
-            captured = bool(self.sizes) and rows <= self.sizes[-1]
-            seconds = np.array([self._with_host(fixed + value, rows, captured) for value in attend.tolist()])
-            if self.tokens_per_step > 1:
-                seconds += self.overhead.draft_row_s * rows
-            seconds /= self.tokens_per_step
-            cached = np.asarray(_DECODE_CONTEXTS * rows, dtype=np.float64)
-            self._curves[key] = cached, seconds, cached.tolist(), seconds.tolist()
-        return self._curves[key]
+
+class SplitTable(EngineTable):
+    """A step's seconds of an instance with feed-forward devices: a slowest part in each layer, which no sum of tables has."""
+
+    def __init__(self, step: SplitCosts, profile: EngineProfile, limits: EngineLimits, *, num_kernels: int = 0) -> None:
+        super().__init__(step, profile, limits, num_kernels=num_kernels)
+        self._step = step
+
+    def decode_steps_s(self, rows: int, cached: float, num_steps: int, mean_rows: float | None = None) -> FloatArray:
+        """Return the seconds of following steps, each with ``rows`` more tokens in the cache than the one before [num_steps]."""
+        return super().decode_steps_s(rows, cached, num_steps, self._rounded(rows, mean_rows))
+
+    def decode_s(self, rows: int, cached: float, mean_rows: float | None = None) -> float:
+        """Return the seconds of a step that only decodes."""
+        return super().decode_s(rows, cached, self._rounded(rows, mean_rows))
+
+    @staticmethod
+    def _rounded(rows: int, mean_rows: float | None) -> float:
+        """Return the mean over ranks, up to the next 64th of the fullest rank's rows, so that few curves are made."""
+        return rows if mean_rows is None else rows * math.ceil(64 * mean_rows / rows) / 64
+
+    def _decode_device_s(self, rows: int, mean_rows: float) -> list[float]:
+        """Return the devices' seconds of a step that only decodes, over the cached tokens of a row _DECODE_CONTEXTS."""
+        cached = _DECODE_CONTEXTS * rows
+        parts = self._step.parts(rows, cached, mean_rows=mean_rows, pad=self.padded)
+        return np.sum([np.broadcast_to(seconds, cached.shape) for seconds in parts.values()], axis=0).tolist()
+
+    def prompt_s(
+        self, rows: int, cached: float, tokens: float, context: float, prompts: int, mean_tokens: float | None = None
+    ) -> float:
+        """Return the seconds of a step with tokens of prompts beside ``rows`` that decode; mean_tokens: rows of the mean rank."""
+        parts = self._step.parts(rows, cached, tokens, context, prompts=prompts, mean_rows=mean_tokens)
+        captured = self.with_prompts and bool(self.sizes) and rows + tokens <= self.sizes[-1]
+        return self._with_host(float(sum(parts.values())), rows + prompts, captured)
+
+
+def table_of(step: StepParts, profile: EngineProfile, limits: EngineLimits, *, num_kernels: int = 0) -> EngineTable:
+    """Return the table of an engine's steps; ``num_kernels``: of one that no graph holds."""
+    kind = SplitTable if isinstance(step, SplitCosts) else StepTable
+    return kind(step, profile, limits, num_kernels=num_kernels)  # type: ignore[arg-type]
 
 
 _DECODE_CONTEXTS_LIST = _DECODE_CONTEXTS.tolist()

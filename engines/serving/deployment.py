@@ -111,6 +111,16 @@ PLACED = Limit(
 )
 
 
+IN_ONE_PLACE = Limit(
+    "attention_and_feed_forward",
+    lambda p: p.mode != "afd",
+    lambda p: (
+        f"{pools_title(p.pools)}: no serving engine's release has attention and feed-forward parts on devices of their own"
+    ),
+    "plan with --modes agg,disagg",
+)
+
+
 def spans_nodes(plan: ServingPlan, pool: Pool) -> bool:
     """Return whether an instance of a pool is larger than a node."""
     largest = max(

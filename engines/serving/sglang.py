@@ -22,6 +22,7 @@ from ...schema.serving_plan import ServingPlan
 from ...schema.units import GB
 from ..adapter import Adapter, Exported, Limit
 from .deployment import (
+    IN_ONE_PLACE,
     LOAD,
     PLACED,
     PORT,
@@ -199,6 +200,7 @@ def _not_computed_by_the_host(pool: Pool) -> str:
 
 
 LIMITS = (
+    IN_ONE_PLACE,
     PLACED,
     drafter_named("sglang"),
     no_adapters("sglang"),

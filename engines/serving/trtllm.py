@@ -14,6 +14,7 @@ from ...schema.serving import Pool, RequestClass
 from ...schema.serving_plan import ServingPlan
 from ..adapter import Adapter, Exported, Limit
 from .deployment import (
+    IN_ONE_PLACE,
     LOAD,
     PLACED,
     PORT,
@@ -49,6 +50,7 @@ LIMITS = (
         lambda pool: "steps in two nano-batches, which it has not" if pool.nano_batch_rows is not None else "",
         "plan without --nano-batches, or export to vllm or sglang",
     ),
+    IN_ONE_PLACE,
     PLACED,
     pool_limit(
         "drafts_itself",

@@ -14,6 +14,7 @@ from ...schema.serving_plan import ServingPlan
 from ...schema.units import GIB
 from ..adapter import Adapter, Exported, Limit
 from .deployment import (
+    IN_ONE_PLACE,
     LOAD,
     PLACED,
     PORT,
@@ -60,6 +61,7 @@ LIMITS = (
         ),
         f"plan with --adapters of rank {LORA_RANKS[-1]} or less",
     ),
+    IN_ONE_PLACE,
     PLACED,
     drafter_named("vllm"),
     no_experts_on_host("vllm"),

@@ -18,13 +18,14 @@ from ...schema import ConfigError, InfeasibleError, MeshwrightError
 from ...schema.base import Frozen
 from ...schema.host_experts import ExpertsOnHost
 from ...schema.layout import format_assignments, parse_assignments
-from ...schema.serving import LatencyLimit, Serving
+from ...schema.serving import LatencyLimit, Pool, Serving, ServingMode
 from ...schema.serving_plan import ServingPlan, pools_title
-from ...schema.units import counted, format_seconds
+from ...schema.units import counted, format_percent, format_seconds
 from ..request import Deadline, PlanRequest
 from ..serving.answer import build_serving_plan, family_of, pools_of
 from ..serving.checks import Deployment
-from ..serving.space import InstanceKind, mix_of
+from ..serving.kinds import InstanceKind
+from ..serving.space import mix_of
 from ..tasks.serving import ServingProblem, ServingSearch, search_serving
 from .advice import grow_cluster
 
@@ -34,7 +35,9 @@ LOOSER = (1.25, 1.5, 2.0, 4.0)
 MAX_GROWTH = 64
 """Times the devices of the cluster that are tried at most."""
 
-MODES = {"agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg"}
+MODES: dict[str, ServingMode] = {
+    "agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg", "afd": "afd"
+}  # fmt: skip
 
 
 class ServingChange(Frozen):
@@ -68,7 +71,7 @@ class ServingExplanation(Frozen):
 
 def request_of(plan: ServingPlan, deadline: Deadline | None = None) -> PlanRequest:
     """Return what a plan answers."""
-    fixed = parse_assignments(plan.provenance.fixed) if plan.provenance is not None else {}
+    fixed = parse_assignments(plan.provenance.fixed, Serving.fixable) if plan.provenance is not None else {}
     return PlanRequest(plan.model, plan.cluster, plan.serving, fixed, deadline=deadline or Deadline())
 
 
@@ -103,9 +106,15 @@ def _binding(plan: ServingPlan) -> Iterator[str]:
             "max_batched_tokens": f"max_batched_tokens {pool.limits.max_batched_tokens}",
             "prompts": "prompts: all the time of the instance is theirs",
         }.get(cost.binds, f"the limit on {cost.binds}")
+        busy = ""
+        if (split := cost.split) is not None:
+            busy = (
+                f"; of it attention devices are busy for {format_percent(split.attention, 0)}, feed-forward devices for "
+                f"{format_percent(split.feed_forward, 0)}, the link for {format_percent(split.link, 0)}"
+            )
         yield (
             f"{pool.replicas} x {pool.role} bound by {why}; its step of {format_seconds(cost.step_s)} is "
-            f"{100 * share:.0f} % {largest.replace('_', ' ')}"
+            f"{100 * share:.0f} % {largest.replace('_', ' ')}{busy}"
         )
 
 
@@ -115,7 +124,7 @@ def _changes(plan: ServingPlan, request: PlanRequest) -> Iterator[tuple[str, Pla
         looser = limit.replace(seconds=1.25 * limit.seconds)
         text = f"{limit.metric} {format_seconds(looser.seconds)} instead of {format_seconds(limit.seconds)}"
         yield text, replace(request, task=_with_limit(serving, idx, looser))
-    other = "agg" if plan.mode == "disagg" else "disagg"
+    other: ServingMode = "agg" if plan.mode == "disagg" else "disagg"
     yield f"mode {other} instead of {plan.mode}", replace(request, task=serving.replace(modes=(other,)))
     if serving.experts_on_host is not None:
         yield "all experts on the devices", replace(request, task=serving.replace(experts_on_host=None))
@@ -137,10 +146,9 @@ def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange
     problem = ServingProblem(replace(request, task=_free_rate(plan.serving), fixed=fields if alike else request.fixed))
     kinds = []
     for pool in plan.pools:
-        same = [kind for kind in problem.space.kinds if (kind.layout, kind.device) == (pool.layout, pool.device)]
-        if not same:
+        if (kind := _kind_of(problem, plan, pool)) is None:
             return  # edited since it was planned: no instance of the space is like it
-        kinds.append(same[0])
+        kinds.append(kind)
     now = tuple(pool.replicas for pool in plan.pools)
     before = 0.0
     for idx in range(-1, len(now)):
@@ -157,6 +165,17 @@ def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange
             change=what, pools=pools_title(pools_of(deployment)), num_devices=deployment.num_devices, requests_per_s=rate,
             tokens_per_s_per_device=served.tokens_per_s / deployment.num_devices, difference=words,
         )  # fmt: skip
+
+
+def _kind_of(problem: ServingProblem, plan: ServingPlan, pool: Pool) -> InstanceKind | None:
+    """Return the kind of instance that a pool has, with its micro-batches; None where there is none."""
+    for kind in (*problem.space.kinds, *problem.space.split):
+        unlike = kind.ffn_part is not None and kind.base.clusters[1].weakest_device.name
+        if (kind.layout, kind.device, unlike or None) == (pool.layout, pool.device, pool.ffn_device):
+            # Of an instance with feed-forward devices the plan's micro-batches are one of its choices, as limits are.
+            variants = [kind] if plan.mode != "afd" else kind.variants(pool.role, math.inf)
+            return next((each for each in variants if each.micro_batches == pool.micro_batches), None)
+    return None
 
 
 def _free_rate(serving: Serving) -> Serving:
@@ -205,7 +224,7 @@ def _why_not(plan: ServingPlan, request: PlanRequest, question: str) -> ServingC
             raise ConfigError(f"the plan is {question}: {pools_title(plan.pools)}")
         changed = replace(request, task=request.task.replace(modes=(MODES[question],)))
         return _compared(plan, question, changed)
-    fields: Mapping[str, Any] = parse_assignments(question)
+    fields: Mapping[str, Any] = parse_assignments(question, Serving.fixable)
     checked = PlanRequest.create(plan.model, plan.cluster, plan.serving, fixed=fields, deadline=request.deadline)
     return _compared(plan, format_assignments(checked.fixed), checked)
 

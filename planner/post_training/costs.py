@@ -26,7 +26,8 @@ from ...schema.task import FULL_PRECISIONS, Precision
 from ..expand import Candidate
 from ..request import PlanRequest
 from ..search import SearchResult
-from ..serving.space import InstanceKind, ServingSpace
+from ..serving.kinds import InstanceKind
+from ..serving.space import ServingSpace
 from ..tasks.training import plan_candidate, search_layouts
 
 GENERATION = 1.61

@@ -10,12 +10,13 @@ import numpy as np
 
 from ...cost_models.coefficients import packaged_coefficients
 from ...cost_models.hardware.host_memory import host_weight_rates
+from ...cost_models.serving.attention_ffn import SplitCosts
 from ...cost_models.serving.host_experts import resident_hits
 from ...cost_models.serving.simulation import InstanceUse
 from ...schema import Certificate
 from ...schema.host_experts import experts_title
 from ...schema.plan import Unit
-from ...schema.serving import Pool, Role
+from ...schema.serving import Pool, Role, ServingMode
 from ...schema.serving_plan import (
     PoolEstimate,
     Route,
@@ -23,6 +24,7 @@ from ...schema.serving_plan import (
     ServingEstimate,
     ServingFrontPoint,
     ServingPlan,
+    SplitUse,
     layout_title,
     pools_title,
 )
@@ -33,10 +35,13 @@ from .bound import resource_bound
 from .checks import Deployment, Served
 from .families import Family, KindRates
 from .fine_tuning import fine_tuning_of
+from .kinds import InstanceKind
 from .mix import Mixture
-from .space import InstanceKind
 
 MAX_FRONT = 12
+ORDER: tuple[ServingMode, ...] = ("agg", "disagg", "afd")
+"""Of runner-ups that are estimated alike, the simplest first."""
+
 FRONT_REPLICAS = 4
 """Instances that prefill side by side: more wait less."""
 
@@ -190,7 +195,19 @@ def _pool_estimate(
         free_bytes=round(memory.device_bytes - used),
         utilisation=sum(use.busy_s for use in uses) / len(uses) / duration,
         largest_requests_per_s=max(largest, 1e-9),
+        split=_split_use(kind, rows, rows * context, mean_s),
     )
+
+
+def _split_use(kind: InstanceKind, rows: float, cached: float, mean_s: float) -> SplitUse | None:
+    """Return what either group of devices and the link between them do of a mean step."""
+    if not isinstance(kind.step, SplitCosts):
+        return None
+    attention, feed_forward, link = (float(seconds) / max(mean_s, 1e-9) for seconds in kind.step.busy(rows, cached))
+    return SplitUse(
+        attention=attention, feed_forward=feed_forward, link=link,
+        weight_bytes=round(kind.memory.ffn_weight_bytes), free_bytes=round(kind.memory.ffn_free_bytes),
+    )  # fmt: skip
 
 
 def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
@@ -225,7 +242,7 @@ def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
             best = device
             front.append(
                 ServingFrontPoint(
-                    mode="disagg" if family.is_disaggregated else "agg",
+                    mode=family.mode,
                     pools=kinds_title(family.kinds),
                     tokens_per_s_per_user=user,
                     tokens_per_s_per_device=device,
@@ -275,9 +292,9 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
         carried = min(count * family.largest(pool, fluid=False, replicas=count) for pool, count in enumerate(counts))
         value = deployment.num_devices if rate is not None else -carried
         fits = "" if family.fits(counts) else f"needs {counted(deployment.num_devices, 'device')} by the estimate"
-        estimated.append((value, family.is_disaggregated, deployment, carried if rate is None else rate, fits))
+        estimated.append((value, ORDER.index(family.mode), deployment, carried if rate is None else rate, fits))
     estimated.sort(key=lambda entry: (entry[0], entry[1]))
-    other_mode = [entry for entry in estimated if entry[1] != chosen.is_disaggregated][:1]
+    other_mode = [entry for entry in estimated if ORDER[entry[1]] != chosen.mode][:1]
     for _, _, deployment, carried, reason in [*other_mode, *(e for e in estimated if e not in other_mode)][
         : max(remaining, 0)
     ]:
@@ -290,7 +307,7 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
 
 def _alternative(deployment: Deployment, requests_per_s: float, tokens_per_s: float, reason: str) -> ServingAlternative:
     return ServingAlternative(
-        mode="disagg" if deployment.is_disaggregated else "agg",
+        mode=deployment.mode,
         pools=pools_title(pools_of(deployment)),
         num_devices=deployment.num_devices,
         requests_per_s=requests_per_s,
@@ -327,6 +344,11 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
     yield from _on_experts(problem, served)
     if served.deployment.is_disaggregated:
         yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
+    if served.deployment.mode == "afd":
+        yield (
+            f"no release of {problem.serving.engine} has attention and feed-forward parts on devices of their own: its scheduler "
+            "and overheads are taken as they are, and nothing exports or runs this plan"
+        )
     yield from _on_steps(problem, served)
     if problem.space.too_large:
         yield f"{counted(len(problem.space.too_large), 'layout')} of an instance do not fit the memory of a device"

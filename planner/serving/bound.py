@@ -11,15 +11,17 @@ Neither has routed experts where they may lie with the host, whose processors ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...cost_models.serving.host_experts import num_routed_params
+from ...schema.cluster import Device
 from ...schema.serving import BYTES_OF
 
 if TYPE_CHECKING:
     from ...schema import ClusterSpec
     from ..tasks.serving import ServingProblem
-    from .space import InstanceKind
+    from .kinds import InstanceKind
 
 
 def resource_bound(problem: ServingProblem) -> float | None:
@@ -27,24 +29,45 @@ def resource_bound(problem: ServingProblem) -> float | None:
     kinds, requests = problem.space.kinds, problem.serving.requests
     if problem.goal == "latency" or not kinds:
         return None
-    per_request = min(
-        device_seconds(problem, cluster)
-        for cluster in ([part.cluster for part in problem.request.cluster.parts] or [problem.request.cluster])
-    )
+    clusters = [part.cluster for part in problem.request.cluster.parts] or [problem.request.cluster]
+    if problem.space.split and len(clusters) > 1:  # FLOPs on the devices that have most, bytes on others
+        per_request = unlike_device_seconds(problem, clusters)
+    else:
+        per_request = min(device_seconds(problem, cluster) for cluster in clusters)
     if problem.goal == "throughput":
         return problem.tokens / per_request
     if requests.rate is None:
         return None
     devices = requests.rate * per_request
     if problem.goal == "cost":
-        return devices * min(kind.usd_per_hour / kind.size for kind in kinds if kind.usd_per_hour is not None)
+        prices = [cluster.weakest_device.price_per_hour for cluster in clusters]
+        cheapest = min(kind.usd_per_hour / kind.size for kind in kinds if kind.usd_per_hour is not None)
+        return devices * (min([cheapest, *(p for p in prices if p is not None)]) if problem.space.split else cheapest)
     return devices
 
 
 def device_seconds(problem: ServingProblem, cluster: ClusterSpec) -> float:
     """Return the seconds of a device that a mean request takes at least (R)."""
+    return max(_seconds(problem, cluster.weakest_device, cluster.num_devices))
+
+
+def unlike_device_seconds(problem: ServingProblem, clusters: Sequence[ClusterSpec]) -> float:
+    """Return the same where one request may be on several kinds of devices: each of its two needs where that is quickest.
+
+    Devices with the most memory and bandwidth there are bound what any of them holds and reads.
+    """
+    total = sum(cluster.num_devices for cluster in clusters)
+    devices = [cluster.weakest_device for cluster in clusters]
+    largest = max(device.memory_bytes for device in devices)
+    quickest = max(device.memory_bandwidth_bytes_per_s for device in devices)
+    ideal = [d.replace(memory_bytes=largest, memory_bandwidth_bytes_per_s=quickest) for d in devices]
+    each = [_seconds(problem, device, total) for device in ideal]
+    return max(min(flops for flops, _ in each), min(read for _, read in each))
+
+
+def _seconds(problem: ServingProblem, device: Device, num_devices: int) -> tuple[float, float]:
+    """Return the seconds of one of so many devices for the FLOPs of a mean request, and for the bytes that it reads."""
     serving, mix, model = problem.serving, problem.mix, problem.request.model
-    device = cluster.weakest_device
     kind = problem.space.kinds[0]
     peaks = device.peak_flops_per_s
     fastest = max(
@@ -63,18 +86,18 @@ def device_seconds(problem: ServingProblem, cluster: ClusterSpec) -> float:
     flops = 2 * active * tokens
     read = 0.0
     if mix.decode_steps:
-        kv = min(_cache_bytes(entry) for entry in problem.space.kinds)
+        kv = min(_cache_bytes(entry) for entry in (*problem.space.kinds, *problem.space.split))
         context = mix.cached_steps / mix.decode_steps
         weights = active * BYTES_OF[kind.weights]
-        total = cluster.num_devices * device.memory_bytes
+        total = num_devices * device.memory_bytes
         occupied = mix.occupied_steps(reserves_output=False) / mix.decode_steps
         batch = max((total - weights) / max(kv * occupied, 1e-9), 1.0)
         limits = [limit.seconds for limit in serving.limits if limit.metric == "tpot"]
         if limits:
-            room = min(limits) * device.memory_bandwidth_bytes_per_s * cluster.num_devices - weights
+            room = min(limits) * device.memory_bandwidth_bytes_per_s * num_devices - weights
             batch = min(batch, max(room / max(kv * context, 1e-9), 1.0))
         read = mix.decode_steps * weights / batch + kv * mix.cached_steps
-    return max(flops / fastest, read / device.memory_bandwidth_bytes_per_s)
+    return flops / fastest, read / device.memory_bandwidth_bytes_per_s
 
 
 def _cache_bytes(kind: InstanceKind) -> float:

@@ -16,11 +16,11 @@ from ...cost_models.serving.instance import InstanceUse
 from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ...schema import ConfigError
 from ...schema.requests_file import read_trace
-from ...schema.serving import LatencyLimit, LatencyMetric, Requests, Serving
+from ...schema.serving import LatencyLimit, LatencyMetric, Requests, Serving, ServingMode
 from ...schema.serving_plan import ClassEstimate, LimitEstimate, Percentiles
 from ...schema.units import BoolArray, FloatArray, IntArray
+from .kinds import InstanceKind
 from .limits import Touched
-from .space import InstanceKind
 
 MIN_COUNTED, MAX_COUNTED = 800, 4000
 """Requests over which percentiles are taken."""
@@ -60,6 +60,13 @@ class Deployment:
     def is_disaggregated(self) -> bool:
         """Return whether another pool decodes."""
         return len(self.kinds) > 1 and self.routes is None
+
+    @property
+    def mode(self) -> ServingMode:
+        """Return how the requests are served."""
+        if self.kinds[-1].micro_batches is not None:
+            return "afd"
+        return "disagg" if self.is_disaggregated else "agg"
 
     @property
     def num_devices(self) -> int:

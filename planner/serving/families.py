@@ -24,9 +24,10 @@ from ...cost_models.serving.steady_state import (
     largest_rate,
     operating_points,
 )
-from ...schema.serving import LatencyLimit, Serving
+from ...schema.serving import LatencyLimit, Serving, ServingMode
 from .checks import Deployment
-from .space import InstanceKind, mix_of
+from .kinds import InstanceKind
+from .space import mix_of
 
 CURVE = 64
 """Points of the curves for latency and for the front."""
@@ -138,6 +139,13 @@ class Family:
         return len(self.rates) > 1
 
     @property
+    def mode(self) -> ServingMode:
+        """Return how the requests are served."""
+        if self.kinds[-1].micro_batches is not None:
+            return "afd"
+        return "disagg" if self.is_disaggregated else "agg"
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """Return the roles of the pools."""
         return ("prefill", "decode") if self.is_disaggregated else ("agg",)
@@ -166,9 +174,11 @@ class Family:
     def fits(self, counts: tuple[int, ...]) -> bool:
         """Return whether the stock of each device pool has so many instances (E3)."""
         used: dict[int, int] = {}
+        stock: dict[int, int] = {}
         for kind, count in zip(self.kinds, counts, strict=True):
-            used[kind.part] = used.get(kind.part, 0) + kind.size * count
-        stock = {kind.part: kind.stock for kind in self.kinds}
+            for part, size in kind.uses.items():
+                used[part] = used.get(part, 0) + size * count
+            stock |= kind.stocks
         return all(count > 0 for count in counts) and all(size <= stock[part] for part, size in used.items())
 
     def min_counts(self, rate: float, *, fluid: bool) -> tuple[int, ...] | None:
@@ -199,8 +209,7 @@ class Family:
         second = self.kinds[1]
         per_prefill, per_decode = self.largest(0, fluid=fluid), self.largest(1, fluid=fluid)
         for prefill in range(1, first.max_count + 1):
-            remaining = second.stock - (first.size * prefill if first.part == second.part else 0)
-            decode = remaining // second.size
+            decode = max(second.count_within({first.part: first.size * prefill}), 0)
             rate = min(prefill * per_prefill, decode * per_decode)
             if decode and rate > best[1]:
                 best = (prefill, decode), rate

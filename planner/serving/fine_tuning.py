@@ -22,7 +22,8 @@ from ...schema.adapters import FineTuning
 from ...schema.serving_plan import FineTuned, FineTuningEstimate
 from ..tasks.serving import ServingProblem
 from .checks import Deployment, Served, serve
-from .space import InstanceKind, mix_of
+from .kinds import InstanceKind
+from .space import mix_of
 
 SIZES = 40
 """Numbers of tokens a step that are tried, up to the engine's limit."""

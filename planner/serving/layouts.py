@@ -4,6 +4,10 @@ tp     divides the heads, within what the fastest links join (beyond them where 
 pp     up to MAX_PP, without attention_dp
 attention_dp, ep   of models with experts: the ranks of a stage share the experts, whole (ep) or cut (moe_tp)
 An instance has a divisor of a node's devices or whole nodes, so that instances fill nodes without rest (E3).
+
+ffn_devices   of instances that decode with feed-forward parts on devices of their own: a divisor of a node's devices or whole
+              nodes, with experts whole on each (ep) or cut over all or over those of a node; the other devices are attention_dp
+              ranks of tp each
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from ...cost_models.serving.attention_ffn import has_feed_forward
 from ...schema import ClusterSpec, ModelSpec
 from ...schema.serving import Serving, ServingLayout
 
@@ -23,11 +28,8 @@ MAX_STAGE_DEVICES = 64
 def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving, *, fixed_tp: int = 1) -> Iterator[ServingLayout]:
     """Yield the layouts of an engine instance on equal devices; ``fixed_tp``: a degree that may go beyond the fastest links."""
     node, total = math.gcd(*cluster.node_sizes), cluster.num_devices
-    domain = max(node, cluster.scaleup_domain)
-    heads = [block.attention.num_heads for block, _ in model.block_runs]
-    experts = [block.experts.num_experts for block, _ in model.block_runs if block.experts is not None]
-    degrees = [n for n in range(1, min(total, MAX_STAGE_DEVICES) + 1) if node % n == 0 or n % node == 0]
-    tps = [n for n in degrees if n <= max(domain, fixed_tp) and all(count % n == 0 for count in heads)]
+    domain, degrees, experts = max(node, cluster.scaleup_domain), _degrees(cluster), _experts(model)
+    tps = _tps(model, cluster, fixed_tp)
     for tp, pp in itertools.product(
         tps, (n for n in range(1, MAX_PP + 1) if n & (n - 1) == 0 and n <= model.num_blocks)
     ):
@@ -48,3 +50,58 @@ def layouts(model: ModelSpec, cluster: ClusterSpec, serving: Serving, *, fixed_t
             for ep in (1, stage)
             if all(count % ep == 0 for count in experts) and (ep > 1 or stage <= domain)
         )
+
+
+def split_layouts(
+    model: ModelSpec, clusters: tuple[ClusterSpec, ClusterSpec], *, fixed_tp: int = 1
+) -> Iterator[ServingLayout]:
+    """Yield the layouts of an instance with feed-forward parts on devices of their own.
+
+    Args:
+        clusters: of attention and of feed-forward devices: the same one, whose nodes both fill together, or unlike ones, each of
+            whose nodes they fill by themselves.
+    """
+    if not has_feed_forward(model):
+        return
+    of_attention, of_ffn = clusters
+    tps, node = _tps(model, of_attention, fixed_tp), math.gcd(*of_ffn.node_sizes)
+    domain = max(node, of_ffn.scaleup_domain)
+    for ffn_devices, size in itertools.product(_degrees(of_ffn), _degrees(of_attention)):
+        attention = size - ffn_devices if of_attention is of_ffn else size
+        if attention < 1 or attention + ffn_devices > MAX_STAGE_DEVICES:
+            continue
+        for tp, ep in itertools.product(tps, _groups(model, ffn_devices, domain)):
+            if attention % tp == 0:
+                yield ServingLayout(tp=tp, attention_dp=attention // tp, ep=ep, ffn_devices=ffn_devices)
+
+
+def _groups(model: ModelSpec, ffn_devices: int, domain: int) -> list[int]:
+    """Return the groups of feed-forward devices that have experts of their own, cut within the reach of the fastest links."""
+    experts = _experts(model)
+    if not experts:
+        widths = [getattr(block.mlp, "ffn_dim", 0) for block, _ in model.block_runs]
+        return [1] if ffn_devices <= domain and all(width % ffn_devices == 0 for width in widths) else []
+    several = (1, ffn_devices // domain, ffn_devices)
+    return sorted({
+        ep
+        for ep in several
+        if ep and ffn_devices % ep == 0 and ffn_devices // ep <= domain and all(count % ep == 0 for count in experts)
+    })  # fmt: skip
+
+
+def _degrees(cluster: ClusterSpec) -> list[int]:
+    """Return the sizes of a group that fills nodes, or of which several fill one."""
+    node = math.gcd(*cluster.node_sizes)
+    return [n for n in range(1, min(cluster.num_devices, MAX_STAGE_DEVICES) + 1) if node % n == 0 or n % node == 0]
+
+
+def _tps(model: ModelSpec, cluster: ClusterSpec, fixed_tp: int) -> list[int]:
+    """Return the degrees of tensor parallelism: within the fastest links, or as fixed."""
+    domain = max(math.gcd(*cluster.node_sizes), cluster.scaleup_domain, fixed_tp)
+    heads = [block.attention.num_heads for block, _ in model.block_runs]
+    return [n for n in _degrees(cluster) if n <= domain and all(count % n == 0 for count in heads)]
+
+
+def _experts(model: ModelSpec) -> list[int]:
+    """Return the numbers of experts of the blocks that have some."""
+    return [block.experts.num_experts for block, _ in model.block_runs if block.experts is not None]

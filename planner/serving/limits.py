@@ -12,6 +12,7 @@ chunk                what the engine does; cut or whole prompts where it lets on
 on_host              where experts on the host are asked for without a share, of none and SHARES of each layer's the smallest that
                      fits and the next ones, MAX_SHARES in all
 drafted              where speculation is asked for without a number, none and DRAFTED tokens
+micro_batches        of instances with feed-forward devices of their own, 1 to 4 (cost_models/serving/attention_ffn.py)
 prefixes             where those of the load lie: on the device; where they take more than SMALL of its cache also with the host, on
                      its drives, or nowhere; a pool that only decodes has them on the device or a copy for each request
 
@@ -55,7 +56,8 @@ CHUNKED_ENGINES = ("vllm", "meshwright")
 @dataclass(frozen=True)
 class LimitChoice:
     """What an instance is told: limits, None for the engine's own, chunk 0 for prompts that are not cut; tokens of a draft; where
-    prefixes lie, None where there are none; the share of each layer's experts with the host.
+    prefixes lie, None where there are none; the share of each layer's experts with the host; micro-batches, None where all parts
+    are on the same devices.
     """
 
     max_batch: int | None = None
@@ -64,6 +66,7 @@ class LimitChoice:
     drafted: int = 0
     prefixes: PrefixTier | None = None
     on_host: float = 0.0
+    micro_batches: int | None = None
 
     def chunk_of(self, limits: EngineLimits) -> int | None:
         """Return the tokens of a prompt that enter a step at most, under limits that the engine set for this choice."""
@@ -83,7 +86,10 @@ def fixed_choice(fixed: Mapping[str, Any], serving: Serving) -> LimitChoice:
         ConfigError: a chunk that the engine has no words for, or drafts that it does not make.
     """
     drafted = (serving.speculate.draft_tokens or 0) if serving.speculate else 0
-    choice = LimitChoice(fixed.get("max_batch"), fixed.get("max_batched_tokens"), fixed.get("chunk"), drafted)
+    choice = LimitChoice(
+        fixed.get("max_batch"), fixed.get("max_batched_tokens"), fixed.get("chunk"), drafted,
+        micro_batches=fixed.get("micro_batches"),
+    )  # fmt: skip
     if serving.speculate is not None and serving.engine == "meshwright":
         raise ConfigError("--speculate: our own engine drafts no tokens", help="--engine vllm, sglang or trtllm")
     if choice.chunk and choice.chunk != choice.max_batched_tokens and serving.engine not in CHUNKED_ENGINES:
@@ -102,11 +108,13 @@ def choices(
     max_rows: float,
     tiers: Sequence[PrefixTier | None] = (),
     shares: Sequence[float] = (),
+    micro_batches: Sequence[int] = (),
 ) -> Iterator[LimitChoice]:
     """Yield the limits of an instance that may be best in a role, the engine's own first.
 
     Args:
-        tiers: where prefixes may lie; shares: of each layer's experts that may lie with the host.
+        tiers: where prefixes may lie; shares: of each layer's experts that may lie with the host; micro_batches: that may be in
+            flight, of an instance with feed-forward devices.
         engine: its own limits; max_rows: requests of an attention rank at which the limit on a token is reached, or infinite.
     """
     classes = serving.requests.classes
@@ -134,10 +142,11 @@ def choices(
         drafts += [drafted for drafted in DRAFTED if drafted <= max_drafted]
     of_prefixes = dict.fromkeys((fixed.prefixes, *tiers))
     of_shares = dict.fromkeys((fixed.on_host, *shares))
-    for place, drafted, chunk, tokens, batch, share in itertools.product(
-        of_prefixes, drafts, chunks, budgets, batches, of_shares
+    in_flight = dict.fromkeys((fixed.micro_batches, *micro_batches))
+    for place, drafted, m, chunk, tokens, batch, share in itertools.product(
+        of_prefixes, drafts, in_flight, chunks, budgets, batches, of_shares
     ):
-        yield LimitChoice(batch, tokens, chunk, drafted, place, share)
+        yield LimitChoice(batch, tokens, chunk, drafted, place, share, m)
 
 
 def shares_of(serving: Serving) -> tuple[float, ...]:

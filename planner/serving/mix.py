@@ -16,6 +16,7 @@ import numpy as np
 
 from ...cost_models.serving.steady_state import largest_rate
 from ...schema import ClusterSpec, LinkLevel, Offer
+from ...schema.serving import ServingMode
 from ...schema.units import FloatArray
 from ...solvers.deployment import DeploymentInstance, solve
 from .checks import Deployment
@@ -39,6 +40,11 @@ class Mixture(Family):
     def is_disaggregated(self) -> bool:
         """Return that no pool only decodes."""
         return False
+
+    @property
+    def mode(self) -> ServingMode:
+        """Return that instances prefill and decode."""
+        return "agg"
 
     @property
     def roles(self) -> tuple[str, ...]:

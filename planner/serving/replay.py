@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...cost_models.serving.attention_ffn import SplitCosts
 from ...cost_models.serving.engine import EngineProfile
 from ...cost_models.serving.host_experts import why_host_lacks, with_experts_on_host
 from ...cost_models.serving.measured_steps import MeasuredEngine
@@ -113,14 +114,7 @@ def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None)
         ConfigError: the place of the pool's prefixes does not hold those of the requests.
     """
     serving, layout = plan.serving, pool.layout
-    step: Any = StepCosts.build(
-        plan.model,
-        _devices(plan.cluster, pool.device),
-        layout,
-        weights=pool.weights,
-        cache=pool.cache,
-        adapters=pool.adapters,
-    )
+    step: Any = _steps(plan, pool)
     if pool.speculate is not None and pool.speculate.draft_tokens is not None:
         step = with_drafts(step, pool.speculate, pool.speculate.draft_tokens)
     if pool.nano_batch_rows is not None:
@@ -148,6 +142,16 @@ def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None)
         step, profile, limits, replicas=pool.replicas, ranks=layout.attention_dp, lanes=layout.pp,
         prefixes=prefixes, fetch_s_per_token=fetch_s_per_token(costs, prefixes),
     )  # fmt: skip
+
+
+def _steps(plan: ServingPlan, pool: Pool) -> StepCosts:
+    """Return the costs of the instances of a pool, without drafts and nano-batches."""
+    devices = _devices(plan.cluster, pool.device)
+    dtypes: dict[str, Any] = {"weights": pool.weights, "cache": pool.cache, "adapters": pool.adapters}
+    if pool.micro_batches is None:
+        return StepCosts.build(plan.model, devices, pool.layout, **dtypes)
+    others = devices if pool.ffn_device is None else _devices(plan.cluster, pool.ffn_device)
+    return SplitCosts.split(plan.model, (devices, others), pool.layout, micro_batches=pool.micro_batches, **dtypes)
 
 
 def _devices(cluster: ClusterSpec, device: str) -> ClusterSpec:

@@ -1,137 +1,36 @@
-"""Engine instances that a serving plan may consist of: every layout of every kind of device, with its steps, memory and limits."""
+"""Engine instances that a serving plan may consist of: every layout of every kind of device, costed (kinds.py)."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
-from ...cost_models.serving.dispatch import step_kernels
+import numpy as np
+
+from ...cost_models.serving.attention_ffn import MICRO_BATCHES, SplitCosts
 from ...cost_models.serving.engine import EngineProfile
-from ...cost_models.serving.host_experts import (
-    exact_share,
-    num_routed_params,
-    require_experts,
-    why_host_lacks,
-    with_experts_on_host,
-)
-from ...cost_models.serving.instance_model import Host, InstanceModel
-from ...cost_models.serving.measured_steps import MeasuredEngine, MeasuredSteps, measured_weights
-from ...cost_models.serving.memory import ServingMemory, serving_memory
+from ...cost_models.serving.host_experts import exact_share, num_routed_params, require_experts
+from ...cost_models.serving.measured_steps import MeasuredEngine, measured_weights
+from ...cost_models.serving.memory import serving_memory
 from ...cost_models.serving.mix import Mix
-from ...cost_models.serving.nano_batches import can_split, split_rows_of, with_nano_batches
-from ...cost_models.serving.prefixes import (
-    best_tiers,
-    fetch_s_per_token,
-    host_bytes,
-    tiers_of,
-    why_none_fit,
-    without_prefixes,
-)
-from ...cost_models.serving.simulation import EnginePool
-from ...cost_models.serving.speculation import check_drafts, with_drafts
+from ...cost_models.serving.nano_batches import can_split, with_nano_batches
+from ...cost_models.serving.prefixes import tiers_of
+from ...cost_models.serving.speculation import check_drafts
 from ...cost_models.serving.step import StepCosts
+from ...cost_models.serving.tables import ROWS
 from ...schema import ClusterSpec, ConfigError, ModelSpec
-from ...schema.host_experts import ExpertsOnHost
-from ...schema.serving import (
-    BYTES_OF,
-    CacheDtype,
-    EngineLimits,
-    Pool,
-    PrefixTier,
-    Role,
-    Serving,
-    ServingLayout,
-    WeightDtype,
-)
+from ...schema.serving import BYTES_OF, CacheDtype, PrefixTier, Serving, ServingLayout, WeightDtype
 from ...schema.serving_plan import layout_title
-from ...schema.speculation import Speculation
 from ...schema.units import format_bytes
 from ..request import PlanRequest
-from .layouts import layouts
-from .limits import MAX_SHARES, SMALL, LimitChoice, choices, fixed_choice, shares_of
+from .kinds import InstanceBase, InstanceKind
+from .layouts import layouts, split_layouts
+from .limits import MAX_SHARES, fixed_choice, shares_of
 
-
-@dataclass(frozen=True, kw_only=True)
-class InstanceKind:
-    """A kind of engine instance: a layout on one kind of device.
-
-    Attributes:
-        part: which of the cluster's device pools; stock: its devices.
-        loosest: no limits of its batches are better than these (planner/serving/limits.py): what its bound is of.
-        measured: the engine's steps as `meshwright profile --serve` measured them on these devices; None: they are computed.
-        usd_per_hour: of an instance; None: no price is known.
-        sent_s_per_token: seconds to send the keys and values of a token of a prompt to another instance.
-        prefixes: where those of the load lie, and for its bound.
-        experts_on_host: the share of its experts that lie with the host; None: none do.
-    """
-
-    part: int
-    device: str
-    stock: int
-    layout: ServingLayout
-    step: StepCosts
-    measured: MeasuredEngine | None
-    memory: ServingMemory
-    limits: EngineLimits
-    profile: EngineProfile
-    model: InstanceModel
-    loosest: InstanceModel
-    weights: WeightDtype
-    cache: CacheDtype
-    usd_per_hour: float | None
-    sent_s_per_token: float
-    base: _Base
-    speculate: Speculation | None = None
-    prefixes: PrefixTier | None = None
-    loosest_prefixes: PrefixTier | None = None
-    experts_on_host: ExpertsOnHost | None = None
-
-    def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
-        """Return the instance under the limits that may be best in a role (planner/serving/limits.py)."""
-        return self.base.variants(role, max_rows)
-
-    @property
-    def size(self) -> int:
-        """Devices of an instance."""
-        return self.layout.num_devices
-
-    @property
-    def max_count(self) -> int:
-        """Instances that the stock holds."""
-        return self.stock // self.size
-
-    def steps(self, devices_in_use: int) -> StepCosts | MeasuredSteps:
-        """Return what steps cost while so many devices are in use."""
-        return self.step if self.measured is None else self.measured.steps(devices_in_use)
-
-    def engine_pool(self, replicas: int, devices_in_use: int) -> EnginePool:
-        """Return instances for a simulation of a deployment that uses so many devices."""
-        return EnginePool.of(
-            self.steps(devices_in_use), self.profile, self.free_limits, replicas=replicas, ranks=self.layout.attention_dp,
-            lanes=self.layout.pp, prefixes=self.prefixes or "none",
-            fetch_s_per_token=fetch_s_per_token(self.step, self.prefixes),
-        )  # fmt: skip
-
-    @property
-    def free_limits(self) -> EngineLimits:
-        """Return the limits with the cache that prefixes leave."""
-        limits = without_prefixes(self.limits, self.base.serving.requests, self.prefixes)
-        assert limits is not None
-        return limits
-
-    def pool(self, role: Role, replicas: int) -> Pool:
-        """Return instances as a plan says them."""
-        return Pool(
-            role=role, device=self.device, replicas=replicas, layout=self.layout, weights=self.weights, cache=self.cache,
-            limits=self.limits, speculate=self.speculate, adapters=self.base.serving.adapters,
-            nano_batch_rows=split_rows_of(self.step), prefixes=self.prefixes,
-            host_prefix_bytes=round(host_bytes(self.step, self.base.serving.requests, self.prefixes)),
-            experts_on_host=self.experts_on_host, host_expert_bytes=round(self.step.host_weight_bytes),
-        )  # fmt: skip
+DECODING_ROWS = ROWS[(ROWS >= 1) & (ROWS <= 1024)]
+"""Of an attention rank, over which numbers of micro-batches are compared."""
 
 
 @dataclass
@@ -139,12 +38,13 @@ class ServingSpace:
     """All kinds of instances of a request.
 
     Attributes:
-        kinds: those that fit.
+        kinds: those that fit; split: those with feed-forward parts on devices of their own, which only decode.
         too_large: layouts that do not, with the reason.
         unmeasured: layouts that the profile lacks, which has others of the model: measured and computed seconds are not compared.
     """
 
     kinds: list[InstanceKind] = field(default_factory=list)
+    split: list[InstanceKind] = field(default_factory=list)
     too_large: list[tuple[ServingLayout, str]] = field(default_factory=list)
     unmeasured: list[ServingLayout] = field(default_factory=list)
     _known: dict[int, dict[Any, Any]] = field(default_factory=dict)
@@ -158,20 +58,24 @@ class ServingSpace:
         """
         space, cluster = cls(), request.cluster
         parts = [part.cluster for part in cluster.parts] or [cluster]
+        check_split(request.fixed, serving)
         profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
         if serving.speculate is not None:
             check_drafts(request.model, serving.speculate)
         if serving.experts_on_host is not None:
             require_experts(request.model, cluster)
         seen = 0
+        of_split = {key: value for key, value in request.fixed.items() if key in ServingLayout.model_fields}
+        degrees = {key: value for key, value in of_split.items() if key != "ffn_devices"}
         for index, part in enumerate(parts):
-            degrees = {key: value for key, value in request.fixed.items() if key in ServingLayout.model_fields}
             for layout in layouts(request.model, part, serving, fixed_tp=degrees.get("tp", 1)):
                 if any(getattr(layout, key) != value for key, value in degrees.items()):
                     continue
                 seen += 1
                 request.deadline.require("costing the layouts of engine instances")
                 space._add(request, serving, profile, index, part, layout)
+        if "afd" in serving.modes:
+            space._add_split_kinds(request, serving, profile, parts, of_split)
         if not seen:
             fixed_text = ", ".join(f"{key}={value}" for key, value in request.fixed.items())
             raise ConfigError(
@@ -192,8 +96,7 @@ class ServingSpace:
         layout: ServingLayout,
     ) -> None:
         model, device = request.model, cluster.weakest_device
-        weights: WeightDtype = serving.weights or measured_weights(cluster, model) or "bf16"
-        cache: CacheDtype = serving.cache or ("fp32" if weights == "fp32" else "fp16" if weights == "fp16" else "bf16")
+        weights, cache = _dtypes(serving, cluster, model)
         if (min_bytes := _min_weight_bytes(model, layout, weights, serving)) > device.memory_bytes:
             self.too_large.append(
                 (
@@ -219,14 +122,17 @@ class ServingSpace:
         step = StepCosts.build(
             model, cluster, layout, weights=weights, cache=cache, known=known, adapters=serving.adapters
         )
-        base_choice, reason = fixed_choice(request.fixed, serving), ""
+        base_choice, reason = replace(fixed_choice(request.fixed, serving), micro_batches=None), ""
         budgets = dict.fromkeys((base_choice, base_choice.with_least_budget()))
         if serving.nano_batches and can_split(layout):
             step = with_nano_batches(step)
         shares = tuple(dict.fromkeys(exact_share(model, layout, share) for share in shares_of(serving)))
         for (idx, share), each, tier in itertools.product(enumerate(shares), budgets, tiers_of(serving, profile)):
-            choice, more = replace(each, prefixes=tier, on_host=share), shares[idx : idx + MAX_SHARES]
-            base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, more, known)
+            base = InstanceBase(
+                serving, profile, part, cluster, layout, step, weights, cache, measured,
+                replace(each, prefixes=tier, on_host=share), known, shares=shares[idx : idx + MAX_SHARES],
+            )  # fmt: skip
+            choice = base.base_choice
             kind, why = base.kind(choice)
             if kind is not None:
                 self.kinds.append(kind)
@@ -234,165 +140,103 @@ class ServingSpace:
             reason = why if serving.experts_on_host is not None else reason or why
         self.too_large.append((layout, reason))
 
+    def _add_split_kinds(
+        self,
+        request: PlanRequest,
+        serving: Serving,
+        profile: EngineProfile,
+        parts: Sequence[ClusterSpec],
+        degrees: Mapping[str, int],
+    ) -> None:
+        """Add instances that decode with feed-forward parts on devices of their own, of the same kind or another.
 
-@dataclass(frozen=True, eq=False)
-class _Base:
-    """An instance whose limits are still open.
-
-    Attributes:
-        base_choice: the limits of its engine, or those asked for; shares: of its experts that may lie with the host.
-    """
-
-    serving: Serving
-    profile: EngineProfile
-    part: int
-    cluster: ClusterSpec
-    layout: ServingLayout
-    step: StepCosts
-    weights: WeightDtype
-    cache: CacheDtype
-    measured: MeasuredEngine | None
-    base_choice: LimitChoice
-    shares: tuple[float, ...]
-    planes: dict[Any, Any]
-    known: dict[LimitChoice, InstanceKind] = field(default_factory=dict)
-    drafting: dict[int, StepCosts] = field(default_factory=dict)
-    by_share: dict[float, StepCosts] = field(default_factory=dict)
-
-    def kind(self, choice: LimitChoice) -> tuple[InstanceKind | None, str]:
-        """Return the instance under limits; None where its memory does not hold a request, and why."""
-        if choice in self.known:
-            return self.known[choice], ""
-        device, profile, serving = self.cluster.weakest_device, self.profile, self.serving
-        step = self._steps_with_host(choice.on_host) if choice.on_host else self._steps(choice.drafted)
-        memory = serving_memory(
-            step, profile, request_len=float(serving.requests.longest), max_batch=choice.max_batch,
-            max_batched_tokens=choice.max_batched_tokens,
-        )  # fmt: skip
-        if why := memory.reason or why_host_lacks(step):
-            return None, why
-        limits = profile.limits(
-            device_bytes=float(device.memory_bytes),
-            cache_tokens=memory.cache_tokens,
-            max_batch=choice.max_batch,
-            max_batched_tokens=choice.max_batched_tokens,
-            longest_prompt=max(entry.prompt_len for entry in serving.requests.classes),
-        )
-        limits = limits.replace(chunk=choice.chunk_of(limits))
-        free_limits = without_prefixes(limits, serving.requests, choice.prefixes)
-        if why := why_none_fit(step, serving.requests, choice.prefixes, free_limits):
-            return None, why
-        assert free_limits is not None
-        price = device.price_per_hour
-        timed = step if self.measured is None else self.measured.steps(self.layout.num_devices)
-        fetch_s = fetch_s_per_token(step, choice.prefixes)
-        model = _instance_model(step, profile, free_limits, self.layout, timed, fetch_s)
-        self.known[choice] = InstanceKind(
-            part=self.part,
-            device=device.name,
-            stock=self.cluster.num_devices,
-            layout=self.layout,
-            step=step,
-            measured=self.measured,
-            memory=memory,
-            limits=limits,
-            profile=profile,
-            model=model,
-            loosest=self._loosest(model, limits, choice),
-            weights=self.weights,
-            cache=self.cache,
-            usd_per_hour=None if price is None else price * self.layout.num_devices,
-            sent_s_per_token=step.cache_bytes_per_token / _link_bytes_per_s(self.cluster),
-            base=self,
-            speculate=serving.speculate.replace(draft_tokens=choice.drafted)
-            if serving.speculate and choice.drafted
-            else None,
-            prefixes=choice.prefixes,
-            loosest_prefixes=choice.prefixes if choice != self.base_choice else tiers_of(serving, profile)[0],
-            experts_on_host=self._experts_on_host(choice.on_host),
-        )
-        return self.known[choice], ""
-
-    def _steps(self, drafted: int) -> StepCosts:
-        """Return the steps of the instance with drafts of so many tokens."""
-        if drafted not in self.drafting:
-            assert self.serving.speculate is not None or not drafted
-            self.drafting[drafted] = (
-                with_drafts(self.step, self.serving.speculate, drafted, known=self.planes)
-                if drafted and self.serving.speculate is not None
-                else self.step
+        Raises:
+            ConfigError: a fixed degree that no such layout has.
+        """
+        seen, fixed = 0, fixed_choice(request.fixed, serving)
+        in_flight = MICRO_BATCHES if fixed.micro_batches is None else (fixed.micro_batches,)
+        for (i, of_attention), (j, of_ffn) in itertools.product(enumerate(parts), repeat=2):
+            weights, cache = _dtypes(serving, of_attention, request.model)
+            known = self._known.setdefault(i, {}), self._known.setdefault(j, {})
+            for layout in split_layouts(request.model, (of_attention, of_ffn), fixed_tp=degrees.get("tp", 1)):
+                if any(getattr(layout, key) != value for key, value in degrees.items()):
+                    continue
+                seen += 1
+                request.deadline.require("costing the layouts of instances with feed-forward devices")
+                if (reason := _split_lacks(request.model, (of_attention, of_ffn), layout, weights)) is not None:
+                    self.too_large.append((layout, reason))
+                    continue
+                step = SplitCosts.split(
+                    request.model, (of_attention, of_ffn), layout, weights=weights, cache=cache, known=known,
+                    adapters=serving.adapters,
+                )  # fmt: skip
+                for tier in tiers_of(serving, profile):
+                    # A pool that decodes has prefixes on the device, or requests bring copies.
+                    place: PrefixTier | None = "none" if tier in ("host", "storage") else tier
+                    choice = replace(
+                        fixed, prefixes=place, micro_batches=best_in_flight(step, serving, profile, in_flight)
+                    )
+                    base = InstanceBase(
+                        serving, profile, i, of_attention, layout, step, weights, cache, None, choice, {}, micro_batches=in_flight,
+                        clusters=(of_attention, of_ffn), ffn_part=None if i == j else j,
+                    )  # fmt: skip
+                    kind, reason = base.kind(choice)
+                    if kind is not None:
+                        self.split.append(kind)
+                        break
+                else:
+                    self.too_large.append((layout, reason or ""))
+        if not seen and serving.modes == ("afd",):
+            fixed_text = ", ".join(f"{key}={value}" for key, value in request.fixed.items())
+            raise ConfigError(
+                f"no instance of {request.model.name} on {request.cluster.name} has feed-forward parts on devices of their own"
+                + (f" and {fixed_text}" if fixed_text else ""),
+                help="that takes two devices, a model with feed-forward parts, and pp=1",
             )
-        return self.drafting[drafted]
 
-    def _experts_on_host(self, share: float) -> ExpertsOnHost | None:
-        requested = self.serving.experts_on_host
-        return requested.replace(share=share) if requested is not None and share else None
 
-    def _steps_with_host(self, share: float) -> StepCosts:
-        """Return the steps of the instance with a share of its experts on the host."""
-        if share not in self.by_share:
-            placed = self._experts_on_host(share)
-            assert placed is not None
-            self.by_share[share] = with_experts_on_host(self.step, placed)
-        return self.by_share[share]
+def best_in_flight(step: SplitCosts, serving: Serving, profile: EngineProfile, in_flight: Sequence[int]) -> int:
+    """Return the micro-batches with which most requests of those that a cache holds decode within the limit on a token.
 
-    def _loosest(self, model: InstanceModel, limits: EngineLimits, choice: LimitChoice) -> InstanceModel:
-        """Return what no choice of limits is better than; limits that were chosen are what they are."""
-        if choice != self.base_choice:
-            return model
-        tiers = self._tiers("agg", limits)
-        others = [
-            other
-            for other in choices("agg", limits, self.serving, self.base_choice, math.inf, tiers, self.shares)
-            if other != choice
-        ]
-        kinds = [kind for other in others if (kind := self.kind(other)[0]) is not None]
-        models = [model, *(kind.model for kind in kinds)]
-        return replace(
-            model,
-            max_batched_tokens=max(each.max_batched_tokens for each in models),
-            chunk=min(min(each.chunk, each.max_batched_tokens) for each in models),
-            cache_tokens=max(each.cache_tokens for each in models),
-            fetch_s_per_token=0.0,
-            others=_of_each_steps(models),
+    It is what a search begins with; all others are tried, and its bound is of the quickest for each step.
+    """
+    mix, rates_of = mix_of(serving), []
+    per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
+    limit_s = min((limit.seconds for limit in serving.limits if limit.metric == "tpot"), default=np.inf)
+    for count in in_flight:
+        steps = step.with_micro_batches(count)
+        memory = serving_memory(steps, profile, request_len=float(serving.requests.longest))
+        seconds = steps.seconds(DECODING_ROWS, DECODING_ROWS * per_row)
+        holds = (DECODING_ROWS * per_row <= memory.cache_tokens) & (seconds <= limit_s)
+        rates_of.append((float(np.max(DECODING_ROWS / seconds, where=holds, initial=0.0)), -count))
+    return -max(rates_of)[1]
+
+
+def check_split(fixed: Mapping[str, Any], serving: Serving) -> None:
+    """Raise an error where degrees of feed-forward devices are fixed and none are planned."""
+    if names := [name for name in ("ffn_devices", "micro_batches") if name in fixed and "afd" not in serving.modes]:
+        raise ConfigError(
+            f"{', '.join(names)}: instances have them whose feed-forward parts are on devices of their own",
+            help="add --modes afd",
         )
 
-    def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
-        """Return the instance under the limits that may be best in a role, the engine's own first."""
-        limits, base = self.known[self.base_choice].limits, self.base_choice
-        if role == "decode" and base.prefixes in ("host", "storage"):  # nothing is fetched: requests bring copies
-            base = replace(base, prefixes="none")
-        first = self._closed if base == self.base_choice else self.kind(base)[0]
-        others = (
-            choice
-            for choice in choices(role, limits, self.serving, base, max_rows, self._tiers(role, limits), self.shares)
-            if choice != base
-        )
-        kinds = [kind for kind in (first, *(self.kind(choice)[0] for choice in others)) if kind is not None]
-        return list(
-            {
-                (kind.limits, kind.speculate, kind.prefixes, kind.experts_on_host): kind for kind in reversed(kinds)
-            }.values()
-        )[::-1]
 
-    def _tiers(self, role: str, limits: EngineLimits) -> Sequence[PrefixTier | None]:
-        """Return where prefixes may lie for a role: on the device alone where they are small."""
-        stored, tiers = self.serving.requests.stored_tokens, tiers_of(self.serving, self.profile)
-        if stored <= SMALL * limits.cache_blocks * limits.block_size and self.base_choice.prefixes == tiers[0]:
-            return tiers[:1]
-        return best_tiers(self.step, self.serving.requests, tiers) if role != "decode" else (tiers[0], tiers[-1])
-
-    @cached_property
-    def _closed(self) -> InstanceKind:
-        """The instance under its own limits and no others."""
-        kind = self.known[self.base_choice]
-        return replace(kind, loosest=kind.model, loosest_prefixes=kind.prefixes)
+def _dtypes(serving: Serving, cluster: ClusterSpec, model: ModelSpec) -> tuple[WeightDtype, CacheDtype]:
+    """Return the types of weights and cache."""
+    weights: WeightDtype = serving.weights or measured_weights(cluster, model) or "bf16"
+    cache: CacheDtype = serving.cache or ("fp32" if weights == "fp32" else "fp16" if weights == "fp16" else "bf16")
+    return weights, cache
 
 
-def _of_each_steps(models: Sequence[InstanceModel]) -> tuple[InstanceModel, ...]:
-    """Return an instance for each length of drafts, or share of experts on the host; none where there is one."""
-    by_steps = {id(each.steps): each for each in models}
-    return tuple(by_steps.values()) if len(by_steps) > 1 else ()
+def _split_lacks(
+    model: ModelSpec, clusters: tuple[ClusterSpec, ClusterSpec], layout: ServingLayout, weights: WeightDtype
+) -> str | None:
+    """Return why weights do not fit however they are cut over all devices of an instance; None where they may."""
+    total = layout.stage_devices * clusters[0].weakest_device.memory_bytes
+    total += layout.ffn_devices * clusters[1].weakest_device.memory_bytes
+    if (min_bytes := model.num_params * BYTES_OF[weights]) > total:
+        return f"weights of {format_bytes(min_bytes)} exceed the {format_bytes(total)} of all its devices"
+    return None
 
 
 def _not_measured(request: PlanRequest, serving: Serving, layouts: list[ServingLayout]) -> ConfigError:
@@ -418,48 +262,6 @@ def _min_weight_bytes(model: ModelSpec, layout: ServingLayout, weights: WeightDt
     """
     params = model.num_params - (num_routed_params(model) if serving.experts_on_host is not None else 0)
     return params * BYTES_OF[weights] / layout.num_devices
-
-
-def _instance_model(
-    step: StepCosts,
-    profile: EngineProfile,
-    limits: EngineLimits,
-    layout: ServingLayout,
-    timed: StepCosts | MeasuredSteps,
-    fetch_s: float,
-) -> InstanceModel:
-    overhead, request = profile.overhead, profile.request
-    return InstanceModel(
-        steps=timed,
-        host=Host(
-            overlapped=overhead.overlapped,
-            step_s=overhead.step_s,
-            row_s=overhead.row_s,
-            device_s=overhead.device_s,
-            draft_row_s=overhead.draft_row_s * (getattr(timed, "tokens_per_step", 1.0) > 1),
-            eager_s=overhead.eager_kernel_s
-            * step_kernels(step.instance.model, step.instance.weights, step.instance.experts),
-            graph_rows=float(max(limits.graph_sizes, default=0)),
-            request_s=request.fixed_s + 2 * request.way_s,
-            token_s=request.token_s,
-        ),
-        lanes=layout.attention_dp * layout.pp,
-        max_batch=max(limits.max_batch // layout.pp, 1),
-        max_batched_tokens=limits.max_batched_tokens,
-        chunk=limits.chunk or math.inf,
-        cache_tokens=limits.cache_blocks * limits.block_size / layout.pp,
-        prefill_first=profile.scheduler.policy == "prefill_first",
-        tokens_per_step=getattr(timed, "tokens_per_step", 1.0),
-        fetch_s_per_token=layout.pp * fetch_s,
-        reserves_output=profile.admission.reserve_new == 1 and profile.admission.reserve_running == 1,
-    )
-
-
-def _link_bytes_per_s(cluster: ClusterSpec) -> float:
-    """Return what one device sends to another instance: over the outermost link, which instances are sure to share."""
-    link = cluster.levels[-1].link
-    sharing = {"device": 1, "host": cluster.largest_node, "node": cluster.largest_node}[link.shared_by]
-    return link.bandwidth_bytes_per_s * min(link.efficiency.p2p, 1.0) / sharing
 
 
 def mix_of(serving: Serving, prefixes: PrefixTier | None = "device", only: int | None = None) -> Mix:

@@ -70,7 +70,9 @@ class ServingProblem:
         self.goal: Goal = goal_of(self.serving)
         self.space = ServingSpace.build(request, self.serving)
         self.mix = mix_of(self.serving)
-        self.rates = [KindRates(kind, self.serving) for kind in self.space.kinds]
+        self.rates, self.split_rates = (
+            [KindRates(kind, self.serving) for kind in kinds] for kinds in (self.space.kinds, self.space.split)
+        )
         self.served: list[Served] = []
         self.families = list(self._families())
 
@@ -79,6 +81,8 @@ class ServingProblem:
             yield from (Family((each,)) for each in self.rates)
         if "disagg" in self.serving.modes and self.mix.decode_steps:
             yield from (Family(pair) for pair in itertools.product(self.rates, self.rates))
+        if "afd" in self.serving.modes and self.mix.decode_steps:
+            yield from (Family(pair) for pair in itertools.product(self.rates, self.split_rates))
 
     # Objectives: all are minimised.
 

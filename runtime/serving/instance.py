@@ -169,6 +169,12 @@ def require_servable(spec: ModelSpec, pool: Pool, *, is_single: bool = True) -> 
     lacking = why_not_runnable(spec)
     if lacking:
         raise RuntimeMismatchError(f"our engine cannot serve {spec.name}", details=lacking)
+    if pool.layout.ffn_devices:
+        raise RuntimeMismatchError(
+            f"our engine has all parts of a layer on the same devices, and the {pool.role} pool feed-forward parts on "
+            f"{pool.layout.ffn_devices} of their own",
+            help="plan with --modes agg,disagg",
+        )
     require_dtype(pool.weights)
     require_dtype(pool.cache)
     require_divisible(spec, pool.layout)
