@@ -350,6 +350,6 @@ def _plan_serving(
     task = serving.task(engine, None if output.objective == "throughput" else output.objective)
     with search_progress(quiet=output.as_json) as on_progress, stopping_on_interrupt(deadline):
         return best_deployment(
-            ModelSpec.resolve(model), machine, task, top=output.top, fixed=parse_assignments(search.fix),
-            deadline=deadline, on_progress=on_progress,
+            ModelSpec.resolve(model), machine, task, top=output.top,
+            fixed=parse_assignments(search.fix, task.fixable), deadline=deadline, on_progress=on_progress,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from ..schema.serving import (
     SchedulerPolicy,
     Serving,
     ServingEngine,
+    ServingMode,
     ServingObjective,
     WeightDtype,
 )
@@ -33,8 +34,10 @@ class ServingOptions(OptionModel):
     weights: WeightDtype | None = option(None, "type of the weights. Default: bf16.")
     kv: CacheDtype | None = option(None, "type of keys and values. Default: bf16.")
     modes: str = option(
-        "agg,disagg", "agg: instances prefill and decode; disagg: pools of their own for each.", metavar="M,..."
-    )
+        "agg,disagg", "agg: instances prefill and decode; disagg: pools of their own for each; shared: both at once in an "
+        "instance, each on a share of the multiprocessors.",
+        metavar="M,...",
+    )  # fmt: skip
     scheduler: SchedulerPolicy | None = option(
         None,
         "mixed: a step has decoding rows and prompts; prefill_first: prompts have steps of their own. Default: the engine's.",
@@ -78,8 +81,10 @@ class ServingOptions(OptionModel):
         if objective is not None and objective not in goals:
             raise ConfigError(f"--objective {objective} with --serve", help=f"one of {', '.join(goals)}")
         modes = tuple(dict.fromkeys(name.strip() for name in self.modes.split(",")))
-        if not modes or not {*modes} <= {"agg", "disagg"}:
-            raise ConfigError(f"--modes {self.modes}: not modes of deployment", help="agg, disagg or agg,disagg")
+        if not modes or not {*modes} <= {*ServingMode.__args__}:  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"--modes {self.modes}: not modes of deployment", help="agg, disagg, shared or several, as agg,shared"
+            )
         texts: tuple[tuple[str, str | None], ...] = (("ttft", self.ttft), ("tpot", self.tpot), ("e2e", self.e2e))
         limits: tuple[LatencyLimit, ...] = tuple(
             parse_limit(metric, text)

@@ -378,8 +378,8 @@ def check_fields(fields: Mapping[str, Any], names: Collection[str] | None = None
     return dict(fields)
 
 
-def parse_assignments(text: str) -> dict[str, Any]:
-    """Read ``name=value,name=value`` as fields of a Layout; integers and true/false become what they say.
+def parse_assignments(text: str, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Read ``name=value,name=value`` as fields of a Layout, or as ``names``; integers and true/false become what they say.
 
     What a table prints is read too: blanks between items, ``zero=1``, ``micro_batch=2``, ``recompute=fullx0.5`` for a part of the
     blocks, and a schedule by its name alone.
@@ -398,14 +398,15 @@ def parse_assignments(text: str) -> dict[str, Any]:
             words = {name: scaled[1], f"{name}_fraction": scaled[2]}
         if twice := fields.keys() & words:
             raise ConfigError(f"layout field {min(twice)!r} is given twice")
-        fields |= {key: _parse_value(key, word) for key, word in words.items()}
-    return check_fields(fields)
+        fields |= {key: _parse_value(key, word, names) for key, word in words.items()}
+    return check_fields(fields, names)
 
 
-def _parse_value(name: str, text: str) -> Any:
-    if name not in Layout.model_fields or choices(name):
+def _parse_value(name: str, text: str, names: Collection[str] | None) -> Any:
+    is_count = names is not None and name in names
+    if not is_count and (name not in Layout.model_fields or choices(name)):
         return text
-    kind = Layout.model_fields[name].annotation
+    kind = int if is_count else Layout.model_fields[name].annotation
     try:
         return {"true": True, "false": False}[text] if kind is bool else float(text) if kind is float else int(text)
     except (KeyError, ValueError):

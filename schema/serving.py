@@ -19,6 +19,10 @@ ServingEngine = Literal["vllm", "sglang", "trtllm", "meshwright"]
 WeightDtype = Literal["bf16", "fp16", "fp8", "nvfp4", "mxfp4", "int8", "int4", "fp32"]
 CacheDtype = Literal["bf16", "fp16", "fp8", "fp32"]
 Role = Literal["agg", "prefill", "decode"]
+ServingMode = Literal["agg", "disagg", "shared"]
+"""Instances that prefill and decode in the same steps; pools of their own for each; instances whose phases run at once, each on a
+share of the multiprocessors."""
+
 LatencyMetric = Literal["ttft", "tpot", "e2e"]
 SchedulerPolicy = Literal["mixed", "prefill_first"]
 PrefixTier = Literal["device", "host", "storage", "none"]
@@ -212,6 +216,8 @@ class Pool(Frozen):
         speculate: what its decoding rows draft with, draft_tokens as chosen; None: they do not.
         nano_batch_rows: of an attention rank from which a step is two halves, one of which sends while the other computes;
             None: none is.
+        prefill_eighths: of the multiprocessors, that prompts have in steps of their own while rows decode on the rest; None: both
+            phases have the same steps.
         prefixes: where those of the load lie; None: it has none; host_prefix_bytes: of a device's part of them with the host.
     """
 
@@ -225,8 +231,20 @@ class Pool(Frozen):
     speculate: Speculation | None = None
     adapters: Adapters | None = None
     nano_batch_rows: Count | None = None
+    prefill_eighths: Annotated[int, Field(ge=1, le=7)] | None = None
     prefixes: PrefixTier | None = None
     host_prefix_bytes: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _shares_plain_steps(self) -> Pool:
+        if self.prefill_eighths is not None and (
+            self.role != "agg" or self.layout.pp > 1 or self.speculate is not None or self.nano_batch_rows is not None
+        ):
+            raise ValueError(
+                "prefill_eighths: phases that share devices are those of a pool that prefills and decodes (role agg), with pp 1, "
+                "without drafts and nano-batches"
+            )
+        return self
 
     @property
     def num_devices(self) -> int:
@@ -253,14 +271,14 @@ class Serving(Task):
     """
 
     fixable: ClassVar[frozenset[str] | None] = frozenset(
-        {"tp", "pp", "attention_dp", "ep", "max_batch", "max_batched_tokens", "chunk"}
+        {"tp", "pp", "attention_dp", "ep", "max_batch", "max_batched_tokens", "chunk", "prefill_eighths"}
     )
 
     requests: Requests
     limits: tuple[LatencyLimit, ...] = ()
     engine: ServingEngine = "vllm"
     engine_version: str | None = None
-    modes: tuple[Literal["agg", "disagg"], ...] = ("agg", "disagg")
+    modes: tuple[ServingMode, ...] = ("agg", "disagg")
     objective: ServingObjective | None = None
     weights: WeightDtype | None = None
     cache: CacheDtype | None = None
@@ -288,6 +306,22 @@ class Serving(Task):
             raise ValueError(
                 "steps in two nano-batches are planned for vllm and sglang, without --speculate and --finetune; "
                 f"the engine is {self.engine}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_devices(self) -> Serving:
+        if "shared" not in self.modes:
+            return self
+        if self.engine == "meshwright":
+            raise ValueError("mode shared: our own engine has one stream of steps (--engine vllm, sglang or trtllm)")
+        if self.speculate is not None or self.nano_batches:
+            raise ValueError(
+                "mode shared: steps of phases that share devices are planned without --speculate and --nano-batches"
+            )
+        if self.modes == ("shared",) and self.scheduler is not None:
+            raise ValueError(
+                f"mode shared: --scheduler {self.scheduler} says what a step serves of both phases, which have steps of their own"
             )
         return self
 

@@ -8,11 +8,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from .base import Frozen
 from .plan import Estimate, Plan
-from .serving import LatencyMetric, Pool, RequestClass, Serving
+from .serving import LatencyMetric, Pool, RequestClass, Serving, ServingMode
 from .units import counted, format_percent, format_seconds
 
 Share = Annotated[float, Field(ge=0, le=1)]
-ServingMode = Literal["agg", "disagg"]
 StepPart = Literal["products", "decode_attention", "prefill_attention", "experts", "communication", "head", "overhead"]
 
 
@@ -76,6 +75,8 @@ class PoolEstimate(Frozen):
         cache_bytes: of one device; cache_use: share of it that holds keys and values of requests in flight, on average.
         weight_bytes, free_bytes: of the fullest device; free: neither weights, cache nor workspace.
         utilisation: share of the time that an instance steps.
+        prefill_step_s, prefill_utilisation: of steps with prompts where they have their own; decode_rows, step_s, its parts and
+            utilisation are of the others then.
         largest_requests_per_s: of one instance within the limits, by the steady state.
     """
 
@@ -90,6 +91,8 @@ class PoolEstimate(Frozen):
     weight_bytes: NonNegativeInt
     free_bytes: int = 0
     utilisation: NonNegativeFloat
+    prefill_step_s: PositiveFloat | None = None
+    prefill_utilisation: NonNegativeFloat | None = None
     largest_requests_per_s: PositiveFloat
 
 
@@ -231,7 +234,7 @@ class ServingPlan(Plan):
     @property
     def mode(self) -> ServingMode:
         """Return how it is deployed."""
-        return "agg" if self.pools[0].role == "agg" else "disagg"
+        return mode_of(self.pools)
 
     @property
     def num_devices(self) -> int:
@@ -256,13 +259,25 @@ class ServingPlan(Plan):
         }
 
 
+def mode_of(pools: tuple[Pool, ...]) -> ServingMode:
+    """Return how pools are deployed."""
+    if pools[0].role != "agg":
+        return "disagg"
+    return "agg" if pools[0].prefill_eighths is None else "shared"
+
+
 def pools_title(pools: tuple[Pool, ...]) -> str:
-    """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``."""
+    """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``, ``3 x shared 3/8 tp=2``."""
     return " + ".join(
-        f"{pool.replicas} x {'' if pool.role == 'agg' else pool.role + ' '}{layout_title(pool.layout)}"
-        + (f" on {pool.device}" if len({other.device for other in pools}) > 1 else "")
+        f"{pool.replicas} x {'' if pool.role == 'agg' else pool.role + ' '}{share_title(pool.prefill_eighths)}"
+        f"{layout_title(pool.layout)}" + (f" on {pool.device}" if len({other.device for other in pools}) > 1 else "")
         for pool in pools
     )
+
+
+def share_title(prefill_eighths: int | None) -> str:
+    """Return the share of prompts before a layout: ``shared 3/8``; nothing where phases have the same steps."""
+    return "" if prefill_eighths is None else f"shared {prefill_eighths}/8 "
 
 
 def layout_title(layout: object) -> str:

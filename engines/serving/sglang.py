@@ -32,6 +32,7 @@ from .deployment import (
     longest_request,
     meeting_port,
     no_adapters,
+    no_shares,
     router_script,
     serve_script,
     to_set,
@@ -158,4 +159,15 @@ def write(plan: ServingPlan) -> Exported:
     )
 
 
-ADAPTER = Adapter(version=VERSION, limits=(PLACED, drafter_named("sglang"), no_adapters("sglang")), write=write)
+LIMITS = (
+    PLACED,
+    drafter_named("sglang"),
+    no_adapters("sglang"),
+    # --enable-pdmux: srt/multiplex/multiplexing_mixin.py
+    no_shares(
+        "SGLang's --enable-pdmux gives a phase that runs by itself the entire device, shares it by the rows that decode, and "
+        "cuts prompts between layers: other steps than the plan's"
+    ),
+)
+
+ADAPTER = Adapter(version=VERSION, limits=LIMITS, write=write)

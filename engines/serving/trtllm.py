@@ -28,6 +28,7 @@ from .deployment import (
     longest_request,
     no_adapters,
     no_prefixes_on,
+    no_shares,
     pool_limit,
     serve_script,
     title,
@@ -40,6 +41,7 @@ DISAGGREGATED = "disaggregated.yaml"
 CACHES = {"bf16": "auto", "fp16": "auto", "fp8": "fp8", "fp32": "auto"}
 
 LIMITS = (
+    no_shares("TensorRT-LLM runs both phases in one step"),
     no_adapters("trtllm"),
     no_prefixes_on("storage", "export to sglang"),
     pool_limit(

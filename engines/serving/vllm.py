@@ -30,6 +30,7 @@ from .deployment import (
     longest_request,
     meeting_port,
     no_prefixes_on,
+    no_shares,
     pool_limit,
     router_script,
     serve_script,
@@ -50,6 +51,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that the server takes (vllm/config/lora.py, MaxLoRARanks); adapters of a lower one are padded."""
 
 LIMITS = (
+    no_shares("vLLM runs both phases in one step"),
     pool_limit(
         "adapter_rank",
         lambda pool: (

@@ -16,7 +16,7 @@ from ...cost_models.serving.steady_state import largest_rate, operating_points
 from ...schema import ConfigError, InfeasibleError, MeshwrightError
 from ...schema.base import Frozen
 from ...schema.layout import format_assignments, parse_assignments
-from ...schema.serving import LatencyLimit, Serving
+from ...schema.serving import LatencyLimit, Serving, ServingMode
 from ...schema.serving_plan import ServingPlan, pools_title
 from ...schema.units import counted, format_seconds
 from ..request import Deadline, PlanRequest
@@ -32,7 +32,9 @@ LOOSER = (1.25, 1.5, 2.0, 4.0)
 MAX_GROWTH = 64
 """Times the devices of the cluster that are tried at most."""
 
-MODES = {"agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg"}
+MODES: Mapping[str, ServingMode] = {
+    "agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg", "shared": "shared",
+}  # fmt: skip
 
 
 class ServingChange(Frozen):
@@ -66,7 +68,7 @@ class ServingExplanation(Frozen):
 
 def request_of(plan: ServingPlan, deadline: Deadline | None = None) -> PlanRequest:
     """Return what a plan answers."""
-    fixed = parse_assignments(plan.provenance.fixed) if plan.provenance is not None else {}
+    fixed = parse_assignments(plan.provenance.fixed, Serving.fixable) if plan.provenance is not None else {}
     return PlanRequest(plan.model, plan.cluster, plan.serving, fixed, deadline=deadline or Deadline())
 
 
@@ -113,22 +115,35 @@ def _changes(plan: ServingPlan, request: PlanRequest) -> Iterator[tuple[str, Pla
         looser = limit.replace(seconds=1.25 * limit.seconds)
         text = f"{limit.metric} {format_seconds(looser.seconds)} instead of {format_seconds(limit.seconds)}"
         yield text, replace(request, task=_with_limit(serving, idx, looser))
-    other = "agg" if plan.mode == "disagg" else "disagg"
-    yield f"mode {other} instead of {plan.mode}", replace(request, task=serving.replace(modes=(other,)))
+    yield from (
+        (f"mode {other} instead of {plan.mode}", _in_mode(request, other))
+        for other in dict.fromkeys(("agg", "disagg", *serving.modes))
+        if other != plan.mode
+    )
     if plan.pools[-1].weights in ("bf16", "fp16"):
         yield "weights in fp8", replace(request, task=serving.replace(weights="fp8"))
     if plan.pools[-1].cache in ("bf16", "fp16"):
         yield "cache in fp8", replace(request, task=serving.replace(cache="fp8"))
 
 
+def _in_mode(request: PlanRequest, mode: ServingMode) -> PlanRequest:
+    """Return the request for another mode, without the share that only one has."""
+    assert isinstance(request.task, Serving)
+    fixed = {name: value for name, value in request.fixed.items() if name != "prefill_eighths" or mode == "shared"}
+    return replace(request, task=request.task.replace(modes=(mode,)), fixed=fixed)
+
+
 def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange]:
     """Yield the requests a second that the pools carry as they are, and with one more instance of each."""
     fields = {name: getattr(plan.pools[0].layout, name) for name in ("tp", "pp", "attention_dp", "ep")}
+    if (eighths := plan.pools[0].prefill_eighths) is not None:
+        fields["prefill_eighths"] = eighths
     alike = all(pool.layout == plan.pools[0].layout for pool in plan.pools)
     problem = ServingProblem(replace(request, task=_free_rate(plan.serving), fixed=fields if alike else request.fixed))
     kinds = []
     for pool in plan.pools:
-        same = [kind for kind in problem.space.kinds if (kind.layout, kind.device) == (pool.layout, pool.device)]
+        chosen = pool.layout, pool.device, pool.prefill_eighths
+        same = [kind for kind in problem.space.kinds if (kind.layout, kind.device, kind.prefill_eighths) == chosen]
         if not same:
             return  # edited since it was planned: no instance of the space is like it
         kinds.append(same[0])
@@ -194,9 +209,8 @@ def _why_not(plan: ServingPlan, request: PlanRequest, question: str) -> ServingC
     if question in MODES:
         if plan.mode == MODES[question]:
             raise ConfigError(f"the plan is {question}: {pools_title(plan.pools)}")
-        changed = replace(request, task=request.task.replace(modes=(MODES[question],)))
-        return _compared(plan, question, changed)
-    fields: Mapping[str, Any] = parse_assignments(question)
+        return _compared(plan, question, _in_mode(request, MODES[question]))
+    fields: Mapping[str, Any] = parse_assignments(question, Serving.fixable)
     checked = PlanRequest.create(plan.model, plan.cluster, plan.serving, fixed=fields, deadline=request.deadline)
     return _compared(plan, format_assignments(checked.fixed), checked)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...cost_models.coefficients import packaged_coefficients
+from ...cost_models.serving.shares import EIGHTHS
 from ...cost_models.serving.simulation import InstanceUse
 from ...schema import Certificate
 from ...schema.plan import Unit
@@ -154,12 +155,14 @@ def _pool_estimate(
     steps = max(sum(use.steps for use in uses), 1)
     ranks = kind.layout.attention_dp
     rows = sum(use.decode_tokens for use in uses) / steps / ranks
-    prompts = sum(use.prompt_tokens for use in uses) / steps / ranks
+    prompt_steps, prompt_s = sum(use.prompt_steps for use in uses), sum(use.prompt_busy_s for use in uses)
+    prompts = sum(use.prompt_tokens for use in uses) / max(prompt_steps if kind.shared else steps, 1) / ranks
     mix = family.rates[pool].mix
     context = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     ends = prompts / mix.new_tokens if mix.new_tokens else 0.0
+    with_prompts = (0.0, 0.0, 0.0) if kind.shared else (prompts, mix.mean_context, ends)
     parts = kind.steps(served.deployment.num_devices).parts(
-        rows, rows * context, prompts, mix.mean_context, prompts=ends
+        rows, rows * context, *with_prompts[:2], prompts=with_prompts[2]
     )
     seconds = {name: float(value) for name, value in parts.items()}
     mean_s = kind.model.tokens_per_step * sum(use.busy_s for use in uses) / steps
@@ -183,6 +186,8 @@ def _pool_estimate(
         weight_bytes=round(memory.weight_bytes),
         free_bytes=round(memory.device_bytes - used),
         utilisation=sum(use.busy_s for use in uses) / len(uses) / duration,
+        prefill_step_s=prompt_s / prompt_steps if prompt_steps else None,
+        prefill_utilisation=prompt_s / len(uses) / duration if kind.shared else None,
         largest_requests_per_s=max(largest, 1e-9),
     )
 
@@ -219,7 +224,7 @@ def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
             best = device
             front.append(
                 ServingFrontPoint(
-                    mode="disagg" if family.is_disaggregated else "agg",
+                    mode=Deployment(family.kinds, (1,) * len(family.kinds)).mode,
                     pools=kinds_title(family.kinds),
                     tokens_per_s_per_user=user,
                     tokens_per_s_per_device=device,
@@ -233,7 +238,7 @@ def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
 def kinds_title(kinds: Sequence[InstanceKind]) -> str:
     """Return the layouts of a family in a line."""
     roles = ("prefill", "decode") if len(kinds) > 1 else ("",)
-    return " + ".join(f"{role} {layout_title(kind.layout)}".strip() for role, kind in zip(roles, kinds, strict=True))
+    return " + ".join(f"{role} {kind.title}".strip() for role, kind in zip(roles, kinds, strict=True))
 
 
 def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator[ServingAlternative]:
@@ -266,9 +271,13 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
         carried = min(count * family.largest(pool, fluid=False, replicas=count) for pool, count in enumerate(counts))
         value = deployment.num_devices if rate is not None else -carried
         fits = "" if family.fits(counts) else f"needs {counted(deployment.num_devices, 'device')} by the estimate"
-        estimated.append((value, family.is_disaggregated, deployment, carried if rate is None else rate, fits))
+        estimated.append((value, deployment.mode, deployment, carried if rate is None else rate, fits))
     estimated.sort(key=lambda entry: (entry[0], entry[1]))
-    other_mode = [entry for entry in estimated if entry[1] != chosen.is_disaggregated][:1]
+    other_mode = [
+        next(entry for entry in estimated if entry[1] == mode)
+        for mode in dict.fromkeys(entry[1] for entry in estimated)
+        if mode != chosen.mode
+    ]
     for _, _, deployment, carried, reason in [*other_mode, *(e for e in estimated if e not in other_mode)][
         : max(remaining, 0)
     ]:
@@ -281,7 +290,7 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
 
 def _alternative(deployment: Deployment, requests_per_s: float, tokens_per_s: float, reason: str) -> ServingAlternative:
     return ServingAlternative(
-        mode="disagg" if deployment.is_disaggregated else "agg",
+        mode=deployment.mode,
         pools=pools_title(pools_of(deployment)),
         num_devices=deployment.num_devices,
         requests_per_s=requests_per_s,
@@ -315,6 +324,11 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
             f"the {adapters.count:,} adapters of rank {adapters.rank} are all in the devices' memory; none is fetched from the host"
         )
     yield from _on_prefixes(problem, served)
+    if (shared := served.deployment.kinds[0].shared) is not None:
+        yield (
+            f"prompts have {shared.prefill_eighths} of {EIGHTHS} parts of the multiprocessors at any time, rows that decode the "
+            "others; what both draw of the bandwidth is shared between them"
+        )
     if served.deployment.is_disaggregated:
         yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
     yield from _on_steps(problem, served)

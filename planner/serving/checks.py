@@ -16,7 +16,7 @@ from ...cost_models.serving.instance import InstanceUse
 from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ...schema import ConfigError
 from ...schema.requests_file import read_trace
-from ...schema.serving import LatencyLimit, LatencyMetric, Requests, Serving
+from ...schema.serving import LatencyLimit, LatencyMetric, Requests, Serving, ServingMode
 from ...schema.serving_plan import ClassEstimate, LimitEstimate, Percentiles
 from ...schema.units import BoolArray, FloatArray, IntArray
 from .limits import Touched
@@ -60,6 +60,13 @@ class Deployment:
     def is_disaggregated(self) -> bool:
         """Return whether another pool decodes."""
         return len(self.kinds) > 1 and self.routes is None
+
+    @property
+    def mode(self) -> ServingMode:
+        """Return how it is deployed."""
+        if self.is_disaggregated:
+            return "disagg"
+        return "agg" if self.kinds[0].shared is None else "shared"
 
     @property
     def num_devices(self) -> int:

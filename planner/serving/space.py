@@ -23,6 +23,7 @@ from ...cost_models.serving.prefixes import (
     why_none_fit,
     without_prefixes,
 )
+from ...cost_models.serving.shares import SharedSteps
 from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import check_drafts, with_drafts
 from ...cost_models.serving.step import StepCosts
@@ -38,11 +39,11 @@ from ...schema.serving import (
     ServingLayout,
     WeightDtype,
 )
-from ...schema.serving_plan import layout_title
+from ...schema.serving_plan import layout_title, share_title
 from ...schema.speculation import Speculation
 from ...schema.units import format_bytes
 from ..request import PlanRequest
-from .layouts import layouts
+from .layouts import check_sharing, layouts, ways_of
 from .limits import SMALL, LimitChoice, choices, fixed_choice
 
 
@@ -57,6 +58,7 @@ class InstanceKind:
         usd_per_hour: of an instance; None: no price is known.
         sent_s_per_token: seconds to send the keys and values of a token of a prompt to another instance.
         prefixes: where those of the load lie, and for its bound.
+        shared: steps of both phases where they run at once on parts of the devices; None: they have the same steps.
     """
 
     part: int
@@ -78,6 +80,7 @@ class InstanceKind:
     speculate: Speculation | None = None
     prefixes: PrefixTier | None = None
     loosest_prefixes: PrefixTier | None = None
+    shared: SharedSteps | None = None
 
     def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
         """Return the instance under the limits that may be best in a role (planner/serving/limits.py)."""
@@ -93,15 +96,27 @@ class InstanceKind:
         """Instances that the stock holds."""
         return self.stock // self.size
 
+    @property
+    def prefill_eighths(self) -> int | None:
+        """Return what prompts have of the multiprocessors, where they have steps of their own."""
+        return None if self.shared is None else self.shared.prefill_eighths
+
+    @property
+    def title(self) -> str:
+        """Return the share of prompts and the layout in a line."""
+        return share_title(self.prefill_eighths) + layout_title(self.layout)
+
     def steps(self, devices_in_use: int) -> StepCosts | MeasuredSteps:
-        """Return what steps cost while so many devices are in use."""
+        """Return what steps cost while so many devices are in use, of phases that share devices those that decode."""
+        if self.shared is not None:
+            return self.shared.decode
         return self.step if self.measured is None else self.measured.steps(devices_in_use)
 
     def engine_pool(self, replicas: int, devices_in_use: int) -> EnginePool:
         """Return instances for a simulation of a deployment that uses so many devices."""
         return EnginePool.of(
-            self.steps(devices_in_use), self.profile, self.free_limits, replicas=replicas, ranks=self.layout.attention_dp,
-            lanes=self.layout.pp, prefixes=self.prefixes or "none",
+            self.shared or self.steps(devices_in_use), self.profile, self.free_limits, replicas=replicas,
+            ranks=self.layout.attention_dp, lanes=self.layout.pp, prefixes=self.prefixes or "none",
             fetch_s_per_token=fetch_s_per_token(self.step, self.prefixes),
         )  # fmt: skip
 
@@ -117,7 +132,7 @@ class InstanceKind:
         return Pool(
             role=role, device=self.device, replicas=replicas, layout=self.layout, weights=self.weights, cache=self.cache,
             limits=self.limits, speculate=self.speculate, adapters=self.base.serving.adapters,
-            nano_batch_rows=split_rows_of(self.step), prefixes=self.prefixes,
+            nano_batch_rows=split_rows_of(self.step), prefill_eighths=self.prefill_eighths, prefixes=self.prefixes,
             host_prefix_bytes=round(host_bytes(self.step, self.base.serving.requests, self.prefixes)),
         )  # fmt: skip
 
@@ -149,15 +164,18 @@ class ServingSpace:
         profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
         if serving.speculate is not None:
             check_drafts(request.model, serving.speculate)
+        check_sharing(request, serving, parts)
         seen = 0
         for index, part in enumerate(parts):
             degrees = {key: value for key, value in request.fixed.items() if key in ServingLayout.model_fields}
             for layout in layouts(request.model, part, serving, fixed_tp=degrees.get("tp", 1)):
                 if any(getattr(layout, key) != value for key, value in degrees.items()):
                     continue
-                seen += 1
+                ways = list(ways_of(layout, request, serving))
+                seen += bool(ways)
                 request.deadline.require("costing the layouts of engine instances")
-                space._add(request, serving, profile, index, part, layout)
+                if ways:
+                    space._add(request, serving, profile, index, part, layout, ways)
         if not seen:
             fixed_text = ", ".join(f"{key}={value}" for key, value in request.fixed.items())
             raise ConfigError(
@@ -176,6 +194,7 @@ class ServingSpace:
         part: int,
         cluster: ClusterSpec,
         layout: ServingLayout,
+        ways: Sequence[int | None],
     ) -> None:
         model, device = request.model, cluster.weakest_device
         weights: WeightDtype = serving.weights or measured_weights(cluster, model) or "bf16"
@@ -205,18 +224,26 @@ class ServingSpace:
         step = StepCosts.build(
             model, cluster, layout, weights=weights, cache=cache, known=known, adapters=serving.adapters
         )
-        base_choice, reason = fixed_choice(request.fixed, serving), ""
+        base_choice = fixed_choice(request.fixed, serving)
         budgets = dict.fromkeys((base_choice, base_choice.with_least_budget()))
         if serving.nano_batches and can_split(layout):
             step = with_nano_batches(step)
-        for choice in (replace(each, prefixes=tier) for each in budgets for tier in tiers_of(serving, profile)):
-            base = _Base(serving, profile, part, cluster, layout, step, weights, cache, measured, choice, known)
-            kind, why = base.kind(choice)
-            if kind is not None:
-                self.kinds.append(kind)
-                return
-            reason = reason or why
-        self.too_large.append((layout, reason))
+        first = [replace(each, prefixes=tier) for each in budgets for tier in tiers_of(serving, profile)]
+        for eighths in ways:
+            shared = None if eighths is None else SharedSteps.build(step, eighths, known=known)
+            reason = ""
+            for choice in first:
+                base = _Base(
+                    serving, profile, part, cluster, layout, step, weights, cache, measured, choice, known, shared
+                )
+                kind, why = base.kind(choice)
+                if kind is not None:
+                    self.kinds.append(kind)
+                    break
+                reason = reason or why
+            else:
+                if (layout, reason) not in self.too_large:  # of another share it is the same
+                    self.too_large.append((layout, reason))
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,6 +261,7 @@ class _Base:
     measured: MeasuredEngine | None
     base_choice: LimitChoice
     planes: dict[Any, Any]
+    shared: SharedSteps | None = None
     known: dict[LimitChoice, InstanceKind] = field(default_factory=dict)
     drafting: dict[int, StepCosts] = field(default_factory=dict)
 
@@ -245,7 +273,7 @@ class _Base:
         step = self._steps(choice.drafted)
         memory = serving_memory(
             step, profile, request_len=float(serving.requests.longest), max_batch=choice.max_batch,
-            max_batched_tokens=choice.max_batched_tokens,
+            max_batched_tokens=choice.max_batched_tokens, processes=1 if self.shared is None else 2,
         )  # fmt: skip
         if memory.reason is not None:
             return None, memory.reason
@@ -265,6 +293,8 @@ class _Base:
         timed = step if self.measured is None else self.measured.steps(self.layout.num_devices)
         fetch_s = fetch_s_per_token(step, choice.prefixes)
         model = _instance_model(step, profile, free_limits, self.layout, timed, fetch_s)
+        if self.shared is not None:
+            model = replace(model, steps=self.shared.decode, sharing=self.shared.sharing, prefill_first=False)
         self.known[choice] = InstanceKind(
             part=self.part,
             device=device.name,
@@ -282,6 +312,7 @@ class _Base:
             usd_per_hour=None if price is None else price * self.layout.num_devices,
             sent_s_per_token=step.cache_bytes_per_token / _link_bytes_per_s(self.cluster),
             base=self,
+            shared=self.shared,
             speculate=serving.speculate.replace(draft_tokens=choice.drafted)
             if serving.speculate and choice.drafted
             else None,

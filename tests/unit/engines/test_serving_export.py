@@ -336,6 +336,13 @@ def test_nano_batches_are_told_to_each_engine(tmp_path: Path) -> None:
         export(plan, "trtllm")
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "llm-d"])
+def test_phases_that_share_devices_are_refused_by_name(engine: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        export(serving_plan(pool_of(tp=8, prefill_eighths=3)), engine)
+    assert any("[no_shares]" in line and "3/8 of the multiprocessors" in line for line in refused.value.details)
+
+
 def test_sglang_is_told_to_mix_where_the_plan_does(tmp_path: Path) -> None:
     words = calls_of(serving_plan(pool_of(tp=8), scheduler="mixed"), "sglang", "serve.sh", tmp_path)[0]["words"]
     assert parse(SGLANG, words[2:])["enable-mixed-chunk"] is True
