@@ -102,8 +102,8 @@ class SharedRank(Rank):
         """Take the cache of a request; the prompts under way are found again where one before them is gone."""
         computed = [(self.prompts[idx], take) for idx, take in self.now]
         is_preempted = super()._preempt(request)
-        places = {id(entry): idx for idx, entry in enumerate(self.prompts)}
-        self.now = [(places[id(entry)], take) for entry, take in computed]
+        idx_of = {id(entry): idx for idx, entry in enumerate(self.prompts)}
+        self.now = [(idx_of[id(entry)], take) for entry, take in computed]
         return is_preempted
 
 

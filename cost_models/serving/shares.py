@@ -113,8 +113,8 @@ class PromptSeconds:
     shared_s: FloatArray
 
     @classmethod
-    def of(cls, instance: InstanceModel, mix: Mix, *, least: bool) -> PromptSeconds:
-        """Return them of steps of one size, or each at its own best (``least``)."""
+    def of(cls, instance: InstanceModel, mix: Mix, *, lowest: bool) -> PromptSeconds:
+        """Return them of steps of one size, or each at its own best (``lowest``)."""
         assert instance.sharing is not None
         if not mix.new_tokens:
             return cls(0.0, np.zeros(len(instance.sharing.shared)))
@@ -127,7 +127,7 @@ class PromptSeconds:
             for traffic in instance.sharing.shared
         ])  # fmt: skip
         idx = int(phase_s.argmin())
-        return cls(float(phase_s[idx]), shared_s.min(axis=1) if least else shared_s[:, idx])
+        return cls(float(phase_s[idx]), shared_s.min(axis=1) if lowest else shared_s[:, idx])
 
 
 def decode_drawn_s(instance: InstanceModel, rows: FloatArray, cached: FloatArray) -> FloatArray:
@@ -138,7 +138,7 @@ def decode_drawn_s(instance: InstanceModel, rows: FloatArray, cached: FloatArray
 
 def slow_down(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray) -> FloatArray:
     """Return how many times longer both phases take while both run (H1), [X]."""
-    prompt = PromptSeconds.of(instance, mix, least=False)
+    prompt = PromptSeconds.of(instance, mix, lowest=False)
     if not prompt.phase_s:
         return np.ones(rows.shape)
     decode = decode_drawn_s(instance, rows, cached) / instance.pass_s(rows, cached)
@@ -148,15 +148,15 @@ def slow_down(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: Float
 def mean_cycle_s(instance: InstanceModel, mix: Mix, x: FloatArray, rows: FloatArray, more: Any = 1.0) -> FloatArray:
     """Return the seconds between two steps of a lane whose rows are ``rows`` (H2); more: prompts than x beside each."""
     cached = rows * mix.cached_steps / mix.decode_steps
-    prompts_s = more * x * PromptSeconds.of(instance, mix, least=False).phase_s
+    prompts_s = more * x * PromptSeconds.of(instance, mix, lowest=False).phase_s
     longer = slow_down(instance, mix, rows, cached)
     return np.maximum(instance.pass_s(rows, cached) + prompts_s * (longer - 1), prompts_s * longer)
 
 
-def least_cycle_s(instance: InstanceModel, mix: Mix, x: FloatArray) -> tuple[FloatArray, FloatArray]:
+def min_cycle_s(instance: InstanceModel, mix: Mix, x: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return the least seconds between two steps of a lane (H3), and between two tokens of a request."""
     rows = np.maximum(x * mix.decode_steps, 1.0)
     cached = rows * mix.cached_steps / mix.decode_steps
-    prompt, decode_s = PromptSeconds.of(instance, mix, least=True), instance.pass_s(rows, cached)
+    prompt, decode_s = PromptSeconds.of(instance, mix, lowest=True), instance.pass_s(rows, cached)
     shared_s = decode_drawn_s(instance, rows, cached) + x * prompt.shared_s[:, None]
     return np.maximum(np.maximum(decode_s, x * prompt.phase_s), shared_s.max(axis=0)), decode_s

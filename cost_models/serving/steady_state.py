@@ -34,7 +34,7 @@ from ...schema.units import FloatArray
 from .fluid import chunks, fluid_steps, smallest_part
 from .instance_model import InstanceModel
 from .mix import Mix
-from .shares import least_cycle_s, mean_cycle_s, slow_down
+from .shares import mean_cycle_s, min_cycle_s, slow_down
 
 POINTS = 48
 """Points of a curve; the largest rate is looked for between two of them with as many again, twice."""
@@ -143,7 +143,7 @@ def operating_points(
     x = np.asarray(per_step, dtype=np.float64)
     rows, cached, tokens = x * mix.decode_steps, x * mix.cached_steps, x * mix.new_tokens
     if fluid and instance.sharing is not None:
-        cycle_s, seconds = least_cycle_s(instance, mix, x)
+        cycle_s, seconds = min_cycle_s(instance, mix, x)
         slow_s = seconds
     elif fluid:
         cycle_s = seconds = slow_s = fluid_steps(instance, mix, x).step_s.min(axis=0)

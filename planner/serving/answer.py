@@ -23,6 +23,7 @@ from ...schema.serving_plan import (
     ServingPlan,
     layout_title,
     pools_title,
+    share_title,
 )
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
 from ..request import PlanRequest
@@ -238,7 +239,10 @@ def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
 def kinds_title(kinds: Sequence[InstanceKind]) -> str:
     """Return the layouts of a family in a line."""
     roles = ("prefill", "decode") if len(kinds) > 1 else ("",)
-    return " + ".join(f"{role} {kind.title}".strip() for role, kind in zip(roles, kinds, strict=True))
+    return " + ".join(
+        f"{role} {share_title(kind.prefill_eighths)}{layout_title(kind.layout)}".strip()
+        for role, kind in zip(roles, kinds, strict=True)
+    )
 
 
 def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator[ServingAlternative]:

@@ -39,7 +39,7 @@ from ...schema.serving import (
     ServingLayout,
     WeightDtype,
 )
-from ...schema.serving_plan import layout_title, share_title
+from ...schema.serving_plan import layout_title
 from ...schema.speculation import Speculation
 from ...schema.units import format_bytes
 from ..request import PlanRequest
@@ -100,11 +100,6 @@ class InstanceKind:
     def prefill_eighths(self) -> int | None:
         """Return what prompts have of the multiprocessors, where they have steps of their own."""
         return None if self.shared is None else self.shared.prefill_eighths
-
-    @property
-    def title(self) -> str:
-        """Return the share of prompts and the layout in a line."""
-        return share_title(self.prefill_eighths) + layout_title(self.layout)
 
     def steps(self, devices_in_use: int) -> StepCosts | MeasuredSteps:
         """Return what steps cost while so many devices are in use, of phases that share devices those that decode."""

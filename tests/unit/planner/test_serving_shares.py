@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshwright.cost_models.serving.shares import SHARES, PromptSeconds, least_cycle_s, mean_cycle_s
+from meshwright.cost_models.serving.shares import SHARES, PromptSeconds, mean_cycle_s, min_cycle_s
 from meshwright.planner import plan
 from meshwright.planner.explain.serving import explain_serving
 from meshwright.planner.request import PlanRequest
@@ -146,8 +146,8 @@ def test_the_bound_is_below_the_estimate_and_each_of_its_terms_below_the_bound(e
     problem = ServingProblem(PlanRequest.create(MODEL, H100, task(), fixed={"prefill_eighths": eighths}))
     rates = problem.families[0].rates[0]
     model, mix, x = rates.kind.model, rates.mix, np.geomspace(0.01, 1.5, 30)
-    least_s, token_s = least_cycle_s(model, mix, x)
-    assert np.all(token_s <= least_s) and np.all(x * PromptSeconds.of(model, mix, least=True).phase_s <= least_s)
+    least_s, token_s = min_cycle_s(model, mix, x)
+    assert np.all(token_s <= least_s) and np.all(x * PromptSeconds.of(model, mix, lowest=True).phase_s <= least_s)
     assert np.all(least_s <= mean_cycle_s(model, mix, x, np.maximum(x * mix.decode_steps, 1.0)) * (1 + 1e-9))
 
 
