@@ -28,6 +28,7 @@ from meshwright.schema import (
     ServingPlan,
 )
 from meshwright.schema.errors import RuntimeMismatchError
+from meshwright.schema.layout import parse_assignments
 from meshwright.schema.requests_file import parse_limit, parse_requests, read_trace
 from meshwright.schema.serving import Pool
 
@@ -189,6 +190,15 @@ def test_explain_compares_the_other_modes_and_other_shares() -> None:
 def test_what_shares_nothing_is_refused(fields: dict[str, Any], fixed: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan("llama-3.1-8b", "2xH100-SXM-80GB", task(**fields), fixed=fixed)
+
+
+def test_fixed_fields_of_a_serving_plan_are_read_from_text() -> None:
+    text = "prefill_eighths=3,max_batch=64,tp=2"
+    assert parse_assignments(text, Serving.fixable) == {"prefill_eighths": 3, "max_batch": 64, "tp": 2}
+    with pytest.raises(ConfigError, match="whole number"):
+        parse_assignments("prefill_eighths=half", Serving.fixable)
+    with pytest.raises(ConfigError, match="unknown layout field 'prefill_eighths'"):
+        parse_assignments("prefill_eighths=3")
 
 
 def test_processors_without_multiprocessors_are_refused() -> None:
