@@ -1,4 +1,4 @@
-"""Options of serving beside papers' figures: what adapters cost, what an adapter's fine-tuning gets, what prefixes save.
+"""Options of serving beside papers' figures: adapters, an adapter's fine-tuning, prefixes, nano-batches, shares of devices.
 
     python benchmarks/serving_options.py
 
@@ -33,6 +33,10 @@ and DeepSeek-V3 in fp8 on H800, rows of 4,096 tokens, 50 ms (arXiv:2507.19427, a
 Mixtral-8x22B on A100, rows of 650 tokens, 150 ms (MegaScale-Infer, arXiv:2504.02263, abstract); Llama-3.1-70B with attention on H20
 and the rest on H100, H20 at 0.42 of an H100's price, assumed (Lamina, arXiv:2405.01814, abstracts of both versions). Step-3's
 attention is taken for latent attention with as large a cache (512 elements a token) and as thin queries, whose kernels are known.
+Shares: phases at once on parts of the multiprocessors, `plan --serve --modes shared`, beside the other modes on the same devices
+(semi-PD, arXiv:2504.19867, abstract: mean latency 1.27 to 2.58 times lower on DeepSeek models, 1.55 to 1.72 times the requests
+within limits on Llama models, against other systems): DeepSeek-V2-Lite on an A100 and DeepSeek-V3 in fp8 on eight H200, 1,024 and
+128 tokens, at parts of the requests that steps with both phases carry; Llama-3.1-8B on two A100 within 500 ms and 25 ms a token.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ from meshwright.schema import ClusterSpec, ModelSpec, ServingPlan
 from meshwright.schema.adapters import Adapters, FineTuning
 from meshwright.schema.host_experts import ExpertsOnHost
 from meshwright.schema.requests_file import parse_limit, parse_requests
-from meshwright.schema.serving import Serving, ServingLayout
+from meshwright.schema.serving import Serving, ServingLayout, ServingMode, WeightDtype
 from meshwright.schema.serving_plan import layout_title
 
 COUNTS, ROWS, CACHED = (1, 5, 100, 1000, 2000), (1, 8, 32, 64, 128), 400
@@ -90,6 +94,13 @@ H20_PRICE = 0.42
 """Of an H100's, assumed."""
 
 MAX_ROWS = np.unique(np.round(np.geomspace(1, 4096, 128)))
+DEEPSEEK: tuple[tuple[str, str, WeightDtype, dict[str, int]], ...] = (
+    ("deepseek-v2-lite", "1xA100-SXM-80GB", "bf16", {"tp": 1}),
+    ("deepseek-v3", "8xH200-SXM-141GB", "fp8", {"tp": 8, "ep": 8}),
+)
+PARTS = (0.5, 0.7, 0.9)
+MODES: tuple[ServingMode, ...] = ("agg", "disagg", "shared")
+LLAMA_LOADS = ("isl=330,osl=220", "isl=1024,osl=256")
 TURNS = ((1024, 512), (2048, 1792), (2048, 1984), (4096, 3968))
 
 
@@ -351,6 +362,41 @@ def attention_ffn() -> None:
         )
 
 
+def shares() -> None:
+    """Print mean latencies of DeepSeek models by rate, then the most requests a second of Llama's within limits, by mode."""
+
+    def planned(
+        model: str, cluster: str, fixed: dict[str, int], mode: ServingMode, load: str, **fields: Any
+    ) -> ServingPlan:
+        made = plan(model, cluster, Serving(requests=parse_requests(load), modes=(mode,), **fields), fixed=fixed)
+        assert isinstance(made, ServingPlan)
+        return made
+
+    print("requests/s of the most in steps of both phases   mean seconds of a request: together, shared   times")
+    for model, cluster, weights, fixed in DEEPSEEK:
+        settings: dict[str, Any] = {"weights": weights, "objective": "latency"}
+        free = planned(model, cluster, fixed, "agg", "isl=1024,osl=128", **settings | {"objective": "throughput"})
+        for part in PARTS:
+            rate = round(part * free.estimate.requests_per_s, 1)
+            load = f"isl=1024,osl=128,rate={rate}"
+            one, two = (planned(model, cluster, fixed, mode, load, **settings) for mode in ("agg", "shared"))
+            seconds = [made.estimate.overall.e2e.mean_s for made in (one, two)]
+            print(
+                f"{model:17} {rate:5} {part:4.0%}   {seconds[0]:6.2f} {seconds[1]:6.2f}   {seconds[0] / seconds[1]:.2f}  "
+                f"{two.summary['pools']}"
+            )
+    limits = (parse_limit("ttft", "500ms@p90"), parse_limit("tpot", "25ms@p90"))
+    print("requests/s within limits   together  apart  shared   times both")
+    for load in LLAMA_LOADS:
+        rates = [
+            planned("llama-3.1-8b", "2xA100-SXM-80GB", {"tp": 1}, mode, load, objective="throughput", limits=limits)
+            .estimate.requests_per_s
+            for mode in MODES
+        ]  # fmt: skip
+        figures = "  ".join(f"{rate:6.2f}" for rate in rates)
+        print(f"{load:16} {figures}   {rates[2] / rates[0]:.2f} {rates[2] / rates[1]:.2f}")
+
+
 def main() -> None:
     """Print the tables."""
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
@@ -362,6 +408,7 @@ def main() -> None:
     experts_split_over_both()
     experts_copied()
     attention_ffn()
+    shares()
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ class ServingOptions(OptionModel):
     weights: WeightDtype | None = option(None, "type of the weights. Default: bf16.")
     kv: CacheDtype | None = option(None, "type of keys and values. Default: bf16.")
     modes: str = option(
-        "agg,disagg", "agg: instances prefill and decode; disagg: pools of their own for each; afd: as disagg, and attention and "
-        "feed-forward parts of what decodes on devices of their own.",
+        "agg,disagg", "agg: instances prefill and decode; disagg: pools of their own for each; shared: both at once in an "
+        "instance, each on a share of the multiprocessors; afd: as disagg, and attention and feed-forward parts of what decodes on "
+        "devices of their own.",
         metavar="M,...",
     )  # fmt: skip
     scheduler: SchedulerPolicy | None = option(

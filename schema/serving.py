@@ -23,9 +23,10 @@ CacheDtype = Literal["bf16", "fp16", "fp8", "fp32"]
 Role = Literal["agg", "prefill", "decode"]
 LatencyMetric = Literal["ttft", "tpot", "e2e"]
 SchedulerPolicy = Literal["mixed", "prefill_first"]
-ServingMode = Literal["agg", "disagg", "afd"]
-"""Instances prefill and decode; pools of their own for each; the same, and those that decode have feed-forward parts on devices of
-their own (attention/FFN disaggregation)."""
+ServingMode = Literal["agg", "disagg", "shared", "afd"]
+"""Instances prefill and decode in the same steps; pools of their own for each; instances whose phases run at once, each on a share
+of the multiprocessors; pools as of disagg, and those that decode have feed-forward parts on devices of their own (attention/FFN
+disaggregation)."""
 
 PrefixTier = Literal["device", "host", "storage", "none"]
 """Where the prefixes lie that requests share: in the device's cache, once for all; in the host's memory or on its drives, from
@@ -227,6 +228,8 @@ class Pool(Frozen):
             None: none is.
         micro_batches: that a step's rows are cut into, in flight between attention and feed-forward devices; None: where all parts
             are on the same devices. ffn_device: of the latter; None: as ``device``.
+        prefill_eighths: of the multiprocessors, that prompts have in steps of their own while rows decode on the rest; None: both
+            phases have the same steps.
         prefixes: where those of the load lie; None: it has none; host_prefix_bytes: of a device's part of them with the host.
         experts_on_host: the share of each layer's routed experts that lie with the host, and who computes them; None: none do.
         host_expert_bytes: of a device's part of those experts.
@@ -244,6 +247,7 @@ class Pool(Frozen):
     nano_batch_rows: Count | None = None
     micro_batches: Count | None = None
     ffn_device: str | None = None
+    prefill_eighths: Annotated[int, Field(ge=1, le=7)] | None = None
     prefixes: PrefixTier | None = None
     host_prefix_bytes: NonNegativeInt = 0
     experts_on_host: ExpertsOnHost | None = None
@@ -263,6 +267,21 @@ class Pool(Frozen):
         if is_split and self.role != "decode":
             raise ValueError(
                 f"feed-forward parts on devices of their own are of pools that decode, not of role {self.role}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_plain_steps(self) -> Pool:
+        if self.prefill_eighths is not None and (
+            self.role != "agg"
+            or self.layout.pp > 1
+            or self.speculate is not None
+            or self.nano_batch_rows is not None
+            or self.experts_on_host is not None
+        ):
+            raise ValueError(
+                "prefill_eighths: phases that share devices are those of a pool that prefills and decodes (role agg), with pp 1, "
+                "without drafts, nano-batches and experts on the host"
             )
         return self
 
@@ -293,7 +312,7 @@ class Serving(Task):
     """
 
     fixable: ClassVar[frozenset[str] | None] = frozenset(
-        {"tp", "pp", "attention_dp", "ep", "ffn_devices", "micro_batches"}
+        {"tp", "pp", "attention_dp", "ep", "ffn_devices", "micro_batches", "prefill_eighths"}
         | {"max_batch", "max_batched_tokens", "chunk"}
     )
 
@@ -364,6 +383,23 @@ class Serving(Task):
         }
         if excluded := [name for name, is_given in options.items() if is_given]:
             raise ValueError(f"experts on the host are planned without {' and '.join(excluded)}")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_devices(self) -> Serving:
+        if "shared" not in self.modes:
+            return self
+        if self.engine == "meshwright":
+            raise ValueError("mode shared: our own engine has one stream of steps (--engine vllm, sglang or trtllm)")
+        if self.speculate is not None or self.nano_batches or self.experts_on_host is not None:
+            raise ValueError(
+                "mode shared: steps of phases that share devices are planned without --speculate, --nano-batches and "
+                "--experts-on-host"
+            )
+        if self.modes == ("shared",) and self.scheduler is not None:
+            raise ValueError(
+                f"mode shared: --scheduler {self.scheduler} says what a step serves of both phases, which have steps of their own"
+            )
         return self
 
     @property

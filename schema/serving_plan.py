@@ -95,6 +95,8 @@ class PoolEstimate(Frozen):
         cache_bytes: of one device; cache_use: share of it that holds keys and values of requests in flight, on average.
         weight_bytes, free_bytes: of the fullest device; free: neither weights, cache nor workspace.
         utilisation: share of the time that an instance steps.
+        prefill_step_s, prefill_utilisation: of steps with prompts where they have their own; decode_rows, step_s, its parts and
+            utilisation are of the others then.
         largest_requests_per_s: of one instance within the limits, by the steady state.
         split: where feed-forward parts are on devices of their own; then the other figures are of attention devices.
     """
@@ -110,6 +112,8 @@ class PoolEstimate(Frozen):
     weight_bytes: NonNegativeInt
     free_bytes: int = 0
     utilisation: NonNegativeFloat
+    prefill_step_s: PositiveFloat | None = None
+    prefill_utilisation: NonNegativeFloat | None = None
     largest_requests_per_s: PositiveFloat
     split: SplitUse | None = None
 
@@ -252,9 +256,7 @@ class ServingPlan(Plan):
     @property
     def mode(self) -> ServingMode:
         """Return how it is deployed."""
-        if self.pools[-1].layout.ffn_devices:
-            return "afd"
-        return "agg" if self.pools[0].role == "agg" else "disagg"
+        return mode_of(self.pools)
 
     @property
     def num_devices(self) -> int:
@@ -279,11 +281,21 @@ class ServingPlan(Plan):
         }
 
 
+def mode_of(pools: tuple[Pool, ...]) -> ServingMode:
+    """Return how pools are deployed."""
+    if pools[-1].layout.ffn_devices:
+        return "afd"
+    if pools[0].role != "agg":
+        return "disagg"
+    return "agg" if pools[0].prefill_eighths is None else "shared"
+
+
 def pools_title(pools: tuple[Pool, ...]) -> str:
-    """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``."""
+    """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``, ``3 x shared 3/8 tp=2``."""
     are_unlike = len({device for pool in pools for device in (pool.device, pool.ffn_device) if device}) > 1
     return " + ".join(
-        f"{pool.replicas} x {'' if pool.role == 'agg' else pool.role + ' '}{layout_title(pool.layout)}"
+        f"{pool.replicas} x {'' if pool.role == 'agg' else pool.role + ' '}{share_title(pool.prefill_eighths)}"
+        + layout_title(pool.layout)
         + experts_title(pool.experts_on_host)
         + ("" if pool.micro_batches is None else f",micro_batches={pool.micro_batches}")
         + (f" on {devices_title(pool)}" if are_unlike else "")
@@ -294,6 +306,11 @@ def pools_title(pools: tuple[Pool, ...]) -> str:
 def devices_title(pool: Pool) -> str:
     """Return the devices of a pool: of attention and of feed-forward parts where they are unlike."""
     return pool.device if pool.ffn_device is None else f"{pool.device} and {pool.ffn_device}"
+
+
+def share_title(prefill_eighths: int | None) -> str:
+    """Return the share of prompts before a layout: ``shared 3/8``; nothing where phases have the same steps."""
+    return "" if prefill_eighths is None else f"shared {prefill_eighths}/8 "
 
 
 def layout_title(layout: object) -> str:

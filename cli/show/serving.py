@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...schema.host_experts import experts_title
-from ...schema.serving_plan import devices_title, layout_title
+from ...schema.serving_plan import devices_title, layout_title, share_title
 from ...schema.units import counted, format_bytes, format_percent, format_seconds
 from ..markup import plain
 from ..terminal import Table, add_notes, add_search, figures_table, headed_table, model_title
@@ -83,12 +83,8 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
     table.add_section()
     name = {"agg": "instances", "prefill": "prefill", "decode": "decode"}[pool.role]
     limits = pool.limits
-    table.add_row(
-        f"[bold]{name}",
-        f"[bold]{pool.replicas}",
-        "",
-        f"[bold]{layout_title(pool.layout)}[/] on {plain(devices_title(pool))}",
-    )
+    layout = share_title(pool.prefill_eighths) + layout_title(pool.layout)
+    table.add_row(f"[bold]{name}", f"[bold]{pool.replicas}", "", f"[bold]{layout}[/] on {plain(devices_title(pool))}")
     chunk = "" if limits.chunk is None else f", chunks of {limits.chunk:,}"
     steps = f"{limits.max_batch} requests, {limits.max_batched_tokens:,} tokens a step{chunk}"
     words = f"{steps}; {pool.weights} weights, {pool.cache} cache"
@@ -111,8 +107,17 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
     usage = f"of {format_bytes(cost.cache_bytes)} a device hold keys and values of requests"
     cache = f"{usage}; weights {format_bytes(cost.weight_bytes)}"
     table.add_row("  cache", format_percent(cost.cache_use, 0), "", cache)
-    rows = f"{cost.decode_rows:.3g} rows decode, {cost.prefill_tokens:.4g} tokens of prompts"
-    table.add_row("  step", format_seconds(cost.step_s), format_percent(cost.utilisation, 0), f"busy; {rows}")
+    rows, prompts = f"{cost.decode_rows:.3g} rows decode", f"{cost.prefill_tokens:.4g} tokens of prompts"
+    if cost.prefill_utilisation is None:
+        table.add_row(
+            "  step", format_seconds(cost.step_s), format_percent(cost.utilisation, 0), f"busy; {rows}, {prompts}"
+        )
+    else:
+        step_s, busy = format_seconds(cost.prefill_step_s or 0.0), format_percent(cost.prefill_utilisation, 0)
+        table.add_row("  prefill step", step_s, busy, f"busy; {prompts}")
+        table.add_row(
+            "  decode step", format_seconds(cost.step_s), format_percent(cost.utilisation, 0), f"busy; {rows}"
+        )
     total = sum(cost.step_parts_s.values())
     for part, seconds in sorted(cost.step_parts_s.items(), key=lambda entry: -entry[1]):
         if seconds > 0.01 * total:

@@ -32,12 +32,18 @@ _TILE_ROWS = 16
 
 
 class KernelDevice(NamedTuple):
-    """The data sheet: bytes/s, dense FLOP/s of the operands' type, processors, bytes of cache. Floats or arrays [N]."""
+    """The data sheet: bytes/s, dense FLOP/s of the operands' type, processors, bytes of cache. Floats or arrays [N].
+
+    Attributes:
+        bandwidth_part, compute_part: of both rates, what a kernel has that shares the device; the residual is the entire one's.
+    """
 
     bytes_per_s: FloatArray | float
     flops_per_s: FloatArray | float
     processors: FloatArray | float
     cache_bytes: FloatArray | float
+    bandwidth_part: float = 1.0
+    compute_part: float = 1.0
 
 
 class DecodeShape(NamedTuple):
@@ -104,19 +110,20 @@ def expert_terms(shape: ExpertShape, device: KernelDevice) -> tuple[FloatArray, 
     return traffic / device.bytes_per_s, 2 * np.maximum(tiled, shape.rows) * of_expert / device.flops_per_s
 
 
-def _roofline(launch_s: float, traffic_s: FloatArray, compute_s: FloatArray) -> FloatArray:
-    memory, compute = traffic_s / _MEMORY_EFFICIENCY, compute_s / _COMPUTE_EFFICIENCY
+def _roofline(launch_s: float, traffic_s: FloatArray, compute_s: FloatArray, device: KernelDevice) -> FloatArray:
+    memory = traffic_s / (_MEMORY_EFFICIENCY * device.bandwidth_part)
+    compute = compute_s / (_COMPUTE_EFFICIENCY * device.compute_part)
     return np.asarray(launch_s + (memory**_SHARPNESS + compute**_SHARPNESS) ** (1 / _SHARPNESS))
 
 
 def decode_roofline_s(shape: DecodeShape, device: KernelDevice) -> FloatArray:
     """Return the seconds [N] without residual."""
-    return _roofline(_ATTENTION_LAUNCH_S, *decode_terms(shape, device))
+    return _roofline(_ATTENTION_LAUNCH_S, *decode_terms(shape, device), device)
 
 
 def expert_roofline_s(shape: ExpertShape, device: KernelDevice) -> FloatArray:
     """Return the seconds [N] without residual."""
-    return _roofline(_EXPERTS_LAUNCH_S, *expert_terms(shape, device))
+    return _roofline(_EXPERTS_LAUNCH_S, *expert_terms(shape, device), device)
 
 
 def decode_features(shape: DecodeShape, device: KernelDevice) -> dict[str, FloatArray]:

@@ -21,6 +21,7 @@ import numpy as np
 from ...schema.units import FloatArray
 from .instance_model import InstanceModel
 from .mix import Mix
+from .shares import min_cycle_s
 
 WAYS = 24
 """Tokens of prompts in a step that are tried, from the fewest to the most."""
@@ -65,6 +66,9 @@ def fluid_steps(
     x = np.asarray(per_step, dtype=np.float64)
     per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     rows = np.maximum(x * mix.decode_steps, 1.0) if mix.decode_steps else 0 * x
+    if instance.sharing is not None:
+        cycle_s, seen_s = min_cycle_s(instance, mix, x)
+        return FluidSteps(cycle_s[None, :], seen_s[None, :], rows[None, :])
     if not mix.new_tokens:
         seconds = instance.pass_s(rows, rows * per_row)[None, :]
         return FluidSteps(seconds, seconds, rows[None, :])

@@ -20,7 +20,7 @@ from ...schema.units import FloatArray
 from .engine import EngineProfile
 from .step_table import EngineTable
 
-_MAX_STRETCH = 4096
+MAX_STRETCH = 4096
 _RESERVED_STRETCH = 64
 """Steps after which a queue is looked at again where the reserve shrinks with every token."""
 
@@ -182,21 +182,24 @@ class Rank:
             return False
         any_preempted = False
         while self.phases[self.clock % self.size] > self.free:
-            request = self.order.pop()
-            if request in self.end_of:
-                self.states.made[request] = self.states.output[request] - (self.end_of[request] - self.clock)
-                self._leave(request)
-            else:
-                idx = next((i for i, entry in enumerate(self.prompts) if entry[0] == request), None)
-                if idx is None:
-                    continue  # ended long ago
-                del self.prompts[idx]
-                self.free += self.blocks_of.pop(request)
-            self.states.preemptions[request] += 1
-            self.states.has_cache[request] = False
-            self.waiting.appendleft(request)
-            any_preempted = True
+            any_preempted |= self._preempt(self.order.pop())
         return any_preempted
+
+    def _preempt(self, request: int) -> bool:
+        """Take the cache of a request; return False where it ended long ago."""
+        if request in self.end_of:
+            self.states.made[request] = self.states.output[request] - (self.end_of[request] - self.clock)
+            self._leave(request)
+        else:
+            idx = next((i for i, entry in enumerate(self.prompts) if entry[0] == request), None)
+            if idx is None:
+                return False
+            del self.prompts[idx]
+            self.free += self.blocks_of.pop(request)
+        self.states.preemptions[request] += 1
+        self.states.has_cache[request] = False
+        self.waiting.appendleft(request)
+        return True
 
     def steps_to_change(self) -> int:
         """Return how many steps decode as this one: until a request ends or the cache is full."""
@@ -262,6 +265,7 @@ class InstanceUse:
     """What an engine instance did: integrals over time, to be divided by the duration.
 
     Attributes:
+        steps, busy_s: where prompts run at once with rows that decode, of those alone; prompt_steps, prompt_busy_s: of prompts.
         max_rows, max_tokens: requests that ran at once and tokens of a step, of one attention rank.
     """
 
@@ -277,6 +281,8 @@ class InstanceUse:
     max_cache: float = 0.0
     max_rows: int = 0
     max_tokens: int = 0
+    prompt_steps: int = 0
+    prompt_busy_s: float = 0.0
 
 
 class Instance:
@@ -317,7 +323,7 @@ class Instance:
         use, passed = self.use, now_s - self.since_s
         running, waiting, taken = 0, 0, 0
         for rank in self.ranks:
-            running, waiting = running + len(rank.prompts) + rank.num, waiting + rank.coming + len(rank.waiting)
+            running, waiting = running + rank.running, waiting + rank.coming + len(rank.waiting)
             taken += self.blocks - rank.free
         cache = taken / (self.blocks * len(self.ranks))
         use.running_s += running * passed
@@ -371,7 +377,7 @@ class Instance:
         if not decoding:
             self.steps = 0
             return False
-        steps = min(_MAX_STRETCH, *(rank.steps_to_change() for rank in decoding))
+        steps = min(MAX_STRETCH, *(rank.steps_to_change() for rank in decoding))
         fullest = max(decoding, key=lambda rank: rank.cached)
         mean = sum(rank.num for rank in decoding) / len(self.ranks)
         if self.inbox:

@@ -59,6 +59,18 @@ class Host:
         return seconds + self.draft_row_s * np.asarray(rows)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sharing:
+    """Prompts that run at once with rows that decode, in steps of their own on a part of the same devices (shares.py).
+
+    Attributes:
+        prefill: what those steps cost; shared: seconds of steps of both phases on what they draw on together.
+    """
+
+    prefill: Steps
+    shared: tuple[Steps, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class InstanceModel:
     """An engine instance as the steady state sees it; limits and cache are of one lane.
@@ -71,6 +83,7 @@ class InstanceModel:
         reserves_output: a request has the cache of its last token from its first one.
         tokens_per_step: of a row, where drafts are checked (speculation.py): seconds below are those between two tokens.
         fetch_s_per_token: of a prefix that is copied from the host, for which the requests of a lane wait in turn.
+        sharing: prompts have steps of their own at the same time; else they share those of ``steps``.
         others: instances of which the quickest is taken for each step, in a bound on all of them.
     """
 
@@ -85,7 +98,13 @@ class InstanceModel:
     reserves_output: bool = False
     tokens_per_step: float = 1.0
     fetch_s_per_token: float = 0.0
+    sharing: Sharing | None = None
     others: tuple[InstanceModel, ...] = ()
+
+    @property
+    def prompts_apart(self) -> bool:
+        """Return whether rows that decode take nothing of a step's tokens from prompts."""
+        return self.prefill_first or self.sharing is not None
 
     def pass_s(self, rows: Any, cached: Any, tokens: Any = 0.0, context: Any = 0.0, prompts: Any = 0.0) -> FloatArray:
         """Return the seconds between two steps of the same lane, if all steps are alike."""
@@ -103,6 +122,10 @@ class InstanceModel:
 
     def prompt_s(self, rows: Any, cached: Any, tokens: Any, context: Any, prompts: Any) -> FloatArray:
         """Return the seconds of a step with tokens of prompts, beside rows that decode where they may."""
+        if self.sharing is not None:
+            none = 0.0 * np.asarray(tokens)
+            seconds = self.sharing.prefill.seconds(none, none, tokens, context, prompts=prompts)
+            return self.host.with_step(seconds, none, tokens, prompts)
         if self.prefill_first:
             return self.pass_s(0.0 * np.asarray(rows), 0.0, tokens, context, prompts)
         return self.pass_s(rows, cached, tokens, context, prompts)

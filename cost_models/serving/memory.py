@@ -59,9 +59,12 @@ class ServingMemory:
 
 def serving_memory(
     step: StepCosts, profile: EngineProfile, *, request_len: float, max_batch: int | None = None,
-    max_batched_tokens: int | None = None,
+    max_batched_tokens: int | None = None, processes: int = 1,
 ) -> ServingMemory:  # fmt: skip
-    """Return the memory of an engine instance for requests of ``request_len`` tokens, under the engine's limits or these."""
+    """Return the memory of an engine instance for requests of ``request_len`` tokens, under the engine's limits or these.
+
+    ``processes``: on each device, with a context each; weights and cache are there once.
+    """
     instance = step.instance
     device_bytes = float(instance.cluster.weakest_device.memory_bytes)
     limits = profile.limits(
@@ -74,7 +77,7 @@ def serving_memory(
     workspace += min(limits.max_batch, limits.max_batched_tokens) * instance.model.vocab_size / instance.layout.tp * 4
     graphs = GRAPH_BYTES * len(limits.graph_sizes)
     is_host = instance.cluster.weakest_device.backend.is_host
-    context = 0.0 if is_host else CONTEXT_BYTES + COLLECTIVES_BYTES * (instance.layout.num_devices > 1)
+    context = 0.0 if is_host else processes * (CONTEXT_BYTES + COLLECTIVES_BYTES * (instance.layout.num_devices > 1))
     phi = profile.memory.fraction
     if profile.memory.of_free:
         cache = phi * (device_bytes - step.weight_bytes - workspace - context - graphs)

@@ -35,6 +35,7 @@ from ..layer.operators import Elementwise, Gemm, Layer, Operator, OperatorRules,
 from ..learned.serving_kernels import ExpertShape, reached_fraction
 from .adapters import adapters_bytes, adapters_s, changes
 from .communication import all_reduce_s, group_s, to_experts_s
+from .device_part import ENTIRE, DevicePart
 from .products import Products, plain_precision
 from .tables import ROWS
 
@@ -55,7 +56,11 @@ PARTS = ("products", "experts", "communication")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Instance:
-    """One engine instance: model, machine, layout, types, adapters. ``experts``: the type of experts' weights."""
+    """One engine instance: model, machine, layout, types, adapters.
+
+    Attributes:
+        experts: type of experts' weights; part: of each device that its kernels have.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
@@ -65,6 +70,7 @@ class Instance:
     cache: CacheDtype
     coefficients: Coefficients
     adapters: Adapters | None = None
+    part: DevicePart = ENTIRE
 
     @cached_property
     def scenario(self) -> Scenario:
@@ -77,13 +83,13 @@ class Instance:
 
     @cached_property
     def rates(self) -> DeviceRates:
-        """Return the rates of the device."""
-        return device_rates(self.scenario)
+        """Return the rates of the device, or of its part."""
+        return self.part.rates(device_rates(self.scenario))
 
     @cached_property
     def products(self) -> Products:
         """Return the products of the device."""
-        return Products.of(self.cluster, self.rates, self.weights, self.coefficients)
+        return Products.of(self.cluster, self.rates, self.weights, self.coefficients, self.part)
 
     @property
     def plain_dtype(self) -> WeightDtype:

@@ -22,6 +22,7 @@ from ..hardware.compute import DeviceRates
 from ..hardware.machine import gemm_rates, peak_flops_per_s
 from ..learned.kernels import GemmRates, gemm_seconds
 from ..learned.serving_kernels import ExpertShape, KernelDevice, experts_s
+from .device_part import ENTIRE, DevicePart
 
 _UNITS: dict[str, str] = {"fp8": "fp8", "nvfp4": "fp4", "mxfp4": "fp4"}
 """Matrix units that take weights of a type; types that are missing are dequantised to 16 bits."""
@@ -43,6 +44,7 @@ class Products:
         faster: peak of a type over that of 16 bits; reached: the part of that which products of many rows have.
         casts: types that inputs are cast to; peak_flops_per_s: of 16 bits.
         c: coefficients of section ``serving``.
+        part: of the device that products have; ``rates`` are of it.
     """
 
     plain: GemmRates | None
@@ -53,10 +55,18 @@ class Products:
     peak_flops_per_s: float
     c: Mapping[str, Any]
     reached: float = 1.0
+    part: DevicePart = ENTIRE
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, rates: DeviceRates, weights: WeightDtype, coefficients: Coefficients) -> Products:
-        """Return the products of the cluster's weakest device."""
+    def of(
+        cls,
+        cluster: ClusterSpec,
+        rates: DeviceRates,
+        weights: WeightDtype,
+        coefficients: Coefficients,
+        part: DevicePart = ENTIRE,
+    ) -> Products:
+        """Return the products of the cluster's weakest device, or of a part of it."""
         device, precision = cluster.weakest_device, plain_precision(cluster.weakest_device, weights)
         element_bytes = 4.0 if precision == "fp32" else 2.0
         if device.backend.is_host:
@@ -73,7 +83,7 @@ class Products:
         faster |= {name: slower for name in ("int4", "int8", "mxfp4", "nvfp4", "fp8") if name not in faster}
         return cls(
             plain, rates, element_bytes, faster, casts, peak * cluster.calibration.products, coefficients["serving"],
-            reached=coefficients["serving"]["narrow_peak"].get(device.architecture, 1.0),
+            reached=coefficients["serving"]["narrow_peak"].get(device.architecture, 1.0), part=part,
         )  # fmt: skip
 
     def seconds(self, rows: FloatArray, n: FloatArray, k: FloatArray, dtype: WeightDtype) -> FloatArray:
@@ -89,7 +99,7 @@ class Products:
             fit = fit._replace(memory_efficiency=fit.memory_efficiency * self.c["low_memory_ratio"])
             sheet = sheet._replace(peak_flops_per_s=sheet.peak_flops_per_s * ratio)
             rates = rates._replace(coefficients=fit, hardware=sheet, element_bytes=BYTES_OF[dtype])
-        seconds = gemm_seconds(rows, n, k, rates)
+        seconds = gemm_seconds(rows, n, k, self.part.gemm_rates(rates))
         if dtype not in self.casts:
             return seconds
         return np.asarray(
@@ -115,4 +125,7 @@ class Products:
         assert self.plain is not None
         sheet = self.plain.hardware
         peak = self.peak_flops_per_s * (self.faster.get(dtype, 1.0) if dtype else 1.0)
-        return KernelDevice(sheet.memory_bandwidth_bytes_per_s, peak, sheet.num_processors, sheet.cache_bytes)
+        return KernelDevice(
+            sheet.memory_bandwidth_bytes_per_s, peak, sheet.num_processors, sheet.cache_bytes,
+            bandwidth_part=self.part.bandwidth, compute_part=self.part.compute,
+        )  # fmt: skip

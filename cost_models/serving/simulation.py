@@ -26,6 +26,8 @@ from ...schema.units import FloatArray, IntArray
 from .dispatch import step_kernels
 from .engine import EngineProfile
 from .instance import Instance, InstanceUse, RequestStates
+from .shared_instance import SharedInstance, SharedTables
+from .shares import SharedSteps
 from .step import StepCosts
 from .step_table import EngineTable, StepParts, table_of
 
@@ -67,6 +69,7 @@ class EnginePool:
         limits: of an attention rank; ranks: attention ranks of an instance; lanes: pipeline stages, each with steps of its own.
         prefixes: where those of requests lie; on the device the limits' cache is what they leave of it.
         fetch_s_per_token: of one that is copied from the host.
+        shared: tables of prompts that run at once with rows that decode, whose steps ``table`` has; None: they share steps.
     """
 
     table: EngineTable
@@ -77,16 +80,19 @@ class EnginePool:
     lanes: int = 1
     prefixes: PrefixTier = "device"
     fetch_s_per_token: float = 0.0
+    shared: SharedTables | None = None
 
     @classmethod
     def of(
-        cls, step: StepParts, profile: EngineProfile, limits: EngineLimits, *, replicas: int = 1, ranks: int = 1, lanes: int = 1,
-        num_kernels: int | None = None, prefixes: PrefixTier = "device", fetch_s_per_token: float = 0.0,
+        cls, step: StepParts | SharedSteps, profile: EngineProfile, limits: EngineLimits, *, replicas: int = 1, ranks: int = 1,
+        lanes: int = 1, num_kernels: int | None = None, prefixes: PrefixTier = "device", fetch_s_per_token: float = 0.0,
     ) -> EnginePool:  # fmt: skip
         """Return the pool of an engine's costs; lanes share the cache, the batch and the link to the host of an instance.
 
         ``num_kernels``: of a step that no graph holds; None: those of the model (`step_kernels`).
         """
+        both = step if isinstance(step, SharedSteps) else None
+        step = step.decode if isinstance(step, SharedSteps) else step
         if num_kernels is None:
             of = step.instance if isinstance(step, StepCosts) else None
             num_kernels = step_kernels(of.model, of.weights, of.experts) if of else 0
@@ -97,7 +103,8 @@ class EnginePool:
                 max_batch=max(limits.max_batch // lanes, 1), cache_blocks=max(limits.cache_blocks // lanes, 1)
             )
         table = table_of(step, profile, limits, num_kernels=num_kernels)
-        return cls(table, profile, limits, replicas, ranks, lanes, prefixes, lanes * fetch_s_per_token)
+        shared = None if both is None else SharedTables.of(both, profile, limits, num_kernels=num_kernels)
+        return cls(table, profile, limits, replicas, ranks, lanes, prefixes, lanes * fetch_s_per_token, shared)
 
 
 @dataclass(frozen=True)
@@ -177,18 +184,7 @@ class _Simulation:
         for idx, pool in enumerate(pools):
             _check_cache(pool, requests, decodes=idx == len(pools) - 1)
         self.instances = [
-            [
-                Instance(
-                    pool.table,
-                    pool.profile,
-                    pool.limits,
-                    self.states,
-                    ranks=pool.ranks,
-                    hands_over=idx < len(pools) - 1,
-                    prefixes=pool.prefixes,
-                )
-                for _ in range(pool.replicas * pool.lanes)
-            ]
+            [_instance(pool, self.states, hands_over=idx < len(pools) - 1) for _ in range(pool.replicas * pool.lanes)]
             for idx, pool in enumerate(pools)
         ]
         self.turns = [0] * len(pools)
@@ -293,6 +289,14 @@ class _Simulation:
             duration_s=duration,
             mean_in_flight=integral / duration if duration else 0.0,
         )
+
+
+def _instance(pool: EnginePool, states: RequestStates, *, hands_over: bool) -> Instance:
+    """Return an instance of a pool, idle."""
+    settings = pool.table, pool.profile, pool.limits, states
+    if pool.shared is not None:
+        return SharedInstance(*settings, ranks=pool.ranks, shared=pool.shared, prefixes=pool.prefixes)
+    return Instance(*settings, ranks=pool.ranks, hands_over=hands_over, prefixes=pool.prefixes)
 
 
 def _check_cache(pool: EnginePool, requests: RequestTable, *, decodes: bool) -> None:

@@ -34,6 +34,7 @@ from ...schema.units import FloatArray
 from .fluid import chunks, fluid_steps, smallest_part
 from .instance_model import InstanceModel
 from .mix import Mix
+from .shares import mean_cycle_s, min_cycle_s, slow_down
 
 POINTS = 48
 """Points of a curve; the largest rate is looked for between two of them with as many again, twice."""
@@ -54,6 +55,7 @@ class OperatingPoints:
         rows, prompt_tokens, cached_tokens: of a mean step; step_s: between two tokens of a request.
         service_s: of the first token of each class [X, W], from the end of waiting.
         load: share of the prompts' capacity that is used; wait_s: mean seconds before a prompt's first chunk.
+        waits_for_step: a prompt begins when the step under way ends; else at once, beside it.
     """
 
     mix: Mix
@@ -69,12 +71,17 @@ class OperatingPoints:
     load: FloatArray
     wait_s: FloatArray
     transfer_s: FloatArray
+    waits_for_step: bool = True
 
     @property
     def ttft_s(self) -> FloatArray:
         """Return the mean seconds to the first token."""
-        residual = 0.0 if self.fluid else self.step_s / 2 * (self.rows > 0)
-        return self.wait_s + residual + self.service_s @ self.mix.share + self.transfer_s @ self.mix.share
+        return self.wait_s + self._residual_s + self.service_s @ self.mix.share + self.transfer_s @ self.mix.share
+
+    @property
+    def _residual_s(self) -> FloatArray:
+        waits = not self.fluid and self.waits_for_step
+        return np.asarray(self.step_s / 2 * (self.rows > 0) if waits else 0.0 * self.step_s)
 
     def quantile_s(self, metric: str, quantile: float) -> FloatArray:
         """Return the seconds of a metric at a quantile of the requests."""
@@ -83,8 +90,7 @@ class OperatingPoints:
         decode_s = 0.0 * self.service_s
         if metric == "e2e":
             decode_s = self.step_s[:, None] * (self.mix.output_len - 1)
-        residual = 0.0 if self.fluid else (self.step_s / 2 * (self.rows > 0))[:, None]
-        known = self.service_s + residual + self.transfer_s + decode_s
+        known = self.service_s + self._residual_s[:, None] + self.transfer_s + decode_s
         waits = np.clip(self.load, 0, 1)
         scale = np.where(waits > 0, self.wait_s / np.maximum(waits, 1e-12), 0.0)
         if known.shape[1] == 1:
@@ -120,12 +126,12 @@ def _normal(quantile: float) -> float:
 
 def largest_per_step(instance: InstanceModel, mix: Mix) -> float:
     """Return the requests a step that (S6) allows."""
-    needs = mix.new_tokens if instance.prefill_first else mix.decode_steps + mix.new_tokens
+    needs = mix.new_tokens if instance.prompts_apart else mix.decode_steps + mix.new_tokens
     by_rows = instance.max_batch / mix.decode_steps if mix.decode_steps else np.inf
     cache_need = mix.occupied_steps(reserves_output=instance.reserves_output)
     by_cache = instance.cache_tokens / cache_need if cache_need else np.inf
     by_tokens = instance.max_batched_tokens / needs if needs else np.inf
-    if instance.prefill_first:  # as many steps of prompts as it takes
+    if instance.prompts_apart:  # as many steps of prompts as it takes
         by_tokens = np.inf if np.isfinite(min(by_rows, by_cache)) else by_tokens
     return float(min(by_tokens, by_rows, by_cache))
 
@@ -136,25 +142,29 @@ def operating_points(
     """Return points of an aggregated instance, or of one that only decodes where the mix has no prompts to compute."""
     x = np.asarray(per_step, dtype=np.float64)
     rows, cached, tokens = x * mix.decode_steps, x * mix.cached_steps, x * mix.new_tokens
-    if fluid:
-        seconds = slow_s = fluid_steps(instance, mix, x).step_s.min(axis=0)
+    if fluid and instance.sharing is not None:
+        cycle_s, seconds = min_cycle_s(instance, mix, x)
+        slow_s = seconds
+    elif fluid:
+        cycle_s = seconds = slow_s = fluid_steps(instance, mix, x).step_s.min(axis=0)
     else:
         seen = np.minimum(rows + 1, max(instance.max_batch, 1.0)) if mix.decode_steps else rows
-        seconds = slow_s = _mean_step_s(instance, mix, x, seen)
+        cycle_s = seconds = slow_s = _mean_step_s(instance, mix, x, seen)
         if mix.decode_steps:
             lively = mix.arrival_cv**2
             slow_rows = np.minimum(seen + np.sqrt(2 / 3 * lively * rows), np.maximum(instance.max_batch, seen))
             more = 1 + np.sqrt((lively + mix.prompt_scv) / np.maximum(rows, 1.0))
             slow_s = _mean_step_s(instance, mix, x, slow_rows, more)
-    rate = x / seconds
-    capacity = _prompts_per_s(instance, mix, rows, cached)
+    rate = x / cycle_s
+    longer = 1.0 if fluid or instance.sharing is None else slow_down(instance, mix, rows, cached)
+    capacity = _prompts_per_s(instance, mix, rows, cached) / longer
     load = np.minimum(rate / capacity, 1.0)
     return OperatingPoints(
         mix=mix, fluid=fluid, per_step=x, requests_per_s=rate * instance.lanes, rows=rows, prompt_tokens=tokens,
         cached_tokens=cached, step_s=seconds, slow_step_s=np.maximum(slow_s, seconds),
-        service_s=first_token_s(instance, mix, rows, cached, fluid=fluid), load=load,
+        service_s=first_token_s(instance, mix, rows, cached, fluid=fluid, longer=longer), load=load,
         wait_s=0 * x if fluid else _wait_s(mix, load, capacity, replicas) + _slot_wait_s(instance, mix, rows, seconds, replicas),
-        transfer_s=np.zeros((len(x), len(mix.share))),
+        transfer_s=np.zeros((len(x), len(mix.share))), waits_for_step=instance.sharing is None,
     )  # fmt: skip
 
 
@@ -163,6 +173,8 @@ def _mean_step_s(instance: InstanceModel, mix: Mix, x: FloatArray, rows: FloatAr
     per_row = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     if not mix.new_tokens:
         return instance.pass_s(rows, rows * per_row)
+    if instance.sharing is not None:
+        return mean_cycle_s(instance, mix, x, rows, more)
     part = np.maximum(-np.expm1(-more * x * chunks(instance, mix)), smallest_part(instance, x, mix, rows, more))
     part = part if instance.prefill_first else np.minimum(part, 1.0)
     return instance.step_s(rows, rows * per_row, more * x * mix.new_tokens, mix.mean_context, more * x, part)
@@ -226,7 +238,7 @@ def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: 
     if not mix.new_tokens:
         return np.full(rows.shape, np.inf)
     room = np.full(rows.shape, instance.max_batched_tokens)
-    room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
+    room = room if instance.prompts_apart else np.maximum(room - rows, 1.0)
     # Fewer prompts a step may be quicker for each of them than as many as it takes.
     tokens = np.minimum(np.array([1.0, 2.0, 4.0, np.inf])[:, None] * mix.new_tokens, room)
     prompts = tokens / mix.new_tokens
@@ -234,13 +246,23 @@ def _prompts_per_s(instance: InstanceModel, mix: Mix, rows: FloatArray, cached: 
 
 
 def first_token_s(
-    instance: InstanceModel, mix: Mix, rows: FloatArray, cached: FloatArray, *, fluid: bool
+    instance: InstanceModel,
+    mix: Mix,
+    rows: FloatArray,
+    cached: FloatArray,
+    *,
+    fluid: bool,
+    longer: FloatArray | float = 1.0,
 ) -> FloatArray:
-    """Return the seconds [X, W] of the chunks of one prompt beside the rows that decode (S9), and of the host before."""
+    """Return the seconds [X, W] of the chunks of one prompt beside the rows that decode (S9), and of the host before.
+
+    Args:
+        longer: times that a chunk takes while another phase runs on the same devices (D1), [X].
+    """
     if not mix.new_tokens:
         return np.zeros((len(rows), len(mix.share)))
     room = np.full(rows.shape, instance.max_batched_tokens)
-    room = room if instance.prefill_first else np.maximum(room - rows, 1.0)
+    room = room if instance.prompts_apart else np.maximum(room - rows, 1.0)
     room = room if fluid else np.minimum(room, instance.chunk)
     room, new = room[:, None], mix.new_len[None, :]
     full_chunks = np.ceil(new / room) - 1
@@ -249,7 +271,7 @@ def first_token_s(
     chunk_s = instance.prompt_s(*sides, room + 0 * new, context, 0 * new) if np.any(full_chunks) else last_s
     of_host = instance.host.request_s + instance.host.token_s * mix.prompt_len
     of_host = of_host + instance.fetch_s_per_token * mix.fetched_len
-    return np.asarray(full_chunks * chunk_s + last_s + of_host)
+    return np.asarray((full_chunks * chunk_s + last_s) * np.reshape(longer, (-1, 1)) + of_host)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from ..hardware.collectives import p2p_s
 from ..hardware.node_links import Hops
 from ..layer.operators import Layer
 from .attention import AttentionHeads, decode_s, index_bytes, index_s, prompt_s, state_element_bytes, state_s
+from .device_part import ENTIRE, DevicePart
 from .operators import PARTS, Instance, row_costs, weight_bytes
 from .tables import ROWS, Plane, over_rows
 
@@ -90,13 +91,15 @@ class StepCosts:
         known: dict[Any, Any] | None = None,
         queries: int = 1,
         adapters: Adapters | None = None,
+        part: DevicePart = ENTIRE,
     ) -> StepCosts:
         """Return the costs of an engine instance.
 
         Args:
             experts: the type of experts' weights; None: as the others.
             adapters: that requests name, all in memory.
-            known: attention by kind and tp, which layouts of the same model, devices and types share: filled here.
+            part: of the devices that the steps have.
+            known: attention by kind, tp and part, which layouts of the same model, devices and types share: filled here.
 
         Raises:
             ConfigError: the layout does not fit the model, or the model was traced from code.
@@ -104,13 +107,13 @@ class StepCosts:
         require_serveable(model, layout)
         instance = Instance(
             model=model, cluster=cluster, layout=layout, weights=weights, experts=experts or weights, cache=cache,
-            coefficients=coefficients or packaged_coefficients(), adapters=adapters,
+            coefficients=coefficients or packaged_coefficients(), adapters=adapters, part=part,
         )  # fmt: skip
         counts = counted_stages(model, layout.pp)
         costs = {layer: row_costs(instance, layer) for stage in counts for layer in stage}
         planes, known = dict[Layer, Any](), {} if known is None else known
         for layer in (layer for layer in costs if isinstance(layer, Block)):
-            key = (layer.attention, layout.tp)
+            key = (layer.attention, layout.tp, part)
             if (key, queries) not in known:
                 known[key, queries] = decoding_plane(instance, layer, queries)
             if key not in known:

@@ -194,6 +194,19 @@ def no_experts_on_host(engine: str) -> Limit:
     )
 
 
+def no_shares(why: str) -> Limit:
+    """Return the limit of an engine whose phases do not share devices as a plan has it."""
+    return pool_limit(
+        "no_shares",
+        lambda pool: (
+            f"prompts on {pool.prefill_eighths}/8 of the multiprocessors while rows decode on the others: {why}"
+            if pool.prefill_eighths is not None
+            else ""
+        ),
+        "plan with --modes agg,disagg",
+    )
+
+
 def drafter(pool: Pool) -> str | None:
     """Return what an engine loads to draft tokens; None where the model does it."""
     drafting = pool.speculate

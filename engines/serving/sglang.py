@@ -39,6 +39,7 @@ from .deployment import (
     longest_request,
     meeting_port,
     no_adapters,
+    no_shares,
     pool_limit,
     router_script,
     serve_script,
@@ -214,6 +215,11 @@ LIMITS = (
         lambda p: not any(pool.experts_on_host and spans_nodes(p, pool) for pool in p.pools),
         lambda _: "experts on the hosts of an instance on several nodes: the first one's processors alone compute",
         "plan with --fix tp=N within a node",
+    ),
+    # --enable-pdmux: srt/multiplex/multiplexing_mixin.py
+    no_shares(
+        "SGLang's --enable-pdmux gives a phase that runs by itself the entire device, shares it by the rows that decode, and "
+        "cuts prompts between layers: other steps than the plan's"
     ),
 )
 

@@ -30,6 +30,7 @@ from .deployment import (
     no_adapters,
     no_experts_on_host,
     no_prefixes_on,
+    no_shares,
     pool_limit,
     serve_script,
     title,
@@ -42,6 +43,7 @@ DISAGGREGATED = "disaggregated.yaml"
 CACHES = {"bf16": "auto", "fp16": "auto", "fp8": "fp8", "fp32": "auto"}
 
 LIMITS = (
+    no_shares("TensorRT-LLM runs both phases in one step"),
     no_adapters("trtllm"),
     no_experts_on_host("trtllm"),
     no_prefixes_on("storage", "export to sglang"),

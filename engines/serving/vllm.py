@@ -32,6 +32,7 @@ from .deployment import (
     meeting_port,
     no_experts_on_host,
     no_prefixes_on,
+    no_shares,
     pool_limit,
     router_script,
     serve_script,
@@ -52,6 +53,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that the server takes (vllm/config/lora.py, MaxLoRARanks); adapters of a lower one are padded."""
 
 LIMITS = (
+    no_shares("vLLM runs both phases in one step"),
     pool_limit(
         "adapter_rank",
         lambda pool: (

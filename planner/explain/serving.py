@@ -35,8 +35,8 @@ LOOSER = (1.25, 1.5, 2.0, 4.0)
 MAX_GROWTH = 64
 """Times the devices of the cluster that are tried at most."""
 
-MODES: dict[str, ServingMode] = {
-    "agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg", "afd": "afd"
+MODES: Mapping[str, ServingMode] = {
+    "agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg", "shared": "shared", "afd": "afd",
 }  # fmt: skip
 
 
@@ -124,8 +124,11 @@ def _changes(plan: ServingPlan, request: PlanRequest) -> Iterator[tuple[str, Pla
         looser = limit.replace(seconds=1.25 * limit.seconds)
         text = f"{limit.metric} {format_seconds(looser.seconds)} instead of {format_seconds(limit.seconds)}"
         yield text, replace(request, task=_with_limit(serving, idx, looser))
-    other: ServingMode = "agg" if plan.mode == "disagg" else "disagg"
-    yield f"mode {other} instead of {plan.mode}", replace(request, task=serving.replace(modes=(other,)))
+    yield from (
+        (f"mode {other} instead of {plan.mode}", _in_mode(request, other))
+        for other in dict.fromkeys(("agg", "disagg", *serving.modes))
+        if other != plan.mode
+    )
     if serving.experts_on_host is not None:
         yield "all experts on the devices", replace(request, task=serving.replace(experts_on_host=None))
         ways = {"copy": "experts on the host copied up alone", "compute": "experts on the host computed there alone"}
@@ -139,9 +142,22 @@ def _changes(plan: ServingPlan, request: PlanRequest) -> Iterator[tuple[str, Pla
         yield "cache in fp8", replace(request, task=serving.replace(cache="fp8"))
 
 
+_OF_MODE: Mapping[str, ServingMode] = {"prefill_eighths": "shared", "ffn_devices": "afd", "micro_batches": "afd"}
+"""What instances of one mode alone have."""
+
+
+def _in_mode(request: PlanRequest, mode: ServingMode) -> PlanRequest:
+    """Return the request for another mode, without what only one has."""
+    assert isinstance(request.task, Serving)
+    fixed = {name: value for name, value in request.fixed.items() if _OF_MODE.get(name, mode) == mode}
+    return replace(request, task=request.task.replace(modes=(mode,)), fixed=fixed)
+
+
 def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange]:
     """Yield the requests a second that the pools carry as they are, and with one more instance of each."""
     fields = {name: getattr(plan.pools[0].layout, name) for name in ("tp", "pp", "attention_dp", "ep")}
+    if (eighths := plan.pools[0].prefill_eighths) is not None:
+        fields["prefill_eighths"] = eighths
     alike = all(pool.layout == plan.pools[0].layout for pool in plan.pools)
     problem = ServingProblem(replace(request, task=_free_rate(plan.serving), fixed=fields if alike else request.fixed))
     kinds = []
@@ -168,13 +184,16 @@ def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange
 
 
 def _kind_of(problem: ServingProblem, plan: ServingPlan, pool: Pool) -> InstanceKind | None:
-    """Return the kind of instance that a pool has, with its micro-batches; None where there is none."""
+    """Return the kind of instance that a pool has, with its micro-batches and experts on the host; None where there is none."""
+    has_chosen = any(each.micro_batches is not None or each.experts_on_host is not None for each in plan.pools)
     for kind in (*problem.space.kinds, *problem.space.split):
         unlike = kind.ffn_part is not None and kind.base.clusters[1].weakest_device.name
-        if (kind.layout, kind.device, unlike or None) == (pool.layout, pool.device, pool.ffn_device):
-            # Of an instance with feed-forward devices the plan's micro-batches are one of its choices, as limits are.
-            variants = [kind] if plan.mode != "afd" else kind.variants(pool.role, math.inf)
-            return next((each for each in variants if each.micro_batches == pool.micro_batches), None)
+        of_kind = kind.layout, kind.device, unlike or None, kind.prefill_eighths
+        if of_kind == (pool.layout, pool.device, pool.ffn_device, pool.prefill_eighths):
+            # The plan's micro-batches, or its experts on the host, are one of the kind's choices, as limits are.
+            chosen = pool.micro_batches, pool.experts_on_host
+            variants = kind.variants(pool.role, math.inf) if has_chosen else [kind]
+            return next((each for each in variants if (each.micro_batches, each.experts_on_host) == chosen), None)
     return None
 
 
@@ -222,8 +241,7 @@ def _why_not(plan: ServingPlan, request: PlanRequest, question: str) -> ServingC
     if question in MODES:
         if plan.mode == MODES[question]:
             raise ConfigError(f"the plan is {question}: {pools_title(plan.pools)}")
-        changed = replace(request, task=request.task.replace(modes=(MODES[question],)))
-        return _compared(plan, question, changed)
+        return _compared(plan, question, _in_mode(request, MODES[question]))
     fields: Mapping[str, Any] = parse_assignments(question, Serving.fixable)
     checked = PlanRequest.create(plan.model, plan.cluster, plan.serving, fixed=fields, deadline=request.deadline)
     return _compared(plan, format_assignments(checked.fixed), checked)

@@ -12,6 +12,7 @@ from ...cost_models.coefficients import packaged_coefficients
 from ...cost_models.hardware.host_memory import host_weight_rates
 from ...cost_models.serving.attention_ffn import SplitCosts
 from ...cost_models.serving.host_experts import resident_hits
+from ...cost_models.serving.shares import EIGHTHS
 from ...cost_models.serving.simulation import InstanceUse
 from ...schema import Certificate
 from ...schema.host_experts import experts_title
@@ -27,6 +28,7 @@ from ...schema.serving_plan import (
     SplitUse,
     layout_title,
     pools_title,
+    share_title,
 )
 from ...schema.units import GB, counted, format_bytes, format_percent, format_seconds
 from ..request import PlanRequest
@@ -39,7 +41,7 @@ from .kinds import InstanceKind
 from .mix import Mixture
 
 MAX_FRONT = 12
-ORDER: tuple[ServingMode, ...] = ("agg", "disagg", "afd")
+ORDER: tuple[ServingMode, ...] = ("agg", "disagg", "shared", "afd")
 """Of runner-ups that are estimated alike, the simplest first."""
 
 FRONT_REPLICAS = 4
@@ -162,12 +164,14 @@ def _pool_estimate(
     steps = max(sum(use.steps for use in uses), 1)
     ranks = kind.layout.attention_dp
     rows = sum(use.decode_tokens for use in uses) / steps / ranks
-    prompts = sum(use.prompt_tokens for use in uses) / steps / ranks
+    prompt_steps, prompt_s = sum(use.prompt_steps for use in uses), sum(use.prompt_busy_s for use in uses)
+    prompts = sum(use.prompt_tokens for use in uses) / max(prompt_steps if kind.shared else steps, 1) / ranks
     mix = family.rates[pool].mix
     context = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     ends = prompts / mix.new_tokens if mix.new_tokens else 0.0
+    with_prompts = (0.0, 0.0, 0.0) if kind.shared else (prompts, mix.mean_context, ends)
     parts = kind.steps(served.deployment.num_devices).parts(
-        rows, rows * context, prompts, mix.mean_context, prompts=ends
+        rows, rows * context, *with_prompts[:2], prompts=with_prompts[2]
     )
     seconds = {name: float(value) for name, value in parts.items()}
     mean_s = kind.model.tokens_per_step * sum(use.busy_s for use in uses) / steps
@@ -194,6 +198,8 @@ def _pool_estimate(
         weight_bytes=round(memory.weight_bytes),
         free_bytes=round(memory.device_bytes - used),
         utilisation=sum(use.busy_s for use in uses) / len(uses) / duration,
+        prefill_step_s=prompt_s / prompt_steps if prompt_steps else None,
+        prefill_utilisation=prompt_s / len(uses) / duration if kind.shared else None,
         largest_requests_per_s=max(largest, 1e-9),
         split=_split_use(kind, rows, rows * context, mean_s),
     )
@@ -257,7 +263,7 @@ def kinds_title(kinds: Sequence[InstanceKind]) -> str:
     """Return the layouts of a family in a line."""
     roles = ("prefill", "decode") if len(kinds) > 1 else ("",)
     return " + ".join(
-        f"{role} {layout_title(kind.layout)}{experts_title(kind.experts_on_host)}".strip()
+        f"{role} {share_title(kind.prefill_eighths)}{layout_title(kind.layout)}{experts_title(kind.experts_on_host)}".strip()
         for role, kind in zip(roles, kinds, strict=True)
     )
 
@@ -294,7 +300,11 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
         fits = "" if family.fits(counts) else f"needs {counted(deployment.num_devices, 'device')} by the estimate"
         estimated.append((value, ORDER.index(family.mode), deployment, carried if rate is None else rate, fits))
     estimated.sort(key=lambda entry: (entry[0], entry[1]))
-    other_mode = [entry for entry in estimated if ORDER[entry[1]] != chosen.mode][:1]
+    other_mode = [
+        next(entry for entry in estimated if entry[1] == mode)
+        for mode in dict.fromkeys(entry[1] for entry in estimated)
+        if ORDER[mode] != chosen.mode
+    ]
     for _, _, deployment, carried, reason in [*other_mode, *(e for e in estimated if e not in other_mode)][
         : max(remaining, 0)
     ]:
@@ -342,6 +352,11 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
         )
     yield from _on_prefixes(problem, served)
     yield from _on_experts(problem, served)
+    if (shared := served.deployment.kinds[0].shared) is not None:
+        yield (
+            f"prompts have {shared.prefill_eighths} of {EIGHTHS} parts of the multiprocessors at any time, rows that decode the "
+            "others; what both draw of the bandwidth is shared between them"
+        )
     if served.deployment.is_disaggregated:
         yield "keys and values of a prompt are sent when it ends, over the outermost link; the first token waits for them"
     if served.deployment.mode == "afd":

@@ -143,7 +143,9 @@ class Family:
         """Return how the requests are served."""
         if self.kinds[-1].micro_batches is not None:
             return "afd"
-        return "disagg" if self.is_disaggregated else "agg"
+        if self.is_disaggregated:
+            return "disagg"
+        return "agg" if self.kinds[0].shared is None else "shared"
 
     @property
     def roles(self) -> tuple[str, ...]:

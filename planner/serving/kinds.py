@@ -28,6 +28,7 @@ from ...cost_models.serving.prefixes import (
     why_none_fit,
     without_prefixes,
 )
+from ...cost_models.serving.shares import SharedSteps
 from ...cost_models.serving.simulation import EnginePool
 from ...cost_models.serving.speculation import with_drafts
 from ...cost_models.serving.step import StepCosts
@@ -52,6 +53,7 @@ class InstanceKind:
         micro_batches: of an instance with feed-forward devices; ffn_part, ffn_stock: their device pool and its devices, where these
             are unlike those of attention.
         experts_on_host: the share of its experts that lie with the host; None: none do.
+        shared: steps of both phases where they run at once on parts of the devices; None: they have the same steps.
     """
 
     part: int
@@ -77,6 +79,7 @@ class InstanceKind:
     ffn_part: int | None = None
     ffn_stock: int = 0
     experts_on_host: ExpertsOnHost | None = None
+    shared: SharedSteps | None = None
 
     def variants(self, role: str, max_rows: float) -> list[InstanceKind]:
         """Return the instance under the limits that may be best in a role (planner/serving/limits.py)."""
@@ -108,15 +111,22 @@ class InstanceKind:
         """Instances that the stock holds."""
         return self.count_within({})
 
+    @property
+    def prefill_eighths(self) -> int | None:
+        """Return what prompts have of the multiprocessors, where they have steps of their own."""
+        return None if self.shared is None else self.shared.prefill_eighths
+
     def steps(self, devices_in_use: int) -> StepCosts | MeasuredSteps:
-        """Return what steps cost while so many devices are in use."""
+        """Return what steps cost while so many devices are in use, of phases that share devices those that decode."""
+        if self.shared is not None:
+            return self.shared.decode
         return self.step if self.measured is None else self.measured.steps(devices_in_use)
 
     def engine_pool(self, replicas: int, devices_in_use: int) -> EnginePool:
         """Return instances for a simulation of a deployment that uses so many devices."""
         return EnginePool.of(
-            self.steps(devices_in_use), self.profile, self.free_limits, replicas=replicas, ranks=self.layout.attention_dp,
-            lanes=self.layout.pp, prefixes=self.prefixes or "none",
+            self.shared or self.steps(devices_in_use), self.profile, self.free_limits, replicas=replicas,
+            ranks=self.layout.attention_dp, lanes=self.layout.pp, prefixes=self.prefixes or "none",
             fetch_s_per_token=fetch_s_per_token(self.step, self.prefixes),
         )  # fmt: skip
 
@@ -132,8 +142,9 @@ class InstanceKind:
         return Pool(
             role=role, device=self.device, replicas=replicas, layout=self.layout, weights=self.weights, cache=self.cache,
             limits=self.limits, speculate=self.speculate, adapters=self.base.serving.adapters,
-            nano_batch_rows=split_rows_of(self.step), prefixes=self.prefixes, micro_batches=self.micro_batches,
+            nano_batch_rows=split_rows_of(self.step), prefill_eighths=self.prefill_eighths, prefixes=self.prefixes,
             ffn_device=None if self.ffn_part is None else self.base.clusters[1].weakest_device.name,
+            micro_batches=self.micro_batches,
             host_prefix_bytes=round(host_bytes(self.step, self.base.serving.requests, self.prefixes)),
             experts_on_host=self.experts_on_host, host_expert_bytes=round(self.step.host_weight_bytes),
         )  # fmt: skip
@@ -146,7 +157,7 @@ class InstanceBase:
     Attributes:
         micro_batches: that may be in flight, of an instance with feed-forward devices; clusters: of attention and of those;
             ffn_part: their device pool, where they are unlike.
-        shares: of each layer's experts that may lie with the host.
+        shares: of each layer's experts that may lie with the host; shared: steps of both phases on parts of the devices.
     """
 
     serving: Serving
@@ -167,6 +178,7 @@ class InstanceBase:
     ffn_part: int | None = None
     shares: Sequence[float] = ()
     by_share: dict[float, StepCosts] = field(default_factory=dict)
+    shared: SharedSteps | None = None
 
     def kind(self, choice: LimitChoice) -> tuple[InstanceKind | None, str]:
         """Return the instance under limits; None where its memory does not hold a request, and why."""
@@ -176,7 +188,7 @@ class InstanceBase:
         step = self._steps(choice)
         memory = serving_memory(
             step, profile, request_len=float(serving.requests.longest), max_batch=choice.max_batch,
-            max_batched_tokens=choice.max_batched_tokens,
+            max_batched_tokens=choice.max_batched_tokens, processes=1 if self.shared is None else 2,
         )  # fmt: skip
         if why := memory.reason or why_host_lacks(step):
             return None, why
@@ -196,6 +208,8 @@ class InstanceBase:
         timed = step if self.measured is None else self.measured.steps(self.layout.num_devices)
         fetch_s = fetch_s_per_token(step, choice.prefixes)
         model = _instance_model(step, profile, free_limits, self.layout, timed, fetch_s)
+        if self.shared is not None:
+            model = replace(model, steps=self.shared.decode, sharing=self.shared.sharing, prefill_first=False)
         self.known[choice] = InstanceKind(
             part=self.part,
             device=device.name,
@@ -222,6 +236,7 @@ class InstanceBase:
             ffn_part=self.ffn_part,
             ffn_stock=0 if self.ffn_part is None else self.clusters[1].num_devices,
             experts_on_host=self._experts_on_host(choice.on_host),
+            shared=self.shared,
         )
         return self.known[choice], ""
 

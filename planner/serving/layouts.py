@@ -3,7 +3,8 @@
 tp     divides the heads, within what the fastest links join (beyond them where it is fixed)
 pp     up to MAX_PP, without attention_dp
 attention_dp, ep   of models with experts: the ranks of a stage share the experts, whole (ep) or cut (moe_tp)
-An instance has a divisor of a node's devices or whole nodes, so that instances fill nodes without rest (E3).
+An instance has a divisor of a node's devices or whole nodes, so that instances fill nodes without rest (E3). Its phases have the
+same steps, or each of some shares of the devices, without pp (`ways_of`).
 
 ffn_devices   of instances that decode with feed-forward parts on devices of their own: a divisor of a node's devices or whole
               nodes, with experts whole on each (ep) or cut over all or over those of a node; the other devices are attention_dp
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...cost_models.serving.attention_ffn import has_feed_forward
-from ...schema import ClusterSpec, ModelSpec
+from ...cost_models.serving.shares import EIGHTHS, SHARES
+from ...schema import ClusterSpec, ConfigError, ModelSpec
 from ...schema.serving import Serving, ServingLayout
+from ..request import PlanRequest
 
 MAX_PP = 8
 MAX_STAGE_DEVICES = 64
@@ -105,3 +108,38 @@ def _tps(model: ModelSpec, cluster: ClusterSpec, fixed_tp: int) -> list[int]:
 def _experts(model: ModelSpec) -> list[int]:
     """Return the numbers of experts of the blocks that have some."""
     return [block.experts.num_experts for block, _ in model.block_runs if block.experts is not None]
+
+
+def ways_of(layout: ServingLayout, request: PlanRequest, serving: Serving) -> Iterator[int | None]:
+    """Yield how the phases of a layout may run: in the same steps (None), and the eighths of its devices that prompts may have."""
+    if {*serving.modes} - {"shared"}:
+        yield None
+    if "shared" in serving.modes and layout.pp == 1:
+        eighths = request.fixed.get("prefill_eighths")
+        yield from SHARES if eighths is None else (eighths,)
+
+
+def check_sharing(request: PlanRequest, serving: Serving, parts: Sequence[ClusterSpec]) -> None:
+    """Refuse what phases that share devices are not planned with.
+
+    Raises:
+        ConfigError: shares of no such mode, of CPUs, of a pipeline, or of requests of which nothing decodes.
+    """
+    eighths, is_only = request.fixed.get("prefill_eighths"), serving.modes == ("shared",)
+    if eighths is not None and "shared" not in serving.modes:
+        raise ConfigError(
+            f"prefill_eighths {eighths}: {', '.join(serving.modes)} share no devices", help="add --modes shared"
+        )
+    if eighths is not None and eighths not in SHARES:
+        raise ConfigError(f"prefill_eighths {eighths}: prompts have {SHARES[0]} to {SHARES[-1]} of {EIGHTHS} parts")
+    if "shared" in serving.modes and any(part.weakest_device.backend.is_host for part in parts):
+        raise ConfigError(
+            f"mode shared: {request.cluster.name} has processors without multiprocessors to share", help="--modes agg"
+        )
+    if is_only and request.fixed.get("pp", 1) > 1:
+        raise ConfigError(
+            f"mode shared: pp {request.fixed['pp']}: stages of a pipeline have several steps under way already",
+            help="--fix pp=1, or --modes agg",
+        )
+    if is_only and all(entry.output_len == 1 for entry in serving.requests.classes):
+        raise ConfigError("mode shared: answers of one token leave nothing to decode", help="--modes agg")

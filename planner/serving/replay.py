@@ -13,6 +13,7 @@ from ...cost_models.serving.host_experts import why_host_lacks, with_experts_on_
 from ...cost_models.serving.measured_steps import MeasuredEngine
 from ...cost_models.serving.nano_batches import with_nano_batches
 from ...cost_models.serving.prefixes import fetch_s_per_token, host_holds, without_prefixes
+from ...cost_models.serving.shares import SharedSteps
 from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ...cost_models.serving.speculation import with_drafts
 from ...cost_models.serving.step import StepCosts
@@ -124,6 +125,8 @@ def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None)
     costs: StepCosts = step
     if why := why_host_lacks(costs):
         raise ConfigError(f"pool {pool.role}: {why}", help="plan again for this cluster")
+    if pool.prefill_eighths is not None:
+        step = SharedSteps.build(costs, pool.prefill_eighths)
     profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
     measured = None
     if serving.engine == "meshwright" and plan.cluster.profile is not None:

@@ -17,6 +17,7 @@ from ...cost_models.serving.memory import serving_memory
 from ...cost_models.serving.mix import Mix
 from ...cost_models.serving.nano_batches import can_split, with_nano_batches
 from ...cost_models.serving.prefixes import tiers_of
+from ...cost_models.serving.shares import SharedSteps
 from ...cost_models.serving.speculation import check_drafts
 from ...cost_models.serving.step import StepCosts
 from ...cost_models.serving.tables import ROWS
@@ -26,7 +27,7 @@ from ...schema.serving_plan import layout_title
 from ...schema.units import format_bytes
 from ..request import PlanRequest
 from .kinds import InstanceBase, InstanceKind
-from .layouts import layouts, split_layouts
+from .layouts import check_sharing, layouts, split_layouts, ways_of
 from .limits import MAX_SHARES, fixed_choice, shares_of
 
 DECODING_ROWS = ROWS[(ROWS >= 1) & (ROWS <= 1024)]
@@ -64,6 +65,7 @@ class ServingSpace:
             check_drafts(request.model, serving.speculate)
         if serving.experts_on_host is not None:
             require_experts(request.model, cluster)
+        check_sharing(request, serving, parts)
         seen = 0
         of_split = {key: value for key, value in request.fixed.items() if key in ServingLayout.model_fields}
         degrees = {key: value for key, value in of_split.items() if key != "ffn_devices"}
@@ -71,9 +73,11 @@ class ServingSpace:
             for layout in layouts(request.model, part, serving, fixed_tp=degrees.get("tp", 1)):
                 if any(getattr(layout, key) != value for key, value in degrees.items()):
                     continue
-                seen += 1
+                ways = list(ways_of(layout, request, serving))
+                seen += bool(ways)
                 request.deadline.require("costing the layouts of engine instances")
-                space._add(request, serving, profile, index, part, layout)
+                if ways:
+                    space._add(request, serving, profile, index, part, layout, ways)
         if "afd" in serving.modes:
             space._add_split_kinds(request, serving, profile, parts, of_split)
         if not seen:
@@ -94,6 +98,7 @@ class ServingSpace:
         part: int,
         cluster: ClusterSpec,
         layout: ServingLayout,
+        ways: Sequence[int | None],
     ) -> None:
         model, device = request.model, cluster.weakest_device
         weights, cache = _dtypes(serving, cluster, model)
@@ -122,23 +127,27 @@ class ServingSpace:
         step = StepCosts.build(
             model, cluster, layout, weights=weights, cache=cache, known=known, adapters=serving.adapters
         )
-        base_choice, reason = replace(fixed_choice(request.fixed, serving), micro_batches=None), ""
+        base_choice = replace(fixed_choice(request.fixed, serving), micro_batches=None)
         budgets = dict.fromkeys((base_choice, base_choice.with_least_budget()))
         if serving.nano_batches and can_split(layout):
             step = with_nano_batches(step)
         shares = tuple(dict.fromkeys(exact_share(model, layout, share) for share in shares_of(serving)))
-        for (idx, share), each, tier in itertools.product(enumerate(shares), budgets, tiers_of(serving, profile)):
-            base = InstanceBase(
-                serving, profile, part, cluster, layout, step, weights, cache, measured,
-                replace(each, prefixes=tier, on_host=share), known, shares=shares[idx : idx + MAX_SHARES],
-            )  # fmt: skip
-            choice = base.base_choice
-            kind, why = base.kind(choice)
-            if kind is not None:
-                self.kinds.append(kind)
-                return
-            reason = why if serving.experts_on_host is not None else reason or why
-        self.too_large.append((layout, reason))
+        for eighths in ways:
+            shared = None if eighths is None else SharedSteps.build(step, eighths, known=known)
+            reason = ""
+            for (idx, share), each, tier in itertools.product(enumerate(shares), budgets, tiers_of(serving, profile)):
+                base = InstanceBase(
+                    serving, profile, part, cluster, layout, step, weights, cache, measured,
+                    replace(each, prefixes=tier, on_host=share), known, shares=shares[idx : idx + MAX_SHARES], shared=shared,
+                )  # fmt: skip
+                kind, why = base.kind(base.base_choice)
+                if kind is not None:
+                    self.kinds.append(kind)
+                    break
+                reason = why if serving.experts_on_host is not None else reason or why
+            else:
+                if (layout, reason) not in self.too_large:  # of another share of the device it is the same
+                    self.too_large.append((layout, reason))
 
     def _add_split_kinds(
         self,

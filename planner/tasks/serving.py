@@ -73,16 +73,19 @@ class ServingProblem:
         self.rates, self.split_rates = (
             [KindRates(kind, self.serving) for kind in kinds] for kinds in (self.space.kinds, self.space.split)
         )
+        self._unshared = [each for each in self.rates if each.kind.shared is None]
         self.served: list[Served] = []
         self.families = list(self._families())
 
     def _families(self) -> Iterator[Family]:
         if "agg" in self.serving.modes:
-            yield from (Family((each,)) for each in self.rates)
+            yield from (Family((each,)) for each in self._unshared)
+        if "shared" in self.serving.modes and self.mix.decode_steps:
+            yield from (Family((each,)) for each in self.rates if each.kind.shared is not None)
         if "disagg" in self.serving.modes and self.mix.decode_steps:
-            yield from (Family(pair) for pair in itertools.product(self.rates, self.rates))
+            yield from (Family(pair) for pair in itertools.product(self._unshared, self._unshared))
         if "afd" in self.serving.modes and self.mix.decode_steps:
-            yield from (Family(pair) for pair in itertools.product(self.rates, self.split_rates))
+            yield from (Family(pair) for pair in itertools.product(self._unshared, self.split_rates))
 
     # Objectives: all are minimised.
 
@@ -134,7 +137,7 @@ class ServingProblem:
         may_differ = is_mixed or len(requests.classes) > 1
         if not may_differ or rate is None or self.goal not in ("gpus", "cost") or "agg" not in self.serving.modes:
             return []
-        columns = columns_of_each_type(self.rates, by_price=by_price) if self.rates else []
+        columns = columns_of_each_type(self._unshared, by_price=by_price) if self._unshared else []
         # On one kind of device a mix is simulated where its estimate is near every family's, which leave out how prompts clump.
         estimates = (
             self.cost(family, counts)

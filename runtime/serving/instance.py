@@ -167,6 +167,12 @@ def require_servable(spec: ModelSpec, pool: Pool, *, is_single: bool = True) -> 
             help="plan without --experts-on-host",
         )
     lacking = why_not_runnable(spec)
+    if pool.prefill_eighths is not None:
+        raise RuntimeMismatchError(
+            "our engine has one stream of steps, and cannot compute prompts on "
+            f"{pool.prefill_eighths}/8 of the multiprocessors while rows decode on the others",
+            help="plan with --modes agg,disagg",
+        )
     if lacking:
         raise RuntimeMismatchError(f"our engine cannot serve {spec.name}", details=lacking)
     if pool.layout.ffn_devices:

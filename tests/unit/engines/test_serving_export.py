@@ -366,6 +366,13 @@ def test_experts_that_the_host_computes_are_told_to_sglang_and_all_else_is_refus
         assert any("[no_experts_on_host]" in line for line in refused.value.details)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "llm-d"])
+def test_phases_that_share_devices_are_refused_by_name(engine: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        export(serving_plan(pool_of(tp=8, prefill_eighths=3)), engine)
+    assert any("[no_shares]" in line and "3/8 of the multiprocessors" in line for line in refused.value.details)
+
+
 def test_sglang_is_told_to_mix_where_the_plan_does(tmp_path: Path) -> None:
     words = calls_of(serving_plan(pool_of(tp=8), scheduler="mixed"), "sglang", "serve.sh", tmp_path)[0]["words"]
     assert parse(SGLANG, words[2:])["enable-mixed-chunk"] is True
