@@ -50,8 +50,8 @@ def expected_goodput(plan: TrainingPlan, faults: Faults, deadline: Deadline | No
     if not plans:
         plans, reason = fallbacks(plan, faults.tolerate, deadline)
     rates = [1.0] * (faults.spares + 1) + [step_s / entry.estimate.step_time_s for entry in plans]
-    most = min(units + faults.spares, max(len(rates) - 1, faults.spares + 20))
-    shares = lost_units(units=units + faults.spares, unit_mtbf_s=unit_mtbf_s, repair_s=repair_s, tolerated=most)
+    tolerated = min(units + faults.spares, max(len(rates) - 1, faults.spares + 20))
+    shares = lost_units(units=units + faults.spares, unit_mtbf_s=unit_mtbf_s, repair_s=repair_s, tolerated=tolerated)
     alive = continuing_goodput(
         rates,
         units=units + faults.spares,
