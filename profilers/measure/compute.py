@@ -239,7 +239,7 @@ def fit_gemm(points: Sequence[MatmulPoint], memory_bandwidth: float, source: str
     times = np.array([point.time_s for point in points])
     compute_s = np.array([2 * p.m * p.n * p.k / (getattr(peaks, p.dtype) or 1.0) for p in points])
     num_bytes = [DTYPE_BYTES[p.dtype] * LinearShape(p.m, p.k, p.n).num_elements for p in points]
-    memory_s = np.array(num_bytes) / memory_bandwidth
+    memory_s = np.array(num_bytes, dtype=np.float64) / memory_bandwidth  # counts of a file may exceed 64 bits
 
     def best(launch: FloatArray, compute: FloatArray, memory: FloatArray) -> tuple[float, float, float, float]:
         grid = np.ix_(launch, compute, memory)

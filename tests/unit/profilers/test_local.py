@@ -321,6 +321,12 @@ def test_roofline_through_exact_times_is_found():
     assert fit.memory_efficiency == pytest.approx(0.7, rel=0.03)
 
 
+def test_products_whose_bytes_exceed_64_bits_are_fitted_as_any_others():
+    sizes = (10**12, 10**12, 8)
+    points = [MatmulPoint(dtype="fp32", m=m, n=n, k=k, time_s=1e3) for m, n, k in (sizes, sizes[::-1])]
+    assert compute.fit_gemm(points, 1e30, "made up").memory_efficiency > 0
+
+
 def test_single_rank_has_a_link_that_is_never_used(profile):
     alone = profile.replace(machine=profile.machine.replace(num_devices=1), collectives=())
     (level,) = cluster_from_profile(alone).levels
