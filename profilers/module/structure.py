@@ -71,10 +71,12 @@ def caching_configs(module: nn.Module) -> list[Any]:
 
 def shell(module: _Module) -> _Module:
     """Return another module with the same children, that may lose some of them and get hooks of its own."""
-    other = copy.copy(module)
-    for name, value in vars(module).items():
-        if isinstance(value, dict):
-            vars(other)[name] = copy.copy(value)
+    other: _Module = object.__new__(
+        type(module)
+    )  # copy.copy refuses modules with parametrizations, as weight_norm makes them
+    other.__setstate__(
+        {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(module).items()}
+    )
     return other
 
 

@@ -13,6 +13,7 @@ from meshwright.profilers.module.structure import caching_configs, find_structur
 from meshwright.profilers.modules import profile_module
 from meshwright.runtime.user_stages import UserStages, joined
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 QUICK = ("nanogpt", "t5", "dit", "unet")
 """A tied head, an encoder that every block of the decoder reads, a condition, and what blocks far ahead read."""
@@ -71,19 +72,21 @@ def test_stages_make_the_gradients_of_the_module(name: str) -> None:
 
 
 class Glue(nn.Module):
-    """Blocks with all between them that a stage must make right: writes in place, what has no gradient, views, chance, a table."""
+    """Blocks with all between them that a stage must make right: writes in place, what has no gradient, views, chance, a table,
+    and a layer whose weight is computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
         self.scale, self.register_table = nn.Parameter(torch.full((8,), 0.7)), torch.arange(8.0)
+        self.normed = weight_norm(nn.Linear(8, 8))
         self.register_buffer("table", torch.linspace(0, 1, 8))
 
     def forward(self, x: Tensor, mask: Tensor) -> dict[str, Any]:
         positions = torch.arange(x.shape[1], device=x.device)
         position_first, position_rest = positions[:1], positions[1:]
         noise = F.dropout(x * self.scale, 0.5, self.training)
-        kept = []
+        kept, x = [], x + self.normed(x)
         with torch.no_grad():
             fixed = self.blocks[0](x).mean() + self.register_table
         for block in self.blocks:
