@@ -5,7 +5,9 @@
 Episodes follow each other: `meshwright apply` trains a tiny model on four gloo ranks under a layout drawn at random, going on after
 deaths, with dead ranks started anew, checkpoints, and restarts from them. Meanwhile faults come at random times:
 
-    kill     SIGKILL to a rank            kill two   to two at once         stop   SIGSTOP to a rank
+    kill     SIGKILL to a rank            kill two   to two at once
+    stop     SIGSTOP to a rank            pause      SIGCONT follows within four seconds
+    cut      a connection of a rank is closed, though nobody died
     disk     no rank may write more than 64 KiB to a file from then on, as on a disk that is full
     notice   SIGTERM to the launcher      launcher   SIGKILL to the launcher
 
@@ -18,13 +20,18 @@ there afterwards.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
+import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -39,8 +46,11 @@ SAME = 1e-5
 """Relative difference of losses within which sums in another order lie."""
 
 RANKS, MOST_STARTS, TIMEOUT_S = 4, 25, 240.0
-FAULTS = {"kill": 6, "kill two": 2, "stop": 1, "disk": 1, "notice": 1, "launcher": 1}
+FAULTS = {"kill": 6, "kill two": 2, "stop": 1, "pause": 2, "cut": 2, "disk": 1, "notice": 1, "launcher": 1}
 """How often each fault comes, next to the others."""
+
+_PIDFD_GETFD = 438
+"""The number of a Linux system call, the same on all machines."""
 
 COMMAND = "from meshwright.runtime.job import machine; machine.num_cores = lambda: 4; from meshwright.cli.main import main; main()"
 """`meshwright`, where ranks may share cores."""
@@ -111,9 +121,13 @@ class Episode:
         try:
             for rank in ranks if kind == "disk" else ():
                 rank.rlimit(psutil.RLIMIT_FSIZE, (65_536, resource.RLIM_INFINITY))
-            for rank in struck if kind in ("kill", "kill two", "stop") else ():
-                rank.send_signal(signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-        except psutil.NoSuchProcess:
+            for rank in struck if kind in ("kill", "kill two", "stop", "pause") else ():
+                rank.send_signal(signal.SIGSTOP if kind in ("stop", "pause") else signal.SIGKILL)
+            if kind == "pause":
+                threading.Timer(self._generator.uniform(0.5, 4), resume, struck).start()
+            if kind == "cut":
+                cut(struck[0], self._generator)
+        except (psutil.Error, OSError):
             return
         if kind in ("notice", "launcher"):
             launcher.send_signal(signal.SIGTERM if kind == "notice" else signal.SIGKILL)
@@ -128,6 +142,25 @@ class Episode:
     def last_step(self) -> int:
         """The step that was reported last; 0 before the first."""
         return next((step for step, _ in reversed(self.losses())), 0)
+
+
+def resume(rank: psutil.Process) -> None:
+    """Let a suspended rank go on, where it is still there."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank.send_signal(signal.SIGCONT)
+
+
+def cut(rank: psutil.Process, generator: random.Random) -> None:
+    """Close one of a rank's connections, as a network that forgets it would."""
+    connections = [each for each in rank.net_connections("tcp") if each.raddr]
+    if not connections:
+        return
+    rank_descriptor = os.pidfd_open(rank.pid)
+    number = ctypes.CDLL(None).syscall(_PIDFD_GETFD, rank_descriptor, generator.choice(connections).fd, 0)
+    os.close(rank_descriptor)
+    if number >= 0:
+        with socket.socket(fileno=number) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def train(

@@ -9,7 +9,7 @@ import typer
 
 from ..engines import RL_TARGETS, SERVING_TARGETS, TARGETS
 from ..schema import Plan, ServingPlan, TrainingPlan
-from ..schema.errors import ConfigError
+from ..schema.errors import ConfigError, printable
 from .complete import complete_engines, complete_layout, complete_targets
 from .options import JsonOption, OptionModel, PlanArgument, command, option
 from .plan_options import SearchOptions
@@ -165,12 +165,12 @@ def export(
     paths = exported.write(out or Path(to))
     typer.echo(exported.model_dump_json(indent=2) if json else "\n".join(map(str, paths)))
     for line in exported.not_expressed:
-        typer.echo(f"not in the configuration: {line}", err=True)
+        typer.echo(printable(f"not in the configuration: {line}"), err=True)
     for line in changes:
         typer.echo(line, err=True)
     for line in exported.to_set:
-        typer.echo(f"yours to set: {line}", err=True)
-    typer.echo(f"next: cd {out or to} && {exported.command}", err=True)
+        typer.echo(printable(f"yours to set: {line}"), err=True)
+    typer.echo(printable(f"next: cd {out or to} && {exported.command}"), err=True)
 
 
 def _costed_again(plan: TrainingPlan, to: str) -> list[str]:
@@ -250,6 +250,6 @@ def import_configuration(
 def tell_assumptions(imported: Imported) -> None:
     """Say on stderr what a configuration left open, and which of its settings are not about the layout."""
     for line in imported.assumed:
-        typer.echo(f"assumed: {line}", err=True)
+        typer.echo(printable(f"assumed: {line}"), err=True)
     if imported.ignored:
-        typer.echo(f"says nothing about the layout: {', '.join(imported.ignored)}", err=True)
+        typer.echo(printable(f"says nothing about the layout: {', '.join(imported.ignored)}"), err=True)

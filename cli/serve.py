@@ -179,10 +179,10 @@ def run(endpoint: Endpoint, listening: socket.socket, *, drain_s: float) -> None
 
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     limit = min(endpoint.bounds.connections, max(descriptors // 2, 1))
+    http = connections_within(head_s=endpoint.bounds.head_s, unread_s=endpoint.bounds.unread_s, limit=limit)
     config = uvicorn.Config(
-        endpoint, http=connections_within(head_s=endpoint.bounds.head_s, limit=limit), log_level="critical",
-        access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30, lifespan="off",
-        ws="none", server_header=False, h11_max_incomplete_event_size=2**16,
+        endpoint, http=http, log_level="critical", access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30,
+        lifespan="off", ws="none", server_header=False, h11_max_incomplete_event_size=2**16,
     )  # fmt: skip
 
     class Server(uvicorn.Server):

@@ -22,7 +22,7 @@ import typer
 from pydantic import BaseModel
 
 from ..schema.base import shown
-from ..schema.errors import ConfigError, MeshwrightError, SolverLimitError
+from ..schema.errors import ConfigError, MeshwrightError, SolverLimitError, printable
 from ..schema.units import format_count, format_percent, format_seconds
 from .interrupt import INTERRUPTED, interruptible
 from .markup import plain, styled
@@ -278,7 +278,7 @@ class Table:
 
         width, figures = options.max_width, self._figure_widths(options.max_width)
         if self.title:
-            yield from (_stripped(line) for line in Text(self.title, style="bold").wrap(console, width))
+            yield from (_stripped(line) for line in Text(printable(self.title), style="bold").wrap(console, width))
             yield Text()
         parts = list(self._parts(figures, width))
         for columns in parts:

@@ -296,4 +296,5 @@ def tables_in(content: Table, *names: str) -> list[Table]:
 
 def comment(text: str) -> str:
     """Return a line of a comment of a script, of YAML or of Python, whatever the text has in it: a name may hold a line end."""
-    return "# " + " ".join(text.split()) + "\n"
+    printable = "".join(each if each.isprintable() else " " for each in text)
+    return "# " + " ".join(printable.split()) + "\n"

@@ -209,12 +209,20 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a complete file or nothing: a temporary file in the same folder, then a rename.
+    """Write a complete file or nothing, where a link leads to.
 
     Raises:
         ConfigError: the folder is missing or cannot be written.
     """
-    path = Path(os.path.realpath(path))
+    replace_atomically(Path(os.path.realpath(path)), content)
+
+
+def replace_atomically(path: Path, content: str | bytes) -> None:
+    """Write a complete file or nothing, in place of a link: a temporary file in the same folder, then a rename.
+
+    Raises:
+        ConfigError: the folder is missing or cannot be written.
+    """
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"cannot write {path}: it is not a regular file")

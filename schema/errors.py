@@ -15,6 +15,13 @@ from __future__ import annotations
 
 import signal
 
+_CONTROLS = {number: "?" for number in (*range(32), *range(127, 160)) if chr(number) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Return a text for the terminal, which control characters in a name would command."""
+    return text.translate(_CONTROLS)
+
 
 class MeshwrightError(Exception):
     """Base of everything a user can cause.
@@ -37,7 +44,7 @@ class MeshwrightError(Exception):
         lines = [self.message, *(f"  {line}" for line in self.details)]
         if self.help:
             lines.append(f"  help: {self.help}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 class ConfigError(MeshwrightError):

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import os
 import signal
 import subprocess
@@ -197,8 +198,19 @@ def _start(job: NodeJob, local_rank: int, *, again: bool = False) -> subprocess.
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(job.log_file(local_rank).open("wb")) if job.captures_output else None
         return subprocess.Popen(
-            job.command, stdout=log, stderr=log, env=job.environment(local_rank, again=again), start_new_session=True
-        )
+            job.command, stdout=log, stderr=log, env=job.environment(local_rank, again=again), start_new_session=True,
+            preexec_fn=_killed_with_launcher(),  # one call of the kernel, looked up before the fork
+        )  # fmt: skip
+
+
+def _killed_with_launcher() -> Callable[[], int] | None:
+    """Return what lets the kernel kill the process that calls it when its launcher is gone, whatever it is doing.
+
+    A rank calls it before it is a Python: one that is suspended while that starts ends as well.
+    """
+    if sys.platform != "linux":
+        return None
+    return functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGKILL.value)
 
 
 def _wait(
@@ -294,8 +306,8 @@ def serve_rank(program: Callable[[], None]) -> NoReturn:
 def _end_with_launcher() -> None:
     """End this process when its launcher is gone, also where that was killed and could not end it."""
     launcher = int(os.environ.get(_LAUNCHER, "0"))
-    if sys.platform == "linux":  # the kernel does it whatever this process is doing
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if (die_with_launcher := _killed_with_launcher()) is not None:
+        die_with_launcher()  # once more, for one that a program in between has started
         if launcher and os.getppid() != launcher:  # it was gone before the kernel knew
             os._exit(1)
     elif launcher:

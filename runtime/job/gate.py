@@ -38,7 +38,7 @@ _KNOCK_S = 5.0
 """How long either side waits for the other's proof."""
 
 _MAX_STRANGERS = 256
-"""Connections that have not shown anything yet; one more is closed at once."""
+"""Connections that have not shown anything yet; of more the oldest is cut, so that strangers keep out nobody."""
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -82,7 +82,8 @@ class Relay:
             onward: returns what a connection is joined to, or raises a WrongSecretError or an OSError.
         """
         self.port: int = listener.getsockname()[1]
-        self._listener, self._onward, self._num_strangers = listener, onward, 0
+        self._listener, self._onward = listener, onward
+        self._strangers: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = threading.Event()
@@ -118,20 +119,23 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        self._strangers[task] = None
+        if len(self._strangers) > _MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
         try:
-            if self._num_strangers < _MAX_STRANGERS:
-                await self._join(reader, writer)
+            await self._join(task, reader, writer)
         except (WrongSecretError, OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # a stranger learns nothing, and that the gate closes ends every connection
         finally:
             writer.close()
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_strangers += 1
+    async def _join(self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             other_reader, other_writer = await asyncio.wait_for(self._onward(reader, writer), _KNOCK_S)
         finally:
-            self._num_strangers -= 1
+            self._strangers.pop(task, None)
         ways = [asyncio.create_task(_pump(reader, other_writer)), asyncio.create_task(_pump(other_reader, writer))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...schema.base import read_json, shown
+from ...schema.base import read_json, replace_atomically, shown
 from ...schema.errors import ConfigError, MeshwrightError
 from ...schema.rl import RlWorkload
 from .prompts import prompt_of
@@ -27,6 +28,7 @@ STEPS = 4
 """Of each island that stay in the folder."""
 
 _LOOK_S = 0.05
+_STEP = re.compile("0|[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,13 @@ class Exchange:
         place = self._path(island)
         try:
             place.mkdir(parents=True, exist_ok=True)
-            for path in place.iterdir():
-                path.unlink()
+            if place.is_symlink():
+                raise ConfigError(
+                    f"cannot share responses in {place}: it is a link, and files are deleted there",
+                    help="give the folder that it leads to as --exchange, or remove the link",
+                )
+            for step in _steps(place):
+                (place / f"{step}.json").unlink()
         except OSError as error:
             raise ConfigError(f"cannot share responses in {place}: {error.strerror}") from None
 
@@ -65,9 +72,7 @@ class Exchange:
         """Share what this island answered in a step."""
         folder = self._path(self._island)
         rows = [{"line": each.line, "responses": each.responses} for each in answered]
-        unfinished = folder / f".{step}"
-        unfinished.write_text(json.dumps(rows))
-        unfinished.replace(folder / f"{step}.json")
+        replace_atomically(folder / f"{step}.json", json.dumps(rows))
         (folder / f"{step - STEPS}.json").unlink(missing_ok=True)
 
     def take(self, count: int) -> list[Answered]:
@@ -119,7 +124,9 @@ class Exchange:
 
 
 def _steps(folder: Path) -> list[str]:
-    return [path.stem for path in folder.glob("*.json") if path.stem.isdecimal()] if folder.exists() else []
+    """Return the steps of which a folder has files; pipes and devices, which nobody may wait for, are none."""
+    files = folder.glob("*.json") if folder.exists() else ()
+    return [path.stem for path in files if _STEP.fullmatch(path.stem) and path.is_file()]
 
 
 def _answered(row: Any, workload: RlWorkload, where: str) -> Answered:

@@ -1,6 +1,7 @@
-"""A client's connection: it has so long to send the head of a request, and there are so many at a time.
+"""A client's connection: it has so long to send the head of a request, and to read on; there are so many at a time.
 
-uvicorn limits how long a connection may rest between requests; one that sends nothing, or a byte now and then, it holds for ever.
+uvicorn limits how long a connection may rest between requests; one that sends nothing, or a byte now and then, it holds for ever,
+and one that reads nothing of its answers too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
-def connections_within(*, head_s: float, limit: int) -> type[H11Protocol]:
+def connections_within(*, head_s: float, unread_s: float, limit: int) -> type[H11Protocol]:
     """Return the kind of connection for `uvicorn.Config(http=...)`: further ones than ``limit`` are closed at once."""
 
     class Connection(H11Protocol):
         _waits: asyncio.TimerHandle | None = None
+        _sends: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -31,8 +33,28 @@ def connections_within(*, head_s: float, limit: int) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            if self._waits is not None:
-                self._waits.cancel()
+            for timer in (self._waits, self._sends):
+                if timer is not None:
+                    timer.cancel()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()  # type: ignore[no-untyped-call]
+            self._watch_reader()
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self._watch_reader()
+
+        def _watch_reader(self, before: int | None = None) -> None:
+            """Cut a client that reads nothing of what waits for it."""
+            transport = cast("asyncio.Transport", self.transport)
+            size = transport.get_write_buffer_size()
+            if size == before:
+                transport.abort()
+            elif size:
+                if self._sends is not None:
+                    self._sends.cancel()
+                self._sends = self.loop.call_later(unread_s, self._watch_reader, size)
 
         def _watch(self) -> None:
             """Give the head that is awaited its time, which further bytes of it do not renew."""

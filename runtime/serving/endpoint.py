@@ -15,6 +15,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,13 +44,14 @@ class Bounds:
     """What a client may take.
 
     Attributes:
-        body_bytes: of a request; body_s: to send it.
+        body_bytes: of a request; body_s: to send it; all_body_bytes: of all that have not come to the engine.
         open_requests: accepted and not answered in full.
         unread_s: that an answer may go unread.
-        head_s: to send the head of a request; connections: open at once. Both are the server's (connection.py).
+        head_s: to send the head of a request; connections: open at once. These and `unread_s` are the server's (connection.py).
     """
 
     body_bytes: int = 2**22
+    all_body_bytes: int = 2**26
     body_s: float = 30.0
     open_requests: int = 1024
     unread_s: float = 60.0
@@ -86,7 +88,7 @@ class Endpoint:
         self.open: dict[str, Ticket] = {}
         self.failure: BaseException | None = None
         self.is_draining = False
-        self._opened, self._created_s = 0, int(time.time())
+        self._opened, self._body_bytes, self._created_s = 0, 0, int(time.time())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving-endpoint", daemon=True)
@@ -202,23 +204,26 @@ class Endpoint:
         self._opened += 1
         is_handed_over = False
         try:
-            content = await self._body(request)
-            read = asyncio.to_thread(read_body, kind, content) if len(content) > _LONG_BODY else None
-            body: Common = read_body(kind, content) if read is None else await read
-            adapter = body.model if body.model in self.engine.adapters else None
-            if body.model not in (None, self.model, adapter):
-                raise RefusedError(
-                    404, "there is no such model here; /v1/models has its name", param="model", code="model_not_found"
-                )
-            try:
-                prompt = await prompt_of(body)
-                ends = self.text.stop_tokens if self.text is not None else frozenset()
-                engine_request = replace(body.request(prompt, limit(body, len(prompt)), ends), adapter=adapter)
-                if body.stop_texts and self.text is None:
-                    raise RefusedError(400, "stop needs a tokenizer: this server has tokens only", param="stop")
-                ticket = self._submit(engine_request, arrived_s)
-            except ConfigError as error:
-                raise RefusedError(400, str(error)) from None
+            async with self._body(request) as content:
+                read = asyncio.to_thread(read_body, kind, content) if len(content) > _LONG_BODY else None
+                body: Common = read_body(kind, content) if read is None else await read
+                adapter = body.model if body.model in self.engine.adapters else None
+                if body.model not in (None, self.model, adapter):
+                    raise RefusedError(
+                        404,
+                        "there is no such model here; /v1/models has its name",
+                        param="model",
+                        code="model_not_found",
+                    )
+                try:
+                    prompt = await prompt_of(body)
+                    ends = self.text.stop_tokens if self.text is not None else frozenset()
+                    engine_request = replace(body.request(prompt, limit(body, len(prompt)), ends), adapter=adapter)
+                    if body.stop_texts and self.text is None:
+                        raise RefusedError(400, "stop needs a tokenizer: this server has tokens only", param="stop")
+                    ticket = self._submit(engine_request, arrived_s)
+                except ConfigError as error:
+                    raise RefusedError(400, str(error)) from None
             answer = Answer(self, ticket, body, engine_request, is_chat=is_chat)
             if body.stream:
                 is_handed_over = True
@@ -280,24 +285,35 @@ class Endpoint:
             raise RefusedError(400, "text needs a tokenizer: this server has tokens only", param="prompt")
         return await asyncio.to_thread(self.text.encode, text, adds_special=adds_special)
 
-    async def _body(self, request: Request) -> bytes:
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """Read a body, which counts among those in hand while inside."""
+        content = bytearray()
+        try:
+            await self._read(request, content)
+            yield bytes(content)
+        finally:
+            self._body_bytes -= len(content)
+
+    async def _read(self, request: Request, content: bytearray) -> None:
         limit = self.bounds.body_bytes
         too_large = RefusedError(413, f"the body has more than {limit} bytes")
         stated = request.headers.get("content-length", "")
         if stated.isdigit() and int(stated[:20]) > limit:
             raise too_large
-        content = bytearray()
         try:
             async with asyncio.timeout(self.bounds.body_s):
                 async for chunk in request.stream():
                     content += chunk
+                    self._body_bytes += len(chunk)
                     if len(content) > limit:
                         raise too_large
+                    if self._body_bytes > self.bounds.all_body_bytes:
+                        raise RefusedError(429, "the server has as many bodies in hand as it takes", retry_s=RETRY_S)
         except TimeoutError:
             raise RefusedError(408, f"the body took more than {self.bounds.body_s:g} s") from None
         except ClientDisconnect:
             raise RefusedError(499, "the client has gone") from None
-        return bytes(content)
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 

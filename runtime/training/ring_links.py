@@ -2,7 +2,8 @@
 
 They are plain TCP, and not gloo's, because waiting must end when a member of the ring is gone: gloo's send to a closed connection
 waits for the timeout of collectives. Each member listens at the interface by which the job's ranks meet, and takes the connection
-of who shows a token from the job's store, which only those reach who know the job's secret.
+of who shows a token from the job's store, which only those reach who know the job's secret. Others keep nobody waiting: all are
+listened to at once, and of too many the oldest is cut.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import json
 import os
 import secrets
 import select
+import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
 from ...profilers.machine import addresses_of
 
-_LOOK_S, _CONNECT_S, _TOKEN = 0.1, 10.0, 32
+_LOOK_S, _CONNECT_S, _TOKEN, _MAX_STRANGERS = 0.1, 10.0, 32, 256
 
 
 class RingLinks:
@@ -47,21 +49,26 @@ class RingLinks:
         """
         self._next = socket.create_connection(tuple(next_place), timeout=_CONNECT_S)
         self._next.sendall(next_token)
-        end = time.monotonic() + self._timeout_s
-        while self._before is None:
-            if select.select([listener], [], [], _LOOK_S)[0]:
-                connection, _ = listener.accept()
-                if hmac.compare_digest(_read(connection, len(token)), token):
-                    self._before = connection
-                else:
-                    connection.close()
-            elif time.monotonic() > end:
-                raise TimeoutError("the member before did not connect")
-            else:
-                self._check()
+        self._before = self._accept(listener, token)
         for connection in (self._next, self._before):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setblocking(False)
+
+    def _accept(self, listener: socket.socket, token: bytes) -> socket.socket:
+        """Return the connection that shows a token.
+
+        Raises:
+            TimeoutError: none does.
+        """
+        end, look_s = time.monotonic() + self._timeout_s, 0.0
+        with _Strangers(listener, token) as strangers:
+            while (now_s := time.monotonic()) < end:
+                if now_s > look_s:
+                    self._check()
+                    look_s = now_s + _LOOK_S
+                if (member := strangers.look()) is not None:
+                    return member
+        raise TimeoutError("the member before did not connect")
 
     def exchange(self, outgoing: memoryview | None, incoming: memoryview | None) -> None:
         """Send bytes to the next member while as many as fit arrive from the one before.
@@ -96,6 +103,62 @@ class RingLinks:
             if connection is not None:
                 connection.close()
         self._next = self._before = None
+
+
+class _Strangers:
+    """Those who have connected to a listener and have not shown a token."""
+
+    def __init__(self, listener: socket.socket, token: bytes) -> None:
+        self._listener, self._token = listener, token
+        self._shown = dict[socket.socket, bytes]()
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in [*self._shown]:
+            self._cut(connection)
+        self._selector.close()
+
+    def look(self) -> socket.socket | None:
+        """Listen to all for a moment; return the connection that has shown the token."""
+        for key, _ in self._selector.select(_LOOK_S):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is self._listener:
+                self._admit()
+            elif connection in self._shown and self._shows_token(connection):
+                del self._shown[connection]
+                return connection
+        return None
+
+    def _admit(self) -> None:
+        with suppress(OSError):  # it has gone again
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._shown[connection] = b""
+        if len(self._shown) > _MAX_STRANGERS:
+            self._cut(next(iter(self._shown)))
+
+    def _shows_token(self, connection: socket.socket) -> bool:
+        part = b""
+        with suppress(OSError):
+            part = connection.recv(len(self._token) - len(self._shown[connection]))
+        self._shown[connection] += part
+        if hmac.compare_digest(self._shown[connection], self._token):
+            return True
+        if not part or len(self._shown[connection]) == len(self._token):
+            self._cut(connection)
+        return False
+
+    def _cut(self, connection: socket.socket) -> None:
+        del self._shown[connection]
+        self._selector.unregister(connection)
+        connection.close()
 
 
 def meet_in_ring(
@@ -144,15 +207,3 @@ def _listener() -> socket.socket:
     address = next(iter(addresses_of(interface)), "127.0.0.1")
     family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     return socket.create_server((address, 0), family=family)
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    """Return what arrives within _CONNECT_S of all bytes, however slowly a stranger sends them."""
-    data, end = b"", time.monotonic() + _CONNECT_S
-    with suppress(OSError):
-        while len(data) < size and (remaining_s := end - time.monotonic()) > 0:
-            connection.settimeout(remaining_s)
-            if not (part := connection.recv(size - len(data))):
-                break
-            data += part
-    return data

@@ -25,7 +25,8 @@ from typer.testing import CliRunner
 HTML = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&{{7*7}}"
 SHELL = "a'; touch executed; echo \"$(touch executed)`touch executed`\n touch executed #"
 YAML = "x: !!python/object/apply:os.system ['touch executed']\n- &a [*a]\n\"}{"
-NAMES = (HTML, SHELL, YAML)
+CONTROL = "a\x00b\x1b]0;executed\x07\x85\u2028executed: 1"
+NAMES = (HTML, SHELL, YAML, CONTROL)
 WORK = Workload(seq_len=64, global_batch_size=8, precision="bf16-mixed")
 
 
@@ -69,7 +70,7 @@ def plan_named(name: str, layout: Layout | None = None):
     return plan.replace(model=plan.model.replace(name=name), cluster=cluster)
 
 
-@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml"])
+@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml", "control"])
 def test_a_page_has_the_same_elements_whatever_names_are(name: str, tmp_path: Path) -> None:
     pages = [page_of(plan_named(each), tmp_path, explain_limit_s=0) for each in ("plain", name)]
     kinds = [set(tags_of(page)) for page in pages]
@@ -78,7 +79,7 @@ def test_a_page_has_the_same_elements_whatever_names_are(name: str, tmp_path: Pa
     assert "49" not in re.findall(r"&#39;&amp;(\d+)", pages[1])  # a template in a name is not filled
 
 
-@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml"])
+@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml", "control"])
 @pytest.mark.parametrize("engine", TARGETS)
 def test_what_is_exported_runs_no_name(name: str, engine: str, tmp_path: Path) -> None:
     """Scripts are run with every command replaced by echo; manifests are read by a loader that makes objects of nothing."""
@@ -124,6 +125,23 @@ def require_inert(script: str, folder: Path) -> None:
     assert not (folder / "executed").exists()
 
 
+def test_what_is_said_commands_no_terminal(tmp_path: Path) -> None:
+    (tmp_path / "broken\x1b]0;executed\x07.json").write_text("{")
+    plan_named(CONTROL).save(tmp_path / "plan.json")
+    commands = (
+        ["explain", "plan.json", "--time-limit-s", "2"],
+        ["export", "plan.json", "--to", "torchtitan", "--out", "made"],
+        ["goodput", "plan.json", "--mtbf-hours-per-device", "5000", "--save-s", "20", "--restart-s", "60"],
+        ["explain", "broken\x1b]0;executed\x07.json"],
+    )
+    for command, *words in commands:
+        words = [str(tmp_path / word) if word.endswith(".json") or word == "made" else word for word in words]
+        result = CliRunner().invoke(app, [command, *words])
+        said = result.stdout + result.stderr
+        assert "executed" in said
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)
+
+
 def rl_plan_named(name: str) -> RlPlan:
     plan = rl_plan([(4, ("generator", "actor", "reference"))], {}, generation_engine="vllm")
     work = plan.post_training
@@ -131,7 +149,7 @@ def rl_plan_named(name: str) -> RlPlan:
     return plan.replace(post_training=work.replace(models=models, reward_function=name), model=models[0].model)
 
 
-@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml"])
+@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml", "control"])
 @pytest.mark.parametrize("engine", RL_TARGETS)
 def test_what_trains_after_training_runs_no_name(name: str, engine: str, tmp_path: Path) -> None:
     files = export(rl_plan_named(name), engine).files
@@ -150,7 +168,7 @@ def serving_plan(tmp_path_factory: pytest.TempPathFactory) -> ServingPlan:
     return ServingPlan.load(folder / "plan.json")
 
 
-@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml"])
+@pytest.mark.parametrize("name", NAMES, ids=["html", "shell", "yaml", "control"])
 def test_what_serves_runs_no_name(name: str, serving_plan: ServingPlan, tmp_path: Path) -> None:
     named = serving_plan.replace(model=serving_plan.model.replace(name=name))
     exported = []

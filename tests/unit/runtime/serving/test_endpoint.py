@@ -52,7 +52,8 @@ def served(*, text: Text | None = None, bounds: Bounds | None = None, **engine: 
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listening.bind(("127.0.0.1", 0))
         listening.listen(512)
-        http = connections_within(head_s=endpoint.bounds.head_s, limit=endpoint.bounds.connections)
+        limits = endpoint.bounds
+        http = connections_within(head_s=limits.head_s, unread_s=limits.unread_s, limit=limits.connections)
         server = uvicorn.Server(
             uvicorn.Config(endpoint, http=http, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
         )
@@ -382,6 +383,27 @@ def test_a_client_that_does_not_read_is_let_go_and_stops_nobody() -> None:
             rest += part
         assert b"[DONE]" not in rest, "an answer that was cut is not to look whole"
         lazy.close()
+
+
+def test_a_connection_whose_answers_are_not_read_is_closed() -> None:
+    with served(bounds=Bounds(unread_s=0.3)) as (_, port), socket.socket() as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect(("127.0.0.1", port))
+        lazy.settimeout(30)
+        with pytest.raises(ConnectionError):
+            while True:
+                lazy.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100)
+
+
+def test_bodies_in_hand_are_bounded_together() -> None:
+    with served(bounds=Bounds(all_body_bytes=3000)) as (endpoint, port):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
+            slow.sendall(head_of(2900) + b" " * 2800)
+            wait_until(lambda: endpoint._body_bytes == 2800)
+            status, _, headers = ask(port, {**PROMPT, "user": "x" * 400})
+            assert status == 429 and headers["Retry-After"]
+        wait_until(lambda: endpoint._body_bytes == 0)
+        assert ask(port, {**PROMPT, "user": "x" * 400})[0] == 200
 
 
 def test_overload_is_refused_and_what_was_accepted_is_answered() -> None:
