@@ -203,26 +203,34 @@ def serve(
     table, classes = drawn_requests(serving.requests, sizes, 1.0 if rate is None else rate)
     pairs, devices = zip(deployment.kinds, deployment.counts, strict=True), deployment.num_devices
     pools = [kind.engine_pool(count, devices) for kind, count in pairs]
-    mask = np.zeros(len(table), dtype=bool)
-    mask[warm : warm + counted] = True
+    mask, looks = np.zeros(len(table), dtype=bool), (warm, warm + counted)
+    mask[slice(*looks)] = True
 
     def served(result: SimulatedRequests) -> Served:
         per_s, keeps_up = _ended_per_s(result, mask, rate, concurrency or 1)
-        tokens = per_s * float(table.output_len[mask].mean())
+        # At a rate the mean is the load's; in a closed loop that of the requests whose seconds gave the rate.
+        tokens = per_s * (
+            serving.requests.mean_output_len if rate is not None else float(table.output_len[mask].mean())
+        )
         return Served(deployment, serving, result, mask, classes, per_s, tokens, keeps_up)
 
     if deployment.routes is not None:
-        return served(_serve_apart(pools, table, classes, deployment.routes))
+        return served(_serve_apart(pools, table, classes, deployment.routes, looks))
     if deployment.is_disaggregated and concurrency is None and serving.limits:
         # What decodes holds up no prompt: where prompts alone are late, nothing else needs to be simulated.
         prompts = served(simulate(pools[0], replace(table, output_len=np.ones_like(table.output_len))))
         if not all(limit.is_met for limit in prompts.limits):
             return prompts
-    return served(simulate(pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token))
+    sent_s = deployment.sent_s_per_token
+    return served(simulate(pools, table, concurrency=concurrency, transfer_s_per_token=sent_s, looks=looks))
 
 
 def _serve_apart(
-    pools: list[EnginePool], table: RequestTable, classes: IntArray, routes: tuple[tuple[float, ...], ...]
+    pools: list[EnginePool],
+    table: RequestTable,
+    classes: IntArray,
+    routes: tuple[tuple[float, ...], ...],
+    looks: tuple[int, int],
 ) -> SimulatedRequests:
     """Simulate pools side by side, each with its requests: those of a class are dealt as its shares say."""
     pool_of = np.zeros(len(table), dtype=np.int64)
@@ -240,7 +248,8 @@ def _serve_apart(
             uses.append((InstanceUse(),))
             continue
         lengths = (part[members] for part in (table.prompt_len, table.output_len, table.prefix_len))
-        result = simulate(pool, RequestTable(table.arrival_s[members], *lengths))
+        first, last = np.searchsorted(members, looks).tolist()
+        result = simulate(pool, RequestTable(table.arrival_s[members], *lengths), looks=(first, last))
         uses.append(result.pools[0])
         for name in columns:
             values = getattr(result, name)
