@@ -40,6 +40,9 @@ GROWTH = 0.02
 NUM_LOOKS = 32
 """Times at which what is to be done is added up: a line through them has little of waves, which two ends would have all of."""
 
+BATCHES = 20
+"""Parts of the counted requests whose means tell how much neighbours are alike (batch means)."""
+
 CONFIDENCE = 1.959964
 """Of a normal distribution: 95 %."""
 
@@ -137,7 +140,7 @@ class Served:
                 within_low=1, within_high=1,
             )  # fmt: skip
         share = float((values <= limit.seconds).mean())
-        low, high = wilson(share, len(values))
+        low, high = wilson(share, independent(values <= limit.seconds))
         return LimitEstimate(
             metric=limit.metric, quantile=limit.quantile, limit_s=limit.seconds,
             simulated_s=float(np.quantile(values, limit.quantile)), within=share, within_low=low, within_high=high,
@@ -165,8 +168,22 @@ class Served:
         )
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share that was found in so many requests (Wilson, JASA 22, 1927)."""
+def independent(within: BoolArray) -> float:
+    """Return how many independent requests tell as much of a share as these [N], in order, whose neighbours share one queue.
+
+    From the variance of the means of BATCHES parts: share (1 - share) / (their variance / BATCHES), at most N.
+    """
+    count, share = len(within), float(within.mean())
+    variance = (
+        float(np.var([part.mean() for part in np.array_split(within, min(BATCHES, count))], ddof=1))
+        if count > 1
+        else 0.0
+    )
+    return min(float(count), max(share * (1 - share) / (variance / BATCHES), 1.0)) if variance else float(count)
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Return the 95 % interval of a share of so many independent requests (Wilson, JASA 22, 1927)."""
     z = CONFIDENCE
     centre = share + z * z / (2 * count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))

@@ -10,6 +10,7 @@ import pytest
 from meshwright.planner import plan
 from meshwright.planner.explain.serving import explain_serving
 from meshwright.planner.request import Deadline, PlanRequest
+from meshwright.planner.serving.checks import independent
 from meshwright.planner.serving.replay import replay
 from meshwright.planner.tasks.serving import ServingProblem
 from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Serving, ServingPlan, SolverLimitError
@@ -79,6 +80,13 @@ def test_a_limit_that_no_lone_request_meets_leaves_nothing_to_simulate() -> None
         PlanRequest.create(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB"), load)
     )
     assert not problem.roots().nodes
+
+
+def test_the_interval_of_a_share_is_wider_where_neighbours_are_alike() -> None:
+    draw = np.random.default_rng(0).random(2000) < 0.9
+    assert independent(draw) > 800
+    assert independent(np.sort(draw)) < 100
+    assert independent(np.ones(500, dtype=bool)) == 500
 
 
 def test_what_the_time_limit_left_out_is_said() -> None:
