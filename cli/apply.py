@@ -6,7 +6,6 @@ A job goes on by itself: after a fault from the last checkpoint, and on what rem
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typer.core import TyperCommand
 
 from ..runtime.training.options import TrainOptions, prepare_options, why_not_continued
 from ..schema import ConfigError, TrainingPlan
+from ..schema.base import require_writable
 from ..schema.engine_facts import require_our_engine
 from ..schema.errors import InfeasibleError, RuntimeMismatchError
 from .following import following
@@ -237,8 +237,8 @@ def _prepared(options: TrainOptions, plan: TrainingPlan, *, is_only_node: bool) 
     if options.count_memory and not plan.cluster.weakest_device.backend.is_host:
         raise ConfigError("--count-memory is for CPUs: GPUs count their memory themselves", help="leave it out")
     trace = None if options.trace is None else Path(options.trace).resolve()
-    if trace is not None and is_only_node and not os.access(trace.parent, os.W_OK):
-        raise ConfigError(f"cannot write {options.trace}: its folder is not there, or may not be written")
+    if trace is not None and is_only_node:
+        require_writable(trace)
     return prepare_options(plan, options.replace(trace=None if trace is None else str(trace)))
 
 

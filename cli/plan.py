@@ -123,8 +123,10 @@ def plan(
     """
     from ..planner.request import Deadline
     from ..schema import TrainingPlan
+    from ..schema.base import require_writable
     from .show.plan import plan_tables
 
+    require_writable(output.out)
     deadline = Deadline(output.time_limit_s)
     if generation is not None:
         answer: Plan = _plan_generation(model, cluster, generation, offload, output, deadline)

@@ -38,9 +38,11 @@ def replay(
     ],
     machines: MachineOptions,
     requests: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE.csv", help="Of serving: recorded requests: arrival_s, prompt_tokens, output_tokens."
+            metavar="LOAD",
+            help="Of serving: recorded requests, a csv with arrival_s, prompt_tokens, output_tokens; or a load as `plan` takes it: "
+            "isl=1024,osl=128,rate=5.",
         ),
     ] = None,
     trace: Annotated[
@@ -49,7 +51,7 @@ def replay(
     ] = None,
     rate: Annotated[
         float | None,
-        typer.Option(metavar="X", help="Requests a second instead of the recorded rate.", min=1e-6, max=1e9),
+        typer.Option(metavar="X", help="Requests a second instead of the load's.", min=1e-6, max=1e9),
     ] = None,
     concurrency: Annotated[
         int | None, typer.Option(metavar="N", help="Keep N requests in flight instead.", min=1, max=10**6)
@@ -57,7 +59,7 @@ def replay(
     time_limit_s: TimeLimitOption = 60.0,
     json: JsonOption = False,
 ) -> None:
-    """Serve recorded requests with a plan, in simulation: percentiles, limits, queue and cache of every instance. Needs no GPU.
+    """Serve other requests with a plan, in simulation: percentiles, limits, queue and cache of every instance. Needs no GPU.
 
     A plan of training is replayed over a recording of machines that come and go (--trace): what part of their time each policy
     keeps, waiting for all of them, restarting on what is left, or going on, and what no policy exceeds.
@@ -66,7 +68,7 @@ def replay(
     from ..planner.serving.replay import replay as replay_requests
     from ..planner.spot import Costs
     from ..schema.plan import Plan
-    from ..schema.requests_file import read_trace
+    from ..schema.requests_file import is_stated, parse_requests, read_trace
     from ..schema.serving_plan import ServingPlan
     from ..schema.training_plan import TrainingPlan
 
@@ -87,7 +89,13 @@ def replay(
         raise ConfigError(
             f"{plan} is a plan for {document.task_name}, not for serving", help="make one: meshwright plan --serve"
         )
-    answer = replay_requests(document, read_trace(requests), rate=rate, concurrency=concurrency)
+    if is_stated(requests):
+        stated = parse_requests(requests, rate=rate, concurrency=concurrency)
+        if stated.rate is None and stated.concurrency is None:
+            raise ConfigError(f"--requests {requests}: how many", help="add rate=R or concurrency=N")
+        answer = replay_requests(document, stated)
+    else:
+        answer = replay_requests(document, read_trace(requests), rate=rate, concurrency=concurrency)
     show_answer(answer, _latencies(answer), _instances(answer, document), as_json=json)
     if not json:
         typer.echo(f"next: meshwright explain {plan}", err=True)

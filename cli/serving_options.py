@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ..schema.base import shown
 from ..schema.errors import ConfigError
 from ..schema.serving import (
+    MODES,
     CacheDtype,
     LatencyLimit,
     SchedulerPolicy,
     Serving,
     ServingEngine,
-    ServingMode,
     ServingObjective,
     WeightDtype,
 )
@@ -34,9 +35,9 @@ class ServingOptions(OptionModel):
     weights: WeightDtype | None = option(None, "type of the weights. Default: bf16.")
     kv: CacheDtype | None = option(None, "type of keys and values. Default: bf16.")
     modes: str = option(
-        "agg,disagg", "agg: instances prefill and decode; disagg: pools of their own for each; shared: both at once in an "
-        "instance, each on a share of the multiprocessors; afd: as disagg, and attention and feed-forward parts of what decodes on "
-        "devices of their own.",
+        "agg,disagg", "agg (aggregated): instances prefill and decode; disagg (disaggregated): pools of their own for each; "
+        "shared: both at once in an instance, each on a share of the multiprocessors; afd: as disagg, and attention and "
+        "feed-forward parts of what decodes on devices of their own.",
         metavar="M,...",
     )  # fmt: skip
     scheduler: SchedulerPolicy | None = option(
@@ -88,11 +89,11 @@ class ServingOptions(OptionModel):
             raise ConfigError(f"--engine {engine} does not serve", help=f"one of {', '.join(engines)}")
         if objective is not None and objective not in goals:
             raise ConfigError(f"--objective {objective} with --serve", help=f"one of {', '.join(goals)}")
-        modes = tuple(dict.fromkeys(name.strip() for name in self.modes.split(",")))
-        known = ServingMode.__args__  # type: ignore[attr-defined]
-        if not modes or not {*modes} <= {*known}:
+        names = [name.strip() for name in self.modes.split(",")]
+        if unknown := [name for name in names if name not in MODES]:
             raise ConfigError(
-                f"--modes {self.modes}: not modes of deployment", help=f"{', '.join(known)}, or several: agg,disagg"
+                f"--modes {self.modes}: {', '.join(map(shown, unknown))}: no mode of deployment",
+                help="agg, disagg, shared, afd, or several: agg,disagg",
             )
         texts: tuple[tuple[str, str | None], ...] = (("ttft", self.ttft), ("tpot", self.tpot), ("e2e", self.e2e))
         limits: tuple[LatencyLimit, ...] = tuple(
@@ -105,7 +106,7 @@ class ServingOptions(OptionModel):
             limits=limits,
             engine=engine,  # type: ignore[arg-type]
             objective=objective,  # type: ignore[arg-type]
-            modes=modes,  # type: ignore[arg-type]
+            modes=tuple(dict.fromkeys(MODES[name] for name in names)),
             weights=self.weights,
             cache=self.kv,
             nano_batches=self.nano_batches == "on",

@@ -240,6 +240,17 @@ def replace_atomically(path: Path, content: str | bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
+def require_writable(path: str | Path) -> None:
+    """Refuse a path that cannot be written, before long work whose result would go there.
+
+    Raises:
+        ConfigError: its folder is missing or may not be written.
+    """
+    folder = Path(os.path.realpath(path)).parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"cannot write {path}: its folder is not there, or may not be written")
+
+
 def _config_error(kind: str, error: ValidationError) -> ConfigError:
     items = error.errors(include_url=False, include_context=False)
     lines = tuple(_describe(item) for item in items if item["type"] != "default_factory_not_called")

@@ -57,5 +57,7 @@ def parse_experts_on_host(text: str) -> ExpertsOnHost | None:
         given |= {"predicted": float(fields["predicted"])} if "predicted" in fields else {}
         return ExpertsOnHost(**given)
     except (ValueError, ConfigError) as error:
-        reason = error.message if isinstance(error, ConfigError) else "shares are numbers"
+        reason = (
+            error.message.removeprefix("ExpertsOnHost: ") if isinstance(error, ConfigError) else "shares are numbers"
+        )
         raise ConfigError(f"--experts-on-host {text!r}: {reason}", help=_EXAMPLE) from error

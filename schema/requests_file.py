@@ -1,6 +1,7 @@
 """Read a load of requests and limits on latency as a user types them, and recorded requests from a file.
 
-    isl=4096,osl=512,rate=20,cv=1.5,prefix=0.4,prefixes=9    a class; several: isl=512,osl=64,share=0.7;isl=8k,osl=512,share=0.3
+    isl=4096,osl=512,rate=20,cv=1.5,prefix=0.4,prefixes=9    a class (prefix=512: in tokens)
+    isl=512,osl=64,share=0.7;isl=8k,osl=512,share=0.3        several classes
     trace.csv, trace.csv.gz                           columns arrival_s, prompt_tokens, output_tokens[, prefix_blocks]
     500ms@p90, 30ms                                   a limit and the share of requests that must be within it (p90)
 
@@ -66,7 +67,7 @@ def parse_requests(text: str, *, rate: float | None = None, concurrency: int | N
     """
     if rate is not None and concurrency is not None:
         raise ConfigError("rate (open loop) and concurrency (closed loop) exclude each other", help="leave one out")
-    if "=" not in text or os.path.isfile(text):  # noqa: PTH113 - a text that no file can be called is none
+    if not is_stated(text):
         return requests_of_trace(read_trace(text), rate=rate, concurrency=concurrency)
     load: dict[str, float] = {}
     fields: list[dict[str, float]] = []
@@ -80,14 +81,19 @@ def parse_requests(text: str, *, rate: float | None = None, concurrency: int | N
                 raise ConfigError(f"--requests: {shown(item)} {why}", help=_EXAMPLE)
             target[key] = _number(key, value)
         fields.append(entry)
+    if len({"share" in entry for entry in fields}) > 1:
+        raise ConfigError("--requests: some classes have a share and others none", help="share=0.7 and share=0.3")
     total = sum(entry.get("share", 1.0) for entry in fields)
-    if not total > 0:
-        raise ConfigError("--requests: the shares of the classes sum to nothing", help="share=0.7 and share=0.3")
     classes = tuple(_class_of(entry, total) for entry in fields)
     of_text = {"rate": load.get("rate"), "concurrency": load.get("concurrency")}
     if rate is not None or concurrency is not None:
         of_text = {"rate": rate, "concurrency": concurrency}
     return Requests(classes=classes, arrival_cv=load.get("cv", 1.0), **_without_none(of_text))  # type: ignore[arg-type]
+
+
+def is_stated(text: str) -> bool:
+    """Return whether a load is stated as text, not the name of a file."""
+    return "=" in text and not os.path.isfile(text)  # noqa: PTH113 - a text that no file can be called is none
 
 
 def _without_none(fields: dict[str, float | None]) -> dict[str, float | int]:
@@ -101,6 +107,8 @@ def _number(key: str, text: str) -> float:
         raise ConfigError(f"--requests: {key}={shown(text)}: {error}", help=_EXAMPLE) from None
     if not (np.isfinite(value) and value >= 0):
         raise ConfigError(f"--requests: {key}={shown(text)} is no number from 0 up", help=_EXAMPLE)
+    if not value and key not in ("prefix", "cv"):
+        raise ConfigError(f"--requests: {key}={shown(text)}: it is more than 0", help=_EXAMPLE)
     return value
 
 
@@ -108,13 +116,19 @@ def _class_of(entry: dict[str, float], total_share: float) -> RequestClass:
     missing = [key for key in ("isl", "osl") if key not in entry]
     if missing:
         raise ConfigError(f"--requests: {' and '.join(missing)} missing", help=_EXAMPLE)
-    prefix = entry.get("prefix", 0.0)
-    prefix_len = int(prefix * entry["isl"]) if prefix < 1 else int(prefix)
+    prefix, prompt_len = entry.get("prefix", 0.0), int(entry["isl"])
+    if prefix >= 1 and (prefix == 1 or prefix != int(prefix) or prefix >= prompt_len):
+        raise ConfigError(
+            f"--requests: prefix={prefix:g} is neither a share of a prompt below 1 nor fewer tokens than its {prompt_len}",
+            help=_EXAMPLE,
+        )
+    if "prefixes" in entry and not prefix:
+        raise ConfigError("--requests: prefixes without prefix: how much of a prompt is shared", help=_EXAMPLE)
     return RequestClass(
         share=entry.get("share", 1.0) / total_share,
-        prompt_len=int(entry["isl"]),
+        prompt_len=prompt_len,
         output_len=int(entry["osl"]),
-        prefix_len=min(prefix_len, max(int(entry["isl"]) - 1, 0)) if prefix < 1 else prefix_len,
+        prefix_len=int(prefix * prompt_len if prefix < 1 else prefix),
         num_prefixes=int(entry.get("prefixes", 1)),
     )
 

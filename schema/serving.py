@@ -7,6 +7,7 @@ feed-forward parts on devices of their own (``layout.ffn_devices``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
@@ -27,6 +28,11 @@ ServingMode = Literal["agg", "disagg", "shared", "afd"]
 """Instances prefill and decode in the same steps; pools of their own for each; instances whose phases run at once, each on a share
 of the multiprocessors; pools as of disagg, and those that decode have feed-forward parts on devices of their own (attention/FFN
 disaggregation)."""
+
+MODES: Mapping[str, ServingMode] = {
+    "agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg", "shared": "shared", "afd": "afd",
+}  # fmt: skip
+"""Modes by what they may be called."""
 
 PrefixTier = Literal["device", "host", "storage", "none"]
 """Where the prefixes lie that requests share: in the device's cache, once for all; in the host's memory or on its drives, from

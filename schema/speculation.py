@@ -76,11 +76,6 @@ def parse_speculation(text: str) -> Speculation:
             lengths=tuple(float(value) for value in fields.get("lengths", "").split("/") if value),
             model=fields.get("model"),
         )
-    except ValueError as error:
-        reason = (
-            str(error)
-            .splitlines()[-2 if "validation error" in str(error) else -1]
-            .strip()
-            .removeprefix("Value error, ")
-        )
-        raise ConfigError(f"--speculate {text!r}: {reason.partition(' [type')[0]}", help=_EXAMPLE) from error
+    except (ValueError, ConfigError) as error:
+        reason = error.message.removeprefix("Speculation: ") if isinstance(error, ConfigError) else str(error)
+        raise ConfigError(f"--speculate {text!r}: {reason}", help=_EXAMPLE) from error

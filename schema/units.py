@@ -37,8 +37,8 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}" if abs(seconds) < 1000 * size else f"{seconds / size:.0f} {unit}"
+        if abs(seconds) >= 0.9995 * size:  # 999.6 us are 1 ms
+            return f"{seconds / size:.3g} {unit}" if abs(seconds) < 999.5 * size else f"{seconds / size:.0f} {unit}"
     return f"{seconds / 1e-6:.2g} us"
 
 

@@ -33,8 +33,8 @@ def serving_table(plan: ServingPlan) -> Table:
     cost, serving = plan.estimate, plan.serving
     version = f" {serving.engine_version}" if serving.engine_version else ""
     table = figures_table(f"{model_title(plan.model, plan.cluster)}: serving with {serving.engine}{version}")
-    rate = f"{cost.requests_per_s:.4g} requests/s; {cost.tokens_per_s_per_device:,.4g} tokens/s a device"
-    table.add_row("[bold]throughput", f"[bold]{cost.tokens_per_s:,.4g}", "", f"tokens/s generated, {rate}")
+    rate = f"{cost.requests_per_s:.4g} requests/s; {_figure(cost.tokens_per_s_per_device)} tokens/s a device"
+    table.add_row("[bold]throughput", f"[bold]{_figure(cost.tokens_per_s)}", "", f"tokens/s generated, {rate}")
     more = f"of {plan.cluster.num_devices}"
     if cost.usd_per_hour is not None:
         more += f"; {cost.usd_per_hour:,.2f} USD/h, {cost.usd_per_million_tokens:,.3g} USD per million tokens"
@@ -63,6 +63,11 @@ def serving_table(plan: ServingPlan) -> Table:
     return table
 
 
+def _figure(value: float) -> str:
+    """Return four digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def _add_fine_tuning(table: Table, plan: ServingPlan) -> None:
     cost = plan.estimate.fine_tuning
     if cost is None:
@@ -71,12 +76,12 @@ def _add_fine_tuning(table: Table, plan: ServingPlan) -> None:
     for one in cost.pools:
         share = f"{one.tokens_per_step:,.0f} tokens of each step" if one.tokens_per_step else "the limits leave no room"
         words = f"tokens/s on {counted(one.replicas, 'instance')}; {share}"
-        table.add_row("[bold]fine-tuning", f"[bold]{one.tokens_per_s:,.4g}", "", words)
+        table.add_row("[bold]fine-tuning", f"[bold]{_figure(one.tokens_per_s)}", "", words)
     words = f"of a cluster without a load; {format_bytes(cost.state_bytes)} a device"
     table.add_row("  of the peak", "", format_percent(cost.share_of_peak, 0), words)
     spare = cost.pools[-1].replicas - cost.pools[0].replicas
     words = f"tokens/s on {counted(spare, 'instance')} that fine-tune alone, beside the plan's"
-    table.add_row("  apart", f"{cost.apart_tokens_per_s:,.4g}", "", words)
+    table.add_row("  apart", f"{_figure(cost.apart_tokens_per_s)}", "", words)
 
 
 def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
@@ -104,10 +109,10 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
             "storage": "; prefixes on the host's drives", "none": "; prefixes computed anew",
         }[pool.prefixes]  # fmt: skip
     table.add_row("  limits", "", "", words)
-    usage = f"of {format_bytes(cost.cache_bytes)} a device hold keys and values of requests"
+    usage = f"of {format_bytes(cost.cache_bytes)} a device in use by requests"
     cache = f"{usage}; weights {format_bytes(cost.weight_bytes)}"
     table.add_row("  cache", format_percent(cost.cache_use, 0), "", cache)
-    rows, prompts = f"{cost.decode_rows:.3g} rows decode", f"{cost.prefill_tokens:.4g} tokens of prompts"
+    rows, prompts = f"{cost.decode_rows:.3g} rows decode", f"{_figure(cost.prefill_tokens)} tokens of prompts"
     if cost.prefill_utilisation is None:
         table.add_row(
             "  step", format_seconds(cost.step_s), format_percent(cost.utilisation, 0), f"busy; {rows}, {prompts}"
@@ -130,7 +135,7 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
         words += f"{format_percent(split.link, 0)}; weights of a feed-forward device {format_bytes(split.weight_bytes)}"
         table.add_row("  two groups", "", format_percent(split.attention, 0), words)
     if cost.binds == "rate":
-        why = f"the load; an instance carries {cost.largest_requests_per_s:.3g} of its {cost.requests_per_s:.3g} requests/s"
+        why = f"the load: {cost.requests_per_s:.3g} of the {cost.largest_requests_per_s:.3g} requests/s that an instance carries"
     else:
         why = f"{cost.binds}, at {cost.largest_requests_per_s:.3g} requests/s an instance"
     table.add_row("  binds", "", "", why)
@@ -139,10 +144,16 @@ def _add_pool(table: Table, pool: Pool, cost: PoolEstimate) -> None:
 def _add_search(table: Table, plan: ServingPlan) -> None:
     if (search := plan.search) is None:
         return
-    unit = search.unit.replace("_per_", "/").replace("_", " ")
-    resource = "" if plan.resource_bound is None else f", by peaks alone {plan.resource_bound:,.4g}"
-    bound = f"; none of this space has better than {search.bound:,.4g} {unit} in this model{resource}"
-    add_search(table, search, f"{counted(search.evaluated, 'deployment')} simulated", bound)
+    bound, resource = search.bound, plan.resource_bound
+    if search.unit == "s":
+        limit, peaks = f"takes less than {format_seconds(bound)}", ""
+    else:
+        plural = "" if bound == 1 else "s"
+        words = {"devices": f"needs fewer than {{}} device{plural}", "usd_per_hour": "costs less than {} USD/h"}
+        limit = words.get(search.unit, "gives more than {} tokens/s a device").format(_figure(bound))
+        peaks = "" if resource is None else f" (by peak rates alone: {_figure(resource)})"
+    bound_text = f"; in this model none of this space {limit}{peaks}"
+    add_search(table, search, f"{counted(search.evaluated, 'deployment')} simulated", bound_text)
 
 
 def _classes(plan: ServingPlan) -> Table:
@@ -170,7 +181,7 @@ def _front(plan: ServingPlan) -> Table:
         "tokens/s a user", "tokens/s a device", "mode", "instances", text=("mode", "instances"), num_keys=0,
     )  # fmt: skip
     for point in plan.front:
-        figures = (f"{point.tokens_per_s_per_user:,.4g}", f"{point.tokens_per_s_per_device:,.4g}")
+        figures = (f"{_figure(point.tokens_per_s_per_user)}", f"{_figure(point.tokens_per_s_per_device)}")
         table.add_row(*figures, point.mode, plain(point.pools))
     return table
 
@@ -181,7 +192,7 @@ def _alternatives(plan: ServingPlan) -> Table:
     )
     for other in plan.alternatives:
         table.add_row(
-            plain(other.pools), str(other.num_devices), f"{other.requests_per_s:.3g}", f"{other.tokens_per_s_per_device:,.4g}",
+            plain(other.pools), str(other.num_devices), f"{other.requests_per_s:.3g}", f"{_figure(other.tokens_per_s_per_device)}",
             plain(other.reason),
         )  # fmt: skip
     return table
@@ -193,6 +204,9 @@ def explanation_tables(plan: ServingPlan, explanation: ServingExplanation) -> It
     for line in explanation.binds:
         table.add_row("[bold]binds", plain(line))
     yield table
+    if explanation.not_searched:
+        words = f"{', '.join(explanation.not_searched)}: the time limit ended before (--time-limit-s)"
+        table.add_row("[bold]not searched", plain(words))
     changes = (explanation.why_not,) if explanation.why_not is not None else explanation.changes
     if not changes:
         return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -262,13 +262,15 @@ class Rank:
 
 @dataclass
 class InstanceUse:
-    """What an engine instance did: integrals over time, to be divided by the duration.
+    """What an engine instance did: integrals over time, to be divided by the seconds.
 
     Attributes:
+        seconds: that all else is over, but for the largest values, which are those of its life.
         steps, busy_s: where prompts run at once with rows that decode, of those alone; prompt_steps, prompt_busy_s: of prompts.
         max_rows, max_tokens: requests that ran at once and tokens of a step, of one attention rank.
     """
 
+    seconds: float = 0.0
     steps: int = 0
     busy_s: float = 0.0
     prompt_tokens: int = 0
@@ -283,6 +285,13 @@ class InstanceUse:
     max_tokens: int = 0
     prompt_steps: int = 0
     prompt_busy_s: float = 0.0
+
+    def between(self, first: InstanceUse, last: InstanceUse) -> InstanceUse:
+        """Return the integrals between two looks, with the largest values of all the time."""
+        changes = {
+            name: value - getattr(first, name) for name, value in vars(last).items() if not name.startswith("max_")
+        }
+        return replace(self, **changes)
 
 
 class Instance:
@@ -326,12 +335,18 @@ class Instance:
             running, waiting = running + rank.running, waiting + rank.coming + len(rank.waiting)
             taken += self.blocks - rank.free
         cache = taken / (self.blocks * len(self.ranks))
+        use.seconds += passed
         use.running_s += running * passed
         use.waiting_s += waiting * passed
         use.cache_s += cache * passed
         use.max_running, use.max_waiting = max(use.max_running, running), max(use.max_waiting, waiting)
         use.max_cache = max(use.max_cache, cache)
         self.since_s = now_s
+
+    def look(self, now_s: float) -> InstanceUse:
+        """Return a copy of what it did until now."""
+        self.account(now_s)
+        return replace(self.use)
 
     def close(self, now_s: float) -> InstanceUse:
         """Return what it did until now."""

@@ -115,7 +115,8 @@ class SimulatedRequests:
         ttft_s: sent to first token; tpot_s: mean of the tokens after it (0 where there is none); e2e_s: sent to last token.
         queue_s: waiting for its first step, of the pool that has its prompt.
         preemptions: times that a request lost its cache.
-        pools: the instances of each pool, lanes apart; duration_s: first request sent to last one answered.
+        pools: the instances of each pool, lanes apart, over the time that was looked at; duration_s: first request sent to last
+            one answered.
         mean_in_flight: requests, averaged over time.
     """
 
@@ -152,14 +153,18 @@ def simulate(
     concurrency: int | None = None,
     transfer_s_per_token: float = 0.0,
     router: Router = "least_loaded",
+    looks: tuple[int, int] | None = None,
 ) -> SimulatedRequests:
     """Serve requests; a second pool decodes what the first one has prefilled.
+
+    Args:
+        looks: what instances do is from the time at which the first of these requests is sent to that of the second; None: all.
 
     Raises:
         ConfigError: a request that no cache holds.
     """
     stages = [pools] if isinstance(pools, EnginePool) else list(pools)
-    return _Simulation(stages, requests, concurrency, transfer_s_per_token, router).run()
+    return _Simulation(stages, requests, concurrency, transfer_s_per_token, router, looks).run()
 
 
 class _Simulation:
@@ -172,6 +177,7 @@ class _Simulation:
         concurrency: int | None,
         transfer_s: float,
         router: Router,
+        looks: tuple[int, int] | None,
     ) -> None:
         self.requests, self.concurrency, self.transfer_s, self.router = requests, concurrency, transfer_s, router
         count = len(requests)
@@ -188,6 +194,7 @@ class _Simulation:
             for idx, pool in enumerate(pools)
         ]
         self.turns = [0] * len(pools)
+        self.looks, self.seen = looks or (), list[list[list[InstanceUse]]]()
         self.events: list[tuple[float, int, int, int, int, int]] = []
         self.sequence = 0
         self.sent_s, self.answered_s = [0.0] * count, [0.0] * count
@@ -213,6 +220,8 @@ class _Simulation:
                 integral, before = integral + in_flight * (now - before), now
                 if kind == _SEND:
                     in_flight += 1
+                    if detail in self.looks:
+                        self.seen.append([[instance.look(now) for instance in pool] for pool in self.instances])
                     self._send(detail, now)
                 else:
                     in_flight, answered = in_flight - 1, answered + 1
@@ -277,6 +286,10 @@ class _Simulation:
         first = np.array(states.first_s) + self.pools[-1].profile.request.way_s
         after = np.maximum(np.array(states.output) - 1, 0)
         duration = end - begin
+        uses = [[instance.close(end) for instance in pool] for pool in self.instances]
+        if self.seen:
+            looks = (*self.seen, uses)[:2]
+            uses = [[*map(InstanceUse.between, *of_pool)] for of_pool in zip(uses, *looks, strict=True)]
         return SimulatedRequests(
             sent_s=sent,
             ttft_s=first - sent,
@@ -285,7 +298,7 @@ class _Simulation:
             queue_s=np.array(states.admitted_s) - np.array(states.queued_s),
             output_len=np.array(states.output, dtype=np.int64),
             preemptions=np.array(states.preemptions, dtype=np.int64),
-            pools=tuple(tuple(instance.close(end) for instance in pool) for pool in self.instances),
+            pools=tuple(map(tuple, uses)),
             duration_s=duration,
             mean_in_flight=integral / duration if duration else 0.0,
         )

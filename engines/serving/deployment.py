@@ -243,16 +243,21 @@ def title(plan: ServingPlan, engine: str, version: str) -> str:
     return comment(f"{engine} {version}: {plan.model.name}, {pools_title(plan.pools)}, {plan.num_devices} devices")
 
 
-def begin_script(plan: ServingPlan, engine: str, version: str) -> str:
-    """Return the beginning of a script: the model, the node and the names of all nodes."""
-    count = 1 + max(node for item in instances(plan) for node in item.nodes)
-    default = "127.0.0.1" if count == 1 else ""
-    return (
+def begin_script(plan: ServingPlan, engine: str, version: str, *, names_nodes: bool = True) -> str:
+    """Return the beginning of a script: the model, and where it names nodes those of all."""
+    begin = (
         "#!/usr/bin/env bash\n"
         + title(plan, engine, version)
         + "set -euo pipefail\n"
         + f"model={shlex.quote(hub_name(plan))}\n"
         + 'MODEL=${MODEL:-"$model"}\n'
+    )
+    if not names_nodes:
+        return begin
+    count = 1 + max(node for item in instances(plan) for node in item.nodes)
+    default = "127.0.0.1" if count == 1 else ""
+    return (
+        begin
         + f'read -r -a HOSTS <<< "${{HOSTS:-{default}}}"\n'
         + f"if (( ${{#HOSTS[@]}} < {count} )); then\n"
         + f"  echo 'HOSTS=\"first second ...\" must name {count} nodes' >&2; exit 2\nfi\n"

@@ -42,7 +42,7 @@ def load_script(
         has_burstiness: it takes the shape of a gamma distribution, 1 / cv^2.
         url: where requests go, in bash; by default the first node.
     """
-    load, lines = plan.serving.requests, [begin_script(plan, engine, version)]
+    load, lines = plan.serving.requests, [begin_script(plan, engine, version, names_nodes=not url)]
     url = url or f'"http://${{HOSTS[0]}}:{entry_port(plan, routed=routed)}"'
     for entry in load.classes:
         flags: Options = {}

@@ -18,7 +18,7 @@ from ...schema import ConfigError, InfeasibleError, MeshwrightError
 from ...schema.base import Frozen
 from ...schema.host_experts import ExpertsOnHost
 from ...schema.layout import format_assignments, parse_assignments
-from ...schema.serving import LatencyLimit, Pool, Serving, ServingMode
+from ...schema.serving import MODES, LatencyLimit, Pool, Serving, ServingMode
 from ...schema.serving_plan import ServingPlan, pools_title
 from ...schema.units import counted, format_percent, format_seconds
 from ..request import Deadline, PlanRequest
@@ -32,12 +32,8 @@ from .advice import grow_cluster
 LOOSER = (1.25, 1.5, 2.0, 4.0)
 """Factors by which a limit is loosened, the smallest that helps is said."""
 
-MAX_GROWTH = 64
-"""Times the devices of the cluster that are tried at most."""
-
-MODES: Mapping[str, ServingMode] = {
-    "agg": "agg", "aggregated": "agg", "disagg": "disagg", "disaggregated": "disagg", "shared": "shared", "afd": "afd",
-}  # fmt: skip
+GROWTH = (2, 4, 8, 16, 32, 64)
+"""Times the devices of the cluster that are tried; a larger one has layouts of more devices, too."""
 
 
 class ServingChange(Frozen):
@@ -62,10 +58,12 @@ class ServingExplanation(Frozen):
     Attributes:
         binds: for each pool, in words.
         changes: verified by another search; why_not: of what was asked.
+        not_searched: changes for which the time limit left none.
     """
 
     binds: tuple[str, ...]
     changes: tuple[ServingChange, ...] = ()
+    not_searched: tuple[str, ...] = ()
     why_not: ServingChange | None = None
 
 
@@ -80,19 +78,27 @@ def explain_serving(plan: ServingPlan, *, why_not: str = "", deadline: Deadline 
 
     Raises:
         ConfigError: why_not is neither a mode nor fields of a layout of an instance.
+        SolverLimitError: the time limit ended before why_not was searched.
     """
     request = request_of(plan, deadline)
     binds = tuple(_binding(plan))
     if why_not:
         return ServingExplanation(binds=binds, why_not=_why_not(plan, request, why_not))
-    rows = []
+    rows: list[ServingChange] = []
+    not_searched: list[str] = []
     for text, changed in _changes(plan, request):
+        if not request.deadline.is_over:
+            row = _compared(plan, text, changed)
+            if row.pools or not request.deadline.is_over:
+                rows.append(row)
+                continue
+        not_searched.append(text)
+    if plan.serving.requests.rate is not None:
         if request.deadline.is_over:
-            break
-        rows.append(_compared(plan, text, changed))
-    if plan.serving.requests.rate is not None and not request.deadline.is_over:
-        rows += _one_more(plan, request)
-    return ServingExplanation(binds=binds, changes=tuple(rows))
+            not_searched.append("the largest rate, and that of one more instance")
+        else:
+            rows += _one_more(plan, request)
+    return ServingExplanation(binds=binds, changes=tuple(rows), not_searched=tuple(not_searched))
 
 
 def _binding(plan: ServingPlan) -> Iterator[str]:
@@ -241,10 +247,15 @@ def _why_not(plan: ServingPlan, request: PlanRequest, question: str) -> ServingC
     if question in MODES:
         if plan.mode == MODES[question]:
             raise ConfigError(f"the plan is {question}: {pools_title(plan.pools)}")
-        return _compared(plan, question, _in_mode(request, MODES[question]))
-    fields: Mapping[str, Any] = parse_assignments(question, Serving.fixable)
-    checked = PlanRequest.create(plan.model, plan.cluster, plan.serving, fixed=fields, deadline=request.deadline)
-    return _compared(plan, format_assignments(checked.fixed), checked)
+        text, changed = question, _in_mode(request, MODES[question])
+    else:
+        fields: Mapping[str, Any] = parse_assignments(question, Serving.fixable)
+        changed = PlanRequest.create(plan.model, plan.cluster, plan.serving, fixed=fields, deadline=request.deadline)
+        text = format_assignments(changed.fixed)
+    row = _compared(plan, text, changed)
+    if not row.pools and request.deadline.is_over:
+        raise request.deadline.error(f"with {text}")
+    return row
 
 
 def explain_unserved(request: PlanRequest, search: ServingSearch) -> MeshwrightError:
@@ -263,7 +274,8 @@ def explain_unserved(request: PlanRequest, search: ServingSearch) -> MeshwrightE
         details=tuple(details),
         help=changes[0]
         if changes
-        else "nothing that was tried serves it: more devices, fp8, looser limits, a lower rate",
+        else "nothing that was tried serves it: fp8, more devices, a lower rate, looser limits"
+        + (", until the time limit ended (--time-limit-s)" if request.deadline.is_over else ""),
     )
 
 
@@ -272,7 +284,7 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
     serving = problem.serving
     if not problem.space.kinds:
         layout, reason = min(problem.space.too_large, key=lambda entry: -entry[0].num_devices)
-        yield f"memory: no layout of an instance fits; with {layout.num_devices} devices: {reason}"
+        yield f"memory: no layout of an instance fits; with {counted(layout.num_devices, 'device')}: {reason}"
         return
     for limit in serving.limits:
         lone_rate = max(
@@ -297,7 +309,7 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
             if not limit.is_met
         )
         names = " + ".join(
-            f"{count} x {kind.size} devices"
+            f"{count} x {counted(kind.size, 'device')}"
             for kind, count in zip(served.deployment.kinds, served.deployment.counts, strict=True)
         )
         yield f"simulated {names}: {broken or 'the queue grows'}"
@@ -305,32 +317,14 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
     if rate is not None and problem.families:
         best = max(problem.families, key=lambda family: family.best_split(fluid=False)[1])
         carried = best.best_split(fluid=False)[1]
-        yield f"devices: {rate:.3g} requests/s are asked for; all of them carry about {carried:.3g} within the limits"
+        total = counted(problem.request.cluster.num_devices, "device")
+        yield f"devices: {rate:,.6g} requests/s are asked for; {total} carry about {carried:.3g} within the limits"
 
 
 def _quickest_s(problem: ServingProblem, kind: InstanceKind, limit: LatencyLimit) -> float:
     """Return the seconds of a metric for a lone request on an instance."""
     point = operating_points(kind.model, mix_of(problem.serving, kind.prefixes), np.array([1e-6]), fluid=True)
     return float(point.quantile_s(limit.metric, limit.quantile)[0])
-
-
-def _sizes(problem: ServingProblem) -> Iterator[int]:
-    """Yield devices of larger clusters: twice as many, what the estimate says, and a quarter more."""
-    now, rate = problem.request.cluster.num_devices, problem.serving.requests.rate
-    node = problem.request.cluster.largest_node
-    yield 2 * now
-    if rate is None or not problem.families:
-        yield from (4 * now, 8 * now)
-        return
-    needed = []
-    for family in problem.families:
-        counts = family.min_counts(rate, fluid=False)
-        if counts is not None:
-            needed.append(Deployment(family.kinds, counts).num_devices)
-    for factor in (1.0, 1.25):
-        devices = math.ceil(factor * min(needed, default=0) / max(node, 1)) * max(node, 1)
-        if 2 * now < devices <= MAX_GROWTH * now:
-            yield devices
 
 
 def _helping(request: PlanRequest, problem: ServingProblem) -> Iterator[str]:
@@ -352,10 +346,11 @@ def _helping(request: PlanRequest, problem: ServingProblem) -> Iterator[str]:
         if other := _searched(placed):
             yield f"--experts-on-host on: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
     if not is_unreachable:
-        for devices in _sizes(problem):
+        for factor in GROWTH:
+            devices = factor * request.cluster.num_devices
             cluster = grow_cluster(request.cluster, devices)
             if cluster is not None and (other := _searched(replace(request, cluster=cluster))):
-                yield f"more devices, of {devices}: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
+                yield f"more devices: {pools_title(other.pools)}, {counted(other.num_devices, 'device')} of {devices}"
                 break
         if serving.requests.rate is not None and (other := _searched(replace(request, task=_free_rate(serving)))):
             for part in (0.97, 0.9):

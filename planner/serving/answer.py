@@ -17,7 +17,7 @@ from ...cost_models.serving.simulation import InstanceUse
 from ...schema import Certificate
 from ...schema.host_experts import experts_title
 from ...schema.plan import Unit
-from ...schema.serving import Pool, Role, ServingMode
+from ...schema.serving import Pool, Requests, Role, ServingMode
 from ...schema.serving_plan import (
     PoolEstimate,
     Route,
@@ -37,7 +37,7 @@ from .bound import resource_bound
 from .checks import Deployment, Served
 from .families import Family, KindRates
 from .fine_tuning import fine_tuning_of
-from .kinds import InstanceKind
+from .kinds import InstanceBase, InstanceKind
 from .mix import Mixture
 
 MAX_FRONT = 12
@@ -124,7 +124,7 @@ def estimate_of(problem: ServingProblem, served: Served) -> ServingEstimate:
         tokens_per_s_per_device=served.tokens_per_s / deployment.num_devices,
         tokens_per_s_per_user=1 / overall.tpot.mean_s if overall.tpot.mean_s else 1 / overall.ttft.mean_s,
         requests_per_s=served.requests_per_s,
-        max_requests_per_s=max(min(largest) if deployment.routes is None else served.requests_per_s, 1e-9),
+        max_requests_per_s=max(min(largest) if deployment.routes is None else 0.0, served.requests_per_s),
         usd_per_hour=price,
         usd_per_million_tokens=None if price is None else price / served.tokens_per_s / 3600 * 1e6,
         transfer_s=deployment.sent_s_per_token * mean_prompt,
@@ -150,7 +150,7 @@ def family_of(problem: ServingProblem, deployment: Deployment) -> Family:
     every = (
         limited
         for family in problem.families
-        if [kind.base for kind in family.kinds] == [kind.base for kind in deployment.kinds]
+        if _bases(family.kinds) == _bases(deployment.kinds)
         for limited in (family, *family.with_limits())
     )
     return next(family for family in every if all(map(operator.is_, family.kinds, deployment.kinds)))
@@ -160,7 +160,7 @@ def _pool_estimate(
     problem: ServingProblem, served: Served, family: Family, pool: int, uses: Sequence[InstanceUse]
 ) -> PoolEstimate:
     kind, count = served.deployment.kinds[pool], served.deployment.counts[pool]
-    duration = float((served.result.sent_s + served.result.e2e_s).max() - served.result.sent_s.min())
+    duration = max(sum(use.seconds for use in uses), 1e-9)
     steps = max(sum(use.steps for use in uses), 1)
     ranks = kind.layout.attention_dp
     rows = sum(use.decode_tokens for use in uses) / steps / ranks
@@ -182,7 +182,7 @@ def _pool_estimate(
     routes, classes = served.deployment.routes, served.serving.requests.classes
     share = 1.0 if routes is None else sum(c.share * row[pool] for c, row in zip(classes, routes, strict=True))
     per_instance = served.requests_per_s * share / count
-    largest = family.largest(pool, fluid=False, replicas=count)
+    largest = max(family.largest(pool, fluid=False, replicas=count), per_instance)
     is_full = per_instance > 0.8 * largest
     memory = kind.memory
     used = memory.weight_bytes + memory.workspace_bytes + memory.graph_bytes + memory.context_bytes + memory.cache_bytes
@@ -194,12 +194,12 @@ def _pool_estimate(
         step_parts_s=seconds,  # type: ignore[arg-type]
         binds=family.binds(pool) if is_full else "rate",
         cache_bytes=round(memory.cache_bytes),
-        cache_use=sum(use.cache_s for use in uses) / len(uses) / duration,
+        cache_use=sum(use.cache_s for use in uses) / duration,
         weight_bytes=round(memory.weight_bytes),
         free_bytes=round(memory.device_bytes - used),
-        utilisation=sum(use.busy_s for use in uses) / len(uses) / duration,
+        utilisation=min(sum(use.busy_s for use in uses) / duration, 1.0),
         prefill_step_s=prompt_s / prompt_steps if prompt_steps else None,
-        prefill_utilisation=prompt_s / len(uses) / duration if kind.shared else None,
+        prefill_utilisation=min(prompt_s / duration, 1.0) if kind.shared else None,
         largest_requests_per_s=max(largest, 1e-9),
         split=_split_use(kind, rows, rows * context, mean_s),
     )
@@ -283,22 +283,23 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
             f"simulated {limit.metric} {format_seconds(limit.simulated_s)} of {format_seconds(limit.limit_s)}"
             for limit in broken
         ) or ("the queue grows" if not other.keeps_up else "simulated: not better")
+        reason += _unlike_limits(other.deployment, chosen)
         rows.append((0.0, _alternative(other.deployment, other.requests_per_s, other.tokens_per_s, reason)))
     yield from (entry for _, entry in rows[: max(top // 2, 1) if top else 0])
     remaining = top - min(len(rows), max(top // 2, 1))
-    rate = problem.serving.requests.rate
-    estimated = []
+    requests, estimated = problem.serving.requests, []
     for family in problem.families:
-        if family.kinds == chosen.kinds:
+        if (
+            _bases(family.kinds) == _bases(chosen.kinds)
+            or (guess := _estimated(family, requests, chosen.num_devices)) is None
+        ):
             continue
-        counts = family.min_counts(rate, fluid=False) if rate is not None else family.best_split(fluid=False)[0]
-        if counts is None or not all(counts):
-            continue
+        counts, carried = guess
         deployment = Deployment(family.kinds, counts)
-        carried = min(count * family.largest(pool, fluid=False, replicas=count) for pool, count in enumerate(counts))
-        value = deployment.num_devices if rate is not None else -carried
+        per = 1 if requests.concurrency is None else deployment.num_devices
+        value = deployment.num_devices if requests.rate is not None else -carried / per
         fits = "" if family.fits(counts) else f"needs {counted(deployment.num_devices, 'device')} by the estimate"
-        estimated.append((value, ORDER.index(family.mode), deployment, carried if rate is None else rate, fits))
+        estimated.append((value, ORDER.index(family.mode), deployment, carried, fits))
     estimated.sort(key=lambda entry: (entry[0], entry[1]))
     other_mode = [
         next(entry for entry in estimated if entry[1] == mode)
@@ -313,6 +314,38 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
             f"{counted(more, 'device')} more by the estimate" if more > 0 else "not better by the estimate"
         )
         yield _alternative(deployment, carried, carried * problem.tokens, why)
+
+
+def _bases(kinds: Sequence[InstanceKind]) -> list[InstanceBase]:
+    return [kind.base for kind in kinds]
+
+
+def _unlike_limits(deployment: Deployment, chosen: Deployment) -> str:
+    """Return the limits of the same instances that are not the chosen ones': `` with max_batch 64``."""
+    if _bases(deployment.kinds) != _bases(chosen.kinds):
+        return ""
+    pairs = [(ours.limits, other.limits) for ours, other in zip(deployment.kinds, chosen.kinds, strict=True)]
+    names = ("max_batch", "max_batched_tokens", "chunk")
+    unlike = [f"{name} {getattr(a, name)}" for a, b in pairs for name in names if getattr(a, name) != getattr(b, name)]
+    return f" with {', '.join(dict.fromkeys(unlike))}" if unlike else ""
+
+
+def _estimated(family: Family, requests: Requests, num_devices: int) -> tuple[tuple[int, ...], float] | None:
+    """Return the counts of a family that the load takes by the estimate, and the requests a second that they serve; None: no such.
+
+    Of a load that is kept in flight, those on about as many devices as the plan has.
+    """
+    if requests.rate is not None:
+        counts = family.min_counts(requests.rate, fluid=False)
+        return None if counts is None else (counts, requests.rate)
+    counts, carried = family.best_split(fluid=False)
+    if not all(counts):
+        return None
+    if requests.concurrency is None:
+        return counts, carried
+    whole = sum(count * kind.size for count, kind in zip(counts, family.kinds, strict=True))
+    counts = tuple(max(round(count * num_devices / whole), 1) for count in counts)
+    return counts, family.in_closed_loop(counts, requests.concurrency, fluid=False)[0]
 
 
 def _alternative(deployment: Deployment, requests_per_s: float, tokens_per_s: float, reason: str) -> ServingAlternative:
@@ -383,8 +416,8 @@ def _on_measured(problem: ServingProblem, served: Served) -> Iterator[str]:
             ratio = limit.limit_s / limit.simulated_s
             share = format_percent(float(np.interp(ratio, ratios, levels)), 0)
             yield (
-                f"tpot {format_seconds(limit.simulated_s)} of {format_seconds(limit.limit_s)}: in {share} of the load tests that "
-                f"were predicted it was measured to be at most {ratio:.2f} times as long (a tighter --tpot is surer)"
+                f"tpot is predicted as {format_seconds(limit.simulated_s)}, {ratio:.2f} times which is the limit: {share} of the "
+                "load tests that were predicted measured no more than that (a tighter --tpot is safer)"
             )
 
 

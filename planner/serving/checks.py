@@ -40,6 +40,9 @@ GROWTH = 0.02
 NUM_LOOKS = 32
 """Times at which what is to be done is added up: a line through them has little of waves, which two ends would have all of."""
 
+BATCHES = 20
+"""Parts of the counted requests whose means tell how much neighbours are alike (batch means)."""
+
 CONFIDENCE = 1.959964
 """Of a normal distribution: 95 %."""
 
@@ -137,7 +140,7 @@ class Served:
                 within_low=1, within_high=1,
             )  # fmt: skip
         share = float((values <= limit.seconds).mean())
-        low, high = wilson(share, len(values))
+        low, high = wilson(share, independent(values <= limit.seconds))
         return LimitEstimate(
             metric=limit.metric, quantile=limit.quantile, limit_s=limit.seconds,
             simulated_s=float(np.quantile(values, limit.quantile)), within=share, within_low=low, within_high=high,
@@ -165,8 +168,22 @@ class Served:
         )
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share that was found in so many requests (Wilson, JASA 22, 1927)."""
+def independent(within: BoolArray) -> float:
+    """Return how many independent requests tell as much of a share as these [N], in order, whose neighbours share one queue.
+
+    From the variance of the means of BATCHES parts: share (1 - share) / (their variance / BATCHES), at most N.
+    """
+    count, share = len(within), float(within.mean())
+    variance = (
+        float(np.var([part.mean() for part in np.array_split(within, min(BATCHES, count))], ddof=1))
+        if count > 1
+        else 0.0
+    )
+    return min(float(count), max(share * (1 - share) / (variance / BATCHES), 1.0)) if variance else float(count)
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """Return the 95 % interval of a share of so many independent requests (Wilson, JASA 22, 1927)."""
     z = CONFIDENCE
     centre = share + z * z / (2 * count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
@@ -203,26 +220,34 @@ def serve(
     table, classes = drawn_requests(serving.requests, sizes, 1.0 if rate is None else rate)
     pairs, devices = zip(deployment.kinds, deployment.counts, strict=True), deployment.num_devices
     pools = [kind.engine_pool(count, devices) for kind, count in pairs]
-    mask = np.zeros(len(table), dtype=bool)
-    mask[warm : warm + counted] = True
+    mask, looks = np.zeros(len(table), dtype=bool), (warm, warm + counted)
+    mask[slice(*looks)] = True
 
     def served(result: SimulatedRequests) -> Served:
         per_s, keeps_up = _ended_per_s(result, mask, rate, concurrency or 1)
-        tokens = per_s * float(table.output_len[mask].mean())
+        # At a rate the mean is the load's; in a closed loop that of the requests whose seconds gave the rate.
+        tokens = per_s * (
+            serving.requests.mean_output_len if rate is not None else float(table.output_len[mask].mean())
+        )
         return Served(deployment, serving, result, mask, classes, per_s, tokens, keeps_up)
 
     if deployment.routes is not None:
-        return served(_serve_apart(pools, table, classes, deployment.routes))
+        return served(_serve_apart(pools, table, classes, deployment.routes, looks))
     if deployment.is_disaggregated and concurrency is None and serving.limits:
         # What decodes holds up no prompt: where prompts alone are late, nothing else needs to be simulated.
         prompts = served(simulate(pools[0], replace(table, output_len=np.ones_like(table.output_len))))
         if not all(limit.is_met for limit in prompts.limits):
             return prompts
-    return served(simulate(pools, table, concurrency=concurrency, transfer_s_per_token=deployment.sent_s_per_token))
+    sent_s = deployment.sent_s_per_token
+    return served(simulate(pools, table, concurrency=concurrency, transfer_s_per_token=sent_s, looks=looks))
 
 
 def _serve_apart(
-    pools: list[EnginePool], table: RequestTable, classes: IntArray, routes: tuple[tuple[float, ...], ...]
+    pools: list[EnginePool],
+    table: RequestTable,
+    classes: IntArray,
+    routes: tuple[tuple[float, ...], ...],
+    looks: tuple[int, int],
 ) -> SimulatedRequests:
     """Simulate pools side by side, each with its requests: those of a class are dealt as its shares say."""
     pool_of = np.zeros(len(table), dtype=np.int64)
@@ -240,7 +265,8 @@ def _serve_apart(
             uses.append((InstanceUse(),))
             continue
         lengths = (part[members] for part in (table.prompt_len, table.output_len, table.prefix_len))
-        result = simulate(pool, RequestTable(table.arrival_s[members], *lengths))
+        first, last = np.searchsorted(members, looks).tolist()
+        result = simulate(pool, RequestTable(table.arrival_s[members], *lengths), looks=(first, last))
         uses.append(result.pools[0])
         for name in columns:
             values = getattr(result, name)

@@ -46,8 +46,8 @@ class KindRates:
 
     def limits(self, role: str) -> tuple[LatencyLimit, ...]:
         """Return the limits that one pool alone decides."""
-        # The first token waits for a place where it is decoded, too.
-        metrics = {"agg": ("ttft", "tpot", "e2e"), "prefill": ("ttft",), "decode": ("ttft", "tpot")}[role]
+        # The first token waits for a place where it is decoded, too; a request takes at least as long as it decodes.
+        metrics = {"agg": ("ttft", "tpot", "e2e"), "prefill": ("ttft",), "decode": ("ttft", "tpot", "e2e")}[role]
         return tuple(limit for limit in self.serving.limits if limit.metric in metrics)
 
     def largest(self, role: str, *, fluid: bool, replicas: int = 1, sent_s_per_token: float = 0.0) -> Largest:

@@ -119,11 +119,45 @@ def ways_of(layout: ServingLayout, request: PlanRequest, serving: Serving) -> It
         yield from SHARES if eighths is None else (eighths,)
 
 
+def require_length(model: ModelSpec, longest: int) -> None:
+    """Refuse requests of more tokens than the model's published configuration allows: engines answer them with an error.
+
+    Raises:
+        ConfigError: prompt and answer together are longer.
+    """
+    if longest > model.max_seq_len:
+        raise ConfigError(
+            f"requests of {longest:,} tokens with their answers: {model.name} takes {model.max_seq_len:,}",
+            help="shorter requests; or a config.json whose max_position_embeddings are more, if the model was trained for them",
+        )
+
+
+def check_requests(model: ModelSpec, serving: Serving) -> None:
+    """Refuse what means nothing for these requests, or for this model.
+
+    Raises:
+        ConfigError: requests longer than the model takes, tokens after the first where there are none, halves without experts.
+    """
+    require_length(model, serving.requests.longest)
+    if all(entry.output_len == 1 for entry in serving.requests.classes):
+        if any(limit.metric == "tpot" for limit in serving.limits):
+            raise ConfigError("--tpot: answers of one token have no further ones", help="limit --ttft instead")
+        if not {*serving.modes} & {"agg"}:
+            raise ConfigError(
+                f"mode {', '.join(serving.modes)}: answers of one token leave nothing to decode", help="--modes agg"
+            )
+    if serving.nano_batches and not _experts(model):
+        raise ConfigError(
+            f"--nano-batches: {model.name} has no experts, whose exchange would run beside the other half",
+            help="leave it out",
+        )
+
+
 def check_sharing(request: PlanRequest, serving: Serving, parts: Sequence[ClusterSpec]) -> None:
     """Refuse what phases that share devices are not planned with.
 
     Raises:
-        ConfigError: shares of no such mode, of CPUs, of a pipeline, or of requests of which nothing decodes.
+        ConfigError: shares of no such mode, of CPUs, or of a pipeline.
     """
     eighths, is_only = request.fixed.get("prefill_eighths"), serving.modes == ("shared",)
     if eighths is not None and "shared" not in serving.modes:
@@ -141,5 +175,3 @@ def check_sharing(request: PlanRequest, serving: Serving, parts: Sequence[Cluste
             f"mode shared: pp {request.fixed['pp']}: stages of a pipeline have several steps under way already",
             help="--fix pp=1, or --modes agg",
         )
-    if is_only and all(entry.output_len == 1 for entry in serving.requests.classes):
-        raise ConfigError("mode shared: answers of one token leave nothing to decode", help="--modes agg")

@@ -97,6 +97,11 @@ def fixed_choice(fixed: Mapping[str, Any], serving: Serving) -> LimitChoice:
             f"chunk {choice.chunk}: {serving.engine} cuts prompts where a step's tokens end",
             help=f"--fix max_batched_tokens={choice.chunk}, or --engine vllm",
         )
+    if (choice.chunk or 0) > (max_tokens := choice.max_batched_tokens or max(BUDGETS)):
+        raise ConfigError(
+            f"chunk {choice.chunk}: a step takes at most {max_tokens} tokens",
+            help=f"--fix max_batched_tokens={choice.chunk}",
+        )
     return choice
 
 

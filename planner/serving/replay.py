@@ -1,4 +1,4 @@
-"""A serving plan under recorded requests: the deployment simulated request by request, percentiles and what every instance did."""
+"""A serving plan under other requests: the deployment simulated request by request, percentiles and what every instance did."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ from ...schema.requests_file import Trace
 from ...schema.serving import LatencyLimit, Pool, Requests
 from ...schema.serving_plan import ServingPlan
 from ...schema.units import FloatArray, IntArray
+from .checks import drawn_requests
+from .layouts import require_length
 
 QUANTILES = (0.5, 0.9, 0.99)
+NUM_DRAWN = 4000
+"""Requests of a load that is stated, so that those that warm the engines are few of them."""
+
 METRICS = ("ttft", "tpot", "e2e", "queue")
 """queue: from the arrival at an engine to the first step with the prompt."""
 
@@ -82,19 +87,22 @@ class Replay(Frozen):
     instances: tuple[InstanceReplay, ...]
 
 
-def replay(plan: ServingPlan, trace: Trace, *, rate: float | None = None, concurrency: int | None = None) -> Replay:
-    """Serve recorded requests with a plan's pools: as they arrived, at another mean rate, or a number of them in flight.
+def replay(
+    plan: ServingPlan, load: Trace | Requests, *, rate: float | None = None, concurrency: int | None = None
+) -> Replay:
+    """Serve requests with a plan's pools: recorded ones as they arrived, at another mean rate, or a number of them in flight.
+
+    Of a load that is stated NUM_DRAWN requests are drawn as plans draw them; it has a rate or a concurrency of its own.
 
     Raises:
-        ConfigError: a request is longer than a cache, or all arrive at once and no rate is given.
+        ConfigError: a request is longer than a cache or than the model takes, or all arrive at once and no rate is given.
     """
-    arrival = trace.arrival_s
-    if rate is not None:
-        if not trace.rate:
-            raise ConfigError(f"{trace.file.path}: all requests arrive at once, which no --rate changes")
-        arrival = arrival * (trace.rate / rate)
-    table = RequestTable(arrival - arrival[0], trace.prompt_len, trace.output_len, trace.prefix_len)
-    requests = plan.serving.requests.replace(trace=trace.file)
+    if isinstance(load, Requests):
+        concurrency, requests = load.concurrency, load
+        table, _ = drawn_requests(load, (NUM_DRAWN,), load.rate or 1.0)
+    else:
+        table, requests = _recorded(load, rate), plan.serving.requests.replace(trace=load.file)
+    require_length(plan.model, requests.longest)
     served, pools_of = [], []
     for pools, which in _ways(plan, table):
         part = RequestTable(*(getattr(table, name)[which] for name in table.__dataclass_fields__))
@@ -106,6 +114,16 @@ def replay(plan: ServingPlan, trace: Trace, *, rate: float | None = None, concur
         served.append(simulate(engines, part, concurrency=share, transfer_s_per_token=sent_s))
         pools_of.append(pools)
     return _answer(plan, served, pools_of)
+
+
+def _recorded(trace: Trace, rate: float | None) -> RequestTable:
+    """Return recorded requests, from the first one's arrival on, at their rate or another."""
+    arrival = trace.arrival_s
+    if rate is not None:
+        if not trace.rate:
+            raise ConfigError(f"{trace.file.path}: all requests arrive at once, which no --rate changes")
+        arrival = arrival * (trace.rate / rate)
+    return RequestTable(arrival - arrival[0], trace.prompt_len, trace.output_len, trace.prefix_len)
 
 
 def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None) -> EnginePool:

@@ -27,7 +27,7 @@ from ...schema.serving_plan import layout_title
 from ...schema.units import format_bytes
 from ..request import PlanRequest
 from .kinds import InstanceBase, InstanceKind
-from .layouts import check_sharing, layouts, split_layouts, ways_of
+from .layouts import check_requests, check_sharing, layouts, split_layouts, ways_of
 from .limits import MAX_SHARES, fixed_choice, shares_of
 
 DECODING_ROWS = ROWS[(ROWS >= 1) & (ROWS <= 1024)]
@@ -59,6 +59,7 @@ class ServingSpace:
         """
         space, cluster = cls(), request.cluster
         parts = [part.cluster for part in cluster.parts] or [cluster]
+        check_requests(request.model, serving)
         check_split(request.fixed, serving)
         profile = EngineProfile.named(serving.engine, serving.engine_version).scheduled(serving.scheduler)
         if serving.speculate is not None:
@@ -231,8 +232,10 @@ def check_split(fixed: Mapping[str, Any], serving: Serving) -> None:
 
 
 def _dtypes(serving: Serving, cluster: ClusterSpec, model: ModelSpec) -> tuple[WeightDtype, CacheDtype]:
-    """Return the types of weights and cache."""
-    weights: WeightDtype = serving.weights or measured_weights(cluster, model) or "bf16"
+    """Return the types of weights and cache; where nothing is said, 16 bits that the device computes in."""
+    peaks = cluster.weakest_device.peak_flops_per_s
+    default: WeightDtype = "fp16" if peaks.bf16 is None and peaks.fp16 is not None else "bf16"
+    weights: WeightDtype = serving.weights or measured_weights(cluster, model) or default
     cache: CacheDtype = serving.cache or ("fp32" if weights == "fp32" else "fp16" if weights == "fp16" else "bf16")
     return weights, cache
 

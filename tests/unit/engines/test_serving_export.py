@@ -253,6 +253,7 @@ def test_llm_d_has_values_of_its_chart() -> None:
 
 @pytest.mark.parametrize("target", ["dynamo", "llm-d"])
 def test_loads_of_kubernetes_need_an_address(target: str, tmp_path: Path) -> None:
+    calls_of(DISAGGREGATED, target, "load.sh", tmp_path, HOSTS="")  # Kubernetes knows the nodes
     [call] = calls_of(AGGREGATED, target, "load.sh", tmp_path, URL="http://127.0.0.1:9")
     assert parse(AIPERF, call["words"][1:])["url"] == "http://127.0.0.1:9"
     done, calls = run_script(export(AGGREGATED, target), "load.sh", tmp_path, URL="")

@@ -17,6 +17,7 @@ def test_one_class_as_text() -> None:
     load = parse_requests("isl=4k,osl=512,rate=20,cv=1.5,prefix=0.25")
     assert load.classes == (RequestClass(prompt_len=4096, output_len=512, prefix_len=1024),)
     assert (load.rate, load.arrival_cv, load.concurrency) == (20, 1.5, None)
+    assert parse_requests("isl=4k,osl=512,prefix=1024,prefixes=3").classes[0].prefix_len == 1024
 
 
 def test_shares_are_normalised_and_an_option_stands_in_for_the_rate() -> None:
@@ -29,7 +30,8 @@ def test_shares_are_normalised_and_an_option_stands_in_for_the_rate() -> None:
     "text",
     ["isl=4096", "isl=4096,osl=x", "isl=4096,osl=5,pref=3", "isl=10,isl=20,osl=3", "isl=-5,osl=3", "nowhere.csv",
      "isl=10,osl=10,prefix=10", "isl=10,osl=10,rate=3,concurrency=4", "isl=10,osl=10,share=0", "isl=0,osl=10",
-     "isl=10,osl=10,rate=nan"],
+     "isl=10,osl=10,rate=nan", "isl=10,osl=10,prefix=1", "isl=10,osl=10,prefix=2.5", "isl=10,osl=10,prefixes=3",
+     "isl=10,osl=10,share=0.5;isl=20,osl=10", "isl=10,osl=10,rate=0"],
 )  # fmt: skip
 def test_loads_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):

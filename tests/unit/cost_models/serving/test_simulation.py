@@ -279,3 +279,12 @@ def test_prompts_take_the_time_of_their_launches_where_no_graph_holds_them() -> 
     )
     assert few.prompt_s(0, 0, 10, 5, 1) < many.prompt_s(0, 0, 10, 5, 1)
     assert few.decode_s(4, 400) == many.decode_s(4, 400)
+
+
+def test_looks_cut_out_the_time_in_which_instances_fill_and_empty() -> None:
+    requests = RequestTable.of(100, 200, np.arange(400) * 0.05)
+    entire, cut = (simulate(pool(), requests, looks=looks).pools[0][0] for looks in (None, (100, 300)))
+    assert cut.seconds == pytest.approx(200 * 0.05, rel=1e-6)
+    assert cut.prompt_tokens == pytest.approx(200 * 100, abs=200)
+    assert cut.running_s / cut.seconds > entire.running_s / entire.seconds
+    assert (cut.max_running, cut.max_rows) == (entire.max_running, entire.max_rows)
