@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from meshwright.cost_models.learned.serving_kernels import ExpertShape
-from meshwright.cost_models.serving.engine import EngineProfile
+from meshwright.cost_models.serving.engine import EngineProfile, Kernels
 from meshwright.cost_models.serving.operators import row_costs
 from meshwright.cost_models.serving.step import StepCosts, decoding_plane, prompts_plane
 from meshwright.cost_models.serving.tables import Plane, over_rows
@@ -50,7 +50,9 @@ def model(name: str) -> ModelSpec:
 
 
 @cache
-def step_costs(name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: tuple[str, str, str]) -> StepCosts:
+def step_costs(
+    name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: tuple[str, str, str], kernels: Kernels
+) -> StepCosts:
     """Return the costs of an instance on nodes of eight devices (72 of GB200)."""
     tp, pp, attention_dp, ep = layout
     devices = tp * pp * attention_dp
@@ -68,7 +70,15 @@ def step_costs(name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: t
         weights=DTYPES.get(weights, weights),
         experts=DTYPES.get(experts, experts),
         cache=DTYPES.get(kv, kv),
+        kernels=kernels,
     )
+
+
+@cache
+def kernels_of(engine: str, version: str | None = None) -> Kernels:
+    """Return the kernels of an engine of the tables; those of vLLM where it has no profile."""
+    known = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "tensorrt-llm": "trtllm"}
+    return EngineProfile.named(known.get(engine.lower(), "vllm"), version).kernels
 
 
 def closed_loop_step_s(step: StepCosts, rows: float, prompt: float, output: float) -> float:
@@ -218,7 +228,7 @@ def latent_modules(data: Path) -> pd.DataFrame:
         for key, part in table.groupby(["system", "num_heads", "kv_cache_dtype", "gemm_type"]):
             gpu, tp = SYSTEMS[key[0]], 128 // key[1]
             dtypes = ("fp8" if "fp8" in key[3] else "bf16",) * 2 + ("fp8" if key[2] == "fp8" else "bf16",)
-            step = step_costs("deepseek-v3", gpu, (tp, 1, 1, 1), dtypes)
+            step = step_costs("deepseek-v3", gpu, (tp, 1, 1, 1), dtypes, kernels_of("trtllm"))
             costs = row_costs(step.instance, half)["products"]
             planes = [Plane.of(plane(step.instance, half)) for plane in (decoding_plane, prompts_plane)]
             rows, isl = part.batch_size.to_numpy(dtype=float), part.isl.to_numpy(dtype=float)
@@ -237,7 +247,8 @@ def wide_experts(data: Path) -> pd.DataFrame:
     table = table[table.distribution == "uniform"]
     found = []
     for (system, ep), part in table.groupby(["system", "moe_ep_size"]):
-        products = step_costs("deepseek-v3", SYSTEMS[system], (1, 1, int(ep), int(ep)), ("fp8",) * 3).instance.products
+        layout, kernels = (1, 1, int(ep), int(ep)), kernels_of("sglang")
+        products = step_costs("deepseek-v3", SYSTEMS[system], layout, ("fp8",) * 3, kernels).instance.products
         tokens, top_k, experts = (part[name].to_numpy(dtype=float) for name in ("num_tokens", "topk", "num_experts"))
         rows, ones = tokens * top_k / ep, np.ones(len(part))
         shape = ExpertShape(
@@ -260,7 +271,9 @@ def _scored(table: pd.DataFrame, build: Any, seconds: Any, column: str, unit: fl
     for row in table.itertuples():
         gpu, layout, dtypes = build(row)
         try:
-            predicted = seconds(step_costs(row.model, gpu, tuple(map(int, layout)), tuple(map(str, dtypes))), row)
+            kernels = kernels_of(getattr(row, "engine", "TensorRT-LLM"))
+            step = step_costs(row.model, gpu, tuple(map(int, layout)), tuple(map(str, dtypes)), kernels)
+            predicted = seconds(step, row)
         except MeshwrightError as error:
             found.append({"table": group(row), "id": row.Index, "note": str(error).splitlines()[0]})
             continue

@@ -112,7 +112,10 @@ def decode_shape(table: pd.DataFrame) -> DecodeShape:
     rows, tokens, heads, kv_heads, key_dim, value_dim, latent = _columns(table, *names)
     element = np.where(table.kv_cache_dtype == "fp8", 1.0, 2.0)
     width = np.where(latent > 0, key_dim, key_dim + value_dim)
-    return DecodeShape(rows, tokens, heads, kv_heads, key_dim, value_dim, width * kv_heads * element, element, latent)
+    engine = table.engine.map(kernels.ENGINES.index).to_numpy(dtype=float)
+    return DecodeShape(
+        rows, tokens, heads, kv_heads, key_dim, value_dim, width * kv_heads * element, element, latent, engine
+    )
 
 
 def expert_shape(table: pd.DataFrame) -> ExpertShape:

@@ -18,12 +18,16 @@ Artefacts: decode_attention.npz, experts.npz, written by fitting/serving.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
+from ...schema.serving import KernelEngine
 from ...schema.units import FloatArray
 from .kernels import ResidualModel, shipped_model
+
+ENGINES: tuple[KernelEngine, ...] = get_args(KernelEngine)
+"""Their position is a feature of decoding's attention: SGLang has vLLM's kernels on Hopper and TensorRT-LLM's on Blackwell."""
 
 _SHARPNESS = 3.0
 _ATTENTION_LAUNCH_S, _EXPERTS_LAUNCH_S = 6e-6, 12e-6
@@ -53,6 +57,7 @@ class DecodeShape(NamedTuple):
         rows: b; tokens: t that a row attends to; heads, kv_heads: of the rank.
         key_dim, value_dim: widths that a query attends with; token_bytes: of one cached token, all kv heads.
         cache_element_bytes: of an element of the cache; latent: keys and values are one compressed vector.
+        engine: whose kernels they are, as its position in ENGINES.
     """
 
     rows: FloatArray
@@ -64,6 +69,7 @@ class DecodeShape(NamedTuple):
     token_bytes: FloatArray
     cache_element_bytes: FloatArray
     latent: FloatArray
+    engine: FloatArray
 
 
 class ExpertShape(NamedTuple):
@@ -143,6 +149,7 @@ def decode_features(shape: DecodeShape, device: KernelDevice) -> dict[str, Float
         "cache": np.log2(traffic * device.bytes_per_s / device.cache_bytes),
         "cache_element_bytes": shape.cache_element_bytes,
         "latent": shape.latent,
+        "engine": shape.engine,
         "processors": device.processors,
         "ridge": np.log2(device.flops_per_s / device.bytes_per_s),
     }

@@ -37,6 +37,7 @@ from ..hardware.collectives import p2p_s
 from ..hardware.node_links import Hops
 from ..layer.operators import Gemm, Layer, Operator
 from .communication import all_reduce_s
+from .engine import Kernels
 from .operators import Instance, experts_s, operators, products_bytes, products_s, row_costs, weight_bytes
 from .step import StepCosts, cache_bytes_of, counted_layers, decoding_plane, prompts_plane, require_serveable
 from .tables import ROWS, Plane, over_rows
@@ -131,6 +132,7 @@ class SplitCosts(StepCosts):
         coefficients: Coefficients | None = None,
         known: tuple[dict[Any, Any], dict[Any, Any]] | None = None,
         adapters: Adapters | None = None,
+        kernels: Kernels = Kernels(),
     ) -> SplitCosts:
         """Return the costs of an engine instance.
 
@@ -145,7 +147,7 @@ class SplitCosts(StepCosts):
         known = ({}, {}) if known is None else known
         shared: dict[str, Any] = {
             "model": model, "weights": weights, "experts": experts or weights, "cache": cache, "adapters": adapters,
-            "coefficients": coefficients or packaged_coefficients(),
+            "coefficients": coefficients or packaged_coefficients(), "kernels": kernels,
         }  # fmt: skip
         groups = ServingLayout(tp=layout.moe_tp, attention_dp=layout.ep, ep=layout.ep)
         attention = Instance(cluster=clusters[0], layout=layout, **shared)

@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ...schema.base import Frozen
 from ...schema.errors import ConfigError
-from ...schema.serving import EngineLimits, PrefixTier, SchedulerPolicy, ServingEngine
+from ...schema.serving import EngineLimits, KernelEngine, PrefixTier, SchedulerPolicy, ServingEngine
 from ...schema.units import GIB
 
 
@@ -113,6 +113,16 @@ class Overhead(Frozen):
     draft_row_s: NonNegativeFloat = 0.0
 
 
+class Kernels(Frozen):
+    """Kernels of a step that differ between engines.
+
+    Attributes:
+        attention: engine whose kernels rows that decode attend with, of those that were timed.
+    """
+
+    attention: KernelEngine = "vllm"
+
+
 class RequestCost(Frozen):
     """Of a request, in the server's front end.
 
@@ -136,6 +146,7 @@ class EngineProfile(Frozen):
     admission: Admission
     memory: MemoryUse
     graphs: Graphs
+    kernels: Kernels
     overhead: Overhead
     request: RequestCost
 

@@ -36,6 +36,7 @@ from ..learned.serving_kernels import ExpertShape, reached_fraction
 from .adapters import adapters_bytes, adapters_s, changes
 from .communication import all_reduce_s, group_s, to_experts_s
 from .device_part import ENTIRE, DevicePart
+from .engine import Kernels
 from .products import Products, plain_precision
 from .tables import ROWS
 
@@ -59,7 +60,7 @@ class Instance:
     """One engine instance: model, machine, layout, types, adapters.
 
     Attributes:
-        experts: type of experts' weights; part: of each device that its kernels have.
+        experts: type of experts' weights; kernels: of its engine; part: of each device that its kernels have.
     """
 
     model: ModelSpec
@@ -70,6 +71,7 @@ class Instance:
     cache: CacheDtype
     coefficients: Coefficients
     adapters: Adapters | None = None
+    kernels: Kernels = Kernels()
     part: DevicePart = ENTIRE
 
     @cached_property
