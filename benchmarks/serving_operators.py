@@ -9,6 +9,7 @@ what their host adds to a step too, and runs of all requests at once are simulat
 from __future__ import annotations
 
 import argparse
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,17 @@ from meshwright.cost_models.serving.operators import row_costs
 from meshwright.cost_models.serving.step import StepCosts, decoding_plane, prompts_plane
 from meshwright.cost_models.serving.tables import Plane, over_rows
 from meshwright.fitting.gemm import SYSTEMS
-from meshwright.fitting.hosts import MODELS, decode_s, prefill_s
+from meshwright.fitting.hosts import ENGINES, MODELS, decode_s, prefill_s
 from meshwright.schema import ClusterSpec, Link, MeshwrightError, ModelSpec
 from meshwright.schema.catalogue import find_link
 from meshwright.schema.serving import ServingLayout
-from saturated import saturated_s
+from saturated import BACKEND, saturated_s
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/serving"
 DTYPES = {"fp4": "nvfp4", "fp8-block": "fp8", "int4-weights": "int4"}
 PUBLISHED = {"gpt-oss-120b": "mxfp4"}
 """Type of models that are published in one alone; the tables call every 4-bit format nvfp4."""
+PROFILED = ("vllm", "sglang", "trtllm")
 OFFLINE_HOSTS = {"vLLM": (1.21e-3, 90e-6), "TensorRT-LLM": (1.16e-3, 20e-6)}
 """Seconds of a step and of a sequence in it, of loops without a server, on A100 [fitted: python -m meshwright.fitting hosts
 STATIC_BATCHES.csv]."""
@@ -75,10 +77,12 @@ def step_costs(
 
 
 @cache
-def kernels_of(engine: str, version: str | None = None) -> Kernels:
+def kernels_of(engine: str, version: Any = None) -> Kernels:
     """Return the kernels of an engine of the tables; those of vLLM where it has no profile."""
-    known = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "tensorrt-llm": "trtllm"}
-    return EngineProfile.named(known.get(engine.lower(), "vllm"), version).kernels
+    if engine in ENGINES:
+        return EngineProfile.named(*ENGINES[engine]).kernels
+    number = re.match(r"\d+\.\d+", BACKEND.get(str(version), str(version)))
+    return EngineProfile.named(engine if engine in PROFILED else "vllm", number and number[0]).kernels
 
 
 def closed_loop_step_s(step: StepCosts, rows: float, prompt: float, output: float) -> float:
@@ -271,7 +275,7 @@ def _scored(table: pd.DataFrame, build: Any, seconds: Any, column: str, unit: fl
     for row in table.itertuples():
         gpu, layout, dtypes = build(row)
         try:
-            kernels = kernels_of(getattr(row, "engine", "TensorRT-LLM"))
+            kernels = kernels_of(getattr(row, "engine", "trtllm"), getattr(row, "version", None))
             step = step_costs(row.model, gpu, tuple(map(int, layout)), tuple(map(str, dtypes)), kernels)
             predicted = seconds(step, row)
         except MeshwrightError as error:

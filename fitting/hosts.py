@@ -24,7 +24,9 @@ from ..schema.errors import ConfigError
 from ..schema.serving import ServingLayout
 from ..schema.units import FloatArray
 
-ENGINES = {"vLLM": "vllm", "TensorRT-LLM": "trtllm"}
+ENGINES = {"vLLM": ("vllm", "0.6"), "TensorRT-LLM": ("trtllm", "0.14")}
+"""Profiles whose kernels those of 2024 had."""
+
 MODELS = {"llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b", "llama2-70b": "llama-2-70b"}
 """Names of the table whose shape the catalogue has under another one."""
 
@@ -107,7 +109,7 @@ def _kernels_s(row: Any) -> float:
 def _step(model: str, gpu: str, tp: int, engine: str) -> StepCosts | None:
     try:
         spec, cluster = ModelSpec.named(MODELS.get(model, model)), ClusterSpec.parse(f"1x{tp}x{gpu}")
-        kernels = EngineProfile.named(ENGINES[engine]).kernels
+        kernels = EngineProfile.named(*ENGINES[engine]).kernels
         return StepCosts.build(spec, cluster, ServingLayout(tp=tp), weights="fp16", cache="fp16", kernels=kernels)
     except ConfigError:
         return None

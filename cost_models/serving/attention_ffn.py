@@ -313,8 +313,13 @@ def _attention_rows(instance: Instance, layer: Block) -> tuple[FloatArray, Float
     rows = np.maximum(ROWS, 1.0)
     size = rows * instance.model.hidden_dim * instance.rates.compute_bytes
     seconds = products_s(instance, layer, _parts(instance, layer)[0], rows)
-    exchange = all_reduce_s(size, instance.layout.tp, instance.cluster, instance.coefficients)
+    exchange = _all_reduce_s(instance, size)
     return np.where(ROWS > 0, seconds, 0.0), np.where(ROWS > 0, exchange, 0.0)
+
+
+def _all_reduce_s(instance: Instance, size: FloatArray) -> FloatArray:
+    """Return the seconds [G] of an all-reduce over tp."""
+    return all_reduce_s(size, instance.layout.tp, instance.cluster, instance.coefficients, instance.kernels.engine)
 
 
 def _feed_forward_rows(instance: Instance, layer: Block) -> FloatArray:
@@ -329,7 +334,7 @@ def _feed_forward_rows(instance: Instance, layer: Block) -> FloatArray:
     # Rows are gathered as they came and outputs reduced to parts of them: the two halves of an all-reduce.
     arriving = rows * _copies(layer, layout) / layout.ep * instance.model.hidden_dim
     size = arriving * (_narrow_bytes(instance, layer) + instance.rates.compute_bytes) / 2
-    seconds = seconds + all_reduce_s(size, layout.tp, instance.cluster, instance.coefficients)
+    seconds = seconds + _all_reduce_s(instance, size)
     return np.where(ROWS > 0, seconds, 0.0)
 
 

@@ -117,10 +117,12 @@ class Kernels(Frozen):
     """Kernels of a step that differ between engines.
 
     Attributes:
-        attention: engine whose kernels rows that decode attend with, of those that were timed.
+        engine: whose timed kernels it has, of decoding's attention and of all-reduces.
+        fuses_casts: inputs are cast to 8 bits by the kernel that puts them out (a norm, attention, an activation).
     """
 
-    attention: KernelEngine = "vllm"
+    engine: KernelEngine = "vllm"
+    fuses_casts: bool = False
 
 
 class RequestCost(Frozen):

@@ -91,7 +91,9 @@ class Instance:
     @cached_property
     def products(self) -> Products:
         """Return the products of the device."""
-        return Products.of(self.cluster, self.rates, self.weights, self.coefficients, self.part)
+        return Products.of(
+            self.cluster, self.rates, self.weights, self.coefficients, self.part, fuses_casts=self.kernels.fuses_casts
+        )
 
     @property
     def plain_dtype(self) -> WeightDtype:
@@ -283,7 +285,7 @@ def _communication_s(instance: Instance, layer: Layer, rows: FloatArray) -> Floa
         )
         if layout.tp > 1:
             seconds = seconds + group_s("all_gather", size, layout.tp, 1, cluster)
-    return seconds + reduced * all_reduce_s(size, layout.tp, cluster, instance.coefficients)
+    return seconds + reduced * all_reduce_s(size, layout.tp, cluster, instance.coefficients, instance.kernels.engine)
 
 
 def expert_bytes(instance: Instance, layer: Layer) -> float:

@@ -45,6 +45,7 @@ class Products:
         casts: types that inputs are cast to; peak_flops_per_s: of 16 bits.
         c: coefficients of section ``serving``.
         part: of the device that products have; ``rates`` are of it.
+        fuses_casts: to 8 bits, with the kernel before.
     """
 
     plain: GemmRates | None
@@ -56,6 +57,7 @@ class Products:
     c: Mapping[str, Any]
     reached: float = 1.0
     part: DevicePart = ENTIRE
+    fuses_casts: bool = False
 
     @classmethod
     def of(
@@ -65,6 +67,8 @@ class Products:
         weights: WeightDtype,
         coefficients: Coefficients,
         part: DevicePart = ENTIRE,
+        *,
+        fuses_casts: bool = False,
     ) -> Products:
         """Return the products of the cluster's weakest device, or of a part of it."""
         device, precision = cluster.weakest_device, plain_precision(cluster.weakest_device, weights)
@@ -84,6 +88,7 @@ class Products:
         return cls(
             plain, rates, element_bytes, faster, casts, peak * cluster.calibration.products, coefficients["serving"],
             reached=coefficients["serving"]["narrow_peak"].get(device.architecture, 1.0), part=part,
+            fuses_casts=fuses_casts,
         )  # fmt: skip
 
     def seconds(self, rows: FloatArray, n: FloatArray, k: FloatArray, dtype: WeightDtype) -> FloatArray:
@@ -100,7 +105,7 @@ class Products:
             sheet = sheet._replace(peak_flops_per_s=sheet.peak_flops_per_s * ratio)
             rates = rates._replace(coefficients=fit, hardware=sheet, element_bytes=BYTES_OF[dtype])
         seconds = gemm_seconds(rows, n, k, self.part.gemm_rates(rates))
-        if dtype not in self.casts:
+        if dtype not in self.casts or (self.fuses_casts and _UNITS[dtype] == "fp8"):
             return seconds
         return np.asarray(
             seconds
