@@ -39,7 +39,8 @@ class KernelDevice(NamedTuple):
     """The data sheet: bytes/s, dense FLOP/s of the operands' type, processors, bytes of cache. Floats or arrays [N].
 
     Attributes:
-        bandwidth_part, compute_part: of both rates, what a kernel has that shares the device; the residual is the entire one's.
+        bandwidth_part, compute_part: of both rates, what a kernel has that shares the device, or reads for error correction beside
+            data; the residual is that of the entire rates.
     """
 
     bytes_per_s: FloatArray | float

@@ -19,7 +19,7 @@ from ...schema.task import Precision
 from ...schema.units import FloatArray
 from ..coefficients import Coefficients
 from ..hardware.compute import DeviceRates
-from ..hardware.machine import gemm_rates, peak_flops_per_s
+from ..hardware.machine import gemm_rates, memory_ratio, peak_flops_per_s
 from ..learned.kernels import GemmRates, gemm_seconds
 from ..learned.serving_kernels import ExpertShape, KernelDevice, experts_s
 from .device_part import ENTIRE, DevicePart
@@ -45,6 +45,7 @@ class Products:
         casts: types that inputs are cast to; peak_flops_per_s: of 16 bits.
         c: coefficients of section ``serving``.
         part: of the device that products have; ``rates`` are of it.
+        memory_ratio: of the memory's rate that data have, over measured devices of its architecture.
         fuses_casts: to 8 bits, with the kernel before.
     """
 
@@ -57,6 +58,7 @@ class Products:
     c: Mapping[str, Any]
     reached: float = 1.0
     part: DevicePart = ENTIRE
+    memory_ratio: float = 1.0
     fuses_casts: bool = False
 
     @classmethod
@@ -88,7 +90,7 @@ class Products:
         return cls(
             plain, rates, element_bytes, faster, casts, peak * cluster.calibration.products, coefficients["serving"],
             reached=coefficients["serving"]["narrow_peak"].get(device.architecture, 1.0), part=part,
-            fuses_casts=fuses_casts,
+            memory_ratio=memory_ratio(device), fuses_casts=fuses_casts,
         )  # fmt: skip
 
     def seconds(self, rows: FloatArray, n: FloatArray, k: FloatArray, dtype: WeightDtype) -> FloatArray:
@@ -132,5 +134,5 @@ class Products:
         peak = self.peak_flops_per_s * (self.faster.get(dtype, 1.0) if dtype else 1.0)
         return KernelDevice(
             sheet.memory_bandwidth_bytes_per_s, peak, sheet.num_processors, sheet.cache_bytes,
-            bandwidth_part=self.part.bandwidth, compute_part=self.part.compute,
+            bandwidth_part=self.part.bandwidth * self.memory_ratio, compute_part=self.part.compute,
         )  # fmt: skip
