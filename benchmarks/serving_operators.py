@@ -26,7 +26,7 @@ from meshwright.fitting.hosts import ENGINES, MODELS, decode_s, prefill_s
 from meshwright.schema import ClusterSpec, Link, MeshwrightError, ModelSpec
 from meshwright.schema.catalogue import find_link
 from meshwright.schema.serving import ServingLayout
-from saturated import BACKEND, saturated_s
+from saturated import profile_of, saturated_s
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/serving"
 DTYPES = {"fp4": "nvfp4", "fp8-block": "fp8", "int4-weights": "int4"}
@@ -81,7 +81,7 @@ def kernels_of(engine: str, version: Any = None) -> Kernels:
     """Return the kernels of an engine of the tables; those of vLLM where it has no profile."""
     if engine in ENGINES:
         return EngineProfile.named(*ENGINES[engine]).kernels
-    number = re.match(r"\d+\.\d+", BACKEND.get(str(version), str(version)))
+    number = re.match(r"\d+\.\d+", str(version))
     return EngineProfile.named(engine if engine in PROFILED else "vllm", number and number[0]).kernels
 
 
@@ -174,7 +174,10 @@ def tensorrt_llm(data: Path) -> pd.DataFrame:
     full = table[(table.table == "throughput") & ~table.version.isin(["0.10.0"])]
     full = full.assign(seconds=1.0 / full.output_tokens_per_s)
     scores.append(
-        _scored(full, build, saturated_s, "seconds", 1.0, lambda r: f"trtllm saturated {r.gpu} {r.precision}")
+        _scored(
+            full, build, saturated_s, "seconds", 1.0, lambda r: f"trtllm saturated {r.gpu} {r.precision}",
+            kernels=lambda r: profile_of(r).kernels,
+        )  # fmt: skip
     )
     online = table[table.table == "online serving (means)"]
     online = online[online.requests_per_s <= 4]
@@ -257,7 +260,7 @@ def wide_experts(data: Path) -> pd.DataFrame:
         rows, ones = tokens * top_k / ep, np.ones(len(part))
         shape = ExpertShape(
             rows=rows, tokens=tokens * (1 - (1 - 1 / ep) ** top_k), reached=np.minimum(experts / ep, rows), experts=experts / ep,
-            hidden_dim=7168 * ones, ffn_dim=2048 * ones, gated=ones, weight_bytes=ones, faster=2 * ones,
+            hidden_dim=7168 * ones, ffn_dim=2048 * ones, gated=ones, weight_bytes=ones, faster=2 * ones, cutlass=0 * ones,
         )  # fmt: skip
         label = f"experts over {'2 to 16' if ep <= 16 else '32 to 256'} ranks {SYSTEMS[system]}"
         seconds = products.experts(shape, "fp8")
@@ -270,13 +273,15 @@ def cache_of(row: Any) -> str:
     return "fp8" if row.gemm_dtype in ("fp8", "nvfp4") and row.model != "gpt-oss-120b" else "bf16"
 
 
-def _scored(table: pd.DataFrame, build: Any, seconds: Any, column: str, unit: float, group: Any) -> pd.DataFrame:
+def _scored(
+    table: pd.DataFrame, build: Any, seconds: Any, column: str, unit: float, group: Any, *, kernels: Any = None
+) -> pd.DataFrame:
     found = []
+    kernels = kernels or (lambda r: kernels_of(getattr(r, "engine", "trtllm"), getattr(r, "version", None)))
     for row in table.itertuples():
         gpu, layout, dtypes = build(row)
         try:
-            kernels = kernels_of(getattr(row, "engine", "trtllm"), getattr(row, "version", None))
-            step = step_costs(row.model, gpu, tuple(map(int, layout)), tuple(map(str, dtypes)), kernels)
+            step = step_costs(row.model, gpu, tuple(map(int, layout)), tuple(map(str, dtypes)), kernels(row))
             predicted = seconds(step, row)
         except MeshwrightError as error:
             found.append({"table": group(row), "id": row.Index, "note": str(error).splitlines()[0]})

@@ -81,7 +81,8 @@ class ExpertShape(NamedTuple):
         reached: experts that have any; experts: on the rank.
         hidden_dim, ffn_dim: D, and F of what the rank has of each; gated: three matrices an expert, else two.
         weight_bytes: of an element with its scales.
-        faster: peak of the operands' type over that of 16 bits.
+        faster: peak of the operands' type over that of 16 bits; cutlass: 1 where the kernels are CUTLASS's, but for
+            weights scaled by blocks.
     """
 
     rows: FloatArray
@@ -93,6 +94,7 @@ class ExpertShape(NamedTuple):
     gated: FloatArray
     weight_bytes: FloatArray
     faster: FloatArray
+    cutlass: FloatArray
 
 
 def reached_fraction(rows: FloatArray, popularity_cv: float) -> FloatArray:
@@ -173,6 +175,7 @@ def expert_features(shape: ExpertShape, device: KernelDevice) -> dict[str, Float
         "tiles": np.log2(shape.reached * shape.ffn_dim / 128 / device.processors),
         "weight_bytes": shape.weight_bytes,
         "faster": shape.faster,
+        "cutlass": shape.cutlass,
         "processors": device.processors,
         "ridge": np.log2(device.flops_per_s / shape.faster / device.bytes_per_s),
     }

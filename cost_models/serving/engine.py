@@ -119,10 +119,12 @@ class Kernels(Frozen):
     Attributes:
         engine: whose timed kernels it has, of decoding's attention and of all-reduces.
         fuses_casts: inputs are cast to 8 bits by the kernel that puts them out (a norm, attention, an activation).
+        cutlass_experts: experts are multiplied by CUTLASS's kernels (TensorRT-LLM's moe_config.backend), not by the fastest ones.
     """
 
     engine: KernelEngine = "vllm"
     fuses_casts: bool = False
+    cutlass_experts: bool = False
 
 
 class RequestCost(Frozen):

@@ -236,6 +236,7 @@ def expert_shape(instance: Instance, moe: MoE, rows: FloatArray) -> ExpertShape:
         "gated": moe.gated,
         "weight_bytes": BYTES_OF[instance.experts],
         "faster": instance.products.faster.get(instance.experts, 1.0),
+        "cutlass": instance.kernels.cutlass_experts,
     }
     cv = instance.coefficients["serving"]["popularity_cv"]
     mean = everyone * moe.top_k / layout.ep
