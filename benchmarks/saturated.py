@@ -2,7 +2,8 @@
 
 perf-overview.md of TensorRT-LLM says for each pair of lengths how many requests there were, the share of free memory (0.95), and
 from 0.19 on PyTorch's backend with the sizes of its graphs; up to 0.14 an engine holds 4,096 requests and 8,192 tokens a step (its
-example), later ones what trtllm-bench sets (tensorrt_llm/bench/build/tuning.py). Nothing is streamed, so that a request has one
+example), later ones what trtllm-bench sets (tensorrt_llm/bench/build/tuning.py) and CUTLASS's experts (moe_config; Triton's for gpt-oss
+on Hopper). Nothing is streamed, so that a request has one
 response. A run of many waves of requests is as fast as a shorter one: at most WAVES of them are simulated.
 """
 
@@ -56,7 +57,8 @@ def profile_of(row: Any) -> EngineProfile:
     overhead, scheduler = profile.overhead, profile.scheduler
     if profile.graphs.first:
         overhead = overhead.replace(row_s=overhead.row_s / row.osl)
-        profile = profile.replace(graphs=GRAPHS)
+        is_triton = row.model.startswith("gpt-oss") and row.gpu.startswith("H")
+        profile = profile.replace(graphs=GRAPHS, kernels=profile.kernels.replace(cutlass_experts=not is_triton))
     if row.attention_dp > 1:
         scheduler = scheduler.replace(balance_steps=DEEPSEEK_BALANCE_STEPS if "DeepSeek" in row.model else 0)
     return profile.replace(

@@ -9,6 +9,7 @@ what their host adds to a step too, and runs of all requests at once are simulat
 from __future__ import annotations
 
 import argparse
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,22 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from meshwright.cost_models.learned.serving_kernels import ExpertShape
-from meshwright.cost_models.serving.engine import EngineProfile
+from meshwright.cost_models.serving.engine import EngineProfile, Kernels
 from meshwright.cost_models.serving.operators import row_costs
 from meshwright.cost_models.serving.step import StepCosts, decoding_plane, prompts_plane
 from meshwright.cost_models.serving.tables import Plane, over_rows
 from meshwright.fitting.gemm import SYSTEMS
-from meshwright.fitting.hosts import MODELS, decode_s, prefill_s
+from meshwright.fitting.hosts import ENGINES, MODELS, decode_s, prefill_s
 from meshwright.schema import ClusterSpec, Link, MeshwrightError, ModelSpec
 from meshwright.schema.catalogue import find_link
 from meshwright.schema.serving import ServingLayout
-from saturated import saturated_s
+from saturated import profile_of, saturated_s
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/serving"
 DTYPES = {"fp4": "nvfp4", "fp8-block": "fp8", "int4-weights": "int4"}
 PUBLISHED = {"gpt-oss-120b": "mxfp4"}
 """Type of models that are published in one alone; the tables call every 4-bit format nvfp4."""
+PROFILED = ("vllm", "sglang", "trtllm")
 OFFLINE_HOSTS = {"vLLM": (1.21e-3, 90e-6), "TensorRT-LLM": (1.16e-3, 20e-6)}
 """Seconds of a step and of a sequence in it, of loops without a server, on A100 [fitted: python -m meshwright.fitting hosts
 STATIC_BATCHES.csv]."""
@@ -50,7 +52,9 @@ def model(name: str) -> ModelSpec:
 
 
 @cache
-def step_costs(name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: tuple[str, str, str]) -> StepCosts:
+def step_costs(
+    name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: tuple[str, str, str], kernels: Kernels
+) -> StepCosts:
     """Return the costs of an instance on nodes of eight devices (72 of GB200)."""
     tp, pp, attention_dp, ep = layout
     devices = tp * pp * attention_dp
@@ -68,7 +72,17 @@ def step_costs(name: str, gpu: str, layout: tuple[int, int, int, int], dtypes: t
         weights=DTYPES.get(weights, weights),
         experts=DTYPES.get(experts, experts),
         cache=DTYPES.get(kv, kv),
+        kernels=kernels,
     )
+
+
+@cache
+def kernels_of(engine: str, version: Any = None) -> Kernels:
+    """Return the kernels of an engine of the tables; those of vLLM where it has no profile."""
+    if engine in ENGINES:
+        return EngineProfile.named(*ENGINES[engine]).kernels
+    number = re.match(r"\d+\.\d+", str(version))
+    return EngineProfile.named(engine if engine in PROFILED else "vllm", number and number[0]).kernels
 
 
 def closed_loop_step_s(step: StepCosts, rows: float, prompt: float, output: float) -> float:
@@ -160,7 +174,10 @@ def tensorrt_llm(data: Path) -> pd.DataFrame:
     full = table[(table.table == "throughput") & ~table.version.isin(["0.10.0"])]
     full = full.assign(seconds=1.0 / full.output_tokens_per_s)
     scores.append(
-        _scored(full, build, saturated_s, "seconds", 1.0, lambda r: f"trtllm saturated {r.gpu} {r.precision}")
+        _scored(
+            full, build, saturated_s, "seconds", 1.0, lambda r: f"trtllm saturated {r.gpu} {r.precision}",
+            kernels=lambda r: profile_of(r).kernels,
+        )  # fmt: skip
     )
     online = table[table.table == "online serving (means)"]
     online = online[online.requests_per_s <= 4]
@@ -218,7 +235,7 @@ def latent_modules(data: Path) -> pd.DataFrame:
         for key, part in table.groupby(["system", "num_heads", "kv_cache_dtype", "gemm_type"]):
             gpu, tp = SYSTEMS[key[0]], 128 // key[1]
             dtypes = ("fp8" if "fp8" in key[3] else "bf16",) * 2 + ("fp8" if key[2] == "fp8" else "bf16",)
-            step = step_costs("deepseek-v3", gpu, (tp, 1, 1, 1), dtypes)
+            step = step_costs("deepseek-v3", gpu, (tp, 1, 1, 1), dtypes, kernels_of("trtllm"))
             costs = row_costs(step.instance, half)["products"]
             planes = [Plane.of(plane(step.instance, half)) for plane in (decoding_plane, prompts_plane)]
             rows, isl = part.batch_size.to_numpy(dtype=float), part.isl.to_numpy(dtype=float)
@@ -237,12 +254,13 @@ def wide_experts(data: Path) -> pd.DataFrame:
     table = table[table.distribution == "uniform"]
     found = []
     for (system, ep), part in table.groupby(["system", "moe_ep_size"]):
-        products = step_costs("deepseek-v3", SYSTEMS[system], (1, 1, int(ep), int(ep)), ("fp8",) * 3).instance.products
+        layout, kernels = (1, 1, int(ep), int(ep)), kernels_of("sglang")
+        products = step_costs("deepseek-v3", SYSTEMS[system], layout, ("fp8",) * 3, kernels).instance.products
         tokens, top_k, experts = (part[name].to_numpy(dtype=float) for name in ("num_tokens", "topk", "num_experts"))
         rows, ones = tokens * top_k / ep, np.ones(len(part))
         shape = ExpertShape(
             rows=rows, tokens=tokens * (1 - (1 - 1 / ep) ** top_k), reached=np.minimum(experts / ep, rows), experts=experts / ep,
-            hidden_dim=7168 * ones, ffn_dim=2048 * ones, gated=ones, weight_bytes=ones, faster=2 * ones,
+            hidden_dim=7168 * ones, ffn_dim=2048 * ones, gated=ones, weight_bytes=ones, faster=2 * ones, cutlass=0 * ones,
         )  # fmt: skip
         label = f"experts over {'2 to 16' if ep <= 16 else '32 to 256'} ranks {SYSTEMS[system]}"
         seconds = products.experts(shape, "fp8")
@@ -255,12 +273,16 @@ def cache_of(row: Any) -> str:
     return "fp8" if row.gemm_dtype in ("fp8", "nvfp4") and row.model != "gpt-oss-120b" else "bf16"
 
 
-def _scored(table: pd.DataFrame, build: Any, seconds: Any, column: str, unit: float, group: Any) -> pd.DataFrame:
+def _scored(
+    table: pd.DataFrame, build: Any, seconds: Any, column: str, unit: float, group: Any, *, kernels: Any = None
+) -> pd.DataFrame:
     found = []
+    kernels = kernels or (lambda r: kernels_of(getattr(r, "engine", "trtllm"), getattr(r, "version", None)))
     for row in table.itertuples():
         gpu, layout, dtypes = build(row)
         try:
-            predicted = seconds(step_costs(row.model, gpu, tuple(map(int, layout)), tuple(map(str, dtypes))), row)
+            step = step_costs(row.model, gpu, tuple(map(int, layout)), tuple(map(str, dtypes)), kernels(row))
+            predicted = seconds(step, row)
         except MeshwrightError as error:
             found.append({"table": group(row), "id": row.Index, "note": str(error).splitlines()[0]})
             continue

@@ -34,6 +34,7 @@ def build_parser() -> ArgumentParser:
         ("grouped_gemm", "gemm", "report_grouped", "data", "[grouped_gemm] of coefficients.toml: products of experts"),
         ("correction", "gemm", "report_correction", "data", "the kernel of learned/calibration.py"),
         ("collectives", "collectives", "report", "data", "collective_curves.json"),
+        ("all_reduce", "all_reduce", "report", "data", "[serving.all_reduce] of coefficients.toml: of serving engines"),
         ("overlap", "overlap", "report", "table", "[overlap] of coefficients.toml, from overlap_interference.csv"),
         ("coefficients", "steps", "report_coefficients", "runs", "coefficients of entire steps, from measured runs"),
         ("intervals", "intervals", "report", "runs", "[interval] of coefficients.toml, from measured runs"),
@@ -44,7 +45,7 @@ def build_parser() -> ArgumentParser:
         fit = fits.add_parser(name, help=text)
         fit.add_argument(argument, type=Path, metavar=argument.upper())
         fit.set_defaults(report=(module, function))
-        if name in ("gemm", "attention", "decode_attention", "experts", "grouped_gemm", "collectives"):
+        if name in ("gemm", "attention", "decode_attention", "experts", "grouped_gemm", "collectives", "all_reduce"):
             fit.add_argument("--score", action="store_true", help="errors on rows, sizes and devices left out")
         if name in ("gemm", "attention", "decode_attention", "experts"):
             fit.add_argument("--out", type=Path, default=ARTEFACTS, help="where the artefact is written")

@@ -17,13 +17,16 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import minimize
 
+from ..cost_models.serving.engine import EngineProfile
 from ..cost_models.serving.step import StepCosts
 from ..schema import ClusterSpec, ModelSpec
 from ..schema.errors import ConfigError
 from ..schema.serving import ServingLayout
 from ..schema.units import FloatArray
 
-ENGINES = ("vLLM", "TensorRT-LLM")
+ENGINES = {"vLLM": ("vllm", "0.6"), "TensorRT-LLM": ("trtllm", "0.14")}
+"""Profiles whose kernels those of 2024 had."""
+
 MODELS = {"llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b", "llama2-70b": "llama-2-70b"}
 """Names of the table whose shape the catalogue has under another one."""
 
@@ -98,14 +101,15 @@ def _mean_error(host: Sequence[float], rows: pd.DataFrame) -> float:
 
 def _kernels_s(row: Any) -> float:
     """Return the seconds of a row's kernels; NaN where the catalogue has no such model."""
-    step = _step(row.model.lower(), row.gpu, int(row.tp))
+    step = _step(row.model.lower(), row.gpu, int(row.tp), row.engine)
     return np.nan if step is None else prefill_s(step, row.batch, row.isl) + decode_s(step, row.batch, row.isl, row.osl)
 
 
 @cache
-def _step(model: str, gpu: str, tp: int) -> StepCosts | None:
+def _step(model: str, gpu: str, tp: int, engine: str) -> StepCosts | None:
     try:
         spec, cluster = ModelSpec.named(MODELS.get(model, model)), ClusterSpec.parse(f"1x{tp}x{gpu}")
-        return StepCosts.build(spec, cluster, ServingLayout(tp=tp), weights="fp16", cache="fp16")
+        kernels = EngineProfile.named(*ENGINES[engine]).kernels
+        return StepCosts.build(spec, cluster, ServingLayout(tp=tp), weights="fp16", cache="fp16", kernels=kernels)
     except ConfigError:
         return None

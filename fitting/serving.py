@@ -1,6 +1,6 @@
 """Fit what serving engines run: decode_attention.npz and experts.npz, residuals over rooflines that are the same everywhere.
 
-Rows are aiconfigurator's kernel tables, of each system's usual kernels: none of those that its engine falls back to. Experts are
+Rows are aiconfigurator's kernel tables; of attention none of the kernels that an engine falls back to. Experts are
 taken with the loads of a power law (imbalance of real routers), whose rank with most rows the table times. Scores leave out whole
 architectures, since devices of one share a die.
 """
@@ -59,13 +59,11 @@ def report_experts(options: Namespace) -> str:
     """Write experts.npz."""
     table = pd.read_parquet(options.data / "operators/moe_grouped_gemm.parquet")
     dtype = table.moe_dtype.map(EXPERT_DTYPES)
-    # Of CUTLASS's kernels only those that scale by blocks are fast with few rows.
-    usual = ~table.kernel_source.str.contains("cutlass") | (table.moe_dtype == "fp8_block")
     # Only skewed loads were timed on A100; those of DeepSeek's groups of experts are never even.
     skewed = (table.distribution == "power_law_1.01") & (table.moe_ep_size == 1) & (table.system == "a100_sxm")
     grouped = (table.hidden_size == 7168) & (table.num_experts == 256)
     even = (table.distribution == LOADS) & ~grouped
-    table = table[usual & (even | skewed) & dtype.notna()].assign(dtype=dtype)
+    table = table[(even | skewed) & dtype.notna()].assign(dtype=dtype)
     table = table.assign(seconds=table.latency / 1e3, fp8=table.dtype == "fp8", fp4=table.dtype == "nvfp4")
     return _fitted(
         options,
@@ -112,7 +110,10 @@ def decode_shape(table: pd.DataFrame) -> DecodeShape:
     rows, tokens, heads, kv_heads, key_dim, value_dim, latent = _columns(table, *names)
     element = np.where(table.kv_cache_dtype == "fp8", 1.0, 2.0)
     width = np.where(latent > 0, key_dim, key_dim + value_dim)
-    return DecodeShape(rows, tokens, heads, kv_heads, key_dim, value_dim, width * kv_heads * element, element, latent)
+    engine = table.engine.map(kernels.ENGINES.index).to_numpy(dtype=float)
+    return DecodeShape(
+        rows, tokens, heads, kv_heads, key_dim, value_dim, width * kv_heads * element, element, latent, engine
+    )
 
 
 def expert_shape(table: pd.DataFrame) -> ExpertShape:
@@ -134,6 +135,8 @@ def expert_shape(table: pd.DataFrame) -> ExpertShape:
         gated=np.ones(len(table)),
         weight_bytes=table.dtype.map(BYTES_OF).to_numpy(dtype=float),
         faster=np.asarray(device_of(table).flops_per_s / _peaks(table, "bf16")),
+        # Those that scale by blocks are as fast as others.
+        cutlass=(table.kernel_source.str.contains("cutlass") & (table.dtype != "fp8")).to_numpy(dtype=float),
     )
 
 

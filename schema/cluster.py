@@ -92,6 +92,7 @@ class Device(Frozen):
         num_sms: streaming multiprocessors (AMD: compute units); cache_bytes: second-level cache; None where unknown.
         power_limit_w, power_limit_ratio: watts of the data sheet's board (None: unknown), and what of them the machine allows.
         die: silicon, where an architecture has several; max_clock_ratio: unlimited clock of products over the data sheet's.
+        inline_ecc: error correction lies in the memory itself, and takes part of its rate.
         gemm: efficiencies measured on this machine; None where none were.
     """
 
@@ -107,6 +108,7 @@ class Device(Frozen):
     power_limit_w: PositiveFloat | None = None
     die: str = ""
     max_clock_ratio: PositiveFloat = 1.0
+    inline_ecc: bool = False
     gemm: GemmFit | None = None
     price_per_hour: PositiveFloat | None = None
     source: str = ""

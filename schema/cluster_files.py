@@ -46,7 +46,7 @@ _FORMS = (
 
 _DEVICE_FIELDS = (
     "vendor", "architecture", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s", "num_sms", "cache_bytes",
-    "power_limit_ratio", "power_limit_w", "die", "max_clock_ratio", "gemm", "price_per_hour", "source",
+    "power_limit_ratio", "power_limit_w", "die", "max_clock_ratio", "inline_ecc", "gemm", "price_per_hour", "source",
 )  # fmt: skip
 
 Table = dict[str, Any]

@@ -19,6 +19,9 @@ from .speculation import Speculation
 from .task import Phase, Task
 
 ServingEngine = Literal["vllm", "sglang", "trtllm", "meshwright"]
+KernelEngine = Literal["vllm", "sglang", "trtllm"]
+"""Engines whose kernels were timed."""
+
 WeightDtype = Literal["bf16", "fp16", "fp8", "nvfp4", "mxfp4", "int8", "int4", "fp32"]
 CacheDtype = Literal["bf16", "fp16", "fp8", "fp32"]
 Role = Literal["agg", "prefill", "decode"]

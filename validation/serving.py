@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..cost_models.coefficients import Coefficients
-from ..cost_models.serving.engine import EngineProfile, profiles
+from ..cost_models.serving.engine import EngineProfile, Kernels, profiles
 from ..cost_models.serving.memory import ServingMemory, serving_memory
 from ..cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ..cost_models.serving.speculation import with_drafts
@@ -226,7 +226,8 @@ def serve_row(
     Raises:
         ConfigError: the model, device, engine or layout is not known.
     """
-    profile, costs = profile or profile_of(row), partial(_row_steps, row, coefficients=coefficients)
+    profile = profile or profile_of(row)
+    costs = partial(_row_steps, row, kernels=profile.kernels, coefficients=coefficients)
     if row.engine == "trtllm" and row.described:
         overhead = profile.overhead
         profile = profile.replace(overhead=overhead.replace(row_s=overhead.row_s / inferencex.STREAM_INTERVAL))
@@ -270,10 +271,12 @@ def load_of(row: ServingRow, concurrency: int) -> RequestTable:
     return RequestTable.of(prompt, np.maximum(output, 1))
 
 
-def _row_steps(row: ServingRow, layout: ServingLayout, *, coefficients: Coefficients | None) -> StepCosts:
+def _row_steps(
+    row: ServingRow, layout: ServingLayout, *, kernels: Kernels, coefficients: Coefficients | None
+) -> StepCosts:
     """Return the steps of an engine instance of a row, without drafts."""
     cluster = _cluster(row.gpu, layout.num_devices)
-    return _step(_model(row.model), cluster, layout, *_dtypes(row), coefficients)
+    return _step(_model(row.model), cluster, layout, *_dtypes(row), kernels, coefficients)
 
 
 def _pool(
@@ -362,10 +365,11 @@ def _step(
     weights: WeightDtype,
     experts: WeightDtype,
     kv: CacheDtype,
+    kernels: Kernels,
     coefficients: Coefficients | None,
 ) -> StepCosts:
     return StepCosts.build(
-        model, cluster, layout, weights=weights, experts=experts, cache=kv, coefficients=coefficients
+        model, cluster, layout, weights=weights, experts=experts, cache=kv, kernels=kernels, coefficients=coefficients
     )
 
 

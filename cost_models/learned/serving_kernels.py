@@ -18,12 +18,16 @@ Artefacts: decode_attention.npz, experts.npz, written by fitting/serving.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
+from ...schema.serving import KernelEngine
 from ...schema.units import FloatArray
 from .kernels import ResidualModel, shipped_model
+
+ENGINES: tuple[KernelEngine, ...] = get_args(KernelEngine)
+"""Their position is a feature of decoding's attention: SGLang has vLLM's kernels on Hopper and TensorRT-LLM's on Blackwell."""
 
 _SHARPNESS = 3.0
 _ATTENTION_LAUNCH_S, _EXPERTS_LAUNCH_S = 6e-6, 12e-6
@@ -35,7 +39,8 @@ class KernelDevice(NamedTuple):
     """The data sheet: bytes/s, dense FLOP/s of the operands' type, processors, bytes of cache. Floats or arrays [N].
 
     Attributes:
-        bandwidth_part, compute_part: of both rates, what a kernel has that shares the device; the residual is the entire one's.
+        bandwidth_part, compute_part: of both rates, what a kernel has that shares the device, or reads for error correction beside
+            data; the residual is that of the entire rates.
     """
 
     bytes_per_s: FloatArray | float
@@ -53,6 +58,7 @@ class DecodeShape(NamedTuple):
         rows: b; tokens: t that a row attends to; heads, kv_heads: of the rank.
         key_dim, value_dim: widths that a query attends with; token_bytes: of one cached token, all kv heads.
         cache_element_bytes: of an element of the cache; latent: keys and values are one compressed vector.
+        engine: whose kernels they are, as its position in ENGINES.
     """
 
     rows: FloatArray
@@ -64,6 +70,7 @@ class DecodeShape(NamedTuple):
     token_bytes: FloatArray
     cache_element_bytes: FloatArray
     latent: FloatArray
+    engine: FloatArray
 
 
 class ExpertShape(NamedTuple):
@@ -74,7 +81,8 @@ class ExpertShape(NamedTuple):
         reached: experts that have any; experts: on the rank.
         hidden_dim, ffn_dim: D, and F of what the rank has of each; gated: three matrices an expert, else two.
         weight_bytes: of an element with its scales.
-        faster: peak of the operands' type over that of 16 bits.
+        faster: peak of the operands' type over that of 16 bits; cutlass: 1 where the kernels are CUTLASS's, but for
+            weights scaled by blocks.
     """
 
     rows: FloatArray
@@ -86,6 +94,7 @@ class ExpertShape(NamedTuple):
     gated: FloatArray
     weight_bytes: FloatArray
     faster: FloatArray
+    cutlass: FloatArray
 
 
 def reached_fraction(rows: FloatArray, popularity_cv: float) -> FloatArray:
@@ -143,6 +152,7 @@ def decode_features(shape: DecodeShape, device: KernelDevice) -> dict[str, Float
         "cache": np.log2(traffic * device.bytes_per_s / device.cache_bytes),
         "cache_element_bytes": shape.cache_element_bytes,
         "latent": shape.latent,
+        "engine": shape.engine,
         "processors": device.processors,
         "ridge": np.log2(device.flops_per_s / device.bytes_per_s),
     }
@@ -165,6 +175,7 @@ def expert_features(shape: ExpertShape, device: KernelDevice) -> dict[str, Float
         "tiles": np.log2(shape.reached * shape.ffn_dim / 128 / device.processors),
         "weight_bytes": shape.weight_bytes,
         "faster": shape.faster,
+        "cutlass": shape.cutlass,
         "processors": device.processors,
         "ridge": np.log2(device.flops_per_s / shape.faster / device.bytes_per_s),
     }

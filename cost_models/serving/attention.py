@@ -14,11 +14,12 @@ import numpy as np
 
 from ...schema.layers import Block, LatentAttention, NoMixer, SoftmaxAttention
 from ...schema.recurrences import Recurrence
+from ...schema.serving import KernelEngine
 from ...schema.units import FloatArray
 from ..hardware.compute import DeviceRates
 from ..layer.operators import OperatorRules, Scan, layer_operators
 from ..learned.kernels import AttentionShape, attention_seconds
-from ..learned.serving_kernels import DecodeShape, KernelDevice, decode_attention_s
+from ..learned.serving_kernels import ENGINES, DecodeShape, KernelDevice, decode_attention_s
 
 _INDEX_KERNELS = 6
 """Of the scores and of the choice, each as long as three short ones: lengths, partial sums and a merge."""
@@ -71,15 +72,21 @@ class AttentionHeads:
 
 
 def decode_s(
-    heads: AttentionHeads, rows: FloatArray, tokens: FloatArray, rates: DeviceRates, device: KernelDevice | None
+    heads: AttentionHeads,
+    rows: FloatArray,
+    tokens: FloatArray,
+    rates: DeviceRates,
+    device: KernelDevice | None,
+    engine: KernelEngine,
 ) -> FloatArray:
-    """Return the seconds of ``rows`` that attend to ``tokens`` each in one block; ``device``: None for a CPU."""
+    """Return the seconds of ``rows`` that attend to ``tokens`` each in one block, by an engine's kernels; ``device``: None for a CPU."""
     seen = heads.seen(tokens)
     if device is not None:
         width = heads.key_dim if heads.is_latent else heads.key_dim + heads.value_dim
         sizes = (heads.num_heads, heads.num_kv_heads, heads.key_dim, heads.value_dim, heads.token_bytes)
         element = heads.token_bytes / (width * heads.num_kv_heads)
-        shape = DecodeShape(rows, seen, *map(np.asarray, (*sizes, element, float(heads.is_latent))))
+        of_kernel = element, float(heads.is_latent), float(ENGINES.index(engine))
+        shape = DecodeShape(rows, seen, *map(np.asarray, (*sizes, *of_kernel)))
         return decode_attention_s(shape, device)
     moved = rows * seen * heads.token_bytes
     flops = 2 * rows * seen * heads.num_heads * (heads.key_dim + heads.value_dim)

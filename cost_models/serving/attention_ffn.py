@@ -37,6 +37,7 @@ from ..hardware.collectives import p2p_s
 from ..hardware.node_links import Hops
 from ..layer.operators import Gemm, Layer, Operator
 from .communication import all_reduce_s
+from .engine import Kernels
 from .operators import Instance, experts_s, operators, products_bytes, products_s, row_costs, weight_bytes
 from .step import StepCosts, cache_bytes_of, counted_layers, decoding_plane, prompts_plane, require_serveable
 from .tables import ROWS, Plane, over_rows
@@ -131,6 +132,7 @@ class SplitCosts(StepCosts):
         coefficients: Coefficients | None = None,
         known: tuple[dict[Any, Any], dict[Any, Any]] | None = None,
         adapters: Adapters | None = None,
+        kernels: Kernels = Kernels(),
     ) -> SplitCosts:
         """Return the costs of an engine instance.
 
@@ -145,7 +147,7 @@ class SplitCosts(StepCosts):
         known = ({}, {}) if known is None else known
         shared: dict[str, Any] = {
             "model": model, "weights": weights, "experts": experts or weights, "cache": cache, "adapters": adapters,
-            "coefficients": coefficients or packaged_coefficients(),
+            "coefficients": coefficients or packaged_coefficients(), "kernels": kernels,
         }  # fmt: skip
         groups = ServingLayout(tp=layout.moe_tp, attention_dp=layout.ep, ep=layout.ep)
         attention = Instance(cluster=clusters[0], layout=layout, **shared)
@@ -311,8 +313,13 @@ def _attention_rows(instance: Instance, layer: Block) -> tuple[FloatArray, Float
     rows = np.maximum(ROWS, 1.0)
     size = rows * instance.model.hidden_dim * instance.rates.compute_bytes
     seconds = products_s(instance, layer, _parts(instance, layer)[0], rows)
-    exchange = all_reduce_s(size, instance.layout.tp, instance.cluster, instance.coefficients)
+    exchange = _all_reduce_s(instance, size)
     return np.where(ROWS > 0, seconds, 0.0), np.where(ROWS > 0, exchange, 0.0)
+
+
+def _all_reduce_s(instance: Instance, size: FloatArray) -> FloatArray:
+    """Return the seconds [G] of an all-reduce over tp."""
+    return all_reduce_s(size, instance.layout.tp, instance.cluster, instance.coefficients, instance.kernels.engine)
 
 
 def _feed_forward_rows(instance: Instance, layer: Block) -> FloatArray:
@@ -327,7 +334,7 @@ def _feed_forward_rows(instance: Instance, layer: Block) -> FloatArray:
     # Rows are gathered as they came and outputs reduced to parts of them: the two halves of an all-reduce.
     arriving = rows * _copies(layer, layout) / layout.ep * instance.model.hidden_dim
     size = arriving * (_narrow_bytes(instance, layer) + instance.rates.compute_bytes) / 2
-    seconds = seconds + all_reduce_s(size, layout.tp, instance.cluster, instance.coefficients)
+    seconds = seconds + _all_reduce_s(instance, size)
     return np.where(ROWS > 0, seconds, 0.0)
 
 

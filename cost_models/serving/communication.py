@@ -6,7 +6,7 @@ All-reduce of B bytes over n ranks that reach each other's memory, R bytes/s out
     two-shot     a + s + 2 (n - 1) / n B / (e2 R)          a reduce-scatter and an all-gather, a barrier between
     NCCL         `collective_s`
 
-a, s, e1 and e2 are the generation's.
+a, s, e1 and e2 are those of the engine's kernels on the generation.
 
 Rows to experts over n ranks, k experts a row, D wide, 1 byte an element there (fp8) and 2 back; the least of three:
 
@@ -19,14 +19,24 @@ Within a node copies go out at R, to other nodes at the network's rate, both at 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...schema import ClusterSpec, LinkLevel
+from ...schema.serving import KernelEngine
 from ...schema.units import FloatArray
 from ..coefficients import Coefficients
 from ..hardware.collectives import Op, collective_s
+
+
+class AllReduceKernels(NamedTuple):
+    """All-reduces within a node of an engine: a of few bytes, s of a second barrier, e1 and e2 of the links' rate."""
+
+    floor_s: float
+    barrier_s: float
+    one_shot: float
+    two_shot: float
 
 
 def group_s(op: Op, num_bytes: FloatArray, group: int, stride: int, cluster: ClusterSpec) -> FloatArray:
@@ -35,24 +45,33 @@ def group_s(op: Op, num_bytes: FloatArray, group: int, stride: int, cluster: Clu
     return collective_s(op, num_bytes, ranks, np.full_like(ranks, stride), cluster)
 
 
-def all_reduce_s(num_bytes: FloatArray, group: int, cluster: ClusterSpec, coefficients: Coefficients) -> FloatArray:
-    """Return the seconds [N] of an all-reduce of neighbours."""
+def all_reduce_s(
+    num_bytes: FloatArray, group: int, cluster: ClusterSpec, coefficients: Coefficients, engine: KernelEngine
+) -> FloatArray:
+    """Return the seconds [N] of an all-reduce of neighbours by an engine's kernels."""
     if group == 1:
         return np.zeros_like(num_bytes)
     library = group_s("all_reduce", num_bytes, group, 1, cluster)
     level, device, known = cluster.levels[0], cluster.weakest_device, coefficients["serving"]["all_reduce"]
-    c = known.get(device.architecture) or known.get(device.vendor)
+    c = known[engine].get(device.architecture) or known.get(device.vendor)
     # Over PCIe peers are read through the host: engines use these kernels for pairs only.
     reaches = level.link.kind == "scale-up" and (group == 2 or level.link.shared_by == "device")
     if group > level.domain_size or not reaches or c is None:
         return library
-    rate = _rate(level, cluster, group)
-    one_shot = c["floor_s"] + (group - 1) * num_bytes / (c["one_shot"] * rate)
-    two_shot = c["floor_s"] + c["barrier_s"] + 2 * (group - 1) / group * num_bytes / (c["two_shot"] * rate)
-    return np.asarray(np.minimum(library, np.minimum(one_shot, two_shot)))
+    kernels_s = kernels_all_reduce_s(num_bytes, group, rate_to_peers(level, cluster, group), AllReduceKernels(**c))
+    return np.asarray(np.minimum(library, kernels_s))
 
 
-def _rate(level: LinkLevel, cluster: ClusterSpec, group: int) -> float:
+def kernels_all_reduce_s(
+    num_bytes: FloatArray, group: FloatArray | int, rate: FloatArray | float, c: AllReduceKernels
+) -> FloatArray:
+    """Return the seconds [N] of the faster of one-shot and two-shot; ``rate``: bytes/s out of each device."""
+    one_shot = (group - 1) * num_bytes / (c.one_shot * rate)
+    two_shot = c.barrier_s + 2 * (group - 1) / group * num_bytes / (c.two_shot * rate)
+    return np.asarray(c.floor_s + np.minimum(one_shot, two_shot))
+
+
+def rate_to_peers(level: LinkLevel, cluster: ClusterSpec, group: int) -> float:
     """Return the bytes/s that a rank sends to ``group - 1`` peers in its node."""
     link = level.link
     rate = link.bandwidth_bytes_per_s * cluster.calibration.scale_up
@@ -97,7 +116,7 @@ def to_experts_s(
         seconds: Any = 0.0
         for element_bytes in (1, 2):
             within = (
-                element_bytes * arriving * (in_node - 1) / group / (efficiency * _rate(level, cluster, in_node + 1))
+                element_bytes * arriving * (in_node - 1) / group / (efficiency * rate_to_peers(level, cluster, in_node + 1))
             )
             across = 0.0
             if spans:

@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ...schema.base import Frozen
 from ...schema.errors import ConfigError
-from ...schema.serving import EngineLimits, PrefixTier, SchedulerPolicy, ServingEngine
+from ...schema.serving import EngineLimits, KernelEngine, PrefixTier, SchedulerPolicy, ServingEngine
 from ...schema.units import GIB
 
 
@@ -113,6 +113,20 @@ class Overhead(Frozen):
     draft_row_s: NonNegativeFloat = 0.0
 
 
+class Kernels(Frozen):
+    """Kernels of a step that differ between engines.
+
+    Attributes:
+        engine: whose timed kernels it has, of decoding's attention and of all-reduces.
+        fuses_casts: inputs are cast to 8 bits by the kernel that puts them out (a norm, attention, an activation).
+        cutlass_experts: experts are multiplied by CUTLASS's kernels (TensorRT-LLM's moe_config.backend), not by the fastest ones.
+    """
+
+    engine: KernelEngine = "vllm"
+    fuses_casts: bool = False
+    cutlass_experts: bool = False
+
+
 class RequestCost(Frozen):
     """Of a request, in the server's front end.
 
@@ -136,6 +150,7 @@ class EngineProfile(Frozen):
     admission: Admission
     memory: MemoryUse
     graphs: Graphs
+    kernels: Kernels
     overhead: Overhead
     request: RequestCost
 

@@ -36,6 +36,7 @@ from ..learned.serving_kernels import ExpertShape, reached_fraction
 from .adapters import adapters_bytes, adapters_s, changes
 from .communication import all_reduce_s, group_s, to_experts_s
 from .device_part import ENTIRE, DevicePart
+from .engine import Kernels
 from .products import Products, plain_precision
 from .tables import ROWS
 
@@ -59,7 +60,7 @@ class Instance:
     """One engine instance: model, machine, layout, types, adapters.
 
     Attributes:
-        experts: type of experts' weights; part: of each device that its kernels have.
+        experts: type of experts' weights; kernels: of its engine; part: of each device that its kernels have.
     """
 
     model: ModelSpec
@@ -70,6 +71,7 @@ class Instance:
     cache: CacheDtype
     coefficients: Coefficients
     adapters: Adapters | None = None
+    kernels: Kernels = Kernels()
     part: DevicePart = ENTIRE
 
     @cached_property
@@ -89,7 +91,9 @@ class Instance:
     @cached_property
     def products(self) -> Products:
         """Return the products of the device."""
-        return Products.of(self.cluster, self.rates, self.weights, self.coefficients, self.part)
+        return Products.of(
+            self.cluster, self.rates, self.weights, self.coefficients, self.part, fuses_casts=self.kernels.fuses_casts
+        )
 
     @property
     def plain_dtype(self) -> WeightDtype:
@@ -232,6 +236,7 @@ def expert_shape(instance: Instance, moe: MoE, rows: FloatArray) -> ExpertShape:
         "gated": moe.gated,
         "weight_bytes": BYTES_OF[instance.experts],
         "faster": instance.products.faster.get(instance.experts, 1.0),
+        "cutlass": instance.kernels.cutlass_experts,
     }
     cv = instance.coefficients["serving"]["popularity_cv"]
     mean = everyone * moe.top_k / layout.ep
@@ -281,7 +286,7 @@ def _communication_s(instance: Instance, layer: Layer, rows: FloatArray) -> Floa
         )
         if layout.tp > 1:
             seconds = seconds + group_s("all_gather", size, layout.tp, 1, cluster)
-    return seconds + reduced * all_reduce_s(size, layout.tp, cluster, instance.coefficients)
+    return seconds + reduced * all_reduce_s(size, layout.tp, cluster, instance.coefficients, instance.kernels.engine)
 
 
 def expert_bytes(instance: Instance, layer: Layer) -> float:

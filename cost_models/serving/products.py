@@ -19,7 +19,7 @@ from ...schema.task import Precision
 from ...schema.units import FloatArray
 from ..coefficients import Coefficients
 from ..hardware.compute import DeviceRates
-from ..hardware.machine import gemm_rates, peak_flops_per_s
+from ..hardware.machine import gemm_rates, memory_ratio, peak_flops_per_s
 from ..learned.kernels import GemmRates, gemm_seconds
 from ..learned.serving_kernels import ExpertShape, KernelDevice, experts_s
 from .device_part import ENTIRE, DevicePart
@@ -45,6 +45,8 @@ class Products:
         casts: types that inputs are cast to; peak_flops_per_s: of 16 bits.
         c: coefficients of section ``serving``.
         part: of the device that products have; ``rates`` are of it.
+        memory_ratio: of the memory's rate that data have, over measured devices of its architecture.
+        fuses_casts: to 8 bits, with the kernel before.
     """
 
     plain: GemmRates | None
@@ -56,6 +58,8 @@ class Products:
     c: Mapping[str, Any]
     reached: float = 1.0
     part: DevicePart = ENTIRE
+    memory_ratio: float = 1.0
+    fuses_casts: bool = False
 
     @classmethod
     def of(
@@ -65,6 +69,8 @@ class Products:
         weights: WeightDtype,
         coefficients: Coefficients,
         part: DevicePart = ENTIRE,
+        *,
+        fuses_casts: bool = False,
     ) -> Products:
         """Return the products of the cluster's weakest device, or of a part of it."""
         device, precision = cluster.weakest_device, plain_precision(cluster.weakest_device, weights)
@@ -84,6 +90,7 @@ class Products:
         return cls(
             plain, rates, element_bytes, faster, casts, peak * cluster.calibration.products, coefficients["serving"],
             reached=coefficients["serving"]["narrow_peak"].get(device.architecture, 1.0), part=part,
+            memory_ratio=memory_ratio(device), fuses_casts=fuses_casts,
         )  # fmt: skip
 
     def seconds(self, rows: FloatArray, n: FloatArray, k: FloatArray, dtype: WeightDtype) -> FloatArray:
@@ -100,7 +107,7 @@ class Products:
             sheet = sheet._replace(peak_flops_per_s=sheet.peak_flops_per_s * ratio)
             rates = rates._replace(coefficients=fit, hardware=sheet, element_bytes=BYTES_OF[dtype])
         seconds = gemm_seconds(rows, n, k, self.part.gemm_rates(rates))
-        if dtype not in self.casts:
+        if dtype not in self.casts or (self.fuses_casts and _UNITS[dtype] == "fp8"):
             return seconds
         return np.asarray(
             seconds
@@ -127,5 +134,5 @@ class Products:
         peak = self.peak_flops_per_s * (self.faster.get(dtype, 1.0) if dtype else 1.0)
         return KernelDevice(
             sheet.memory_bandwidth_bytes_per_s, peak, sheet.num_processors, sheet.cache_bytes,
-            bandwidth_part=self.part.bandwidth, compute_part=self.part.compute,
+            bandwidth_part=self.part.bandwidth * self.memory_ratio, compute_part=self.part.compute,
         )  # fmt: skip

@@ -89,7 +89,7 @@ class SharedSteps:
                 known[key] = StepCosts.build(
                     instance.model, instance.cluster, instance.layout, weights=instance.weights, cache=instance.cache,
                     experts=instance.experts, coefficients=instance.coefficients, adapters=instance.adapters, known=known,
-                    part=part,
+                    kernels=instance.kernels, part=part,
                 )  # fmt: skip
             steps: StepCosts = known[key]
             return steps

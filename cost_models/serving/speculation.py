@@ -73,6 +73,7 @@ def with_drafts(
     wide = StepCosts.build(
         model, instance.cluster, layout, weights=instance.weights, cache=instance.cache, experts=instance.experts,
         coefficients=instance.coefficients, known=known, queries=drafted + 1, adapters=instance.adapters,
+        kernels=instance.kernels,
     )  # fmt: skip
     drafter = _draft_steps(plain, speculation)
     blocks, known = model.num_blocks, {} if known is None else known
@@ -80,6 +81,7 @@ def with_drafts(
         known[key] = plain if layout.pp == 1 else StepCosts.build(
             model, instance.cluster, layout.replace(pp=1), weights=instance.weights, cache=instance.cache,
             experts=instance.experts, coefficients=instance.coefficients, known=known, adapters=instance.adapters,
+            kernels=instance.kernels,
         )  # fmt: skip
     fields = {name: getattr(wide, name) for name in StepCosts.__dataclass_fields__}
     fields["weight_bytes"] += plain.weight_bytes * layout.pp / blocks if drafter is None else drafter.weight_bytes
@@ -134,4 +136,5 @@ def _draft_steps(plain: StepCosts, speculation: Speculation) -> StepCosts | None
         weights=weights,
         cache=instance.cache,
         coefficients=instance.coefficients,
+        kernels=instance.kernels,
     )

@@ -27,6 +27,7 @@ from ..hardware.node_links import Hops
 from ..layer.operators import Layer
 from .attention import AttentionHeads, decode_s, index_bytes, index_s, prompt_s, state_element_bytes, state_s
 from .device_part import ENTIRE, DevicePart
+from .engine import Kernels
 from .operators import PARTS, Instance, row_costs, weight_bytes
 from .tables import ROWS, Plane, over_rows
 
@@ -91,15 +92,16 @@ class StepCosts:
         known: dict[Any, Any] | None = None,
         queries: int = 1,
         adapters: Adapters | None = None,
+        kernels: Kernels = Kernels(),
         part: DevicePart = ENTIRE,
     ) -> StepCosts:
         """Return the costs of an engine instance.
 
         Args:
             experts: the type of experts' weights; None: as the others.
-            adapters: that requests name, all in memory.
+            adapters: that requests name, all in memory; kernels: of the engine.
             part: of the devices that the steps have.
-            known: attention by kind, tp and part, which layouts of the same model, devices and types share: filled here.
+            known: attention by kind, tp and part, which layouts of the same model, devices, types and kernels share: filled here.
 
         Raises:
             ConfigError: the layout does not fit the model, or the model was traced from code.
@@ -107,7 +109,7 @@ class StepCosts:
         require_serveable(model, layout)
         instance = Instance(
             model=model, cluster=cluster, layout=layout, weights=weights, experts=experts or weights, cache=cache,
-            coefficients=coefficients or packaged_coefficients(), adapters=adapters, part=part,
+            coefficients=coefficients or packaged_coefficients(), adapters=adapters, kernels=kernels, part=part,
         )  # fmt: skip
         counts = counted_stages(model, layout.pp)
         costs = {layer: row_costs(instance, layer) for stage in counts for layer in stage}
@@ -250,7 +252,8 @@ def decoding_plane(instance: Instance, block: Block, queries: int = 1) -> FloatA
         return state_s(block, tp, rates.compute_bytes, rows + shape, rates)
     device = None if instance.products.plain is None else instance.products.device()
     heads = replace(heads, num_heads=queries * heads.num_heads)
-    return decode_s(heads, rows, tokens, rates, device) + index_s(block, queries * rows, tokens, rows, rates) + shape
+    attention = decode_s(heads, rows, tokens, rates, device, instance.kernels.engine)
+    return attention + index_s(block, queries * rows, tokens, rows, rates) + shape
 
 
 def prompts_plane(instance: Instance, block: Block) -> FloatArray:

@@ -168,11 +168,15 @@ def engine_pool(plan: ServingPlan, pool: Pool, requests: Requests | None = None)
 def _steps(plan: ServingPlan, pool: Pool) -> StepCosts:
     """Return the costs of the instances of a pool, without drafts and nano-batches."""
     devices = _devices(plan.cluster, pool.device)
-    dtypes: dict[str, Any] = {"weights": pool.weights, "cache": pool.cache, "adapters": pool.adapters}
+    serving = plan.serving
+    how: dict[str, Any] = {
+        "weights": pool.weights, "cache": pool.cache, "adapters": pool.adapters,
+        "kernels": EngineProfile.named(serving.engine, serving.engine_version).kernels,
+    }  # fmt: skip
     if pool.micro_batches is None:
-        return StepCosts.build(plan.model, devices, pool.layout, **dtypes)
+        return StepCosts.build(plan.model, devices, pool.layout, **how)
     others = devices if pool.ffn_device is None else _devices(plan.cluster, pool.ffn_device)
-    return SplitCosts.split(plan.model, (devices, others), pool.layout, micro_batches=pool.micro_batches, **dtypes)
+    return SplitCosts.split(plan.model, (devices, others), pool.layout, micro_batches=pool.micro_batches, **how)
 
 
 def _devices(cluster: ClusterSpec, device: str) -> ClusterSpec:

@@ -126,8 +126,9 @@ class ServingSpace:
             profile = measured.profile(profile)
         known = self._known.setdefault(part, {})
         step = StepCosts.build(
-            model, cluster, layout, weights=weights, cache=cache, known=known, adapters=serving.adapters
-        )
+            model, cluster, layout, weights=weights, cache=cache, known=known, adapters=serving.adapters,
+            kernels=profile.kernels,
+        )  # fmt: skip
         base_choice = replace(fixed_choice(request.fixed, serving), micro_batches=None)
         budgets = dict.fromkeys((base_choice, base_choice.with_least_budget()))
         if serving.nano_batches and can_split(layout):
@@ -178,7 +179,7 @@ class ServingSpace:
                     continue
                 step = SplitCosts.split(
                     request.model, (of_attention, of_ffn), layout, weights=weights, cache=cache, known=known,
-                    adapters=serving.adapters,
+                    adapters=serving.adapters, kernels=profile.kernels,
                 )  # fmt: skip
                 for tier in tiers_of(serving, profile):
                     # A pool that decodes has prefixes on the device, or requests bring copies.

@@ -6,7 +6,7 @@ import pytest
 from meshwright.fitting.__main__ import main
 
 
-@pytest.mark.parametrize("fit", ["overlap", "intervals", "coefficients", "collectives", "gemm", "hosts"])
+@pytest.mark.parametrize("fit", ["overlap", "intervals", "coefficients", "collectives", "gemm", "hosts", "all_reduce"])
 @pytest.mark.parametrize("arguments", [[], ["no/such/table"]])
 def test_wrong_arguments_end_with_exit_code_two_and_a_message(fit: str, arguments: list[str], capsys) -> None:
     with pytest.raises(SystemExit) as ended:

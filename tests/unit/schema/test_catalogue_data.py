@@ -38,6 +38,7 @@ DEVICE_OPTIONAL = {
     "power_limit_w",
     "die",
     "max_clock_ratio",
+    "inline_ecc",
     "max_matmul_flops_per_s",
     "price_per_hour",
     "price_source",

@@ -59,7 +59,7 @@ def test_experts_over_many_ranks_take_as_long_as_deepeps_kernels() -> None:
     rows, ones = tokens * 8 / ep, np.ones(len(table))
     shape = ExpertShape(
         rows=rows, tokens=tokens * (1 - (1 - 1 / ep) ** 8), reached=np.minimum(256 / ep, rows), experts=256 / ep,
-        hidden_dim=7168 * ones, ffn_dim=2048 * ones, gated=ones, weight_bytes=ones, faster=2 * ones,
+        hidden_dim=7168 * ones, ffn_dim=2048 * ones, gated=ones, weight_bytes=ones, faster=2 * ones, cutlass=0 * ones,
     )  # fmt: skip
     ratio = products.experts(shape, "fp8") / (table.latency.to_numpy() / 1e3)
     assert 0.8 < np.median(ratio) < 1.4
