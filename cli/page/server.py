@@ -2,7 +2,8 @@
 
 A page of another origin may make a browser send requests here, and a name may be made to resolve to 127.0.0.1 after it was loaded
 (DNS rebinding). So the Host header must name the loopback and this port, and a request that computes must come from the page's own
-origin with a JSON body.
+origin with a JSON body. Other users of the machine reach its loopback too: where the kernel says whose a connection is (Linux),
+only those of this user are answered.
 
     GET  /                     the page
     POST /plans                controls -> lines of JSON: progress, then a plan or an error
@@ -14,12 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+import socket
+import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -63,7 +68,7 @@ class LoopbackOnly:
 
     def __init__(self, app: Any, port: int) -> None:
         """Stand before an application that listens on a port."""
-        self.app = app
+        self.app, self.port = app, port
         self.hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost")}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -76,6 +81,9 @@ class LoopbackOnly:
     def _refusal(self, request: Request) -> Response | None:
         if request.headers.get("host", "") not in self.hosts:
             return PlainTextResponse(f"this is meshwright studio at {min(self.hosts)}\n", 421)
+        user = None if request.client is None else user_of(request.client.port, self.port)
+        if user is not None and user != os.getuid():
+            return PlainTextResponse("this is the studio of another user\n", 403)
         if request.method in ("GET", "HEAD"):
             return None
         origin, kind = request.headers.get("origin", ""), request.headers.get("content-type", "")
@@ -84,6 +92,18 @@ class LoopbackOnly:
         if kind.partition(";")[0].strip() != "application/json":
             return PlainTextResponse("the body must be JSON\n", 415)
         return None
+
+
+def user_of(port: int, own_port: int) -> int | None:
+    """Return whose connection from a port of the loopback to ours is; None where the kernel does not say."""
+    try:
+        lines = Path("/proc/net/tcp").read_text("ascii").splitlines()[1:]
+    except OSError:
+        return None
+    loopback = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}"
+    ends = f"{loopback}:{port:04X}", f"{loopback}:{own_port:04X}"
+    users = (int(fields[7]) for fields in map(str.split, lines) if (fields[1], fields[2]) == ends)
+    return next(users, -1)
 
 
 class Studio:

@@ -8,7 +8,8 @@ traceback, an exit code that no command has, more than ``--limit-s`` seconds of 
 more than ``--memory-gib`` of memory, or a file that a name in a document made a shell write. Each kind is printed once, its folder
 (``argv.json`` and the files) stays in ``--out``; the exit code is the number of kinds, at most 100. With ``--guided`` a document
 that reaches new pairs of lines of our readers is mutated further. With ``--options`` nothing is mutated: lines have one to four
-further options of their command, with values that the documentation gives them (options.py).
+further options of their command, with values that the documentation gives them (options.py). With ``--typed`` plans and profiles
+have values that their types allow (typed.py), and nothing else is mutated.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ import mutations  # noqa: E402
 from command_lines import COMMANDS, Document, documents  # noqa: E402
 from options import options_of, with_options  # noqa: E402
 from readers import LONGEST_DOCUMENT, Lines  # noqa: E402
+from typed import schema_of, typed_mutated  # noqa: E402
 
 GROUPS = (
     "schema",
@@ -59,6 +61,19 @@ GROUPS = (
     "runtime.weights",
 )
 """Packages that are imported before the first fork."""
+TYPED = (
+    "plan",
+    "sharded",
+    "measured",
+    "trainable",
+    "serving",
+    "rl-plan",
+    "rl-own",
+    "generation",
+    "plan-megatron",
+    "profile",
+)
+"""Documents whose types are known."""
 CODES = {0, 1, 2, 130}
 EXECUTED = "executed"
 """A file that the words of mutations ask a shell to make."""
@@ -173,12 +188,25 @@ class Fuzzer:
         corpus: the documents of each name, of which those that reach new lines join.
         only: command lines that have this text.
         adds_options: leave documents and words as they are, and add options of the command.
+        is_typed: mutate documents whose types are known, and keep to those.
     """
 
-    def __init__(self, corpus: dict[str, Document], seed: int, only: str = "", *, adds_options: bool = False) -> None:
-        self.corpus, self.random, self.adds_options = corpus, random.Random(seed), adds_options
+    def __init__(
+        self,
+        corpus: dict[str, Document],
+        seed: int,
+        only: str = "",
+        *,
+        adds_options: bool = False,
+        is_typed: bool = False,
+    ) -> None:
+        self.corpus, self.random, self.adds_options, self.is_typed = corpus, random.Random(seed), adds_options, is_typed
         self.commands = [
-            words for words in COMMANDS if only in " ".join(words) and (not adds_options or options_of(*words[:2]))
+            words
+            for words in COMMANDS
+            if only in " ".join(words)
+            and (not adds_options or options_of(*words[:2]))
+            and (not is_typed or any(f"{{{name}}}" in word for name in TYPED for word in words))
         ]
         self.seen: set[int] = set()
         self.shell = (
@@ -196,8 +224,9 @@ class Fuzzer:
         template = list(self.random.choice(self.commands))
         if self.adds_options:
             return self.written(folder, with_options(template, self.random))
-        places = [idx for idx, word in enumerate(template) if re.search(r"\{[a-z-]+\}", word)]
-        chosen = self.random.choice(places) if places and self.random.random() < 0.8 else None
+        names = "|".join(TYPED) if self.is_typed else "[a-z-]+"
+        places = [idx for idx, word in enumerate(template) if re.search(rf"\{{({names})\}}", word)]
+        chosen = self.random.choice(places) if places and (self.is_typed or self.random.random() < 0.8) else None
         if chosen is None:
             self._mutate_word(
                 template,
@@ -229,6 +258,8 @@ class Fuzzer:
         return words, changed
 
     def _mutated(self, data: bytes, document: Document) -> bytes:
+        if self.is_typed:
+            return typed_mutated(data, schema_of(data), document.variants, self.random)
         if document.form is not None and self.random.random() < 0.1:
             return mutations.text_replaced(data, document.form, self.random.choice(self.shell), self.random)
         return mutations.mutated(data, document.form, document.variants, self.random)
@@ -298,6 +329,7 @@ def main() -> int:
     parser.add_argument("--memory-gib", type=float, default=1.0)
     parser.add_argument("--guided", action="store_true")
     parser.add_argument("--options", action="store_true", help="valid lines with further options of their commands")
+    parser.add_argument("--typed", action="store_true", help="plans and profiles of values that their types allow")
     parser.add_argument("--valid", action="store_true", help="run every command line as it is, and say what it did")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "meshwright-fuzz-commands")
     options = parser.parse_args()
@@ -310,6 +342,7 @@ def main() -> int:
         options.seed,
         options.only,
         adds_options=options.options,
+        is_typed=options.typed,
     )
     if options.valid:
         return say_valid(fuzzer, limits)

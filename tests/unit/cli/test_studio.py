@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -98,6 +99,22 @@ def test_only_the_loopback_is_listened_on(port: int) -> None:
 )
 def test_pages_of_others_are_refused(port: int, headers: dict[str, str], status: int) -> None:
     assert ask(port, "/plans", {"controls": ASKED}, **headers)[0] == status
+
+
+@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root may be another user")
+def test_other_users_of_the_machine_are_refused(port: int) -> None:
+    asks = (
+        "import http.client, sys\n"
+        "connection = http.client.HTTPConnection('127.0.0.1', int(sys.argv[1]))\n"
+        "connection.request('GET', '/')\n"
+        "print(connection.getresponse().status)"
+    )
+    command = ["/usr/bin/env", "python3", "-c", asks, str(port)]
+    statuses = [
+        subprocess.run(command, user=user, capture_output=True, text=True, check=True, cwd="/").stdout.strip()
+        for user in (0, 65534)
+    ]
+    assert statuses == ["200", "403"]
 
 
 @pytest.mark.parametrize(
