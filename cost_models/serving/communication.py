@@ -116,7 +116,11 @@ def to_experts_s(
         seconds: Any = 0.0
         for element_bytes in (1, 2):
             within = (
-                element_bytes * arriving * (in_node - 1) / group / (efficiency * rate_to_peers(level, cluster, in_node + 1))
+                element_bytes
+                * arriving
+                * (in_node - 1)
+                / group
+                / (efficiency * rate_to_peers(level, cluster, in_node + 1))
             )
             across = 0.0
             if spans:

@@ -127,6 +127,10 @@ class Kernels(Frozen):
     cutlass_experts: bool = False
 
 
+USUAL_KERNELS = Kernels()
+"""Of an engine that is not named."""
+
+
 class RequestCost(Frozen):
     """Of a request, in the server's front end.
 

@@ -36,7 +36,7 @@ from ..learned.serving_kernels import ExpertShape, reached_fraction
 from .adapters import adapters_bytes, adapters_s, changes
 from .communication import all_reduce_s, group_s, to_experts_s
 from .device_part import ENTIRE, DevicePart
-from .engine import Kernels
+from .engine import USUAL_KERNELS, Kernels
 from .products import Products, plain_precision
 from .tables import ROWS
 
@@ -71,7 +71,7 @@ class Instance:
     cache: CacheDtype
     coefficients: Coefficients
     adapters: Adapters | None = None
-    kernels: Kernels = Kernels()
+    kernels: Kernels = USUAL_KERNELS
     part: DevicePart = ENTIRE
 
     @cached_property

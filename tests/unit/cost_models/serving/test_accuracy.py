@@ -38,7 +38,11 @@ def test_few_requests_decode_as_fast_as_measured_engines_of_today(model: str, en
     rows = rows[(rows.concurrency <= 8) & (rows.gpu == "H100-SXM-80GB") & (rows.osl >= 512) & (rows.gpus == rows.tp)]
     assert len(rows) >= 5
     ratios = [
-        float(step(model.lower(), r.gpu, int(r.tp), dtype, engine).seconds(r.concurrency, r.concurrency * (r.isl + r.osl / 2)))
+        float(
+            step(model.lower(), r.gpu, int(r.tp), dtype, engine).seconds(
+                r.concurrency, r.concurrency * (r.isl + r.osl / 2)
+            )
+        )
         / (r.tpot_ms / 1e3)
         for r in rows.itertuples()
     ]

@@ -1,4 +1,4 @@
-"""Kernels that differ between engines: attention of rows that decode, all-reduces, casts."""
+"""Kernels that differ between engines: attention of rows that decode, all-reduces, casts, experts."""
 
 from __future__ import annotations
 
@@ -59,3 +59,17 @@ def test_all_reduces_of_few_bytes_are_the_engines() -> None:
 
     assert np.all(seconds("H100-SXM-80GB", "trtllm") < 0.8 * seconds("H100-SXM-80GB", "vllm"))
     np.testing.assert_array_equal(seconds("MI300X-192GB", "trtllm"), seconds("MI300X-192GB", "vllm"))
+
+
+def test_cutlass_experts_of_blackwell_take_longer_than_the_usual_ones() -> None:
+    """1.4 to 2.6 times in nvfp4 (moe_grouped_gemm.parquet, 6,144 x 3,072, 128 experts); attention and products are the same."""
+    model, cluster = ModelSpec.named("qwen3-235b-a22b"), ClusterSpec.parse("4xB200-SXM-180GB")
+    usual, cutlass = (
+        StepCosts.build(model, cluster, ServingLayout(tp=4), weights="nvfp4", cache="fp8", kernels=kernels).parts(
+            ROWS, ROWS * 1024
+        )
+        for kernels in (Kernels(engine="trtllm"), Kernels(engine="trtllm", cutlass_experts=True))
+    )
+    assert np.all(cutlass["experts"] > 1.2 * usual["experts"]) and np.all(cutlass["experts"] < 3 * usual["experts"])
+    for name in usual.keys() - {"experts"}:
+        np.testing.assert_array_equal(usual[name], cutlass[name])
