@@ -319,7 +319,7 @@ def _attention_rows(instance: Instance, layer: Block) -> tuple[FloatArray, Float
 
 def _all_reduce_s(instance: Instance, size: FloatArray) -> FloatArray:
     """Return the seconds [G] of an all-reduce over tp."""
-    return all_reduce_s(size, instance.layout.tp, instance.cluster, instance.coefficients, instance.kernels.engine)
+    return all_reduce_s(size, instance.layout.tp, instance.cluster, instance.coefficients, instance.kernels.all_reduce)
 
 
 def _feed_forward_rows(instance: Instance, layer: Block) -> FloatArray:

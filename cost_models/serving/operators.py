@@ -286,7 +286,9 @@ def _communication_s(instance: Instance, layer: Layer, rows: FloatArray) -> Floa
         )
         if layout.tp > 1:
             seconds = seconds + group_s("all_gather", size, layout.tp, 1, cluster)
-    return seconds + reduced * all_reduce_s(size, layout.tp, cluster, instance.coefficients, instance.kernels.engine)
+    return seconds + reduced * all_reduce_s(
+        size, layout.tp, cluster, instance.coefficients, instance.kernels.all_reduce
+    )
 
 
 def expert_bytes(instance: Instance, layer: Layer) -> float:

@@ -252,7 +252,7 @@ def decoding_plane(instance: Instance, block: Block, queries: int = 1) -> FloatA
         return state_s(block, tp, rates.compute_bytes, rows + shape, rates)
     device = None if instance.products.plain is None else instance.products.device()
     heads = replace(heads, num_heads=queries * heads.num_heads)
-    attention = decode_s(heads, rows, tokens, rates, device, instance.kernels.engine)
+    attention = decode_s(heads, rows, tokens, rates, device, instance.kernels.attention)
     return attention + index_s(block, queries * rows, tokens, rows, rates) + shape
 
 

@@ -76,7 +76,11 @@ def test_all_reduces_take_as_long_as_engines_kernels(gpu: str, engine: KernelEng
     errors = [
         np.log(
             all_reduce_s(
-                2.0 * part.message_size.to_numpy(), n, ClusterSpec.parse(f"{n}x{gpu}"), packaged_coefficients(), engine
+                2.0 * part.message_size.to_numpy(),
+                n,
+                ClusterSpec.parse(f"{n}x{gpu}"),
+                packaged_coefficients(),
+                [engine],
             )
         )
         - np.log(part.latency.to_numpy() / 1e3)
