@@ -2,9 +2,9 @@
 
 perf-overview.md of TensorRT-LLM says for each pair of lengths how many requests there were, the share of free memory (0.95), and
 from 0.19 on PyTorch's backend with the sizes of its graphs; up to 0.14 an engine holds 4,096 requests and 8,192 tokens a step (its
-example), later ones what trtllm-bench sets (tensorrt_llm/bench/build/tuning.py) and CUTLASS's experts (moe_config; Triton's for gpt-oss
-on Hopper). Nothing is streamed, so that a request has one
-response. A run of many waves of requests is as fast as a shorter one: at most WAVES of them are simulated.
+example), later ones what trtllm-bench sets (tensorrt_llm/bench/build/tuning.py) and CUTLASS's experts (moe_config; Triton's for
+gpt-oss on Hopper). Nothing is streamed, so that a request has one response. A run of many waves of requests is as fast as a shorter
+one: at most WAVES of them are simulated.
 """
 
 from __future__ import annotations

@@ -175,9 +175,14 @@ def tensorrt_llm(data: Path) -> pd.DataFrame:
     full = full.assign(seconds=1.0 / full.output_tokens_per_s)
     scores.append(
         _scored(
-            full, build, saturated_s, "seconds", 1.0, lambda r: f"trtllm saturated {r.gpu} {r.precision}",
+            full,
+            build,
+            saturated_s,
+            "seconds",
+            1.0,
+            lambda r: f"trtllm saturated {r.gpu} {r.precision}",
             kernels=lambda r: profile_of(r).kernels,
-        )  # fmt: skip
+        )
     )
     online = table[table.table == "online serving (means)"]
     online = online[online.requests_per_s <= 4]

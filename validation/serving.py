@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from packaging.version import Version
 
 from ..cost_models.coefficients import Coefficients
 from ..cost_models.serving.engine import EngineProfile, Kernels, profiles
@@ -317,7 +318,19 @@ def _generated_budget(row: ServingRow, profile: EngineProfile, concurrency: int)
 
 
 def profile_of(row: ServingRow) -> EngineProfile:
-    """Return the engine's profile: of the version that the row or its container names, else of its date."""
+    """Return the engine's profile: of its version, with what InferenceX's servers were told."""
+    profile = _profile_of_version(row)
+    if row.engine != "vllm" or not row.described:
+        return profile
+    if Version(profile.version) < Version(inferencex.OVERLAPPED):
+        profile = EngineProfile.named("vllm", inferencex.OVERLAPPED)
+    if _cluster(row.gpu, 1).weakest_device.architecture != "blackwell":
+        return profile
+    return profile.replace(kernels=profile.kernels.replace(all_reduce=inferencex.FUSED_ALL_REDUCE))
+
+
+def _profile_of_version(row: ServingRow) -> EngineProfile:
+    """Return the profile of the version that the row or its container names, else of its date."""
     for text in (row.version, row.container.rpartition(":")[2]):
         match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
         # A runtime image of Dynamo has Dynamo's version, and not the engine's.

@@ -79,7 +79,13 @@ def decode_s(
     device: KernelDevice | None,
     engine: KernelEngine,
 ) -> FloatArray:
-    """Return the seconds of ``rows`` that attend to ``tokens`` each in one block, by an engine's kernels; ``device``: None for a CPU."""
+    """Return the seconds of ``rows`` that attend to ``tokens`` each in one block, by an engine's kernels.
+
+    Args:
+        rows, tokens: of each row's cache; heads: of the block.
+        rates, device: of the accelerator; device: None for a CPU.
+        engine: whose kernels they are.
+    """
     seen = heads.seen(tokens)
     if device is not None:
         width = heads.key_dim if heads.is_latent else heads.key_dim + heads.value_dim

@@ -37,7 +37,7 @@ from ..hardware.collectives import p2p_s
 from ..hardware.node_links import Hops
 from ..layer.operators import Gemm, Layer, Operator
 from .communication import all_reduce_s
-from .engine import Kernels
+from .engine import USUAL_KERNELS, Kernels
 from .operators import Instance, experts_s, operators, products_bytes, products_s, row_costs, weight_bytes
 from .step import StepCosts, cache_bytes_of, counted_layers, decoding_plane, prompts_plane, require_serveable
 from .tables import ROWS, Plane, over_rows
@@ -132,7 +132,7 @@ class SplitCosts(StepCosts):
         coefficients: Coefficients | None = None,
         known: tuple[dict[Any, Any], dict[Any, Any]] | None = None,
         adapters: Adapters | None = None,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL_KERNELS,
     ) -> SplitCosts:
         """Return the costs of an engine instance.
 
@@ -319,7 +319,7 @@ def _attention_rows(instance: Instance, layer: Block) -> tuple[FloatArray, Float
 
 def _all_reduce_s(instance: Instance, size: FloatArray) -> FloatArray:
     """Return the seconds [G] of an all-reduce over tp."""
-    return all_reduce_s(size, instance.layout.tp, instance.cluster, instance.coefficients, instance.kernels.engine)
+    return all_reduce_s(size, instance.layout.tp, instance.cluster, instance.coefficients, instance.kernels.all_reduce)
 
 
 def _feed_forward_rows(instance: Instance, layer: Block) -> FloatArray:

@@ -19,6 +19,7 @@ Within a node copies go out at R, to other nodes at the network's rate, both at 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,20 +47,23 @@ def group_s(op: Op, num_bytes: FloatArray, group: int, stride: int, cluster: Clu
 
 
 def all_reduce_s(
-    num_bytes: FloatArray, group: int, cluster: ClusterSpec, coefficients: Coefficients, engine: KernelEngine
+    num_bytes: FloatArray, group: int, cluster: ClusterSpec, coefficients: Coefficients, engines: Sequence[KernelEngine]
 ) -> FloatArray:
-    """Return the seconds [N] of an all-reduce of neighbours by an engine's kernels."""
+    """Return the seconds [N] of an all-reduce of neighbours by the fastest of these engines' kernels and the library's."""
     if group == 1:
         return np.zeros_like(num_bytes)
-    library = group_s("all_reduce", num_bytes, group, 1, cluster)
+    fastest_s = group_s("all_reduce", num_bytes, group, 1, cluster)
     level, device, known = cluster.levels[0], cluster.weakest_device, coefficients["serving"]["all_reduce"]
-    c = known[engine].get(device.architecture) or known.get(device.vendor)
     # Over PCIe peers are read through the host: engines use these kernels for pairs only.
     reaches = level.link.kind == "scale-up" and (group == 2 or level.link.shared_by == "device")
-    if group > level.domain_size or not reaches or c is None:
-        return library
-    kernels_s = kernels_all_reduce_s(num_bytes, group, rate_to_peers(level, cluster, group), AllReduceKernels(**c))
-    return np.asarray(np.minimum(library, kernels_s))
+    if group > level.domain_size or not reaches:
+        return fastest_s
+    for engine in engines:
+        c = known[engine].get(device.architecture) or known.get(device.vendor)
+        if c is not None:
+            rate = rate_to_peers(level, cluster, group)
+            fastest_s = np.minimum(fastest_s, kernels_all_reduce_s(num_bytes, group, rate, AllReduceKernels(**c)))
+    return np.asarray(fastest_s)
 
 
 def kernels_all_reduce_s(
@@ -116,7 +120,11 @@ def to_experts_s(
         seconds: Any = 0.0
         for element_bytes in (1, 2):
             within = (
-                element_bytes * arriving * (in_node - 1) / group / (efficiency * rate_to_peers(level, cluster, in_node + 1))
+                element_bytes
+                * arriving
+                * (in_node - 1)
+                / group
+                / (efficiency * rate_to_peers(level, cluster, in_node + 1))
             )
             across = 0.0
             if spans:

@@ -117,14 +117,20 @@ class Kernels(Frozen):
     """Kernels of a step that differ between engines.
 
     Attributes:
-        engine: whose timed kernels it has, of decoding's attention and of all-reduces.
+        attention: engine whose timed kernels rows that decode attend with.
+        all_reduce: engines whose all-reduces within a node it has, of which it takes the fastest.
         fuses_casts: inputs are cast to 8 bits by the kernel that puts them out (a norm, attention, an activation).
         cutlass_experts: experts are multiplied by CUTLASS's kernels (TensorRT-LLM's moe_config.backend), not by the fastest ones.
     """
 
-    engine: KernelEngine = "vllm"
+    attention: KernelEngine = "vllm"
+    all_reduce: tuple[KernelEngine, ...] = ("vllm",)
     fuses_casts: bool = False
     cutlass_experts: bool = False
+
+
+USUAL_KERNELS = Kernels()
+"""Of an engine that is not named."""
 
 
 class RequestCost(Frozen):

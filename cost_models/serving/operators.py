@@ -36,7 +36,7 @@ from ..learned.serving_kernels import ExpertShape, reached_fraction
 from .adapters import adapters_bytes, adapters_s, changes
 from .communication import all_reduce_s, group_s, to_experts_s
 from .device_part import ENTIRE, DevicePart
-from .engine import Kernels
+from .engine import USUAL_KERNELS, Kernels
 from .products import Products, plain_precision
 from .tables import ROWS
 
@@ -71,7 +71,7 @@ class Instance:
     cache: CacheDtype
     coefficients: Coefficients
     adapters: Adapters | None = None
-    kernels: Kernels = Kernels()
+    kernels: Kernels = USUAL_KERNELS
     part: DevicePart = ENTIRE
 
     @cached_property
@@ -286,7 +286,9 @@ def _communication_s(instance: Instance, layer: Layer, rows: FloatArray) -> Floa
         )
         if layout.tp > 1:
             seconds = seconds + group_s("all_gather", size, layout.tp, 1, cluster)
-    return seconds + reduced * all_reduce_s(size, layout.tp, cluster, instance.coefficients, instance.kernels.engine)
+    return seconds + reduced * all_reduce_s(
+        size, layout.tp, cluster, instance.coefficients, instance.kernels.all_reduce
+    )
 
 
 def expert_bytes(instance: Instance, layer: Layer) -> float:

@@ -27,7 +27,7 @@ from ..hardware.node_links import Hops
 from ..layer.operators import Layer
 from .attention import AttentionHeads, decode_s, index_bytes, index_s, prompt_s, state_element_bytes, state_s
 from .device_part import ENTIRE, DevicePart
-from .engine import Kernels
+from .engine import USUAL_KERNELS, Kernels
 from .operators import PARTS, Instance, row_costs, weight_bytes
 from .tables import ROWS, Plane, over_rows
 
@@ -92,7 +92,7 @@ class StepCosts:
         known: dict[Any, Any] | None = None,
         queries: int = 1,
         adapters: Adapters | None = None,
-        kernels: Kernels = Kernels(),
+        kernels: Kernels = USUAL_KERNELS,
         part: DevicePart = ENTIRE,
     ) -> StepCosts:
         """Return the costs of an engine instance.
@@ -252,7 +252,7 @@ def decoding_plane(instance: Instance, block: Block, queries: int = 1) -> FloatA
         return state_s(block, tp, rates.compute_bytes, rows + shape, rates)
     device = None if instance.products.plain is None else instance.products.device()
     heads = replace(heads, num_heads=queries * heads.num_heads)
-    attention = decode_s(heads, rows, tokens, rates, device, instance.kernels.engine)
+    attention = decode_s(heads, rows, tokens, rates, device, instance.kernels.attention)
     return attention + index_s(block, queries * rows, tokens, rows, rates) + shape
 
 

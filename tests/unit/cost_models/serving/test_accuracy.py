@@ -38,7 +38,11 @@ def test_few_requests_decode_as_fast_as_measured_engines_of_today(model: str, en
     rows = rows[(rows.concurrency <= 8) & (rows.gpu == "H100-SXM-80GB") & (rows.osl >= 512) & (rows.gpus == rows.tp)]
     assert len(rows) >= 5
     ratios = [
-        float(step(model.lower(), r.gpu, int(r.tp), dtype, engine).seconds(r.concurrency, r.concurrency * (r.isl + r.osl / 2)))
+        float(
+            step(model.lower(), r.gpu, int(r.tp), dtype, engine).seconds(
+                r.concurrency, r.concurrency * (r.isl + r.osl / 2)
+            )
+        )
         / (r.tpot_ms / 1e3)
         for r in rows.itertuples()
     ]
@@ -72,7 +76,11 @@ def test_all_reduces_take_as_long_as_engines_kernels(gpu: str, engine: KernelEng
     errors = [
         np.log(
             all_reduce_s(
-                2.0 * part.message_size.to_numpy(), n, ClusterSpec.parse(f"{n}x{gpu}"), packaged_coefficients(), engine
+                2.0 * part.message_size.to_numpy(),
+                n,
+                ClusterSpec.parse(f"{n}x{gpu}"),
+                packaged_coefficients(),
+                [engine],
             )
         )
         - np.log(part.latency.to_numpy() / 1e3)

@@ -12,7 +12,7 @@ from meshwright.schema.serving import ServingLayout, WeightDtype
 
 def test_every_engine_has_a_profile_and_versions_are_in_order() -> None:
     assert {profile.engine for profile in profiles()} == {"vllm", "sglang", "trtllm", "meshwright"}
-    assert EngineProfile.named("vllm").version == "0.14"
+    assert EngineProfile.named("vllm").version == "0.17"
     assert EngineProfile.named("vllm", "0.7.1").version == "0.6"
     assert EngineProfile.named("vllm", "0.12.3").version == "0.8"
     assert EngineProfile.named("trtllm", "1.2.0rc6.post2").version == "1.1"
