@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import tomllib
+import re
 from collections.abc import Callable
 from typing import Any
 
 import yaml
 
-from ..schema.base import HALF_A_CHARACTER, has_half_a_character
+from ..schema.base import HALF_A_CHARACTER, has_half_a_character, parse_toml
 from ..schema.errors import ConfigError
 from .adapter import Table
 
 MAX_YAML_NODES = 100_000
 """Values of a YAML file, those that aliases stand for counted each time."""
+
+_LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9_:.]{100,}")
+"""Of sixties, as in 1:30:00, which take the square of their length."""
 
 
 def parse_table(suffix: str, text: str) -> Table:
@@ -53,6 +56,8 @@ def _parse_yaml(text: str) -> Any:
         if isinstance(event, yaml.AliasEvent):
             add(sizes.get(event.anchor, MAX_YAML_NODES))
         elif isinstance(event, yaml.ScalarEvent):
+            if event.implicit[0] and _LONG_NUMBER.fullmatch(event.value):
+                raise ValueError("a number has more than 100 digits")
             sizes[event.anchor] = 1
             add(1)
         elif isinstance(event, yaml.CollectionStartEvent):
@@ -65,7 +70,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 PARSERS: dict[str, Callable[[str], Any]] = {
-    ".toml": tomllib.loads,
+    ".toml": parse_toml,
     ".json": json.loads,
     ".yaml": _parse_yaml,
     ".yml": _parse_yaml,

@@ -203,9 +203,23 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """Parse the TOML of a file the user named; every way this fails is a ConfigError."""
     text = read_text(path)
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, and int() of more than 4300 digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){100}""")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML; a name of 100,000 parts, which takes tomllib 40 GB, is refused.
+
+    Raises:
+        ValueError, RecursionError: it is none.
+    """
+    if _LONG_KEY.search(text):
+        raise ValueError("a name has more than 100 parts")
+    return tomllib.loads(text)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

@@ -121,6 +121,8 @@ LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 MERGES = "a: &a {x: 1}\n" + "".join(
     f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 9)}]}}\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
 )
+DOUBLED = {"type": "Replace", "pattern": {"String": "o"}, "content": "oo"}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 NESTED = "[" * 400 + "]" * 400
 RUNS = b"id,gpu_type,n_gpus,model,seq_len,global_batch,micro_batch,dp,tp,pp,iter_time_s,vpp\n"
 
@@ -139,6 +141,9 @@ REFUSED: list[tuple[str, bytes]] = [
     ("profile", profile_with(duration_s=5e-324)),
     ("profile", profile_with(device_memory_bytes=10**300)),
     ("cluster", b"name = 0x" + b"f" * 6000),
+    ("cluster", b"a" + b".a" * 100_000 + b" = 1\n"),
+    ("engine-toml", b'"a"' + b' . "a"' * 100_000 + b" = 1\n"),
+    ("engine-yaml", b"num_processes: 1" + b":1" * 200_000),
     ("cluster", b'groups = [{ device = "A100-SXM-80GB", num_nodes = 0x' + b"f" * 6000 + b" }]"),
     ("offers", b'[[offers]]\ndevice = "L40S"\nnum_nodes = 1\nprice_per_device_hour = 0x' + b"f" * 6000),
     ("metrics", b"[" * 100_000),
@@ -171,6 +176,8 @@ REFUSED: list[tuple[str, bytes]] = [
     ("tokenizer", tokenizer_with(pre_tokenizer={"type": "FixedLength", "length": 0})),
     ("tokenizer", tokenizer_with(truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5})),
     ("tokenizer", tokenizer_with(model={"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]})),
+    ("tokenizer", tokenizer_with(normalizer={"type": "Sequence", "normalizers": [DOUBLED] * 30})),
+    ("tokenizer", tokenizer_with(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 30})),
     ("weights", safetensors({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}})),
     ("weights-index", b'{"weight_map": {"a": "\\u0000.safetensors"}}'),
     ("checkpoint-index", b"\x80\x04\x96" + (2**40).to_bytes(8, "little") + b"."),
