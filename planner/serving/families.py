@@ -40,6 +40,7 @@ class KindRates:
         self.kind, self.serving, self.mix = kind, serving, mix_of(serving, kind.prefixes)
         self.fluid_mix = mix_of(serving, kind.loosest_prefixes)
         self._known: dict[tuple[str, bool, int], Largest] = {}
+        self._of_class: dict[tuple[int, bool], float] = {}
         self._loops: dict[tuple[str, bool], ClosedLoop] = {}
         self._variants: dict[str, tuple[KindRates, ...]] = {}
         self._by_kind: dict[int, KindRates] = {}
@@ -62,6 +63,15 @@ class KindRates:
                 prefill=role == "prefill", transfer_s_per_token=sent_s,
             )  # fmt: skip
         return self._known[key]
+
+    def largest_of_class(self, only: int, *, fluid: bool) -> float:
+        """Return the requests a second of a class by itself that an instance carries within the limits."""
+        if (only, fluid) not in self._of_class:
+            prefixes = self.kind.loosest_prefixes if fluid else self.kind.prefixes
+            mix = mix_of(self.serving, prefixes, only)
+            result = largest_rate(self._model(fluid=fluid), mix, self.limits("agg"), fluid=fluid)
+            self._of_class[only, fluid] = result.requests_per_s
+        return self._of_class[only, fluid]
 
     @cached_property
     def fluid_curve(self) -> OperatingPoints:
