@@ -266,7 +266,8 @@ class InstanceUse:
 
     Attributes:
         seconds: that all else is over, but for the largest values, which are those of its life.
-        steps, busy_s: where prompts run at once with rows that decode, of those alone; prompt_steps, prompt_busy_s: of prompts.
+        steps, busy_s: where prompts run at once with rows that decode, of those alone; prompt_steps, prompt_busy_s: of steps with
+            prompts, the seconds only where those have steps of their own.
         max_rows, max_tokens: requests that ran at once and tokens of a step, of one attention rank.
     """
 
@@ -448,6 +449,7 @@ class Instance:
         self.account(self.end_s)
         use.busy_s += self.end_s - self.begun_s
         use.steps += self.steps
+        use.prompt_steps += any(rank.now for rank in self.ranks)
         self.hold_steps += self.steps if self.holds else 0
         # A step with prompts is followed by a look at what has arrived.
         self.since_poll = 0 if any(rank.now for rank in self.ranks) else self.since_poll + self.steps

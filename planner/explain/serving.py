@@ -5,6 +5,7 @@ Every figure comes from searching and simulating again with the change.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -214,17 +215,25 @@ def _with_limit(serving: Serving, idx: int, limit: LatencyLimit) -> Serving:
 
 def _searched(request: PlanRequest) -> ServingPlan | None:
     """Return the plan of a changed request; None where nothing serves it."""
+    answer = _plan_or_reason(request)
+    return answer if isinstance(answer, ServingPlan) else None
+
+
+def _plan_or_reason(request: PlanRequest) -> ServingPlan | str:
+    """Return the plan of a changed request, or why there is none."""
     try:
         search = search_serving(request)
-    except MeshwrightError:
-        return None
-    return None if search.answer.best is None else build_serving_plan(request, search, top=0)
+    except MeshwrightError as error:
+        return error.message
+    if search.answer.best is not None:
+        return build_serving_plan(request, search, top=0)
+    return "; ".join(["nothing serves the load so", *itertools.islice(_lacks(search.problem), 1)])
 
 
 def _compared(plan: ServingPlan, text: str, request: PlanRequest) -> ServingChange:
-    other = _searched(request)
-    if other is None:
-        return ServingChange(change=text, difference="nothing serves the load so")
+    other = _plan_or_reason(request)
+    if isinstance(other, str):
+        return ServingChange(change=text, difference=other)
     more = other.num_devices - plan.num_devices
     now, then = plan.estimate.tokens_per_s_per_device, other.estimate.tokens_per_s_per_device
     words = [counted(abs(more), "device") + (" fewer" if more < 0 else " more")] if more else ["as many devices"]
@@ -232,6 +241,9 @@ def _compared(plan: ServingPlan, text: str, request: PlanRequest) -> ServingChan
         words = [f"{other.estimate.requests_per_s:.3g} requests/s"]
     elif abs(then / now - 1) > 0.005:
         words.append(f"{100 * (then / now - 1):+.1f} % tokens/s a device")
+    prices = plan.estimate.usd_per_hour, other.estimate.usd_per_hour
+    if plan.serving.goal == "cost" and prices[0] is not None and prices[1] is not None:
+        words.insert(0, f"{prices[1] - prices[0]:+.2f} USD/h")
     return ServingChange(
         change=text,
         pools=pools_title(other.pools),
@@ -318,7 +330,7 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
         best = max(problem.families, key=lambda family: family.best_split(fluid=False)[1])
         carried = best.best_split(fluid=False)[1]
         total = counted(problem.request.cluster.num_devices, "device")
-        yield f"devices: {rate:,.6g} requests/s are asked for; {total} carry about {carried:.3g} within the limits"
+        yield f"devices: {rate:,.6g} requests/s are asked for; {total} can carry about {carried:.3g} within the limits"
 
 
 def _quickest_s(problem: ServingProblem, kind: InstanceKind, limit: LatencyLimit) -> float:

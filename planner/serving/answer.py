@@ -34,7 +34,7 @@ from ...schema.units import GB, counted, format_bytes, format_percent, format_se
 from ..request import PlanRequest
 from ..tasks.serving import ServingProblem, ServingSearch
 from .bound import resource_bound
-from .checks import Deployment, Served
+from .checks import MAX_CV, Deployment, Served
 from .families import Family, KindRates
 from .fine_tuning import fine_tuning_of
 from .kinds import InstanceBase, InstanceKind
@@ -82,7 +82,7 @@ def build_serving_plan(request: PlanRequest, search: ServingSearch, *, top: int)
             search_s=answer.solve_s,
         ),
         front=front_of(problem),
-        alternatives=tuple(_alternatives(problem, served, top)),
+        alternatives=tuple(_alternatives(problem, served, top, is_proved=answer.is_proved)),
         notes=tuple(_notes(request, problem, served)),
         provenance=request.provenance(),
     )
@@ -169,14 +169,16 @@ def _pool_estimate(
     mix = family.rates[pool].mix
     context = mix.cached_steps / mix.decode_steps if mix.decode_steps else 0.0
     ends = prompts / mix.new_tokens if mix.new_tokens else 0.0
-    with_prompts = (0.0, 0.0, 0.0) if kind.shared else (prompts, mix.mean_context, ends)
+    # Of steps a part has prompts; where they run at once, none of those that decode.
+    part = 0.0 if kind.shared else prompt_steps / steps
+    with_prompts = np.array([0.0, 1.0]) / max(part, 1e-9)
     parts = kind.steps(served.deployment.num_devices).parts(
-        rows, rows * context, *with_prompts[:2], prompts=with_prompts[2]
+        rows, rows * context, prompts * with_prompts, mix.mean_context, prompts=ends * with_prompts
     )
-    seconds = {name: float(value) for name, value in parts.items()}
+    seconds = {name: float(np.broadcast_to(value, 2) @ (1 - part, part)) for name, value in parts.items()}
     mean_s = kind.model.tokens_per_step * sum(use.busy_s for use in uses) / steps
-    if kind.experts_on_host is not None and (total := sum(seconds.values())) > mean_s:
-        # Rows reach fewer new experts the more they are, so that the step of mean rows is longer than the mean step.
+    if (total := sum(seconds.values())) > mean_s:
+        # The step of mean rows may be longer than the mean step: rows reach fewer new experts the more they are.
         seconds = {name: value * mean_s / total for name, value in seconds.items()}
     seconds["overhead"] = max(mean_s - sum(seconds.values()), 0.0)
     routes, classes = served.deployment.routes, served.serving.requests.classes
@@ -198,7 +200,7 @@ def _pool_estimate(
         weight_bytes=round(memory.weight_bytes),
         free_bytes=round(memory.device_bytes - used),
         utilisation=min(sum(use.busy_s for use in uses) / duration, 1.0),
-        prefill_step_s=prompt_s / prompt_steps if prompt_steps else None,
+        prefill_step_s=prompt_s / prompt_steps if kind.shared and prompt_steps else None,
         prefill_utilisation=min(prompt_s / duration, 1.0) if kind.shared else None,
         largest_requests_per_s=max(largest, 1e-9),
         split=_split_use(kind, rows, rows * context, mean_s),
@@ -268,7 +270,9 @@ def kinds_title(kinds: Sequence[InstanceKind]) -> str:
     )
 
 
-def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator[ServingAlternative]:
+def _alternatives(
+    problem: ServingProblem, served: Served, top: int, *, is_proved: bool
+) -> Iterator[ServingAlternative]:
     """Yield runner-ups: first what was simulated and failed or lost, then families by the estimate, of both modes."""
     chosen = served.deployment
     simulated = {id(served)}
@@ -284,7 +288,7 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
             for limit in broken
         ) or ("the queue grows" if not other.keeps_up else "simulated: not better")
         reason += _unlike_limits(other.deployment, chosen)
-        rows.append((0.0, _alternative(other.deployment, other.requests_per_s, other.tokens_per_s, reason)))
+        rows.append((0.0, _alternative(problem, other.deployment, other.requests_per_s, other.tokens_per_s, reason)))
     yield from (entry for _, entry in rows[: max(top // 2, 1) if top else 0])
     remaining = top - min(len(rows), max(top // 2, 1))
     requests, estimated = problem.serving.requests, []
@@ -297,7 +301,7 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
         counts, carried = guess
         deployment = Deployment(family.kinds, counts)
         per = 1 if requests.concurrency is None else deployment.num_devices
-        value = deployment.num_devices if requests.rate is not None else -carried / per
+        value = problem.cost(family, counts) if requests.rate is not None else -carried / per
         fits = "" if family.fits(counts) else f"needs {counted(deployment.num_devices, 'device')} by the estimate"
         estimated.append((value, ORDER.index(family.mode), deployment, carried, fits))
     estimated.sort(key=lambda entry: (entry[0], entry[1]))
@@ -309,11 +313,19 @@ def _alternatives(problem: ServingProblem, served: Served, top: int) -> Iterator
     for _, _, deployment, carried, reason in [*other_mode, *(e for e in estimated if e not in other_mode)][
         : max(remaining, 0)
     ]:
-        more = deployment.num_devices - chosen.num_devices
-        why = reason or (
-            f"{counted(more, 'device')} more by the estimate" if more > 0 else "not better by the estimate"
-        )
-        yield _alternative(deployment, carried, carried * problem.tokens, why)
+        more = _more_than(problem, deployment, chosen)
+        tried = "not better by the estimate" if is_proved else "not simulated: the search ended early"
+        why = reason or (f"{more} more by the estimate" if more else tried)
+        yield _alternative(problem, deployment, carried, carried * problem.tokens, why)
+
+
+def _more_than(problem: ServingProblem, deployment: Deployment, chosen: Deployment) -> str:
+    """Return what a deployment takes beyond the chosen one, in devices or money; empty where it does not."""
+    if problem.goal == "cost":
+        usd = (deployment.usd_per_hour or 0.0) - (chosen.usd_per_hour or 0.0)
+        return f"{usd:.2f} USD/h" if usd >= 0.005 else ""
+    more = deployment.num_devices - chosen.num_devices
+    return counted(more, "device") if more > 0 else ""
 
 
 def _bases(kinds: Sequence[InstanceKind]) -> list[InstanceBase]:
@@ -348,10 +360,13 @@ def _estimated(family: Family, requests: Requests, num_devices: int) -> tuple[tu
     return counts, family.in_closed_loop(counts, requests.concurrency, fluid=False)[0]
 
 
-def _alternative(deployment: Deployment, requests_per_s: float, tokens_per_s: float, reason: str) -> ServingAlternative:
+def _alternative(
+    problem: ServingProblem, deployment: Deployment, requests_per_s: float, tokens_per_s: float, reason: str
+) -> ServingAlternative:
+    names_devices = bool(problem.request.cluster.parts)
     return ServingAlternative(
         mode=deployment.mode,
-        pools=pools_title(pools_of(deployment)),
+        pools=pools_title(pools_of(deployment), names_devices=names_devices),
         num_devices=deployment.num_devices,
         requests_per_s=requests_per_s,
         tokens_per_s_per_device=tokens_per_s / deployment.num_devices,
@@ -371,6 +386,8 @@ def _notes(request: PlanRequest, problem: ServingProblem, served: Served) -> Ite
             f"lengths are drawn from the {requests.trace.num_requests:,} requests of {requests.trace.path}, arrivals with their "
             f"variation (cv {requests.arrival_cv:.2g}); meshwright replay serves them as recorded"
         )
+    if requests.concurrency is None and requests.arrival_cv > MAX_CV:
+        yield f"arrivals are drawn with cv {MAX_CV:g}, so that bursts are milder than those of cv {requests.arrival_cv:.2g}"
     yield from _on_measured(problem, served)
     if served.deployment.routes is not None:
         yield "classes go to instances of their own; the bound on such mixes takes their seconds to add up (E2)"
