@@ -23,7 +23,7 @@ from ...schema.serving import MODES, LatencyLimit, Pool, Serving, ServingMode
 from ...schema.serving_plan import ServingPlan, pools_title
 from ...schema.units import counted, format_percent, format_seconds
 from ..request import Deadline, PlanRequest
-from ..serving.answer import build_serving_plan, family_of, pools_of
+from ..serving.answer import build_serving_plan, family_of
 from ..serving.checks import Deployment
 from ..serving.kinds import InstanceKind
 from ..serving.space import mix_of
@@ -185,7 +185,7 @@ def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange
         words = f"carries {rate:.3g} requests/s" + (f", {rate - before:+.2g}" if before else "")
         before = before or rate
         yield ServingChange(
-            change=what, pools=pools_title(pools_of(deployment)), num_devices=deployment.num_devices, requests_per_s=rate,
+            change=what, pools=pools_title(deployment.pools), num_devices=deployment.num_devices, requests_per_s=rate,
             tokens_per_s_per_device=served.tokens_per_s / deployment.num_devices, difference=words,
         )  # fmt: skip
 

@@ -148,14 +148,15 @@ class Family:
         """Return whether another pool decodes."""
         return len(self.rates) > 1
 
+    @cached_property
+    def _lone(self) -> Deployment:
+        """One instance of each."""
+        return Deployment(self.kinds, (1,) * len(self.kinds))
+
     @property
     def mode(self) -> ServingMode:
         """Return how the requests are served."""
-        if self.kinds[-1].micro_batches is not None:
-            return "afd"
-        if self.is_disaggregated:
-            return "disagg"
-        return "agg" if self.kinds[0].shared is None else "shared"
+        return self._lone.mode
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ class Family:
     @property
     def sent_s_per_token(self) -> float:
         """Return the seconds to send what a token of a prompt left."""
-        return Deployment(self.kinds, (1,) * len(self.kinds)).sent_s_per_token
+        return self._lone.sent_s_per_token
 
     def largest(self, pool: int, *, fluid: bool, replicas: int = 1) -> float:
         """Return the requests a second of an instance of a pool, also within what its link sends (E4)."""
