@@ -358,8 +358,8 @@ def _helping(request: PlanRequest, problem: ServingProblem) -> Iterator[str]:
         if other := _searched(placed):
             yield f"--experts-on-host on: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
     if not is_unreachable:
-        for factor in GROWTH:
-            devices = factor * request.cluster.num_devices
+        for times in GROWTH:
+            devices = times * request.cluster.num_devices
             cluster = grow_cluster(request.cluster, devices)
             if cluster is not None and (other := _searched(replace(request, cluster=cluster))):
                 yield f"more devices: {pools_title(other.pools)}, {counted(other.num_devices, 'device')} of {devices}"

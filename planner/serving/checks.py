@@ -67,7 +67,8 @@ class Deployment:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """Return its pools as a plan has them."""
-        roles: tuple[Role, ...] = ("prefill", "decode") if self.is_disaggregated else ("agg",) * len(self.kinds)
+        alike: tuple[Role, ...] = ("agg",)
+        roles = ("prefill", "decode") if self.is_disaggregated else alike * len(self.kinds)
         return tuple(kind.pool(role, count) for role, kind, count in zip(roles, self.kinds, self.counts, strict=True))
 
     @property

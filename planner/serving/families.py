@@ -41,6 +41,7 @@ class KindRates:
         self.fluid_mix = mix_of(serving, kind.loosest_prefixes)
         self._known: dict[tuple[str, bool, int], Largest] = {}
         self._of_class: dict[tuple[int, bool], float] = {}
+        self._curves: dict[tuple[str, bool], OperatingPoints] = {}
         self._loops: dict[tuple[str, bool], ClosedLoop] = {}
         self._variants: dict[str, tuple[KindRates, ...]] = {}
         self._by_kind: dict[int, KindRates] = {}
@@ -73,15 +74,13 @@ class KindRates:
             self._of_class[only, fluid] = result.requests_per_s
         return self._of_class[only, fluid]
 
-    @cached_property
-    def fluid_curve(self) -> OperatingPoints:
-        """Points of an aggregated instance at its best."""
-        return self._curve("agg", fluid=True)
-
-    @cached_property
-    def curve(self) -> OperatingPoints:
-        """The same as estimated."""
-        return self._curve("agg", fluid=False)
+    def curve(self, role: str, *, fluid: bool) -> OperatingPoints:
+        """Return CURVE points of the instance in a role, at its best or as estimated."""
+        if (role, fluid) not in self._curves:
+            model, mix = self._model(fluid=fluid), self._mix(role, fluid=fluid)
+            end = largest_per_step(model, mix)
+            self._curves[role, fluid] = operating_points(model, mix, np.geomspace(2e-4 * end, end, CURVE), fluid=fluid)
+        return self._curves[role, fluid]
 
     def loop(self, role: str, *, fluid: bool) -> ClosedLoop:
         """Return what the instance does with requests that are kept in flight, at its best or as estimated."""
@@ -91,16 +90,6 @@ class KindRates:
         return self._loops[role, fluid]
 
     @cached_property
-    def fluid_decode_curve(self) -> OperatingPoints:
-        """Points of an instance that only decodes."""
-        return self._curve("decode", fluid=True)
-
-    @cached_property
-    def decode_curve(self) -> OperatingPoints:
-        """The same as estimated."""
-        return self._curve("decode", fluid=False)
-
-    @cached_property
     def prefill_service_s(self) -> float:
         """Seconds of the mean request's first token without waiting."""
         return float(Prefill.of(self.kind.loosest, self.fluid_mix, fluid=True).points(np.zeros(1)).ttft_s[0])
@@ -108,11 +97,6 @@ class KindRates:
     def _mix(self, role: str, *, fluid: bool) -> Mix:
         mix = self.fluid_mix if fluid else self.mix
         return mix.decoding if role == "decode" else mix
-
-    def _curve(self, role: str, *, fluid: bool) -> OperatingPoints:
-        model, mix = self._model(fluid=fluid), self._mix(role, fluid=fluid)
-        end = largest_per_step(model, mix)
-        return operating_points(model, mix, np.geomspace(2e-4 * end, end, CURVE), fluid=fluid)
 
     def _model(self, *, fluid: bool) -> InstanceModel:
         return self.kind.loosest if fluid else self.kind.model
@@ -227,6 +211,10 @@ class Family:
             if decode and rate > best[1]:
                 best = (prefill, decode), rate
         return best
+
+    def curve(self, *, fluid: bool) -> OperatingPoints:
+        """Return points of an instance that makes tokens: the last pool's."""
+        return self.rates[-1].curve(self.roles[-1], fluid=fluid)
 
     def in_closed_loop(self, counts: tuple[int, ...], concurrency: int, *, fluid: bool) -> tuple[float, float, float]:
         """Return requests a second, mean seconds of the first token and of a token, of a load that is kept in flight."""

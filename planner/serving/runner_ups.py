@@ -41,11 +41,9 @@ def front_of(problem: ServingProblem) -> tuple[ServingFrontPoint, ...]:
     if not mix.decode_steps:
         return ()
     for family in problem.families:
-        last = family.rates[-1]
-        curve = last.decode_curve if family.is_disaggregated else last.curve
-        devices = float(last.kind.size)
+        curve = family.curve(fluid=False)
         rates = curve.requests_per_s
-        sizes = devices + 0 * rates
+        sizes = np.full(rates.shape, float(family.kinds[-1].size))
         if family.is_disaggregated:
             per_prefill = family.largest(0, fluid=False, replicas=FRONT_REPLICAS)
             if not per_prefill:
@@ -160,8 +158,8 @@ def _estimated(family: Family, requests: Requests, num_devices: int) -> tuple[tu
         return None
     if requests.concurrency is None:
         return counts, carried
-    whole = sum(count * kind.size for count, kind in zip(counts, family.kinds, strict=True))
-    counts = tuple(max(round(count * num_devices / whole), 1) for count in counts)
+    num_all = sum(count * kind.size for count, kind in zip(counts, family.kinds, strict=True))
+    counts = tuple(max(round(count * num_devices / num_all), 1) for count in counts)
     return counts, family.in_closed_loop(counts, requests.concurrency, fluid=False)[0]
 
 
