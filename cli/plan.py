@@ -186,6 +186,7 @@ def _plan_training(
     machine, offers = _machines(
         cluster, step, cost, lambda read: step.calibrated(read, spec, output.precision, search.engine)
     )
+    deadline.restart()
     workload = step.workload(spec, machine, output.precision, search.engine)
     cluster.require_layers(machine, spec, workload)
     loads = None if search.expert_load is None else read_loads([search.expert_load])
@@ -299,6 +300,7 @@ def _plan_generation(
     from ..schema import ModelSpec
 
     spec, machine = ModelSpec.resolve(model), cluster.read()
+    deadline.restart()
     precision = (output.precision or default_precision(machine)).removesuffix("-mixed")
     if precision not in ("bf16", "fp16", "tf32", "fp32"):
         raise ConfigError(
@@ -356,6 +358,7 @@ def _plan_serving(
         machine = cluster_of_offers(offers_from_file(str(cost.offers)))
     else:
         machine = cluster.read()
+    deadline.restart()
     # On a machine without GPUs it is our own engine that `meshwright serve` runs.
     engine = search.engine or ("meshwright" if machine.weakest_device.backend.is_host else "vllm")
     task = serving.task(engine, None if output.objective == "throughput" else output.objective)

@@ -104,7 +104,7 @@ def replay(
 def _latencies(answer: Replay) -> Table:
     title = (
         f"{answer.num_requests} requests in {format_seconds(answer.duration_s)}: {answer.requests_per_s:.3g} requests/s, "
-        f"{answer.output_tokens_per_s:,.0f} tokens/s generated, {answer.mean_in_flight:.3g} in flight, "
+        f"{answer.output_tokens_per_s:,.0f} tokens/s generated, {answer.mean_in_flight:,.1f} in flight, "
         f"{answer.preemptions} preempted"
     )
     table = headed_table(title, "", "mean", "p50", "p90", "p99", "longest", "limit", "within")

@@ -32,7 +32,7 @@ class ServingOptions(OptionModel):
     e2e: str | None = option(None, "limit on the seconds of a request, e.g. 20s@p99.", metavar="T@pQ")
     rate: float | None = option(None, "requests a second, in place of the load's.", ge=1e-6)
     concurrency: int | None = option(None, "requests that are kept in flight (closed loop), in place of a rate.", ge=1)
-    weights: WeightDtype | None = option(None, "type of the weights. Default: bf16.")
+    weights: WeightDtype | None = option(None, "type of the weights. Default: bf16, or fp16 of devices without it.")
     kv: CacheDtype | None = option(None, "type of keys and values. Default: bf16.")
     modes: str = option(
         "agg,disagg", "agg (aggregated): instances prefill and decode; disagg (disaggregated): pools of their own for each; "

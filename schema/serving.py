@@ -309,7 +309,7 @@ class Serving(Task):
         modes: ways of deployment that are searched.
         objective: fewest devices that meet the limits at a rate; most tokens a second and device within them; least money; least
             latency. None: gpus where a rate is given, else throughput.
-        weights, cache: their types; None: what the model's file says, else bf16.
+        weights, cache: their types; None: bf16, or fp16 of devices without it.
         scheduler: what a step serves: mixed (decoding rows and prompts) or prefill_first; None: as the engine does by itself.
         prefix_cache: prefixes that requests share are kept where that is best; else every prompt is computed.
         speculate: tokens are drafted and checked; draft_tokens None: as many as are best, none among them.

@@ -290,9 +290,11 @@ def mode_of(pools: tuple[Pool, ...]) -> ServingMode:
     return "agg" if pools[0].prefill_eighths is None else "shared"
 
 
-def pools_title(pools: tuple[Pool, ...]) -> str:
-    """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``, ``3 x shared 3/8 tp=2``."""
-    are_unlike = len({device for pool in pools for device in (pool.device, pool.ffn_device) if device}) > 1
+def pools_title(pools: tuple[Pool, ...], *, names_devices: bool = False) -> str:
+    """Return pools in a line: ``2 x prefill tp=4 + 6 x decode tp=8``, ``3 x shared 3/8 tp=2``; unlike ones with devices."""
+    are_unlike = (
+        names_devices or len({device for pool in pools for device in (pool.device, pool.ffn_device) if device}) > 1
+    )
     return " + ".join(
         f"{pool.replicas} x {'' if pool.role == 'agg' else pool.role + ' '}{share_title(pool.prefill_eighths)}"
         + layout_title(pool.layout)

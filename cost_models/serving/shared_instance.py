@@ -21,7 +21,8 @@ import numpy as np
 from ...schema.serving import EngineLimits, PrefixTier
 from ...schema.units import FloatArray
 from .engine import EngineProfile, Overhead
-from .instance import MAX_STRETCH, Instance, Rank, RequestStates
+from .instance import MAX_STRETCH, Instance
+from .rank import Rank, RequestStates
 from .shares import SharedSteps
 from .step_table import EngineTable, StepTable
 

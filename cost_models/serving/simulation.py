@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -25,7 +25,8 @@ from ...schema.serving import EngineLimits, PrefixTier
 from ...schema.units import FloatArray, IntArray
 from .dispatch import step_kernels
 from .engine import EngineProfile
-from .instance import Instance, InstanceUse, RequestStates
+from .instance import Instance, InstanceUse
+from .rank import RequestStates
 from .shared_instance import SharedInstance, SharedTables
 from .shares import SharedSteps
 from .step import StepCosts
@@ -135,15 +136,6 @@ class SimulatedRequests:
     def output_tokens_per_s(self) -> float:
         """Return the generated tokens over the duration."""
         return float(self.output_len.sum() / self.duration_s) if self.duration_s else 0.0
-
-    def after(self, first: int) -> SimulatedRequests:
-        """Return the requests from this one on: those before warm the engines."""
-        values = ("sent_s", "ttft_s", "tpot_s", "e2e_s", "queue_s", "output_len", "preemptions")
-        values_of = {name: getattr(self, name)[first:] for name in values}
-        lasts = values_of["sent_s"] + values_of["e2e_s"]
-        return replace(
-            self, **values_of, duration_s=float(lasts.max() - values_of["sent_s"].min()) if len(lasts) else 0.0
-        )
 
 
 def simulate(

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from ...schema.serving import LatencyLimit
-from ...schema.units import FloatArray
+from ...schema.serving import LatencyLimit, LatencyMetric
+from ...schema.units import BoolArray, FloatArray, Numbers
 from .fluid import chunks, fluid_steps, smallest_part
 from .instance_model import InstanceModel
 from .mix import Mix
@@ -83,26 +83,40 @@ class OperatingPoints:
         waits = not self.fluid and self.waits_for_step
         return np.asarray(self.step_s / 2 * (self.rows > 0) if waits else 0.0 * self.step_s)
 
-    def quantile_s(self, metric: str, quantile: float) -> FloatArray:
-        """Return the seconds of a metric at a quantile of the requests."""
+    def quantile_s(self, metric: LatencyMetric, quantile: float) -> FloatArray:
+        """Return the seconds [X] of a metric at a quantile of the requests."""
         if metric == "tpot":
             return self.tpot_s(quantile)
-        decode_s = 0.0 * self.service_s
-        if metric == "e2e":
-            decode_s = self.step_s[:, None] * (self.mix.output_len - 1)
-        known = self.service_s + self._residual_s[:, None] + self.transfer_s + decode_s
-        waits = np.clip(self.load, 0, 1)
-        scale = np.where(waits > 0, self.wait_s / np.maximum(waits, 1e-12), 0.0)
-        if known.shape[1] == 1:
-            return np.asarray(known[:, 0] + scale * np.log(np.maximum(waits / (1 - quantile), 1.0)))
+        known, scale = self._known_s(metric)
         low, high = known.min(axis=1), known.max(axis=1) + scale * 40
+        if known.shape[1] == 1:
+            return np.asarray(low + scale * np.log(np.maximum(np.clip(self.load, 0, 1) / (1 - quantile), 1.0)))
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            beyond = middle[:, None] - known
-            tail = waits[:, None] * np.exp(-np.maximum(beyond, 0) / np.maximum(scale, 1e-12)[:, None])
-            within = np.where(beyond >= 0, 1 - tail, 0.0) @ self.mix.share
-            low, high = np.where(within < quantile, middle, low), np.where(within < quantile, high, middle)
+            is_below = self._share_within(known, scale, middle) < quantile
+            low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
         return np.asarray(high)
+
+    def breaks(self, limit: LatencyLimit) -> BoolArray:
+        """Return where fewer requests [X] than the limit's quantile are within it."""
+        if limit.metric == "tpot":
+            return np.asarray(self.tpot_s(limit.quantile) > limit.seconds)
+        known, scale = self._known_s(limit.metric)
+        return np.asarray(self._share_within(known, scale, np.float64(limit.seconds)) < limit.quantile)
+
+    def _known_s(self, metric: LatencyMetric) -> tuple[FloatArray, FloatArray]:
+        """Return the seconds [X, W] of a request of each class without waiting, and the mean wait [X] of those that wait."""
+        decode_s = self.step_s[:, None] * (self.mix.output_len - 1) if metric == "e2e" else 0.0
+        known = self.service_s + self._residual_s[:, None] + self.transfer_s + decode_s
+        waits = np.clip(self.load, 0, 1)
+        return known, np.where(waits > 0, self.wait_s / np.maximum(waits, 1e-12), 0.0)
+
+    def _share_within(self, known: FloatArray, scale: FloatArray, seconds: Numbers) -> FloatArray:
+        """Return the share [X] of requests that take at most so many seconds, where waits beyond none are exponential."""
+        beyond = np.reshape(seconds, (-1, 1)) - known
+        waits = np.clip(self.load, 0, 1)[:, None]
+        tail = waits * np.exp(-np.maximum(beyond, 0) / np.maximum(scale, 1e-12)[:, None])
+        return np.asarray(np.where(beyond >= 0, 1 - tail, 0.0) @ self.mix.share)
 
     def tpot_s(self, quantile: float) -> FloatArray:
         """Return the seconds a token at a quantile (S7): between the mean and one standard deviation more, which is tabulated."""
@@ -365,9 +379,7 @@ def _broken(
     """Return which points break a limit, and the first limit that each of them breaks."""
     broken = np.zeros(curve.per_step.shape, dtype=bool)
     names = [""] * len(broken)
-    tests: list[tuple[str, Any]] = [
-        (limit.metric, curve.quantile_s(limit.metric, limit.quantile) > limit.seconds) for limit in limits
-    ]
+    tests: list[tuple[str, Any]] = [(limit.metric, curve.breaks(limit)) for limit in limits]
     if not prefill and not curve.fluid and curve.mix.new_tokens:
         tests.append(("prompts", curve.load >= 1 - 1e-3))
     if fetch_s := instance.fetch_s_per_token * float(curve.mix.share @ curve.mix.fetched_len):

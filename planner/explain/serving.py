@@ -5,6 +5,7 @@ Every figure comes from searching and simulating again with the change.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ...schema.serving import MODES, LatencyLimit, Pool, Serving, ServingMode
 from ...schema.serving_plan import ServingPlan, pools_title
 from ...schema.units import counted, format_percent, format_seconds
 from ..request import Deadline, PlanRequest
-from ..serving.answer import build_serving_plan, family_of, pools_of
+from ..serving.answer import build_serving_plan, family_of
 from ..serving.checks import Deployment
 from ..serving.kinds import InstanceKind
 from ..serving.space import mix_of
@@ -184,7 +185,7 @@ def _one_more(plan: ServingPlan, request: PlanRequest) -> Iterator[ServingChange
         words = f"carries {rate:.3g} requests/s" + (f", {rate - before:+.2g}" if before else "")
         before = before or rate
         yield ServingChange(
-            change=what, pools=pools_title(pools_of(deployment)), num_devices=deployment.num_devices, requests_per_s=rate,
+            change=what, pools=pools_title(deployment.pools), num_devices=deployment.num_devices, requests_per_s=rate,
             tokens_per_s_per_device=served.tokens_per_s / deployment.num_devices, difference=words,
         )  # fmt: skip
 
@@ -214,17 +215,25 @@ def _with_limit(serving: Serving, idx: int, limit: LatencyLimit) -> Serving:
 
 def _searched(request: PlanRequest) -> ServingPlan | None:
     """Return the plan of a changed request; None where nothing serves it."""
+    answer = _plan_or_reason(request)
+    return answer if isinstance(answer, ServingPlan) else None
+
+
+def _plan_or_reason(request: PlanRequest) -> ServingPlan | str:
+    """Return the plan of a changed request, or why there is none."""
     try:
         search = search_serving(request)
-    except MeshwrightError:
-        return None
-    return None if search.answer.best is None else build_serving_plan(request, search, top=0)
+    except MeshwrightError as error:
+        return error.message
+    if search.answer.best is not None:
+        return build_serving_plan(request, search, top=0)
+    return "; ".join(["nothing serves the load so", *itertools.islice(_lacks(search.problem), 1)])
 
 
 def _compared(plan: ServingPlan, text: str, request: PlanRequest) -> ServingChange:
-    other = _searched(request)
-    if other is None:
-        return ServingChange(change=text, difference="nothing serves the load so")
+    other = _plan_or_reason(request)
+    if isinstance(other, str):
+        return ServingChange(change=text, difference=other)
     more = other.num_devices - plan.num_devices
     now, then = plan.estimate.tokens_per_s_per_device, other.estimate.tokens_per_s_per_device
     words = [counted(abs(more), "device") + (" fewer" if more < 0 else " more")] if more else ["as many devices"]
@@ -232,6 +241,9 @@ def _compared(plan: ServingPlan, text: str, request: PlanRequest) -> ServingChan
         words = [f"{other.estimate.requests_per_s:.3g} requests/s"]
     elif abs(then / now - 1) > 0.005:
         words.append(f"{100 * (then / now - 1):+.1f} % tokens/s a device")
+    prices = plan.estimate.usd_per_hour, other.estimate.usd_per_hour
+    if plan.serving.goal == "cost" and prices[0] is not None and prices[1] is not None:
+        words.insert(0, f"{prices[1] - prices[0]:+.2f} USD/h")
     return ServingChange(
         change=text,
         pools=pools_title(other.pools),
@@ -318,7 +330,7 @@ def _lacks(problem: ServingProblem) -> Iterator[str]:
         best = max(problem.families, key=lambda family: family.best_split(fluid=False)[1])
         carried = best.best_split(fluid=False)[1]
         total = counted(problem.request.cluster.num_devices, "device")
-        yield f"devices: {rate:,.6g} requests/s are asked for; {total} carry about {carried:.3g} within the limits"
+        yield f"devices: {rate:,.6g} requests/s are asked for; {total} can carry about {carried:.3g} within the limits"
 
 
 def _quickest_s(problem: ServingProblem, kind: InstanceKind, limit: LatencyLimit) -> float:
@@ -346,8 +358,8 @@ def _helping(request: PlanRequest, problem: ServingProblem) -> Iterator[str]:
         if other := _searched(placed):
             yield f"--experts-on-host on: {pools_title(other.pools)}, {counted(other.num_devices, 'device')}"
     if not is_unreachable:
-        for factor in GROWTH:
-            devices = factor * request.cluster.num_devices
+        for times in GROWTH:
+            devices = times * request.cluster.num_devices
             cluster = grow_cluster(request.cluster, devices)
             if cluster is not None and (other := _searched(replace(request, cluster=cluster))):
                 yield f"more devices: {pools_title(other.pools)}, {counted(other.num_devices, 'device')} of {devices}"

@@ -16,10 +16,10 @@ from ...cost_models.serving.instance import InstanceUse
 from ...cost_models.serving.simulation import EnginePool, RequestTable, SimulatedRequests, simulate
 from ...schema import ConfigError
 from ...schema.requests_file import read_trace
-from ...schema.serving import LatencyLimit, LatencyMetric, Requests, Serving, ServingMode
+from ...schema.serving import LatencyLimit, LatencyMetric, Pool, Requests, Role, Serving, ServingMode
 from ...schema.serving_plan import ClassEstimate, LimitEstimate, Percentiles
 from ...schema.units import BoolArray, FloatArray, IntArray
-from .kinds import InstanceKind
+from .kinds import InstanceBase, InstanceKind
 from .limits import Touched
 
 MIN_COUNTED, MAX_COUNTED = 800, 4000
@@ -63,6 +63,18 @@ class Deployment:
     def is_disaggregated(self) -> bool:
         """Return whether another pool decodes."""
         return len(self.kinds) > 1 and self.routes is None
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """Return its pools as a plan has them."""
+        alike: tuple[Role, ...] = ("agg",)
+        roles = ("prefill", "decode") if self.is_disaggregated else alike * len(self.kinds)
+        return tuple(kind.pool(role, count) for role, kind, count in zip(roles, self.kinds, self.counts, strict=True))
+
+    @property
+    def bases(self) -> list[InstanceBase]:
+        """Return its kinds without their batch limits."""
+        return [kind.base for kind in self.kinds]
 
     @property
     def mode(self) -> ServingMode:

@@ -40,6 +40,8 @@ class KindRates:
         self.kind, self.serving, self.mix = kind, serving, mix_of(serving, kind.prefixes)
         self.fluid_mix = mix_of(serving, kind.loosest_prefixes)
         self._known: dict[tuple[str, bool, int], Largest] = {}
+        self._of_class: dict[tuple[int, bool], float] = {}
+        self._curves: dict[tuple[str, bool], OperatingPoints] = {}
         self._loops: dict[tuple[str, bool], ClosedLoop] = {}
         self._variants: dict[str, tuple[KindRates, ...]] = {}
         self._by_kind: dict[int, KindRates] = {}
@@ -63,15 +65,22 @@ class KindRates:
             )  # fmt: skip
         return self._known[key]
 
-    @cached_property
-    def fluid_curve(self) -> OperatingPoints:
-        """Points of an aggregated instance at its best."""
-        return self._curve("agg", fluid=True)
+    def largest_of_class(self, only: int, *, fluid: bool) -> float:
+        """Return the requests a second of a class by itself that an instance carries within the limits."""
+        if (only, fluid) not in self._of_class:
+            prefixes = self.kind.loosest_prefixes if fluid else self.kind.prefixes
+            mix = mix_of(self.serving, prefixes, only)
+            result = largest_rate(self._model(fluid=fluid), mix, self.limits("agg"), fluid=fluid)
+            self._of_class[only, fluid] = result.requests_per_s
+        return self._of_class[only, fluid]
 
-    @cached_property
-    def curve(self) -> OperatingPoints:
-        """The same as estimated."""
-        return self._curve("agg", fluid=False)
+    def curve(self, role: str, *, fluid: bool) -> OperatingPoints:
+        """Return CURVE points of the instance in a role, at its best or as estimated."""
+        if (role, fluid) not in self._curves:
+            model, mix = self._model(fluid=fluid), self._mix(role, fluid=fluid)
+            end = largest_per_step(model, mix)
+            self._curves[role, fluid] = operating_points(model, mix, np.geomspace(2e-4 * end, end, CURVE), fluid=fluid)
+        return self._curves[role, fluid]
 
     def loop(self, role: str, *, fluid: bool) -> ClosedLoop:
         """Return what the instance does with requests that are kept in flight, at its best or as estimated."""
@@ -81,16 +90,6 @@ class KindRates:
         return self._loops[role, fluid]
 
     @cached_property
-    def fluid_decode_curve(self) -> OperatingPoints:
-        """Points of an instance that only decodes."""
-        return self._curve("decode", fluid=True)
-
-    @cached_property
-    def decode_curve(self) -> OperatingPoints:
-        """The same as estimated."""
-        return self._curve("decode", fluid=False)
-
-    @cached_property
     def prefill_service_s(self) -> float:
         """Seconds of the mean request's first token without waiting."""
         return float(Prefill.of(self.kind.loosest, self.fluid_mix, fluid=True).points(np.zeros(1)).ttft_s[0])
@@ -98,11 +97,6 @@ class KindRates:
     def _mix(self, role: str, *, fluid: bool) -> Mix:
         mix = self.fluid_mix if fluid else self.mix
         return mix.decoding if role == "decode" else mix
-
-    def _curve(self, role: str, *, fluid: bool) -> OperatingPoints:
-        model, mix = self._model(fluid=fluid), self._mix(role, fluid=fluid)
-        end = largest_per_step(model, mix)
-        return operating_points(model, mix, np.geomspace(2e-4 * end, end, CURVE), fluid=fluid)
 
     def _model(self, *, fluid: bool) -> InstanceModel:
         return self.kind.loosest if fluid else self.kind.model
@@ -138,14 +132,15 @@ class Family:
         """Return whether another pool decodes."""
         return len(self.rates) > 1
 
+    @cached_property
+    def _lone(self) -> Deployment:
+        """One instance of each."""
+        return Deployment(self.kinds, (1,) * len(self.kinds))
+
     @property
     def mode(self) -> ServingMode:
         """Return how the requests are served."""
-        if self.kinds[-1].micro_batches is not None:
-            return "afd"
-        if self.is_disaggregated:
-            return "disagg"
-        return "agg" if self.kinds[0].shared is None else "shared"
+        return self._lone.mode
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -155,7 +150,7 @@ class Family:
     @property
     def sent_s_per_token(self) -> float:
         """Return the seconds to send what a token of a prompt left."""
-        return Deployment(self.kinds, (1,) * len(self.kinds)).sent_s_per_token
+        return self._lone.sent_s_per_token
 
     def largest(self, pool: int, *, fluid: bool, replicas: int = 1) -> float:
         """Return the requests a second of an instance of a pool, also within what its link sends (E4)."""
@@ -216,6 +211,10 @@ class Family:
             if decode and rate > best[1]:
                 best = (prefill, decode), rate
         return best
+
+    def curve(self, *, fluid: bool) -> OperatingPoints:
+        """Return points of an instance that makes tokens: the last pool's."""
+        return self.rates[-1].curve(self.roles[-1], fluid=fluid)
 
     def in_closed_loop(self, counts: tuple[int, ...], concurrency: int, *, fluid: bool) -> tuple[float, float, float]:
         """Return requests a second, mean seconds of the first token and of a token, of a load that is kept in flight."""

@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...cost_models.serving.steady_state import largest_rate
 from ...schema import ClusterSpec, LinkLevel, Offer
 from ...schema.serving import ServingMode
 from ...schema.units import FloatArray
 from ...solvers.deployment import DeploymentInstance, solve
 from .checks import Deployment
 from .families import Family, KindRates
-from .space import mix_of
 
 KINDS_OF_A_TYPE = 1
 """Of each type of device, the kinds that carry most for their cost enter the program."""
@@ -80,22 +78,14 @@ def columns_of_each_type(rates: Sequence[KindRates], *, by_price: bool) -> list[
         for only in apart:
             best_of_size: dict[int, tuple[float, KindRates]] = {}
             for each in of_part:
-                value, size = _rate_of(each, only), each.kind.size
+                value, size = each.largest_of_class(only, fluid=False), each.kind.size
                 if value > best_of_size.get(size, (0.0, each))[0]:
                     best_of_size[size] = value, each
             chosen += [
-                Column(max(each.with_limits("agg"), key=lambda each: _rate_of(each, only)), only)
+                Column(max(each.with_limits("agg"), key=lambda each: each.largest_of_class(only, fluid=False)), only)
                 for _, each in best_of_size.values()
             ]
     return chosen
-
-
-def _rate_of(each: KindRates, only: int, *, fluid: bool = False) -> float:
-    """Return the requests a second of a class alone within the limits."""
-    kind = each.kind
-    model, prefixes = (kind.loosest, kind.loosest_prefixes) if fluid else (kind.model, kind.prefixes)
-    mix = mix_of(each.serving, prefixes, only)
-    return largest_rate(model, mix, each.limits("agg"), fluid=fluid).requests_per_s
 
 
 def _carried(each: KindRates, *, by_price: bool) -> float:
@@ -117,10 +107,10 @@ def program(columns: Sequence[Column], rate: float, *, by_price: bool, fluid: bo
     for e, column in enumerate(columns):
         each = column.rates
         if column.only is not None:
-            if carried := _rate_of(each, column.only, fluid=fluid):
+            if carried := each.largest_of_class(column.only, fluid=fluid):
                 seconds[column.only, e] = 1 / carried
             continue
-        by_class = np.array([_rate_of(each, only, fluid=fluid) for only in range(len(classes))])
+        by_class = np.array([each.largest_of_class(only, fluid=fluid) for only in range(len(classes))])
         together = each.largest("agg", fluid=fluid).requests_per_s
         if together and np.all(by_class > 0):
             by_class = by_class * together * float((share / by_class).sum())

@@ -241,8 +241,7 @@ class ServingProblem:
         return [Node(bound, Open(family, ((bound, counts),)), (bound, family.is_disaggregated))]
 
     def _fluid_latency(self, family: Family, counts: tuple[int, ...], rate: float) -> tuple[float, float]:
-        last = family.rates[-1]
-        curve = last.fluid_decode_curve if family.is_disaggregated else last.fluid_curve
+        curve = family.curve(fluid=True)
         idx = max(int(np.searchsorted(curve.requests_per_s, rate / counts[-1])) - 1, 0)  # the better side
         first_s = family.rates[0].prefill_service_s if family.is_disaggregated else float(curve.ttft_s[idx])
         return first_s, float(curve.step_s[idx])
@@ -377,8 +376,7 @@ class ServingProblem:
         if rate is None:
             in_flight, longest_s = float(requests.concurrency or 1), 0.0
         else:
-            last = family.rates[-1]
-            curve = last.decode_curve if family.is_disaggregated else last.curve
+            curve = family.curve(fluid=False)
             servers = deployment.counts[-1] if deployment.routes is None else sum(deployment.counts)
             idx = min(int(np.searchsorted(curve.requests_per_s, rate / servers)), len(curve.step_s) - 1)
             decode_s, first_s = self.mix.decode_steps * float(curve.step_s[idx]), float(curve.ttft_s[idx])

@@ -6,10 +6,12 @@ to stage as they are; the last stage computes logits of the rows that get a toke
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -72,7 +74,7 @@ class Executor:
             attention = block.self_attn
             assert attention is not None
             shape = cache_shape(spec, int(name), ranks.layout.tp)
-            cache = torch.zeros(slots, *shape, dtype=cache_dtype, device=device)
+            cache = _zeros((slots, *shape), cache_dtype, device)
             self.caches[int(name)] = cache
             attention.context = PagedAttention(cache, self._state, _window(spec, int(name)))
             if attention.rotary is not None and attention.rotary not in self._rotaries:
@@ -192,3 +194,11 @@ def cache_shape(spec: ModelSpec, block_idx: int, tp: int) -> tuple[int, int, int
 def _window(spec: ModelSpec, block_idx: int) -> int | None:
     attention = blocks_of(spec)[block_idx].attention
     return attention.window if isinstance(attention, SoftmaxAttention) else None
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; of a CPU's memory, most of which a planned cache is, pages are taken only when they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
