@@ -1,4 +1,4 @@
-"""What InferenceX's servers were told that tables of its results do not say: when they look for requests, what they fuse, what they draft.
+"""What InferenceX's servers were told that tables of its results do not say: polling, fused all-reduces, drafts.
 
 Sources: SemiAnalysisAI/InferenceX @ 843c625 (Apache-2.0), perf-changelog.yaml and configs/*-master.yaml at each day's commit: the
 sweeps of a day, which are those of a table's column ``measured``; benchmarks/single_node/*.sh for settings.
