@@ -1,4 +1,4 @@
-"""What InferenceX's servers were told that tables of its results do not say: when they look for requests, what they fuse and draft.
+"""What InferenceX's servers were told that tables of its results do not say: polling, fused all-reduces, drafts.
 
 Sources: SemiAnalysisAI/InferenceX @ 843c625 (Apache-2.0), perf-changelog.yaml and configs/*-master.yaml at each day's commit: the
 sweeps of a day, which are those of a table's column ``measured``; benchmarks/single_node/*.sh for settings.
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 POLL_STEPS, POLL_STEPS_OF_FEW, POLLS_MANY = 30, 10, 16
 """--scheduler-recv-interval of the SGLang servers, from 16 in flight on and below."""
-
-OVERLAPPED = "0.14"
-"""Version of vLLM from which on what its servers were told, async-scheduling, is the default (benchmarks/70b_*.sh, gptoss_*.sh)."""
 
 FUSED_ALL_REDUCE = ("vllm", "trtllm")
 """All-reduces of vLLM's servers on Blackwell, told enable_fi_allreduce_fusion or fuse_allreduce_rms: FlashInfer's, which are

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from packaging.version import Version
 
 from ..cost_models.coefficients import Coefficients
 from ..cost_models.serving.engine import EngineProfile, Kernels, profiles
@@ -320,13 +319,9 @@ def _generated_budget(row: ServingRow, profile: EngineProfile, concurrency: int)
 def profile_of(row: ServingRow) -> EngineProfile:
     """Return the engine's profile: of its version, with what InferenceX's servers were told."""
     profile = _profile_of_version(row)
-    if row.engine != "vllm" or not row.described:
-        return profile
-    if Version(profile.version) < Version(inferencex.OVERLAPPED):
-        profile = EngineProfile.named("vllm", inferencex.OVERLAPPED)
-    if _cluster(row.gpu, 1).weakest_device.architecture != "blackwell":
-        return profile
-    return profile.replace(kernels=profile.kernels.replace(all_reduce=inferencex.FUSED_ALL_REDUCE))
+    if row.engine == "vllm" and row.described and _cluster(row.gpu, 1).weakest_device.architecture == "blackwell":
+        profile = profile.replace(kernels=profile.kernels.replace(all_reduce=inferencex.FUSED_ALL_REDUCE))
+    return profile
 
 
 def _profile_of_version(row: ServingRow) -> EngineProfile:

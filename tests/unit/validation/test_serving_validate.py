@@ -106,7 +106,14 @@ def test_servers_with_generated_settings_have_their_token_budget() -> None:
     budgets = []
     for entry in (asked, replace(asked, described=True), replace(asked, engine="vllm", version="0.12.0")):
         layout = ServingLayout(tp=1)
-        pool, _ = _pool(entry, _row_steps(entry, layout, coefficients=None), profile_of(entry), 1, 8, None)
+        pool, _ = _pool(
+            entry,
+            _row_steps(entry, layout, kernels=profile_of(entry).kernels, coefficients=None),
+            profile_of(entry),
+            1,
+            8,
+            None,
+        )
         budgets.append(pool.limits.max_batched_tokens)
     assert budgets == [1024 + SPARE_TOKENS + 8, 8192, 2048]
 
