@@ -41,6 +41,7 @@ class Call:
         }
         self._lists = _lists(node)
         self.name = str(self.target)
+        self._is_double = False
 
     @property
     def static(self) -> str:
@@ -72,7 +73,8 @@ class Call:
             for idx in map(int, variant.split(",")):
                 leaves[idx] //= num_ranks
         args, kwargs = tree_unflatten(leaves, self._spec)
-        return self.target(*args, **kwargs)
+        made = self.target(*args, **kwargs)
+        return tree_map(_doubled, made) if self._is_double else made
 
     def resized(self, sizes: Mapping[int, int]) -> Call:
         """Return the call with other numbers in the place of some."""
@@ -101,12 +103,11 @@ class Call:
         return changed
 
     def in_double(self) -> Call:
-        """Return the call with fp64 where its arguments say a type of fewer bits."""
+        """Return the call with fp64 where its arguments say a type of fewer bits, and for what it makes of integers."""
         changed = object.__new__(Call)
         vars(changed).update(vars(self))
-        changed._leaves = [
-            torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf for leaf in self._leaves
-        ]
+        changed._leaves = [in_double(leaf) if isinstance(leaf, torch.dtype) else leaf for leaf in self._leaves]
+        changed._is_double = True
         return changed
 
     def on_device(self, device: torch.device) -> Call:
@@ -128,6 +129,20 @@ class Call:
                     else kwargs.get(name, getattr(argument, "default_value", None))
                 )
         return None
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Return whether a type is of real or complex numbers, which round and may have gradients, not of integers or booleans."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def in_double(dtype: torch.dtype) -> torch.dtype:
+    """Return a type of numbers with 64 bits each; others as they are."""
+    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+
+
+def _doubled(value: Any) -> Any:
+    return value.to(in_double(value.dtype)) if isinstance(value, Tensor) else value
 
 
 def _without_writing(node: fx.Node) -> Callable[..., Any]:
