@@ -17,11 +17,17 @@ MAX_SIZE = 2**31
 """Numbers above it mean "to the end"."""
 
 
-_COPYING: dict[Any, Any] = {
+def _weight_norm(direction: Tensor, length: Tensor, dim: int = 0) -> Tensor:
+    return direction * (length / torch.norm_except_dim(direction, 2, dim))
+
+
+_IN_PLACE_OF: dict[Any, Any] = {
+    torch.ops.aten._weight_norm.default: _weight_norm,
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
-"""Views of a rank's part, which may lie otherwise in memory than the whole value does, are copies where they must be."""
+"""Views of a rank's part, which may lie otherwise in memory than the whole value does, are copies where they must be; the kernel
+of weight norms writes beyond its output where the sizes of its inputs do not fit."""
 
 
 class Call:
@@ -40,7 +46,7 @@ class Call:
             idx: leaf for idx, leaf in enumerate(self._leaves) if isinstance(leaf, int) and not isinstance(leaf, bool)
         }
         self._lists = _lists(node)
-        self.name = str(self.target)
+        self.name = str(self.target if isinstance(self.target, torch._ops.OpOverload) else node.target)
         self._is_double = False
 
     @property
@@ -147,7 +153,7 @@ def _doubled(value: Any) -> Any:
 
 def _without_writing(node: fx.Node) -> Callable[..., Any]:
     """Return the operator that returns what one that writes into a value would write: nobody else reads it (export.py)."""
-    target: Any = _COPYING.get(node.target, node.target)
+    target: Any = _IN_PLACE_OF.get(node.target, node.target)
     schema = getattr(target, "_schema", None)
     written = node.args[0] if node.args else None
     if schema is None or not schema.is_mutable or (isinstance(written, fx.Node) and written.op == "placeholder"):

@@ -17,6 +17,7 @@ from meshwright.profilers.placements.work import placed_units
 from meshwright.schema import ConfigError, ModelSpec, Workload
 from plans import cpu_cluster
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 16
@@ -107,6 +108,17 @@ def _summed(_: Block, x: Tensor) -> Tensor:
 
 def test_what_is_created_within_a_block_is_in_double_precision_where_the_rest_is() -> None:
     assert not placed_units(Blocks(lambda: Block(_summed)), [X], (2,))[1]
+
+
+def test_weight_norms_are_tried_without_their_kernel_which_checks_no_sizes() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            weight_norm(nn.Conv1d(4, 8, 3, padding=1)), weight_norm(nn.ConvTranspose1d(8, 4, 3, padding=1))
+        )
+
+    works, whole = placed_units(Blocks(make), [X], (2,))
+    assert not whole
+    assert all(any("S0" in s for s in op.signatures) for op in works[0].operators if op.op == "_weight_norm")
 
 
 def test_what_cannot_be_copied_is_shared_and_what_has_no_shape_is_refused() -> None:
