@@ -27,7 +27,7 @@ from ..schema.traced import Traced, TracedShard, TracedSplit
 from ..solvers.placements import Choice, PlacementInstance, conversions, solve
 
 STATE_BYTES = 16
-"""Of one trained parameter: value, gradient and two moments in fp32."""
+"""Of one trained parameter: value, gradient and two moments in fp32; a frozen one has its value."""
 
 STATES_TO_TRANSFER = 2.0
 """States that a rank does not keep are worth so many times their transfer: tensor parallelism is for memory, too."""
@@ -128,9 +128,9 @@ class Placing:
     def _seconds(self, op: OperatorWork, signature: _Signature, rates: DeviceRates) -> float:
         n = self.work.num_ranks
         if op.op == "parameter":
-            if signature.outs[0][0] == "S" or not op.is_trained:
+            if signature.outs[0][0] == "S":
                 return 0.0
-            size = float(STATE_BYTES * op.elements[0])
+            size = float((STATE_BYTES if op.is_trained else op.element_bytes) * op.elements[0])
             is_small = op.elements[0] < SMALL_PART * self._num_params
             return STATES_TO_TRANSFER * (size * self._byte_s if is_small else self._collective_s("all_gather", size))
         if op.op == "given":

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -34,12 +34,12 @@ from ..schema.layers import (
 from ..schema.model import ModelSpec
 from ..schema.traced import CodeFacts, Traced, TracedSplit
 from .module.counts import Counts, tensors_in
-from .module.fakes import know, on_fakes
+from .module.fakes import batch_norms, know, of_one_sample, on_fakes
 from .module.split_rules import Rule
 from .module.splits import Splits, storage_key
 from .module.stages import described_sample, why_not_cut
 from .module.structure import Structure, find_structure
-from .module.trials import failure, split_facts, why_not_sharded
+from .module.trials import cause, failure, split_facts, why_not_sharded, why_not_traced
 from .placements.work import placed_units
 
 _STAND_INS = {
@@ -72,6 +72,8 @@ def profile_module(
     Raises:
         ConfigError: the inputs do not reach the blocks, or what these make has no gradient.
     """
+    if why := why_not_traced(model):
+        raise ConfigError(f"{type(model).__name__}: {why}")
     container = _largest_container(model) if blocks is None else blocks
     structure = find_structure(model, container)
     facts = split_facts(model, structure)
@@ -93,7 +95,10 @@ def profile_module(
             help="let it compute the same whatever the values, with masks for instance",
         ) from None
     except Exception as error:  # the module's own code
-        raise ConfigError(f"{type(model).__name__} does not run on the sample batch: {failure(model, error)}") from None
+        raise ConfigError(
+            f"{type(model).__name__} does not run on the sample batch: {failure(model, error)}",
+            help="it is traced with the first sample of the batch: call it with that one in Python",
+        ) from None
     before, after = tracer.outside()
     # Parameters that both ends use (tied embeddings) are counted in the first.
     vocab_size = tracer.vocab_size(structure)
@@ -121,8 +126,11 @@ def profile_module(
             not_along_sequence=facts.not_along_sequence,
             split_widths=facts.widths,
             sample=sample,
+            arguments=tuple(example_inputs) if isinstance(example_inputs, Mapping) else ("",) * len(example_inputs),
             not_staged=why_not_cut(model, structure, example_inputs) if sample else NOT_FLAT,
             not_sharded=why_not_sharded(model, tracer.read_outside),
+            min_samples=tracer.min_samples,
+            coupling=_coupling(model),
             works=works,
             unplaced=unplaced,
         ),
@@ -152,6 +160,7 @@ class _Tracer:
     """Runs a model and its blocks on fake tensors.
 
     Attributes:
+        min_samples: that a micro-batch must have.
         blocks: the children of the container; width, seq_len: of the hidden states [1, seq_len, width] that they read.
     """
 
@@ -166,11 +175,13 @@ class _Tracer:
         self._names = {module: name for name, module in model.named_modules()}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._calls: dict[nn.Module, tuple[Any, Any]] = {}
+        self.min_samples = 1
         self._saved_bytes: dict[nn.Module | None, int] = dict.fromkeys([*self.blocks, None], 0)
         self._counted: dict[Any, Traced] = {}
         self._element_bytes = next((t.element_size() for t in model.parameters()), 4)
+        known = {t: t.detach().clone() for t in model.buffers()}  # code may write into them
         with self._mode:
-            fakes = {t: _fake(t) for t in model.buffers()}
+            fakes = {t: know(_fake(t), value) for t, value in known.items()}
             fakes |= {t: _fake(t).requires_grad_(t.dtype.is_floating_point) for t in model.parameters()}
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         self._state = {name: fakes[tensor] for name, tensor in tensors}
@@ -204,12 +215,12 @@ class _Tracer:
             if not inside:
                 counting.enter_context(self._after)
 
-        def save(tensor: Tensor) -> Tensor:
+        def save(tensor: Tensor) -> tuple[Tensor, int]:
             if storage_key(tensor) not in persistent:  # the block that keeps it first has it
                 saved.setdefault(storage_key(tensor), (tensor.untyped_storage(), inside[0] if inside else None))
-            return tensor
+            return tensor, tensor._version
 
-        with ExitStack() as hooks, on_fakes(self._model, self._mode), ExitStack() as counting:
+        with ExitStack() as hooks, self._traces(), ExitStack() as counting:
             for block in self.blocks:
                 hooks.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
                 hooks.enter_context(block.register_forward_hook(leave))
@@ -219,7 +230,7 @@ class _Tracer:
                 if isinstance(value, Tensor):
                     know(fake, value)
             args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-            with saved_tensors_hooks(save, lambda t: t):
+            with saved_tensors_hooks(save, _unpacked):
                 output = self._call(self._model, args, kwargs)
             # What several blocks are called with, as a table of angles, is the model's.
             read_by = Counter(
@@ -228,14 +239,44 @@ class _Tracer:
             for key, (storage, keeper) in saved.items():
                 self._saved_bytes[None if read_by[key] > 1 else keeper] += storage.nbytes()
             self._outputs = next((t.shape[-1] for t in tensors_in(output) if t.ndim == 3), 0)
+            counting.close()
+            self._require_calls()
+            self.seq_len, self.width = _tokens_and_width(_hidden(self._calls[self.blocks[0]]))
+            hooks.close()  # before what is checkpointed is computed again
+            self._require_backward(output)
             del output  # until here autograd holds all that it keeps
+
+    def _require_calls(self) -> None:
         if len(self._calls) < len(self.blocks):
             missing = len(self.blocks) - len(self._calls)
             raise ConfigError(
                 f"{missing} of {len(self.blocks)} blocks ({self._names[self.blocks[0]]}, ...) are not called with these inputs",
                 help="give inputs that reach them, or name other blocks: profile_module(..., blocks='encoder.layers')",
             )
-        self.seq_len, self.width = _tokens_and_width(_hidden(self._calls[self.blocks[0]]))
+
+    @contextmanager
+    def _traces(self) -> Iterator[None]:
+        with of_one_sample(self._model) as norms, on_fakes(self._model, self._mode):
+            yield
+        self.min_samples = 2 if norms else self.min_samples
+
+    def _require_backward(self, output: Any) -> None:
+        """Run the backward pass of a call, for what its code may raise there."""
+        ends = [
+            t for t in (*tensors_in(output), *tensors_in(list(map(_fields, tree_leaves(output))))) if t.requires_grad
+        ]
+        name = type(self._model).__name__
+        if not ends:
+            raise ConfigError(
+                f"{name} puts out nothing that has a gradient, but {described(output)}: it cannot be trained",
+                help="return what the loss is computed from, and neither detach it nor compute it under no_grad",
+            )
+        try:
+            torch.autograd.backward(ends, list(map(torch.ones_like, ends)))
+        except Exception as error:  # the module's own code
+            raise ConfigError(f"the backward pass of {name} fails on the sample batch: {cause(error)}") from None
+        for tensor in self._state.values():
+            tensor.grad = None
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         start = f"{self._names[module]}." if self._names[module] else ""
@@ -260,7 +301,7 @@ class _Tracer:
 
         splits = Splits(self._splits.rules)
         forward, backward = Counts(splits=splits), Counts(splits=splits, backward=True)
-        with on_fakes(self._model, self._mode):
+        with self._traces():
             args, kwargs = tree_map(_leaf, self._calls[block])
             input_bytes = _hidden((args, kwargs)).untyped_storage().nbytes()
             with saved_tensors_hooks(save, lambda t: t), forward:
@@ -269,8 +310,12 @@ class _Tracer:
             if result is None:
                 raise ConfigError(f"{self._names[block]} puts out nothing that has a gradient")
             gradient = torch.ones_like(result)
-            with backward:
-                result.backward(gradient)
+            try:
+                with backward:
+                    result.backward(gradient)
+            except Exception as error:  # the module's own code
+                where = " ".join(filter(None, (self._names[block], f"({type(block).__name__})")))
+                raise ConfigError(f"the backward pass of {where} fails on the sample batch: {cause(error)}") from None
         product_bytes = sum(storage.nbytes() for key, storage in forward.saved_outputs.items() if key in saved)
         size = self._element_bytes
         return forward.traced(
@@ -350,6 +395,32 @@ class _Tracer:
             )
         )  # fmt: skip
         return before, after
+
+
+def _coupling(model: nn.Module) -> str:
+    """Return what couples the samples of a batch."""
+    norms = batch_norms(model)
+    first = next(iter(norms), "")
+    return f"{first} and {len(norms) - 1} more batch norms take the statistics of each micro-batch" if norms else ""
+
+
+def _unpacked(saved: tuple[Tensor, int]) -> Tensor:
+    """Return a tensor that autograd saved; with hooks it leaves it to them to see what was written into since."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(f"{list(tensor.shape)}, which the backward pass reads, was changed by an operation in place")
+    return tensor
+
+
+def _fields(value: Any) -> Any:
+    """Return what is in an object that torch's pytree does not know."""
+    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, Tensor) else ()
+
+
+def described(output: Any) -> str:
+    """Return what a module puts out, in short."""
+    kinds = [f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tensors_in(output)]
+    return ", ".join(kinds[:3]) or type(output).__name__
 
 
 def _num_elements(tensors: Iterable[Tensor]) -> int:

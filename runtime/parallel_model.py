@@ -24,6 +24,7 @@ from ..cost_models.pipeline.orders import Action
 from ..schema.errors import RuntimeMismatchError
 from ..schema.shares import BatchShare, passes_together, share_of_rank
 from ..schema.training_plan import TrainingPlan
+from .batch_loss import BatchLoss
 from .context_parallel import local_positions
 from .data_parallel import ReductionTimer, before_micro_batch
 from .documents.attention import DocumentAttention
@@ -35,9 +36,6 @@ from .models.layers import local_tensor
 from .offload.schedule import HostOffload
 from .pipeline_parallel import Copies, PackShape, Schedule, build_schedule, reduce_shared_gradients, run_schedule
 from .training.step_clock import StepClock
-
-BatchLoss = Callable[[Any, Any], Tensor]
-"""What a module puts out for a micro-batch, and the micro-batch, to a mean loss."""
 
 
 class BatchStages(Protocol):

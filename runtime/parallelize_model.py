@@ -17,6 +17,7 @@ from ..schema.offload import why_not_offloadable
 from ..schema.runnable import why_not_runnable, why_not_trainable
 from ..schema.training_plan import TrainingPlan
 from .adapters import apply_adapters
+from .batch_loss import BatchLoss
 from .context_parallel import apply_context_parallel
 from .data_parallel import apply_data_parallel, compute_dtype, materialise, set_products
 from .documents.attention import DocumentAttention
@@ -25,7 +26,7 @@ from .mesh import ParallelMesh, build_mesh
 from .models.decoder import Decoder, init_weights
 from .models.experts import MixtureOfExperts
 from .offload.schedule import HostOffload
-from .parallel_model import BatchLoss, ParallelModel
+from .parallel_model import ParallelModel
 from .pipeline_parallel import Copies
 from .recompute import apply_recompute
 from .tensor_parallel import apply_tensor_parallel
@@ -44,6 +45,7 @@ def parallelize(
     compile_blocks: bool = False,
     loss_fn: LossFunction | None = None,
     batch_loss: BatchLoss | None = None,
+    per_micro_batch: bool = False,
     on_split: Callable[[ParallelMesh], object] | None = None,
     documents: bool = False,
 ) -> ParallelModel:
@@ -63,6 +65,8 @@ def parallelize(
             cross entropy of the next tokens, given logits [B, S, V] (or an object that has them as ``logits``).
         batch_loss: of another module than a Decoder, for any batch and any layout: what the module puts out for a micro-batch, and
             the micro-batch, to a mean loss. `ParallelModel.forward_backward` then takes such batches.
+        per_micro_batch: compute ``batch_loss`` of each micro-batch by itself even where its first one shows that this is not the
+            loss of the batch (negatives of a contrastive loss), which is refused otherwise.
         documents: train on batches of documents (`ParallelModel.backward_batch`, docs/batch.md): the plan's model, or one of
             transformers.
         on_split: called when every axis is applied and nothing has memory yet; a rehearsal takes it from there (rehearsal/).
@@ -87,6 +91,7 @@ def parallelize(
             weights=weights,
             loss_fn=loss_fn,
             batch_loss=batch_loss,
+            per_micro_batch=per_micro_batch,
             on_split=on_split,
             documents=documents,
         )

@@ -7,11 +7,11 @@ attention (not of the last product, which no backward pass reads).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..schema.layout import Recompute
@@ -100,7 +100,49 @@ def _checkpoint(block: nn.Module, method: str, recompute: Recompute, last_produc
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not isinstance(block, DecoderBlock)}
     if recompute == "selective":
         options["context_fn"] = functools.partial(_selective_contexts, last_products)
-    setattr(block, method, functools.partial(checkpoint, getattr(block, method), **options))
+    compute = getattr(block, method)
+    if not isinstance(block, DecoderBlock) and any(True for _ in block.buffers()):
+        setattr(block, method, _WithBuffers(block, compute, options))
+        return
+    setattr(block, method, functools.partial(checkpoint, compute, **options))
+
+
+class _WithBuffers:
+    """A checkpointed method of a block that writes into some of its buffers: a recomputation finds and leaves them as they were."""
+
+    def __init__(self, block: nn.Module, compute: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._block, self._compute, self._options = block, compute, options
+        self._written: dict[bool, list[Tensor]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the method; which buffers it writes into shows its first pass in training, and in evaluation."""
+        entered: list[tuple[Tensor, Tensor]] | None = None
+
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            nonlocal entered
+            watched = self._written.get(self._block.training)
+            copies = [(buffer, buffer.clone()) for buffer in (self._block.buffers() if watched is None else watched)]
+            versions = [buffer._version for buffer, _ in copies]
+            if entered is not None:
+                _restore(entered)
+            try:
+                return self._compute(*args, **kwargs)
+            finally:
+                if entered is not None:
+                    _restore(copies)
+                else:
+                    entered = [
+                        pair for pair, before in zip(copies, versions, strict=True) if pair[0]._version != before
+                    ]
+                    self._written.setdefault(self._block.training, [buffer for buffer, _ in entered])
+
+        return checkpoint(compute, *args, **self._options, **kwargs)
+
+
+@torch.no_grad()
+def _restore(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for buffer, copy in copies:
+        buffer.copy_(copy)
 
 
 def _count_products_within(part: nn.Module, mlp: nn.Module | None = None) -> int:

@@ -18,13 +18,14 @@ from ..profilers.module.trials import why_not_sharded
 from ..schema.errors import ConfigError, RuntimeMismatchError
 from ..schema.model import ModelSpec
 from ..schema.training_plan import TrainingPlan
+from .batch_loss import BatchLoss, MeanLoss
 from .data_parallel import compute_dtype, shard_units
 from .documents.attention import DocumentAttention
 from .documents.user_attention import attach, document_loss, require_user_documents
 from .loss import cross_entropy
 from .mesh import ParallelMesh, build_mesh, group_of_stages
 from .models.decoder import init_weights
-from .parallel_model import BatchLoss, ParallelModel, inputs_of
+from .parallel_model import ParallelModel, inputs_of
 from .pipeline_parallel import Copies
 from .placements.execution import apply_placements
 from .recompute import checkpoint_block
@@ -52,11 +53,14 @@ def parallelize_user_module(
     weights: str | Path | None = None,
     loss_fn: LossFunction | None = None,
     batch_loss: BatchLoss | None = None,
+    per_micro_batch: bool = False,
     on_split: Callable[[ParallelMesh], object] | None = None,
     documents: bool = False,
 ) -> ParallelModel:
     """Apply a plan to a module that is no Decoder; see `parallelize`."""
     _check_size(module, plan)
+    if batch_loss is not None and not per_micro_batch and plan.layout.dp * plan.num_microbatches > 1:
+        batch_loss = MeanLoss(batch_loss)
     structure = find_structure(module, None if plan.model.code is None else plan.model.code.blocks)
     _check(module, structure, plan)
     if documents:
@@ -72,6 +76,8 @@ def parallelize_user_module(
         config.use_cache = False
     if not is_meta:
         module.to(device, torch.float32)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()  # `fully_shard` takes no others: transposed ones, or channels last
     local = [plan.stages[idx] for idx in mesh.stage_idxs]
     parts, stages = [module], _stages(module, structure, plan, mesh)
     if stages is not None:
@@ -160,11 +166,11 @@ def _loss_of(batch_loss: BatchLoss) -> BatchLoss:
 
 
 def _of_module(batch_loss: BatchLoss, model: ModelSpec) -> LossFunction:
-    sample = () if model.code is None else model.code.sample
-    names = [tensor.name for tensor in sample] if sample and sample[0].name else len(sample)
+    arguments = () if model.code is None else model.code.arguments
+    names = list(arguments) if any(arguments) else len(arguments)
 
     def loss(module: nn.Module, batch: Any, _: Tensor) -> Tensor:
-        args, kwargs = called_with(inputs_of(batch, names) if sample else batch)
+        args, kwargs = called_with(inputs_of(batch, names) if arguments else batch)
         return batch_loss(module(*args, **kwargs), batch).reshape(1)
 
     return loss
@@ -214,9 +220,8 @@ def _check(module: nn.Module, structure: Structure, plan: TrainingPlan) -> None:
             f"sequence_parallel: {name} names no embedding, blocks or head, around which the sequence is cut",
             help="plan with --fix sequence_parallel=false",
         )
-    sample = sample_of(
-        plan.model, 1, min(plan.workload.seq_len, 8) if plan.model.code is None else plan.workload.seq_len
-    )
+    seq_len = min(plan.workload.seq_len, 8) if plan.model.code is None else plan.workload.seq_len
+    sample = sample_of(plan.model, layout.micro_batch_size, seq_len)
     if layout.pp > 1 and (reason := why_not_cut(module, structure, sample)):
         raise RuntimeMismatchError(f"pp {layout.pp}: {reason}", help="plan with --fix pp=1")
     is_replicated = layout.dp_shard == 1 and layout.pp == 1 and plan.workload.is_full_precision

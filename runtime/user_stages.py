@@ -52,7 +52,7 @@ class UserStages:
     def __init__(
         self, module: nn.Module, structure: Structure, stage_of_layer: Mapping[int, int], batch: Any, dtype: torch.dtype
     ) -> None:
-        self._module, self._blocks, self._stage_of_layer = module, structure.blocks, stage_of_layer
+        self._module, self._structure, self._stage_of_layer = module, structure, stage_of_layer
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._twin = fake_twin(module, self._mode, dtype)
         self._names, self._batch_spec = (
@@ -121,9 +121,9 @@ class UserStages:
         if key not in self._calls:
             batch = tree_unflatten([torch.empty_like(leaf, device="meta") for leaf in leaves], self._spec)
             with ThreadPoolExecutor(1) as tracing:  # so that modes and hooks of this thread do not count
-                tape = tracing.submit(record, self._twin.train(is_training), self._mode, batch, self._blocks).result()
-            num_blocks = len(list(self._twin.get_submodule(self._blocks).children()))
-            stages = cut(tape, layers_of(tape, self._blocks, num_blocks), self._stage_of_layer)
+                twin = self._twin.train(is_training)
+                tape = tracing.submit(record, twin, self._mode, batch, self._structure.blocks).result()
+            stages = cut(tape, layers_of(tape, self._structure.paths_of(self._twin)), self._stage_of_layer)
             self._calls[key] = _Call(tape, stages, [_common_dtype(tape, stage.sends) for stage in stages])
         return self._calls[key]
 

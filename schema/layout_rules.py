@@ -37,7 +37,8 @@ class ProblemFacts:
         hidden_dim: of a model of known layers, else 0.
         traced_len: tokens of the sequences that a traced model was counted for; 0 for a model of known layers.
         takes_uneven_shares: of the engine (`EngineFacts`).
-        not_split, not_along_sequence, split_widths, not_staged, not_sharded, placed_degrees: of a traced model (`CodeFacts`).
+        not_split, not_along_sequence, split_widths, not_staged, not_sharded, min_samples, placed_degrees: of a traced model
+            (`CodeFacts`).
     """
 
     world_size: int
@@ -63,6 +64,7 @@ class ProblemFacts:
     split_widths: tuple[int, ...] = ()
     not_staged: str = ""
     not_sharded: str = ""
+    min_samples: int = 1
     placed_degrees: tuple[int, ...] = ()
     is_fp32: bool = False
     takes_uneven_shares: bool = True
@@ -379,6 +381,8 @@ VERSION_RULES: tuple[Rule, ...] = (
         lambda t, p: (len(p.not_sharded) == 0)
         | (p.is_fp32 & (t.dp_shard == 1) & (t.pp == 1) & ((t.tp == 1) | (t.dp_replicate == 1))),
         "dp_shard {t.dp_shard}: {p.not_sharded}; whole replicas run, in fp32"),
+    Rule("samples_of_code", "micro_batch_size", lambda t, p: t.micro_batch_size >= p.min_samples,
+        "micro_batch_size {t.micro_batch_size}: batch norms of the code normalise over no fewer than {p.min_samples} samples"),
     Rule("levels_of_this_version", "dp_shard gradient_shard optimizer_shard", lambda t, p: np.logical_not(t.has_levels),
         "gradient_shard {t.gradient_shard}, optimizer_shard {t.optimizer_shard}: this version shards every state over dp_shard"),
     Rule("expert_width_alignment", "ep etp tp", lambda t, p: all_divide(p.expert_ffn_dims, 8 * t.expert_tp),

@@ -95,16 +95,21 @@ class SampleTensor(Frozen):
     dtype: str
 
 
+_NO_FACTS = {"class_name", "blocks", "sample", "arguments", "coupling", "works", "placements", "unplaced"}
+
+
 class CodeFacts(Frozen):
     """What `parallelize` can do with a module, found out by trial when it was traced: reasons are empty where it can.
 
     Attributes:
         class_name: of the module.
-        blocks: path of the container of its blocks; sample: what one call takes, empty where that is more than tensors.
+        blocks: path of the container of its blocks; sample: what one call takes, empty where that is more than tensors;
+            arguments: names of all that it takes, or as many empty ones as it takes by position.
         not_split: why tensor parallelism does not split its layers; not_along_sequence: why not with sequence parallelism.
         split_widths: what tensor parallelism must divide: heads, and widths of the layers that it splits.
         not_staged: why its blocks cannot be stages of a pipeline.
         not_sharded: why `fully_shard` does not take it, so that only whole fp32 replicas run.
+        min_samples: in a micro-batch: two where batch norms have one value of each sample; coupling: what couples its samples.
         works: kinds of units whose operators can be placed, before a machine is known; placements: chosen for one, with which
             layers are split that the code's own rules do not.
         unplaced: units that stay whole on every rank.
@@ -113,11 +118,14 @@ class CodeFacts(Frozen):
     class_name: str
     blocks: str
     sample: tuple[SampleTensor, ...] = ()
+    arguments: tuple[str, ...] = ()
     not_split: str = ""
     not_along_sequence: str = ""
     split_widths: tuple[PositiveInt, ...] = ()
     not_staged: str = ""
     not_sharded: str = ""
+    min_samples: PositiveInt = 1
+    coupling: str = ""
     works: tuple[UnitWork, ...] = ()
     placements: tuple[UnitPlacement, ...] = ()
     unplaced: tuple[WholeUnit, ...] = ()
@@ -130,7 +138,7 @@ class CodeFacts(Frozen):
     @property
     def facts(self) -> dict[str, Any]:
         """Fields of ProblemFacts."""
-        facts = self.model_dump(exclude={"class_name", "blocks", "sample", "works", "placements", "unplaced"})
+        facts = self.model_dump(exclude=_NO_FACTS)
         if self.placements:
             facts |= {"not_split": "", "not_along_sequence": "units are placed between whole values"}
         return facts | {"placed_degrees": self.placed_degrees}

@@ -360,10 +360,13 @@ def notes_on_measured(request: PlanRequest) -> list[str]:
 def notes_on_runtime(request: PlanRequest) -> list[str]:
     """Say why `apply` cannot run the plan, where it cannot."""
     if request.model.code is not None:
-        name, lacking = request.model.code.class_name, why_not_trainable(request.workload)
+        code, lacking = request.model.code, why_not_trainable(request.workload)
+        coupled = [f"{code.coupling}: results are not those of one rank with the whole batch"] if code.coupling else []
         if not lacking:
             return [
-                f"traced from the code of {name}: run it in a script of your own with `parallelize(model, plan)` (docs/models.md)"
+                f"traced from the code of {code.class_name}: run it in a script of your own with `parallelize(model, plan)` "
+                "(docs/models.md)",
+                *coupled,
             ]
     else:
         lacking = (*request.cluster.why_not_driven, *why_not_runnable(request.model, request.workload))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -119,6 +120,27 @@ def without_caches(module: nn.Module) -> Iterator[None]:
             config.use_cache = False
             stack.callback(setattr, config, "use_cache", True)
         yield
+
+
+def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts that normalise by the statistics of a batch, by path."""
+    return {path: part for path, part in module.named_modules() if isinstance(part, _BatchNorm) and part.training}
+
+
+@contextmanager
+def of_one_sample(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Let batch norms that get one value of a channel, of which there are no statistics, use those that they keep; yield them."""
+    alone = list[nn.Module]()
+
+    def enter(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].numel() == args[0].shape[1] and getattr(norm, "track_running_stats", False):
+            alone.append(norm.eval())
+
+    with ExitStack() as stack:
+        for norm in batch_norms(module).values():
+            stack.enter_context(norm.register_forward_pre_hook(enter))
+            stack.enter_context(norm.register_forward_hook(lambda norm, *_: norm.train() and None))
+        yield alone
 
 
 @contextmanager

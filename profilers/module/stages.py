@@ -22,7 +22,7 @@ from ...schema.model import ModelSpec
 from ...schema.traced import SampleTensor
 from .structure import Structure
 from .tape import Ref, Tape, record
-from .trials import fake_twin, first_line
+from .trials import failure, fake_twin
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,26 @@ class StageSteps:
     sends: tuple[int, ...]
 
 
-def layers_of(tape: Tape, blocks: str, num_blocks: int) -> list[int | None]:
+def layers_of(tape: Tape, blocks: Sequence[str]) -> list[int | None]:
     """Return the layer of each step; None for what every stage makes for itself.
+
+    Args:
+        blocks: their paths, in order.
 
     Raises:
         ConfigError: a block reads what a later one makes.
     """
+    number, num_blocks = {path: idx for idx, path in enumerate(blocks)}, len(blocks)
     layers: list[int | None] = []
     of_value: list[int | None] = [None] * len(tape.kinds)
     for step in tape.steps:
         read = [layer for value in step.reads if (layer := of_value[value]) is not None]
-        block = _block(step.path, blocks)
+        block = number.get(step.path)
         has_parameters = bool(step.path) or any(path in tape.parameters for path in step.states)
         if block is not None:
             layer: int | None = block + 1
             if any(before > block + 1 for before in read):
-                raise ConfigError(f"{step.path} reads what a later block of {blocks} makes")
+                raise ConfigError(f"{step.path} reads what a later block makes")
         elif read or has_parameters or step.is_random:
             latest = max(read, default=0)
             layer = num_blocks + 1 if latest == num_blocks else latest
@@ -59,11 +63,6 @@ def layers_of(tape: Tape, blocks: str, num_blocks: int) -> list[int | None]:
         for value in step.makes:
             of_value[value] = layer
     return layers
-
-
-def _block(path: str, blocks: str) -> int | None:
-    name = path.removeprefix(f"{blocks}.").partition(".")[0]
-    return int(name) if path.startswith(f"{blocks}.") and name.isdigit() else None
 
 
 def cut(tape: Tape, layers: Sequence[int | None], stage_of_layer: Mapping[int, int]) -> list[StageSteps]:
@@ -133,20 +132,19 @@ def why_not_cut(module: nn.Module, structure: Structure, batch: Any) -> str:
         batch: tensors by position or by name, their values do not count.
     """
     name = type(module).__name__
-    if not structure.blocks or len(structure.blocks_of(module)) < 2:
+    if len(blocks := structure.paths_of(module)) < 2:
         return f"{name} has no list of two or more blocks, which stages are made of"
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         tape = record(fake_twin(module, mode), mode, batch, structure.blocks)
-        num_blocks = len(structure.blocks_of(module))
-        layers = layers_of(tape, structure.blocks, num_blocks)
+        layers = layers_of(tape, blocks)
     except ConfigError as error:
         return f"its code cannot be cut into stages: {error.message}"
     except Exception as error:  # the module's own code, which may raise anything
-        return f"{name} does not run without values: {type(error).__name__}: {first_line(error)}"
-    if lacking := set(range(1, num_blocks + 1)) - set(layers):
-        return f"{structure.blocks}.{min(lacking) - 1} of {name} is not called with this sample, or has no number"
-    for stage in cut(tape, layers, {layer: layer for layer in range(num_blocks + 2)}):
+        return f"{name} does not run without values: {failure(module, error)}"
+    if lacking := set(range(1, len(blocks) + 1)) - set(layers):
+        return f"{blocks[min(lacking) - 1]} of {name} is not called with this sample"
+    for stage in cut(tape, layers, {layer: layer for layer in range(len(blocks) + 2)}):
         for kind in (tape.kinds[value] for value in stage.sends):
             if not kind.dtype.is_floating_point:
                 return f"stages of {name} would hand on {list(kind.shape)} of {kind.dtype}, where only numbers travel"

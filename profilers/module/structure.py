@@ -40,6 +40,11 @@ class Structure:
         """Return the blocks; none where the module has no ModuleList."""
         return list(module.get_submodule(self.blocks).children()) if self.blocks else []
 
+    def paths_of(self, module: nn.Module) -> list[str]:
+        """Return the paths of the blocks."""
+        names = module.get_submodule(self.blocks).named_children() if self.blocks else ()
+        return [f"{self.blocks}.{name}" for name, _ in names]
+
 
 def find_structure(module: nn.Module, container: str | None = None) -> Structure:
     """Find the blocks of a module (the children of ``container``), what comes before and after them, its embedding and its head."""

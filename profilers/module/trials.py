@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from ...schema.errors import RuntimeMismatchError
 from .split_rules import Rule, checked_rules
 from .structure import Structure
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<frozen", "importlib", "runpy")
+"""Parts of the paths of files that are no user's: torch's, ours, Python's own that import others."""
 
 
 def fake_twin(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
@@ -28,7 +34,22 @@ def fake_twin(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None
             is_trained = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             fake = torch.empty(tensor.shape, dtype=dtype if dtype and is_trained else tensor.dtype, device="cpu")
             memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    return copy.deepcopy(module, memo)
+    return copy_of(module, memo)
+
+
+def copy_of(module: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """Return a copy of a module that shares with it what of its attributes cannot be copied: locks, files, registered operators."""
+    known = dict(memo or {})
+    with suppress(Exception):
+        return copy.deepcopy(module, dict(known))
+    for part in module.modules():
+        for value in vars(part).values():
+            try:
+                copy.deepcopy(value, dict(known))
+            except Exception:  # whatever the user's objects say
+                if not isinstance(value, dict):  # parts and tensors, which are copied one by one
+                    known[id(value)] = value
+    return copy.deepcopy(module, known)
 
 
 class SplitFacts(NamedTuple):
@@ -90,10 +111,31 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def why_not_traced(module: nn.Module) -> str:
+    """Return why a module cannot be run without values; empty where it may be."""
+    for path, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            return f"{path} has no shape before the first call: let the function that makes the module call it once"
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            return f"{path} makes sparse gradients, which ranks do not reduce: build it with sparse=False"
+    return ""
+
+
+def cause(error: Exception) -> str:
+    """Return where in a user's own code an error comes from, its class and the first line of its message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
+    where = f" ({Path(of_user[-1].filename).name}, line {of_user[-1].lineno})" if of_user else ""
+    message = first_line(error)
+    name = type(error).__name__
+    return f"{name}{where}" if message == name else f"{name}: {message}{where}"
+
+
 def failure(module: nn.Module, error: Exception) -> str:
-    """Return which part of a module an error comes from, its class and the first line of its message."""
+    """Return which part of a module an error comes from, and its cause."""
     names = {part: name for name, part in module.named_modules()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     parts = [part for frame in frames if isinstance(part := frame.f_locals.get("self"), nn.Module) and names.get(part)]
     where = f"in {names[parts[-1]]} ({type(parts[-1]).__name__}): " if parts else ""
-    return f"{where}{type(error).__name__}: {first_line(error)}"
+    return f"{where}{cause(error)}"

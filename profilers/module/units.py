@@ -24,7 +24,7 @@ class Unit:
     """A module that is traced by itself.
 
     Attributes:
-        call: arguments of its first call in the sample run, with gradients as there.
+        call: arguments of its first call in the sample run, with gradients as there or in a later call.
         read_outside: those of its parameters that other code reads, which stay whole.
     """
 
@@ -72,7 +72,8 @@ def _walk(path: str, module: nn.Module, *, is_listed: bool = False) -> Iterator[
     is_chain = isinstance(module, nn.Sequential) and not any(
         True for child in module.children() for _ in child.children()
     )
-    if path and not is_list and ((is_listed and not _holds_lists(module)) or not children or is_chain):
+    is_owner = any(True for _ in module.parameters(recurse=False))
+    if path and not is_list and (((is_listed or is_owner) and not _holds_lists(module)) or not children or is_chain):
         yield path, module
         return
     for name, child in children:
@@ -126,6 +127,8 @@ def sample_run(module: nn.Module, units: Sequence[Unit], args: Sequence[Any], kw
                 unit.num_calls += 1
                 if unit.call is None:
                     unit.call = tree_map(copied, (given, named))
+                else:
+                    _add_gradients(unit.call, (given, named))
 
             def leave(*_: Any) -> None:
                 running.pop()
@@ -136,17 +139,39 @@ def sample_run(module: nn.Module, units: Sequence[Unit], args: Sequence[Any], kw
         module(*args, **kwargs)
 
 
+def _add_gradients(call: Any, later: Any) -> None:
+    """Mark what has a gradient in a later call: the first one of a recurrence is on zeros."""
+    leaves, spec = tree_flatten(call)
+    others, other_spec = tree_flatten(later)
+    for leaf, other in zip(leaves, others, strict=True) if spec == other_spec else ():
+        if isinstance(leaf, Tensor) and isinstance(other, Tensor) and other.requires_grad and leaf.dtype == other.dtype:
+            leaf.requires_grad_()
+
+
 def copied(value: Any) -> Any:
     """Return a copy of a tensor that is a leaf with the same flag."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 def seeded(module: nn.Module) -> None:
-    """Give a module on the meta device random parameters on the CPU, in place, and buffers of ones: for trials only."""
-    module.to_empty(device="cpu")
+    """Give what is on the meta device of a module values on the CPU, in place: parameters random ones, buffers ones; for trials."""
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.05, generator=generator)
-        for buffer in module.buffers():
-            buffer.fill_(1)
+
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+    owners: list[dict[str, Any]] = [
+        tensors for part in module.modules() for tensors in (part._parameters, part._buffers)
+    ]
+    for tensors in owners:
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_meta:
+                continue
+            if id(tensor) not in made:  # tied ones stay one
+                made[id(tensor)] = tensor, _valued(tensor, generator)
+            tensors[name] = made[id(tensor)][1]
+
+
+def _valued(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return torch.ones_like(tensor, device="cpu")
+    drawn = torch.empty_like(tensor, device="cpu").normal_(0, 0.05, generator=generator)
+    return nn.Parameter(drawn, tensor.requires_grad)

@@ -8,24 +8,30 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...schema.errors import ConfigError
 from ...schema.model import ModelSpec
 from ...schema.profile import LayerPoint
 from ..modules import profile_module
 from .layer_times import time_layers
-from .trials import first_line
+from .trials import cause, failure
 
 BATCH_NAME = "sample_batch"
 
 DEGREES = (2, 4, 8)
 """Of tensor parallelism, for which operators are placed: those of one node."""
+
+MANY = 2**31
+"""Parameters that are not made one by one, which takes minutes where they are drawn at random."""
 
 
 def profile_user_model(text: str, sample_batch: str | None, *, seq_len: int | None = None) -> ModelSpec:
@@ -46,18 +52,14 @@ def profile_user_model(text: str, sample_batch: str | None, *, seq_len: int | No
             help=f"add --sample-batch batch.py, a file that defines {BATCH_NAME}: a tensor, or a mapping of tensors by name",
         )
     batch = load_batch(sample_batch)
-    try:
-        with torch.device("meta"):
-            model = _load_model(text)
-    except (RuntimeError, NotImplementedError):
-        model = _load_model(text)  # looks at numbers as it is built
+    model = _load_model(text, on_meta=True)
     try:
         spec = profile_module(model, batch, tp=DEGREES)
     except ConfigError:
         raise
     except Exception as error:  # the model's own code, which may raise anything
         raise ConfigError(
-            f"{text} does not run on the sample batch: {type(error).__name__}: {first_line(error)}",
+            f"{text} does not run on the sample batch: {failure(model, error)}",
             help="call it once on this batch in Python; what it computes may not depend on the values of its input",
         ) from None
     if seq_len is not None and spec.traced_len != seq_len:
@@ -80,7 +82,7 @@ def time_user_model(
         raise
     except Exception as error:  # the model's own code
         raise ConfigError(
-            f"{text} does not run on the sample batch: {type(error).__name__}: {first_line(error)}",
+            f"{text} does not run on the sample batch: {failure(model, error)}",
             help="call it and its backward pass once on this batch in Python",
         ) from None
 
@@ -94,7 +96,7 @@ def load_batch(text: str) -> Any:
         try:
             value = runpy.run_path(text).get(BATCH_NAME)
         except Exception as error:  # the user's own code
-            raise ConfigError(f"{text} does not run: {type(error).__name__}: {first_line(error)}") from None
+            raise ConfigError(f"{text} does not run: {cause(error)}") from None
         finally:
             sys.path.pop(0)
         if value is None:
@@ -105,7 +107,10 @@ def load_batch(text: str) -> Any:
     else:
         value = _load(text, "a sample batch")
     if callable(value) and not isinstance(value, torch.Tensor):
-        value = value()
+        try:
+            value = value()
+        except Exception as error:  # the user's own code
+            raise ConfigError(f"{text}: {BATCH_NAME}() fails: {cause(error)}") from None
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping | list | tuple):
@@ -115,17 +120,55 @@ def load_batch(text: str) -> Any:
     )
 
 
-def _load_model(text: str) -> nn.Module:
-    made = _load(text, "a model")
+def _load_model(text: str, *, on_meta: bool = False) -> nn.Module:
+    model = made = _load(text, "a model")
+    if not isinstance(made, nn.Module) and callable(made):
+        try:
+            model = _built_on_meta(made) if on_meta else made()
+        except Exception as error:  # the user's own code
+            asks = isinstance(error, TypeError) and "argument" in str(error)
+            raise ConfigError(
+                f"{text}() fails: {cause(error)}",
+                help="name a function without arguments that returns it" if asks else "call it once in Python",
+            ) from None
+    return _module(text, model)
+
+
+def _built_on_meta(make: Callable[[], object]) -> object:
+    """Return what a function makes, with parameters on the meta device; what needs their values is built with them.
+
+    Buffers have values, which code may look at, but in large models, whose parameters may be computed with the values of others.
+    """
+    with suppress(Exception):
+        with torch.device("meta"):
+            model = make()
+        if isinstance(model, nn.Module) and sum(map(torch.numel, model.parameters())) > MANY:
+            return model
+    with suppress(Exception), _parameters_on_meta():
+        return make()
+    return make()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Let parameters lose their values where modules get them: a model takes the memory of its largest one. Buffers keep theirs."""
+    register, on_meta = nn.Module.register_parameter, WeakIdKeyDictionary()
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta and not is_lazy(parameter):
+            if parameter not in on_meta:  # tied ones stay one
+                on_meta[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+            parameter = on_meta[parameter]
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        model = made if isinstance(made, nn.Module) or not callable(made) else made()
-    except (RuntimeError, NotImplementedError):
-        raise
-    except Exception as error:  # the user's own code
-        raise ConfigError(
-            f"{text}() fails: {type(error).__name__}: {first_line(error)}",
-            help="name a function without arguments that returns it",
-        ) from None
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _module(text: str, model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{text} is no torch.nn.Module but a {type(model).__name__}")
     return model
@@ -139,7 +182,7 @@ def _load(text: str, what: str) -> Any:
     try:
         value: Any = importlib.import_module(name)
     except Exception as error:  # the user's own code, or none
-        raise ConfigError(f"cannot import {name}: {type(error).__name__}: {first_line(error)}") from None
+        raise ConfigError(f"cannot import {name}: {cause(error)}") from None
     finally:
         sys.path.pop(0)
     for part in path.split("."):

@@ -26,6 +26,8 @@ from ..module.trials import first_line
 from .localise import Call
 from .signatures import RANDOM
 
+_REGIONS = (torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast)
+
 
 @dataclass(frozen=True)
 class Value:
@@ -44,7 +46,7 @@ class UnitGraph:
         inputs: names of the nodes of the user's tensors and constants, in the order of the flattened arguments.
         state: parameters and buffers by the name of their node: path in the unit.
         constants: tensors that the code makes, by the name of their node.
-        outputs: what is put out, flattened: values, or constants.
+        outputs: what is put out, flattened: values, or constants; written: new values of buffers, by path.
         shapes: of every value of the traced call.
     """
 
@@ -54,6 +56,7 @@ class UnitGraph:
     parameters: frozenset[str]
     constants: dict[str, Tensor]
     outputs: list[Any]
+    written: dict[str, fx.Node]
     out_spec: TreeSpec
     shapes: dict[Value, tuple[int, ...]]
 
@@ -61,6 +64,11 @@ class UnitGraph:
     def calls(self) -> dict[str, Call]:
         """The operators as calls, by the name of their node."""
         return {node.name: Call(node) for node in self.nodes}
+
+    @property
+    def ends(self) -> list[fx.Node]:
+        """Nodes that are read of it: outputs that are values, and what buffers become."""
+        return [node for node in (*self.outputs, *self.written.values()) if isinstance(node, fx.Node)]
 
     def value_of(self, node: fx.Node) -> Value:
         """Return what a node stands for, seen through picks of one of several outputs."""
@@ -114,7 +122,7 @@ def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = export(module, tuple(args), dict(kwargs), strict=False)
+            program = _without_regions(export(module, tuple(args), dict(kwargs), strict=False))
     except Exception as error:  # the module's own code, or what torch does not trace
         raise ConfigError(f"{path or type(module).__name__} cannot be traced: {first_line(error)}") from None
     graph = _graph_of(program, path)
@@ -125,6 +133,34 @@ def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], 
     if why := _what_is_written(graph):
         raise ConfigError(f"{path}: {why}")
     return graph
+
+
+def _without_regions(program: ExportedProgram) -> ExportedProgram:
+    """Return a program with the operators of regions in their places: casts of autocast, values without gradients of no_grad."""
+    regions = [node for node in program.graph.nodes if node.target in _REGIONS]
+    for node in regions:
+        if node.target is _REGIONS[0] and not node.args[0]:
+            inside: Any = getattr(program.graph_module, node.args[1].target)
+            _detach_inputs(inside.graph)
+    return program.run_decompositions({}) if regions else program
+
+
+def _detach_inputs(region: fx.Graph) -> None:
+    """Let what a region reads have no gradient there; what it writes into is written."""
+    written = {node.args[0] for node in region.nodes if node.op == "call_function" and _is_writing(node)}
+    inputs = [node for node in region.nodes if node.op == "placeholder" and node not in written]
+    for value in inputs:
+        if isinstance(value.meta.get("val"), Tensor):
+            with region.inserting_after(inputs[-1]):
+                detached = region.call_function(torch.ops.aten.detach.default, (value,))
+            value.replace_all_uses_with(detached, delete_user_cb=lambda user, detached=detached: user is not detached)
+            detached.meta["val"] = value.meta["val"].detach()
+    assert region.owning_module is not None
+    region.owning_module.recompile()
+
+
+def _is_writing(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _without_writes(program: ExportedProgram) -> ExportedProgram:
@@ -175,7 +211,7 @@ def _graph_of(program: ExportedProgram, path: str) -> UnitGraph:
             constants[name] = program.constants[str(spec.target)]
         else:
             raise ConfigError(f"{path} holds {spec.kind.name.lower()}, which is not placed")
-    nodes, outputs = [], []
+    nodes, ends = [], []
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             if not isinstance(node.target, torch._ops.OpOverload):
@@ -184,12 +220,18 @@ def _graph_of(program: ExportedProgram, path: str) -> UnitGraph:
         elif node.op == "get_attr":
             raise ConfigError(f"{path}: {node.name} is a graph within the graph, which is not placed")
         elif node.op == "output":
-            outputs = list(node.args[0])
-    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
-        raise ConfigError(f"{path} changes its buffers in a way that is not placed")
+            ends = list(node.args[0])
+    outputs, written = [], dict[str, fx.Node]()
+    for spec, end in zip(signature.output_specs, ends, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            outputs.append(end)
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
+            written[str(spec.target)] = end
+        else:
+            raise ConfigError(f"{path} puts out {spec.kind.name.lower()}, which is not placed")
     assert program.call_spec.out_spec is not None
     return UnitGraph(
-        nodes, names, state, frozenset(parameters), constants, outputs, program.call_spec.out_spec,
+        nodes, names, state, frozenset(parameters), constants, outputs, written, program.call_spec.out_spec,
         _shapes(program.graph),
     )  # fmt: skip
 

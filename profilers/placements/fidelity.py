@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...schema.errors import ConfigError
+from ..module.trials import cause
 from ..module.units import copied
 from .export import UnitGraph, Value
-from .localise import tensors_of
+from .localise import is_inexact, tensors_of
 from .signatures import scale_of
 
 TOLERANCE = 1e-3
@@ -35,11 +36,23 @@ def require_equal_to_code(graph: UnitGraph, module: nn.Module, call: Any, given:
     inputs = [copied(leaf) for leaf in leaves]
     trained = [t for t in (*module.parameters(), *inputs) if isinstance(t, Tensor) and t.requires_grad]
 
+    before = {path: buffer.clone() for path, buffer in module.named_buffers()}
+
     def from_code() -> list[Tensor]:
         args, kwargs = tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in inputs], spec)
-        return tensors_of(module(*args, **kwargs))
+        made = tensors_of(module(*args, **kwargs))
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        return made + [buffers[path].clone() for path in graph.written]
 
-    code, code_gradients = _ran(from_code, trained)
+    try:
+        code, code_gradients = _ran(from_code, trained)
+    except Exception as error:  # the module's own code
+        raise ConfigError(f"its code fails in a pass by itself: {cause(error)}") from None
+    finally:
+        with torch.no_grad():
+            for path, buffer in module.named_buffers():
+                if buffer._version:
+                    buffer.copy_(before[path])
     traced, traced_gradients = _ran(
         lambda: _outputs(graph, {**given, **dict(zip(graph.inputs, inputs, strict=True))}), trained
     )
@@ -61,8 +74,7 @@ def _outputs(graph: UnitGraph, given: Mapping[str, Any]) -> list[Tensor]:
         call = graph.calls[node.name]
         made = call.run([values[graph.value_of(producer)] for producer in call.producers], "", 1)
         values |= {Value(node.name, idx): tensor for idx, tensor in enumerate(tensors_of(made))}
-    outs = [values[graph.value_of(out)] for out in graph.outputs if isinstance(out, fx.Node)]
-    return tensors_of(outs)
+    return tensors_of([values[value] for value in map(graph.value_of, graph.ends)])
 
 
 def _ran(run: Callable[[], list[Tensor]], trained: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -71,19 +83,16 @@ def _ran(run: Callable[[], list[Tensor]], trained: Sequence[Tensor]) -> tuple[li
         torch.manual_seed(0)
         outs = run()
     generator = torch.Generator().manual_seed(5)
-    ends = [(out, torch.randn(out.shape, generator=generator).to(out.dtype)) for out in outs if out.requires_grad]
-    if not ends or not trained:
-        return outs, []
-    seeds = [seed for _, seed in ends]
-    return outs, [
-        torch.zeros_like(of) if gradient is None else gradient
-        for of, gradient in zip(
-            trained, torch.autograd.grad([out for out, _ in ends], trained, seeds, allow_unused=True), strict=True
-        )
-    ]
+    ends = [(out, torch.randn(out.shape, generator=generator, dtype=out.dtype)) for out in outs if out.requires_grad]
+    if ends:
+        torch.autograd.backward([out for out, _ in ends], [seed for _, seed in ends])
+    gradients = [torch.zeros_like(of) if of.grad is None else of.grad for of in trained]
+    for of in trained:
+        of.grad = None
+    return outs, gradients
 
 
 def _alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    pairs = [(a.detach(), b.detach()) for a, b in zip(first, second, strict=True) if a.is_floating_point()]
+    pairs = [(a.detach(), b.detach()) for a, b in zip(first, second, strict=True) if is_inexact(a.dtype)]
     largest = max((scale_of(a) for a, _ in pairs), default=0.0)
     return all(a.shape == b.shape and scale_of(a - b) <= TOLERANCE * largest for a, b in pairs)

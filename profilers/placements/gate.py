@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ...schema.errors import ConfigError
 from ...schema.placement_forms import ENTIRE, Form
+from ..module.trials import first_line
 from .export import UnitGraph, Value
-from .localise import Call, tensors_of
+from .localise import Call, in_double, is_inexact, tensors_of
 from .parts import converted, joined, part_of
 from .signatures import RANDOM, Signature, scale_of, short_name
 
@@ -53,11 +54,14 @@ class Unsplit(NamedTuple):
         values: dict[Value, Any] = {Value(name): value for name, value in leaves.items()}
         for node in graph.nodes:
             call = _as_tried(graph.calls[node.name])
-            made = call.run([values[graph.value_of(p)] for p in call.producers], "", 1)
+            try:
+                made = call.run([values[graph.value_of(p)] for p in call.producers], "", 1)
+            except Exception as error:  # whatever an operator says of fp64
+                raise ConfigError(f"{node.name} ({node.target}) does not run in fp64: {first_line(error)}") from None
             values |= {Value(node.name, idx): tensor for idx, tensor in enumerate(tensors_of(made))}
-        outs = [values[graph.value_of(o)] for o in graph.outputs if isinstance(o, torch.fx.Node)]
+        outs = [values[value] for value in map(graph.value_of, graph.ends)]
         generator = torch.Generator().manual_seed(5)
-        drawn = [torch.randn(o.shape, generator=generator).to(o.dtype) if o.requires_grad else None for o in outs]
+        drawn = [torch.randn(o.shape, generator=generator, dtype=o.dtype) if o.requires_grad else None for o in outs]
         trained = [(o, seed) for o, seed in zip(outs, drawn, strict=True) if seed is not None]
         torch.autograd.backward([o for o, _ in trained], [seed for _, seed in trained])
         has = {name: leaf.grad for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.grad is not None}
@@ -154,11 +158,7 @@ def why_wrong(
             difference = _difference(parts[value, form], form, expected[idx])
             if difference > TOLERANCE:
                 return Wrong(node.name, f"{node.name} ({node.target}) as {text(signature)} differs by {difference:.1e}")
-    ends = [
-        _read(parts, graph.value_of(o), forms[graph.value_of(o)], ENTIRE)
-        for o in graph.outputs
-        if isinstance(o, torch.fx.Node)
-    ]
+    ends = [_read(parts, value, forms[value], ENTIRE) for value in map(graph.value_of, graph.ends)]
     if (by_itself := _wrong_backward(graph, placed, unsplit, num_ranks, right_backward)) is not None:
         return by_itself
     wrong, largest = _worst_gradient(unsplit, ends, inputs, parameters)
@@ -185,9 +185,13 @@ def _as_tried(call: Call) -> Call:
 
 
 def _doubled(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not is_inexact(value.dtype):
         return value
-    return value.detach().double().requires_grad_(value.requires_grad)
+    return value.detach().to(in_double(value.dtype)).requires_grad_(value.requires_grad)
+
+
+def _of_seeds(out: Tensor) -> torch.dtype:
+    return in_double(out.dtype) if is_inexact(out.dtype) else torch.float64
 
 
 def _leaf(value: Any, template: Any = None) -> Any:
@@ -210,7 +214,7 @@ def _difference(parts: Sequence[Tensor], form: Form, entire: Tensor) -> float:
         if any(part.shape != part_of(entire, form, 0, len(parts)).shape for part in parts):
             return math.inf
         of_ranks = parts if form.is_entire else [joined(parts, form)]
-        if entire.dtype == torch.bool or not entire.dtype.is_floating_point:
+        if not is_inexact(entire.dtype):
             return max(float(not torch.equal(part, entire)) for part in of_ranks)
         finite, scale = torch.isfinite(entire), max(scale_of(entire), 1e-6)
         return max(_largest(((part - entire).abs() / (scale + entire.abs()))[finite]) for part in of_ranks)
@@ -273,7 +277,7 @@ def _backward_error(
     values = [unsplit.values[ref] for ref in refs]
     outs = [unsplit.values[Value(node.name, idx)] for idx in range(len(signature.outs))]
     generator = torch.Generator().manual_seed(7)
-    seeds = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in outs]
+    seeds = [torch.randn(out.shape, generator=generator, dtype=_of_seeds(out)).to(out.dtype) for out in outs]
 
     def gradients(read: Sequence[Any], seeds: Sequence[Tensor], variant: str) -> list[Tensor]:
         leaves = [

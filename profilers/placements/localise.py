@@ -17,11 +17,17 @@ MAX_SIZE = 2**31
 """Numbers above it mean "to the end"."""
 
 
-_COPYING: dict[Any, Any] = {
+def _weight_norm(direction: Tensor, length: Tensor, dim: int = 0) -> Tensor:
+    return direction * (length / torch.norm_except_dim(direction, 2, dim))
+
+
+_IN_PLACE_OF: dict[Any, Any] = {
+    torch.ops.aten._weight_norm.default: _weight_norm,
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
-"""Views of a rank's part, which may lie otherwise in memory than the whole value does, are copies where they must be."""
+"""Views of a rank's part, which may lie otherwise in memory than the whole value does, are copies where they must be; the kernel
+of weight norms writes beyond its output where the sizes of its inputs do not fit."""
 
 
 class Call:
@@ -40,7 +46,8 @@ class Call:
             idx: leaf for idx, leaf in enumerate(self._leaves) if isinstance(leaf, int) and not isinstance(leaf, bool)
         }
         self._lists = _lists(node)
-        self.name = str(self.target)
+        self.name = str(self.target if isinstance(self.target, torch._ops.OpOverload) else node.target)
+        self._is_double = False
 
     @property
     def static(self) -> str:
@@ -72,7 +79,8 @@ class Call:
             for idx in map(int, variant.split(",")):
                 leaves[idx] //= num_ranks
         args, kwargs = tree_unflatten(leaves, self._spec)
-        return self.target(*args, **kwargs)
+        made = self.target(*args, **kwargs)
+        return tree_map(_doubled, made) if self._is_double else made
 
     def resized(self, sizes: Mapping[int, int]) -> Call:
         """Return the call with other numbers in the place of some."""
@@ -101,12 +109,11 @@ class Call:
         return changed
 
     def in_double(self) -> Call:
-        """Return the call with fp64 where its arguments say a type of fewer bits."""
+        """Return the call with fp64 where its arguments say a type of fewer bits, and for what it makes of integers."""
         changed = object.__new__(Call)
         vars(changed).update(vars(self))
-        changed._leaves = [
-            torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf for leaf in self._leaves
-        ]
+        changed._leaves = [in_double(leaf) if isinstance(leaf, torch.dtype) else leaf for leaf in self._leaves]
+        changed._is_double = True
         return changed
 
     def on_device(self, device: torch.device) -> Call:
@@ -130,9 +137,23 @@ class Call:
         return None
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Return whether a type is of real or complex numbers, which round and may have gradients, not of integers or booleans."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def in_double(dtype: torch.dtype) -> torch.dtype:
+    """Return a type of numbers with 64 bits each; others as they are."""
+    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+
+
+def _doubled(value: Any) -> Any:
+    return value.to(in_double(value.dtype)) if isinstance(value, Tensor) else value
+
+
 def _without_writing(node: fx.Node) -> Callable[..., Any]:
     """Return the operator that returns what one that writes into a value would write: nobody else reads it (export.py)."""
-    target: Any = _COPYING.get(node.target, node.target)
+    target: Any = _IN_PLACE_OF.get(node.target, node.target)
     schema = getattr(target, "_schema", None)
     written = node.args[0] if node.args else None
     if schema is None or not schema.is_mutable or (isinstance(written, fx.Node) and written.op == "placeholder"):

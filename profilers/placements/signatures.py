@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...schema.placement_forms import ENTIRE, REPEATED, SUMMAND, Form
-from .localise import Call, tensors_of
+from .localise import Call, in_double, is_inexact, tensors_of
 from .parts import is_cut, joined, part_of
 
 RUNS = (1, 2, 3)
@@ -70,14 +70,14 @@ class Sample(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Sample:
         """Return the sample of a tensor; integers have a range."""
-        integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype != torch.bool
+        integer = not is_inexact(tensor.dtype) and tensor.dtype != torch.bool
         bounds = (int(tensor.min()), int(tensor.max())) if integer and tensor.numel() else (0, 1)
         return cls(tuple(tensor.shape), tensor.dtype, *bounds)
 
     def draw(self, generator: torch.Generator, *, positive: bool = False) -> Tensor:
         """Return a random tensor like it."""
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            drawn = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        if is_inexact(self.dtype):
+            drawn = torch.randn(self.shape, generator=generator, dtype=in_double(self.dtype))
             return (drawn.abs() + 0.5 if positive else drawn).to(self.dtype)
         if self.dtype == torch.bool:
             return torch.rand(self.shape, generator=generator) < 0.8
@@ -107,7 +107,7 @@ def find_signatures(call: Call, ins: Sequence[Sample], outs: Sequence[Sample], n
         same = ins[0].shape == outs[0].shape and len(ins) == 1
         return proposed + [Signature((cut,), (cut,)) for cut in cuts if same]
     still = call.with_changed(RANDOM[name], 0.0) if name in RANDOM else None
-    doubled = [s._replace(dtype=torch.float64) if s.dtype.is_floating_point else s for s in ins]
+    doubled = [s._replace(dtype=in_double(s.dtype)) for s in ins]
     trial = _Trial((still or call).in_double(), doubled, outs, num_ranks)
     if not trial.runs:  # in fp64
         trial = _Trial(still or call, ins, outs, num_ranks)
@@ -138,14 +138,14 @@ class _Trial:
                     or [Sample.of(t).shape for t in made] != [o.shape for o in outs]
                 ):
                     return
-                if all(bool(torch.isfinite(t).all()) for t in made if t.dtype.is_floating_point):
+                if all(bool(torch.isfinite(t).all()) for t in made if is_inexact(t.dtype)):
                     break
             self._runs.append((given, made))
         self.runs = True
         self.proves = all(
             t.numel() < 2 or bool((t != t.flatten()[0]).any()) for _, made in self._runs for t in made[:1]
         )
-        self._is_float = [t.dtype.is_floating_point for t in made]
+        self._is_inexact = [is_inexact(t.dtype) for t in made]
 
     def _run(self, tensors: Sequence[Tensor], variant: str) -> list[Tensor] | None:
         try:
@@ -198,8 +198,8 @@ class _Trial:
             candidates = fitting if candidates is None else [a & b for a, b in zip(candidates, fitting, strict=True)]
         assert candidates is not None
         outs = []
-        for fitting_forms, is_float in zip(candidates, self._is_float, strict=True):
-            if is_float:
+        for fitting_forms, rounds in zip(candidates, self._is_inexact, strict=True):
+            if rounds:
                 fitting_forms = {form for form in fitting_forms if not form.is_entire}
             if not fitting_forms:
                 return None
@@ -221,14 +221,15 @@ def _shaped(part: Sequence[int], entire: Sequence[int], num_ranks: int) -> Itera
 
 
 def _equal(parts: Sequence[Tensor], form: Form, entire: Tensor) -> bool:
-    if not entire.numel() or (form.kind == "P" and not entire.dtype.is_floating_point):
+    if not entire.numel() or (form.kind == "P" and not is_inexact(entire.dtype)):
         return False
     if form.is_entire and not all(torch.equal(part, parts[0]) for part in parts):
         return False
     made = joined(parts, form)
-    if not entire.dtype.is_floating_point:
+    if not is_inexact(entire.dtype):
         return torch.equal(made, entire)
-    rounds = entire.dtype != torch.float64 or torch.equal(entire.float().double(), entire)
+    single = torch.complex64 if entire.is_complex() else torch.float32
+    rounds = entire.dtype != in_double(entire.dtype) or torch.equal(entire.to(single).to(entire.dtype), entire)
     tolerance = 1e-5 if rounds else 1e-11
     return torch.allclose(made, entire, rtol=tolerance, atol=tolerance * max(scale_of(entire), 1e-3), equal_nan=True)
 
@@ -247,7 +248,7 @@ def _combinations(ins: Sequence[Sample], num_ranks: int) -> Iterator[tuple[Form,
         for sample in ins:
             cuts = [Form("S", dim, runs) for dim, size in enumerate(sample.shape)
                     if is_cut(size, Form("S", dim, runs), num_ranks)]  # fmt: skip
-            summand = [SUMMAND] if runs == 1 and sample.dtype.is_floating_point else []
+            summand = [SUMMAND] if runs == 1 and is_inexact(sample.dtype) else []
             choices.append([ENTIRE, *cuts, *summand])
         tried = itertools.product(*choices) if len(ins) <= MAX_FREE_INPUTS else iter(_alike(choices))
         for forms in tried:

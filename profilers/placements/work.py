@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ...schema.errors import ConfigError
 from ...schema.placement_forms import ENTIRE, REPEATED, Form
 from ...schema.placements import OperatorWork, UnitWork, WholeUnit
-from ..module.trials import failure
+from ..module.trials import copy_of, failure
 from ..module.units import Unit, find_units, sample_run, seeded
 from .export import UnitGraph, Value, export_unit, skeleton
 from .fidelity import require_equal_to_code
@@ -101,7 +100,7 @@ def trace_units(
     Args:
         module: is run once, in training mode without its dropout; one on the meta device as a copy with random parameters.
     """
-    module = copy.deepcopy(module)
+    module = copy_of(module)
     if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
         seeded(module)
     module.train()
@@ -213,7 +212,7 @@ def unit_work(
     ]
     return UnitWork(
         paths=tuple(traced.paths), num_ranks=num_ranks, num_samples=_num_samples(traced), operators=tuple(operators),
-        outs=tuple((v.node, v.idx) for o in graph.outputs if isinstance(o, fx.Node) for v in (graph.value_of(o),)),
+        outs=tuple((v.node, v.idx) for v in map(graph.value_of, graph.ends)),
         described=tuple(entire.described),
         parameters=tuple((name, path) for name, path in graph.state.items() if name in forms),
         trained_inputs=tuple(isinstance(v, Tensor) and v.requires_grad for v in map(traced.given.get, graph.inputs)),

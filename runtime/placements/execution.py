@@ -174,7 +174,16 @@ class _PlacedUnit:
             else out
             for out in graph.outputs
         ]
+        self._write(graph, program, values)
         return tree_unflatten(outs, graph.out_spec)
+
+    @torch.no_grad()
+    def _write(self, graph: UnitGraph, program: _Program, values: dict[tuple[Value, Form], Any]) -> None:
+        """Let buffers become what the call makes of them, the same on every rank."""
+        for path, node in graph.written.items():
+            value = graph.value_of(node)
+            owner, attribute = _owner(self._unit, path)
+            getattr(owner, attribute).copy_(self._read(values, value, program.forms[value], ENTIRE))
 
     def _read(self, values: dict[tuple[Value, Form], Any], value: Value, made: Form, form: Form) -> Any:
         if (value, form) not in values:
@@ -242,7 +251,7 @@ class _PlacedUnit:
         forms = {Value(name): ENTIRE for name in (*graph.inputs, *graph.constants)}
         forms |= {Value(name): of_path.get(path, ENTIRE) for name, path in graph.state.items()}
         last: dict[Value, int] = {}
-        ends = {graph.value_of(out) for out in graph.outputs if isinstance(out, torch.fx.Node)}
+        ends = set(map(graph.value_of, graph.ends))
         steps: list[_Step] = []
         device = next(self._unit.parameters()).device
         graph.constants = {name: constant.to(device) for name, constant in graph.constants.items()}

@@ -145,3 +145,53 @@ def test_placements_of_a_known_model_are_refused() -> None:
     refused = CliRunner().invoke(app, ["explain", "plan.json", "--placements"])
     assert refused.exit_code == 2
     assert "was not traced from code" in refused.stderr
+
+
+BUILT = """
+import torch
+from torch import nn
+
+class Raises(nn.Module):
+    def __init__(self):
+        super().__init__()
+        raise RuntimeError("no licence")
+
+class Endless(nn.Module):
+    def __init__(self):
+        self.__init__()
+
+class Tables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rates = torch.linspace(0, 1, 3).numpy()
+        self.register_buffer("order", torch.arange(8).flip(0))
+        tied = nn.Parameter(torch.randn(8, 8))
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first.weight = self.last.weight = tied
+    def forward(self, x):
+        assert int(self.order[0]) == 7
+        x = self.first(x[..., self.order])
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+"""
+
+
+@pytest.mark.usefixtures("_package")
+@pytest.mark.parametrize(("name", "why"), [("Raises", "RuntimeError: no licence"), ("Endless", "RecursionError")])
+def test_constructors_that_fail_say_where(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "built_by_tests.py").write_text(BUILT)
+    sys.modules.pop("built_by_tests", None)
+    with pytest.raises(ConfigError, match=rf"{why}.*\(built_by_tests.py, line "):
+        resolve_model(f"built_by_tests:{name}", 5, "batch.py")
+
+
+@pytest.mark.usefixtures("_package")
+def test_buffers_and_what_is_tied_are_as_the_constructor_made_them(tmp_path: Path) -> None:
+    (tmp_path / "built_by_tests.py").write_text(BUILT)
+    sys.modules.pop("built_by_tests", None)
+    spec = resolve_model("built_by_tests:Tables", 5, "batch.py")
+    assert spec.num_params == 64 + 2 * 8 + 2 * 72
+    assert spec.code is not None
+    assert not spec.code.unplaced
