@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TRIED = "A first line, of two words.\n\n\u00e9\U0001f600 1,234\t"
-_MOST_GROWTH = 2**10
+_MAX_GROWTH = 2**10
 """How many times as long a text may become: 16 by what byte-level tokenizers (GPT-2, Llama 3) say."""
 
 
@@ -39,8 +39,8 @@ def open_tokenizer(file: Path) -> Tokenizer:
     text = read_text(file)
     with refused(f"{file} is not a tokenizer that works"), _silent():
         content = json.loads(text)
-        if prod(_growth(content.get(stage)) for stage in ("normalizer", "pre_tokenizer", "decoder")) > _MOST_GROWTH:
-            raise ConfigError(f"{file} makes a text more than {_MOST_GROWTH} times as long")
+        if prod(_growth(content.get(stage)) for stage in ("normalizer", "pre_tokenizer", "decoder")) > _MAX_GROWTH:
+            raise ConfigError(f"{file} makes a text more than {_MAX_GROWTH} times as long")
         tokenizer = Tokenizer.from_str(text)
         tokenizer.encode(_TRIED)
         tokenizer.encode_batch([_TRIED, ""], add_special_tokens=False)

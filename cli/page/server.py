@@ -94,14 +94,14 @@ class LoopbackOnly:
         return None
 
 
-def user_of(port: int, own_port: int) -> int | None:
+def user_of(port: int, server_port: int) -> int | None:
     """Return whose connection from a port of the loopback to ours is; None where the kernel does not say."""
     try:
         lines = Path("/proc/net/tcp").read_text("ascii").splitlines()[1:]
     except OSError:
         return None
     loopback = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}"
-    ends = f"{loopback}:{port:04X}", f"{loopback}:{own_port:04X}"
+    ends = f"{loopback}:{port:04X}", f"{loopback}:{server_port:04X}"
     users = (int(fields[7]) for fields in map(str.split, lines) if (fields[1], fields[2]) == ends)
     return next(users, -1)
 

@@ -37,6 +37,12 @@ def connections_within(*, head_s: float, unread_s: float, limit: int) -> type[H1
                 if timer is not None:
                     timer.cancel()
 
+        def send_400_response(self, msg: str) -> None:
+            try:
+                super().send_400_response(msg)
+            except h11.LocalProtocolError:  # a part of an answer is on its way
+                cast("asyncio.Transport", self.transport).abort()
+
         def pause_writing(self) -> None:
             super().pause_writing()  # type: ignore[no-untyped-call]
             self._watch_reader()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +393,18 @@ def test_a_connection_whose_answers_are_not_read_is_closed() -> None:
         with pytest.raises(ConnectionError):
             while True:
                 lazy.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100)
+
+
+def test_a_body_that_breaks_off_after_its_refusal_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    with served() as (_, port), socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head)
+        assert client.recv(100).startswith(b"HTTP/1.1 415")
+        with suppress(ConnectionError):
+            client.sendall(b"zz\r\n")
+            while client.recv(2**16):
+                pass
+    assert not caplog.records
 
 
 def test_bodies_in_hand_are_bounded_together() -> None:
