@@ -30,7 +30,7 @@ def test_a_plan_is_shown_written_and_explained(tmp_path: Path) -> None:
         "devices",
         "within 20 ms at p90",
         "binds",
-        "none of this space has better",
+        "none of this space needs fewer than",
         "runner-ups",
     ):
         assert words in result.stdout
