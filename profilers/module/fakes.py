@@ -130,17 +130,17 @@ def batch_norms(module: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def of_one_sample(module: nn.Module) -> Iterator[list[nn.Module]]:
     """Let batch norms that get one value of a channel, of which there are no statistics, use those that they keep; yield them."""
-    alone = list[nn.Module]()
+    evaluated = list[nn.Module]()
 
     def enter(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         if args[0].numel() == args[0].shape[1] and getattr(norm, "track_running_stats", False):
-            alone.append(norm.eval())
+            evaluated.append(norm.eval())
 
     with ExitStack() as stack:
         for norm in batch_norms(module).values():
             stack.enter_context(norm.register_forward_pre_hook(enter))
             stack.enter_context(norm.register_forward_hook(lambda norm, *_: norm.train() and None))
-        yield alone
+        yield evaluated
 
 
 @contextmanager

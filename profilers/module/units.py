@@ -149,8 +149,11 @@ def _add_gradients(call: Any, later: Any) -> None:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a tensor that is a leaf with the same flag."""
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    """Return a copy of a tensor that is a leaf with the same flag, laid out as a graph is traced at run time."""
+    if not isinstance(value, Tensor):
+        return value
+    copy = value.detach().clone(memory_format=torch.contiguous_format)
+    return copy.requires_grad_(value.requires_grad)
 
 
 def seeded(module: nn.Module) -> None:
