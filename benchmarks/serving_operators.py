@@ -33,7 +33,7 @@ DTYPES = {"fp4": "nvfp4", "fp8-block": "fp8", "int4-weights": "int4"}
 PUBLISHED = {"gpt-oss-120b": "mxfp4"}
 """Type of models that are published in one alone; the tables call every 4-bit format nvfp4."""
 PROFILED = ("vllm", "sglang", "trtllm")
-OFFLINE_HOSTS = {"vLLM": (1.21e-3, 90e-6), "TensorRT-LLM": (1.16e-3, 20e-6)}
+OFFLINE_HOSTS = {"vLLM": (1.13e-3, 87e-6), "TensorRT-LLM": (1.25e-3, 20e-6)}
 """Seconds of a step and of a sequence in it, of loops without a server, on A100 [fitted: python -m meshwright.fitting hosts
 STATIC_BATCHES.csv]."""
 
