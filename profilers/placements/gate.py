@@ -21,7 +21,7 @@ from ..module.trials import first_line
 from .export import UnitGraph, Value
 from .localise import Call, in_double, is_inexact, tensors_of
 from .parts import converted, joined, part_of
-from .signatures import RANDOM, Signature, scale_of, short_name
+from .signatures import RANDOM, Signature, largest, scale_of, short_name
 
 DRAWN = ("rand", "bernoulli", "multinomial", "normal", "empty")
 """Operators whose values nothing determines."""
@@ -161,8 +161,8 @@ def why_wrong(
     ends = [_read(parts, value, forms[value], ENTIRE) for value in map(graph.value_of, graph.ends)]
     if (by_itself := _wrong_backward(graph, placed, unsplit, num_ranks, right_backward)) is not None:
         return by_itself
-    wrong, largest = _worst_gradient(unsplit, ends, inputs, parameters)
-    return wrong if largest > TOLERANCE else None  # one that is small next to the largest may be rounding
+    wrong, worst = _worst_gradient(unsplit, ends, inputs, parameters)
+    return wrong if worst > TOLERANCE else None  # one that is small next to the largest may be rounding
 
 
 def text(signature: Signature) -> str:
@@ -216,12 +216,12 @@ def _difference(parts: Sequence[Tensor], form: Form, entire: Tensor) -> float:
         of_ranks = parts if form.is_entire else [joined(parts, form)]
         if not is_inexact(entire.dtype):
             return max(float(not torch.equal(part, entire)) for part in of_ranks)
-        finite, scale = torch.isfinite(entire), max(scale_of(entire), 1e-6)
-        return max(_largest(((part - entire).abs() / (scale + entire.abs()))[finite]) for part in of_ranks)
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0
+        scale = max(scale_of(entire), 1e-6)
+        of_scale = max(largest(part - entire) for part in of_ranks) / scale
+        if of_scale <= TOLERANCE:  # not so where an entry is infinite or NaN
+            return of_scale
+        finite = torch.isfinite(entire)
+        return max(largest(((part - entire).abs() / (scale + entire.abs()))[finite]) for part in of_ranks)
 
 
 def _worst_gradient(
@@ -236,16 +236,16 @@ def _worst_gradient(
         for part in end if part.requires_grad
     ]  # fmt: skip
     torch.autograd.backward([tensor for tensor, _ in flat], [seed for _, seed in flat])
-    largest = max(max(map(_largest, unsplit.gradients.values()), default=0.0), 1e-12)
+    of_all = max(max(map(largest, unsplit.gradients.values()), default=0.0), 1e-12)
     wrong, worst = None, 0.0
     for name, expected in unsplit.gradients.items():
         form = parameters.get(name, ENTIRE)
         gradients = [part.grad if part.grad is not None else torch.zeros_like(part) for part in inputs[name]]
         wholes = gradients if form.is_entire else [joined(gradients, form)]
-        error = max(_largest(gradient - expected) for gradient in wholes)
-        if error > TOLERANCE * max(_largest(expected), TOLERANCE * largest) and error / largest >= worst:
-            wrong = Wrong("", f"the gradient of {name}, {form}, differs by {error / largest:.1e} of the largest")
-        worst = max(worst, error / largest)
+        error = max(largest(gradient - expected) for gradient in wholes)
+        if error > TOLERANCE * max(largest(expected), TOLERANCE * of_all) and error / of_all >= worst:
+            wrong = Wrong("", f"the gradient of {name}, {form}, differs by {error / of_all:.1e} of the largest")
+        worst = max(worst, error / of_all)
     return wrong, worst
 
 

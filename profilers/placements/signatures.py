@@ -12,6 +12,7 @@ What a trial cannot prove is not tried: random operators, those that change runn
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -236,9 +237,20 @@ def _equal(parts: Sequence[Tensor], form: Form, entire: Tensor) -> bool:
 
 def scale_of(entire: Tensor) -> float:
     """Return the largest entry, without those that stand for infinity in masks: next to them every difference is small."""
+    if (of_all := largest(entire)) < MASKED:
+        return of_all
     entries = entire.detach().abs()
-    entries = entries[torch.isfinite(entries) & (entries < MASKED)]
-    return float(entries.max()) if entries.numel() else 0.0
+    return largest(entries[torch.isfinite(entries) & (entries < MASKED)])
+
+
+def largest(values: Tensor) -> float:
+    """Return the largest entry by its absolute value; infinity where one is NaN."""
+    if not values.numel():
+        return 0.0
+    values = values.detach()
+    low, high = torch.aminmax(values.abs() if values.is_complex() else values)
+    entry = max(-float(low), float(high))
+    return math.inf if math.isnan(entry) else entry
 
 
 def _combinations(ins: Sequence[Sample], num_ranks: int) -> Iterator[tuple[Form, ...]]:
