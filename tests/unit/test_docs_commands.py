@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 GENERATE = ROOT / "docs" / "generate"
-sys.path.append(str(GENERATE))
+sys.path.insert(0, str(GENERATE))
 
 import annotated_plan  # noqa: E402
 import pages  # noqa: E402

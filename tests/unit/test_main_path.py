@@ -10,7 +10,7 @@ from types import FrameType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FILES = 69
+MAX_FILES = 70
 """Files of ours in which a function runs during one `plan`, imports not counted."""
 
 

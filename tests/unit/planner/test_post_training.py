@@ -174,7 +174,7 @@ def test_runner_ups_are_other_partitions_and_slower(planned: RlPlan) -> None:
 
 
 def test_a_plan_for_cpus_is_one_that_is_run() -> None:
-    model = tiny_model(num_blocks=2, hidden_dim=64, ffn_dim=128, head_dim=16)
+    model = tiny_model(num_blocks=2, hidden_dim=64, ffn_dim=128, head_dim=16).replace(max_seq_len=256)
     for placement in ("colocated", "split"):
         work = workload(
             "critic", "reference", model=model, algorithm="ppo", placement=placement, precision="fp32",
