@@ -34,7 +34,7 @@ from ..schema.layers import (
 from ..schema.model import ModelSpec
 from ..schema.traced import CodeFacts, Traced, TracedSplit
 from .module.counts import Counts, tensors_in
-from .module.fakes import batch_norms, know, of_one_sample, on_fakes, without_caches
+from .module.fakes import batch_norms, know, of_one_sample, on_fakes
 from .module.split_rules import Rule
 from .module.splits import Splits, storage_key
 from .module.stages import described_sample, why_not_cut
@@ -242,7 +242,7 @@ class _Tracer:
             counting.close()
             self._require_calls()
             self.seq_len, self.width = _tokens_and_width(_hidden(self._calls[self.blocks[0]]))
-        with without_caches(self._model), self._mode:  # no shapes need to be told, no calls to be noted
+        with on_fakes(self._model, self._mode):
             self._require_backward(output)
 
     def _require_calls(self) -> None:
