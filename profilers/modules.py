@@ -33,6 +33,7 @@ from ..schema.layers import (
 )  # fmt: skip
 from ..schema.model import ModelSpec
 from ..schema.traced import CodeFacts, Traced, TracedSplit
+from ..schema.units import counted
 from .module.counts import Counts, tensors_in
 from .module.fakes import batch_norms, know, of_one_sample, on_fakes
 from .module.split_rules import Rule
@@ -399,8 +400,11 @@ class _Tracer:
 def _coupling(model: nn.Module) -> str:
     """Return what couples the samples of a batch."""
     norms = batch_norms(model)
-    first = next(iter(norms), "")
-    return f"{first} and {len(norms) - 1} more batch norms take the statistics of each micro-batch" if norms else ""
+    return (
+        f"{next(iter(norms))}, of {counted(len(norms), 'batch norm')}, takes the statistics of each micro-batch"
+        if norms
+        else ""
+    )
 
 
 def _unpacked(saved: tuple[Tensor, int]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat
 
-from .base import Count, Frozen
+from .base import Count, Frozen, reason_of
 from .errors import ConfigError
 from .units import FloatArray, parse_count
 
@@ -74,7 +74,7 @@ def parse_fine_tuning(text: str) -> FineTuning:
         given: dict[str, Any] = {key: parse_count(value) for key, value in fields.items() if key != "on"}
         return FineTuning(**given | ({"on": fields["on"]} if "on" in fields else {}))
     except (ValueError, ConfigError) as error:
-        reason = error.message.removeprefix("FineTuning: ") if isinstance(error, ConfigError) else str(error)
+        reason = reason_of(error, FineTuning)
         raise ConfigError(f"--finetune {text!r}: {reason}", help=_TUNING_EXAMPLE) from error
 
 
@@ -93,5 +93,5 @@ def parse_adapters(text: str) -> Adapters:
         given |= {"on": fields["on"]} if "on" in fields else {}
         return Adapters(count=parse_count(fields["n"]), rank=parse_count(fields["rank"]), **given)
     except (ValueError, ConfigError) as error:
-        reason = error.message.removeprefix("Adapters: ") if isinstance(error, ConfigError) else str(error)
+        reason = reason_of(error, Adapters)
         raise ConfigError(f"--adapters {text!r}: {reason}", help=_EXAMPLE) from error

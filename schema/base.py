@@ -273,6 +273,11 @@ def _config_error(kind: str, error: ValidationError) -> ConfigError:
     return ConfigError(f"{kind} has {len(lines)} wrong fields", details=lines)
 
 
+def reason_of(error: ValueError | ConfigError, document: type[Frozen]) -> str:
+    """Return what is wrong with the text of an option, without the name of what it makes."""
+    return error.message.removeprefix(f"{document.__name__}: ") if isinstance(error, ConfigError) else str(error)
+
+
 def _describe(item: Any) -> str:
     where = ".".join(str(part) for part in item["loc"])
     text = str(item["msg"]).removeprefix("Value error, ")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .base import Frozen
+from .base import Frozen, reason_of
 from .errors import ConfigError
 from .units import format_percent
 
@@ -57,7 +57,5 @@ def parse_experts_on_host(text: str) -> ExpertsOnHost | None:
         given |= {"predicted": float(fields["predicted"])} if "predicted" in fields else {}
         return ExpertsOnHost(**given)
     except (ValueError, ConfigError) as error:
-        reason = (
-            error.message.removeprefix("ExpertsOnHost: ") if isinstance(error, ConfigError) else "shares are numbers"
-        )
+        reason = reason_of(error, ExpertsOnHost)
         raise ConfigError(f"--experts-on-host {text!r}: {reason}", help=_EXAMPLE) from error

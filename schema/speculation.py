@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .base import Count, Frozen
+from .base import Count, Frozen, reason_of
 from .errors import ConfigError
 
 SpeculationMethod = Literal["mtp", "eagle3", "draft"]
@@ -77,5 +77,5 @@ def parse_speculation(text: str) -> Speculation:
             model=fields.get("model"),
         )
     except (ValueError, ConfigError) as error:
-        reason = error.message.removeprefix("Speculation: ") if isinstance(error, ConfigError) else str(error)
+        reason = reason_of(error, Speculation)
         raise ConfigError(f"--speculate {text!r}: {reason}", help=_EXAMPLE) from error

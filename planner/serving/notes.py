@@ -10,9 +10,7 @@ from ...cost_models.coefficients import packaged_coefficients
 from ...cost_models.hardware.host_memory import host_weight_rates
 from ...cost_models.serving.host_experts import resident_hits
 from ...cost_models.serving.shares import EIGHTHS
-from ...schema.serving_plan import (
-    layout_title,
-)
+from ...schema.serving_plan import layout_title
 from ...schema.units import GB, counted, format_bytes, format_percent, format_seconds
 from ..request import PlanRequest
 from ..tasks.serving import ServingProblem

@@ -45,7 +45,7 @@ def moved(value: Tensor, source: Form, target: Form, group: dist.ProcessGroup) -
     """Return the values of one form as those of another, without a gradient."""
     if (
         value.is_complex()
-    ):  # not every backend sends complex numbers; dimensions count from the first, so one behind is no matter
+    ):  # not every backend sends them; dimensions count from the first, which one behind leaves alone
         pairs = moved(torch.view_as_real(value.resolve_conj()), source, target, group)
         return torch.view_as_complex(pairs.contiguous())
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)

@@ -212,4 +212,4 @@ def test_batch_norms_are_said_to_couple_samples_and_take_two_of_single_rows() ->
     assert (rows.code.min_samples, places.code.min_samples) == (2, 1)
     found = plan(rows, cpu_cluster(2), Workload(seq_len=1, global_batch_size=4, precision="fp32"))
     assert found.layout.micro_batch_size >= 2
-    assert any("batch norms take the statistics of each micro-batch" in note for note in found.notes)
+    assert any("batch norms, takes the statistics of each micro-batch" in note for note in found.notes)
