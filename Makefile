@@ -1,5 +1,6 @@
 # make demo   plan a small published model for this machine and train it with that plan
 # make test   run the short tier of the test suite, in about nine minutes on two cores
+# make test-long  run what CI runs: all but further instances of the same checks
 # make test-all   run all of it
 # make test-failed  run what failed last time once more, one test at a time
 # make check  lint, types, and words that the glossary replaces
@@ -18,7 +19,7 @@ SOURCES := pyproject.toml $(shell find api schema profilers cost_models solvers 
 DEMO_MODEL ?= smollm2-135m
 DEMO_STEPS ?= 36
 
-.PHONY: demo test test-all test-failed check docs site clean
+.PHONY: demo test test-long test-all test-failed check docs site clean
 
 demo: $(VENV)/installed
 	mkdir -p demo
@@ -28,7 +29,10 @@ demo: $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile tests
 
 test: $(VENV)/installed-test
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not nightly"
+
+test-long: $(VENV)/installed-test
+	$(PYTEST) -m "not nightly"
 
 test-all: $(VENV)/installed-test
 	$(PYTEST)

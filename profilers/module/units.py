@@ -6,7 +6,7 @@ one kind (class, sizes, settings, and what they are called with) share a placeme
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,11 +42,15 @@ class Unit:
             (name, key, value)
             for name, part in self.module.named_modules()
             for key, value in sorted(vars(part).items())
-            if isinstance(value, str | int | float) and not key.startswith("_") and not key.endswith(("_idx", "_id"))
+            if _is_setting(value) and not key.startswith("_") and not key.endswith(("_idx", "_id"))
         ]
         return (
             f"{type(self.module).__qualname__} {shapes} {settings} {sorted(self.read_outside)} {described(self.call)}"
         )
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, str | int | float) or (isinstance(value, tuple | list) and all(map(_is_setting, value)))
 
 
 def described(call: Any) -> str:
@@ -109,13 +113,22 @@ class _Watch(TorchFunctionMode):
         return made
 
 
-def sample_run(module: nn.Module, units: Sequence[Unit], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def sample_run(
+    module: nn.Module, units: Sequence[Unit], args: Sequence[Any], kwargs: Mapping[str, Any], *, each: bool = False
+) -> None:
     """Run a module once and note what its units are called with, and what of theirs is read outside of them.
 
-    Parameters must have values; those of a module on the meta device are given random ones first (gate.py).
+    Parameters on the meta device are given values where their unit runs.
+
+    Args:
+        each: run every unit. Unset, one of a kind that has run puts out what that one did: most models stand this, and 48 blocks
+            take as long as one.
     """
-    running: list[Unit] = []
+    running, values = list[Unit](), Values()
+    inside = {part for unit in units for part in unit.module.modules()}
+    values.give(part for part in module.modules() if part not in inside)
     owners = {id(p): (unit, name) for unit in units for name, p in unit.module.named_parameters()}
+    outputs: dict[str, Any] = {}
     with ExitStack() as stack:
         for config in caching_configs(module):
             config.use_cache = False
@@ -133,10 +146,33 @@ def sample_run(module: nn.Module, units: Sequence[Unit], args: Sequence[Any], kw
             def leave(*_: Any) -> None:
                 running.pop()
 
+            def run(*given: Any, unit: Unit = unit, forward: Any = unit.module.forward, **named: Any) -> Any:
+                kind = "" if each or unit.num_calls != 1 else unit.kind
+                if kind and kind in outputs:
+                    return tree_map(_cloned, outputs[kind])
+                values.give(unit.module.modules())
+                owners.update({id(p): (unit, name) for name, p in unit.module.named_parameters()})
+                made = forward(*given, **named)
+                if kind:
+                    outputs[kind] = made
+                return made
+
+            stack.callback(_restore, unit.module, vars(unit.module).get("forward"))
+            unit.module.forward = run
             stack.callback(unit.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(unit.module.register_forward_hook(leave).remove)
         stack.enter_context(_Watch(owners, running))
         module(*args, **kwargs)
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    del module.forward
+    if forward is not None:
+        module.forward = forward
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _add_gradients(call: Any, later: Any) -> None:
@@ -156,25 +192,26 @@ def copied(value: Any) -> Any:
     return copy.requires_grad_(value.requires_grad)
 
 
-def seeded(module: nn.Module) -> None:
-    """Give what is on the meta device of a module values on the CPU, in place: parameters random ones, buffers ones; for trials."""
-    generator = torch.Generator().manual_seed(0)
+class Values:
+    """Gives what is on the meta device values on the CPU, for trials: parameters random ones, buffers ones; tied ones stay one."""
 
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    owners: list[dict[str, Any]] = [
-        tensors for part in module.modules() for tensors in (part._parameters, part._buffers)
-    ]
-    for tensors in owners:
-        for name, tensor in tensors.items():
-            if tensor is None or not tensor.is_meta:
-                continue
-            if id(tensor) not in made:  # tied ones stay one
-                made[id(tensor)] = tensor, _valued(tensor, generator)
-            tensors[name] = made[id(tensor)][1]
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def give(self, parts: Iterable[nn.Module]) -> None:
+        """Change the tensors of modules, not of what is inside of these, in place."""
+        for part in parts:
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if id(tensor) not in self._made:
+                        self._made[id(tensor)] = tensor, self._valued(tensor)
+                    tensors[name] = self._made[id(tensor)][1]
 
-def _valued(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return torch.ones_like(tensor, device="cpu")
-    drawn = torch.empty_like(tensor, device="cpu").normal_(0, 0.05, generator=generator)
-    return nn.Parameter(drawn, tensor.requires_grad)
+    def _valued(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return torch.ones_like(tensor, device="cpu")
+        drawn = torch.empty_like(tensor, device="cpu").normal_(0, 0.05, generator=self._generator)
+        return nn.Parameter(drawn, tensor.requires_grad)

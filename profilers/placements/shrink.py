@@ -2,7 +2,8 @@
 
 What an operator can do on parts follows from which sizes are alike and which divide, not from how large they are. So all sizes from
 some limit on are divided by one number, where that changes no divisibility and makes no two sizes alike; the limit separates widths
-from counts (of heads, of samples). The smaller graph must run and make every value in its smaller size, or sizes stay as they are.
+from counts (of heads, of samples). A size that is no product of others (a vocabulary of 50,257) may become a small one by itself.
+The smaller graph must run and make every value in its smaller size, or sizes stay as they are.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ FEW = 2**16
 """Elements of all values, parameters and inputs together that need no shrinking."""
 
 FACTORS = (64, 32, 16, 8, 4, 2)
+
+ALONE = 1024
+"""Sizes above it may change by themselves; what is below is cheap."""
 
 
 def shrunk(graph: UnitGraph, given: Mapping[str, Any], num_ranks: int) -> tuple[UnitGraph, dict[str, Any]]:
@@ -60,13 +64,23 @@ def _maps(sizes: list[int], num_ranks: int) -> Iterator[dict[int, int]]:
             )
             if large and divide_alike and remaining.isdisjoint(smaller.values()) and min(smaller.values()) > 1:
                 yield smaller
+    for size in sizes:
+        divisor = math.gcd(size, parts)
+        alike = (n for n in range(3 * divisor, size, divisor) if math.gcd(n, parts) == divisor and n not in sizes)
+        if size > ALONE and (alone := next(alike, 0)):
+            yield {size: alone}
 
 
 def _resized(value: Any, smaller: Mapping[int, int]) -> Any:
     if not isinstance(value, Tensor):
         return smaller.get(value, value) if type(value) is int else value
     part = value.detach()[tuple(slice(smaller.get(size, size)) for size in value.shape)].clone()
-    if not part.is_floating_point() and part.dtype != torch.bool and part.numel() and int(part.max()) >= min(smaller):
+    if (
+        not part.is_floating_point()
+        and part.dtype != torch.bool
+        and part.numel()
+        and int(part.max()) >= min(smaller.values())
+    ):
         part = part % min(smaller.values())  # indices into what is smaller now
     return part.requires_grad_(value.requires_grad)
 

@@ -17,7 +17,7 @@ from ...schema.errors import ConfigError
 from ...schema.placement_forms import ENTIRE, REPEATED, Form
 from ...schema.placements import OperatorWork, UnitWork, WholeUnit
 from ..module.trials import copy_of, failure
-from ..module.units import Unit, find_units, sample_run, seeded
+from ..module.units import Unit, Values, find_units, sample_run
 from .export import UnitGraph, Value, export_unit, skeleton
 from .fidelity import require_equal_to_code
 from .gate import proved, text
@@ -100,15 +100,7 @@ def trace_units(
     Args:
         module: is run once, in training mode without its dropout; one on the meta device as a copy with random parameters.
     """
-    module = copy_of(module)
-    if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-        seeded(module)
-    module.train()
-    units, unplaced = find_units(module), list[WholeUnit]()
-    try:
-        sample_run(module, units, args, kwargs)
-    except Exception as error:  # the module's own code
-        raise ConfigError(f"{type(module).__name__} does not run on the sample: {failure(module, error)}") from None
+    units, unplaced = _called_units(module, args, kwargs), list[WholeUnit]()
     kinds: dict[str, TracedUnit | str] = {}
     for unit in units:
         why = "it is not called with this sample" if unit.call is None else ""
@@ -126,10 +118,24 @@ def trace_units(
     return [traced for traced in kinds.values() if isinstance(traced, TracedUnit)], unplaced
 
 
+def _called_units(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Unit]:
+    """Return the units of a copy of a module with what they are called with; each is run where one of a kind does not do."""
+    for each in (False, True):
+        copy = copy_of(module).train()
+        units = find_units(copy)
+        try:
+            sample_run(copy, units, args, kwargs, each=each)
+            return units
+        except Exception as error:  # the module's own code
+            why = failure(copy, error)
+    raise ConfigError(f"{type(module).__name__} does not run on the sample: {why}")
+
+
 def _traced(unit: Unit) -> TracedUnit | str:
-    assert unit.call is not None
+    Values().give(unit.module.modules())
     try:
-        graph, given = _graph_of(unit)
+        graph = _graph_of(unit)
+        given = _proved_equal(graph, unit)
     except ConfigError as error:
         return error.message
     if not any(node for node in graph.nodes):
@@ -138,24 +144,28 @@ def _traced(unit: Unit) -> TracedUnit | str:
     traced = TracedUnit([], graph, given, unit.module, read_outside)
     unit.module.eval()
     with suppress(ConfigError):
-        evaluated, given = _graph_of(unit)
+        evaluated = _graph_of(unit)
         if skeleton(evaluated.described) != skeleton(graph.described):
+            given = _proved_equal(evaluated, unit)
             traced.evaluation = TracedUnit(traced.paths, evaluated, given, unit.module, read_outside)
     unit.module.train()
     return traced
 
 
-def _graph_of(unit: Unit) -> tuple[UnitGraph, dict[str, Any]]:
-    """Return the graph of a unit's call, and the values of its placeholders.
+def _graph_of(unit: Unit) -> UnitGraph:
+    assert unit.call is not None
+    return export_unit(unit.module, *unit.call, path=unit.path)
+
+
+def _proved_equal(graph: UnitGraph, unit: Unit) -> dict[str, Any]:
+    """Return the values of the placeholders of a unit's graph, which computes what its code does.
 
     Raises:
-        ConfigError: there is none that computes what the unit's code does.
+        ConfigError: it computes something else.
     """
-    assert unit.call is not None
-    graph = export_unit(unit.module, *unit.call, path=unit.path)
     given = bind(graph, unit.module, unit.call)
     require_equal_to_code(graph, unit.module, unit.call, given)
-    return graph, given
+    return given
 
 
 def bind(graph: UnitGraph, module: nn.Module, call: Any) -> dict[str, Any]:

@@ -82,12 +82,16 @@ class Case:
 
 
 def by_world_size(*groups: Sequence[Any], long_from: int = 4) -> list[ParameterSet]:
-    """Return groups of setups as test parameters, those of ``long_from`` ranks and more for the long tier."""
+    """Return groups of setups as test parameters: from ``long_from`` ranks on of the long tier, of eight for the night."""
     sizes = [group[0].layout.world_size for group in groups]
     return [
-        pytest.param(group, id=f"{size} ranks", marks=[pytest.mark.long] if size >= long_from else [])
+        pytest.param(group, id=f"{size} ranks", marks=_tier(size, long_from))
         for group, size in zip(groups, sizes, strict=True)
     ]
+
+
+def _tier(size: int, long_from: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.nightly] if size >= 8 else [pytest.mark.long] if size >= long_from else []
 
 
 @dataclass

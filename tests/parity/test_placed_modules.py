@@ -20,13 +20,21 @@ PARTLY = ("qwen2_vl", "shared", "rounding")
 """More on both ranks: a tower that is not called, an embedding read outside of it, blocks with a torch.autograd.Function."""
 
 
+OTHERS = [name for name in zoo.MODELS if name not in (*QUICK, *RULED)]
+AT_ONCE = 5
+"""Models of a test, each of which ends within its limit on a busy machine."""
+
+
 @pytest.mark.parametrize(
     "names",
     [
         QUICK,
-        pytest.param([n for n in zoo.MODELS if n not in (*QUICK, *RULED)], marks=pytest.mark.long),
+        *(
+            pytest.param(OTHERS[i : i + AT_ONCE], marks=pytest.mark.nightly if i % (2 * AT_ONCE) else pytest.mark.long)
+            for i in range(0, len(OTHERS), AT_ONCE)
+        ),
     ],
-    ids=["quick", "all"],
+    ids="-".join,
 )
 def test_placed_modules_run_with_the_gradients_of_one_rank(names: Sequence[str], tmp_path: Path) -> None:
     plans = {name: placed_plan(name) for name in names}
@@ -64,7 +72,7 @@ def test_stages_gather_parameters_for_each_pass(tmp_path: Path) -> None:
     assert not differences(gradients, zoo.alone("nanogpt"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_placed_modules_are_stages_that_are_sharded(tmp_path: Path) -> None:
     """Tp 2 in two stages over two more ranks: a tied head, an encoder-decoder, a condition, blocks that hold lists."""
     zero = {"nanogpt": 3, "t5": 3, "dit": 1, "swin": 3}

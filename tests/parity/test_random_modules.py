@@ -40,7 +40,7 @@ def test_random_graphs_are_right_in_every_placement_and_wrong_ones_are_named(ste
     check(steps, seed)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(STEPS, st.integers(0, 100))
 def test_more_random_graphs_are_right(steps: list[Step], seed: int) -> None:

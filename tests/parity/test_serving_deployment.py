@@ -33,10 +33,10 @@ SMALL = {"cache_blocks": 16}
 CASES = [
     ("Llama", [pool_of(PREFILL), pool_of(DECODE)]),
     pytest.param("Llama", [pool_of(AGG, 2)], marks=pytest.mark.long),
-    pytest.param("Llama", [pool_of(PREFILL, tp=2), pool_of(DECODE, limits=SMALL, pp=2)], marks=pytest.mark.long),
+    pytest.param("Llama", [pool_of(PREFILL, tp=2), pool_of(DECODE, limits=SMALL, pp=2)], marks=pytest.mark.nightly),
     pytest.param("Mixtral", [pool_of(PREFILL, 2), pool_of(DECODE, tp=2, ep=2)], marks=pytest.mark.long),
     pytest.param("DeepseekV3", [pool_of(PREFILL, tp=2), pool_of(DECODE, attention_dp=2, ep=2)], marks=pytest.mark.long),
-    pytest.param("DeepseekV3", [pool_of(PREFILL, pp=2), pool_of(DECODE, tp=2)], marks=pytest.mark.long),
+    pytest.param("DeepseekV3", [pool_of(PREFILL, pp=2), pool_of(DECODE, tp=2)], marks=pytest.mark.nightly),
 ]
 
 

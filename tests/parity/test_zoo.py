@@ -15,10 +15,20 @@ REASONS = ("base_model_tp_plan", "plain module", "only the plan's own model is",
            "is a scalar", "two or more blocks", "does not run without values", "computes by values")  # fmt: skip
 
 
+OTHERS = [name for name in zoo.MODELS if name not in QUICK]
+AT_ONCE = 6
+
+
 @pytest.mark.parametrize(
     "names",
-    [QUICK, pytest.param([name for name in zoo.MODELS if name not in QUICK], marks=pytest.mark.long)],
-    ids=["quick", "all"],
+    [
+        QUICK,
+        *(
+            pytest.param(OTHERS[i : i + AT_ONCE], marks=pytest.mark.nightly if i % (2 * AT_ONCE) else pytest.mark.long)
+            for i in range(0, len(OTHERS), AT_ONCE)
+        ),
+    ],
+    ids="-".join,
 )
 def test_what_is_offered_runs_and_the_rest_says_why(names: Sequence[str], tmp_path: Path) -> None:
     cases: dict[str, dict[str, Case]] = {}

@@ -66,7 +66,7 @@ def energy_of_every_size(workload: Workload) -> Answers:
     return joules
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_size_of_least_energy_equals_exhaustive_search_and_needs_no_price() -> None:
     workload = Workload(seq_len=2048, global_batch_size=48)
     joules = energy_of_every_size(workload)
@@ -94,7 +94,7 @@ def usd(offer: str, nodes: int, step_time_s: float) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+@pytest.mark.parametrize("engine", [pytest.param("fsdp2", marks=pytest.mark.nightly), "deepspeed"])
 def test_cheapest_size_equals_exhaustive_search_of_all_sizes(engine: str) -> None:
     workload = Workload(seq_len=2048, global_batch_size=48, engine=engine)
     times = every_size(workload)

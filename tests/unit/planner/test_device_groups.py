@@ -55,7 +55,7 @@ def zones(tmp_path: Path, far: float = 0.05e9, text: str = ZONES) -> ClusterSpec
     return ClusterSpec.parse(str(path))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(4, 12))])
 def test_the_best_choice_of_pools_is_that_of_searching_them_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     monkeypatch.setattr(device_groups, "REL_GAP", 0.0)
@@ -87,7 +87,7 @@ def test_the_best_choice_of_pools_is_that_of_searching_them_all(seed: int, monke
         assert pool.step_time_s is None or pool.step_time_s >= best * (1 - 1e-9)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_zone_that_slows_the_others_down_is_left_out_and_the_plan_says_what_it_costs(tmp_path: Path) -> None:
     cluster = zones(tmp_path)
     found = plan(ModelSpec.named("llama-3.2-1b"), cluster, Workload(seq_len=2048, global_batch_size=96), top=0)

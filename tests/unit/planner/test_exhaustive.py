@@ -16,7 +16,11 @@ ROUNDING = 1e-9
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=[pytest.mark.long] if group > 0 else []) for group in range(NUM_GROUPS)]
+    "group",
+    [
+        pytest.param(group, marks=[] if group == 0 else [pytest.mark.long] if group < 3 else [pytest.mark.nightly])
+        for group in range(NUM_GROUPS)
+    ],
 )
 def test_search_equals_exhaustive_enumeration_on_random_instances(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)

@@ -37,7 +37,7 @@ def test_a_distribution_keeps_tokens_and_its_longest() -> None:
         Workload(seq_len=8, global_batch_size=4, lengths=Lengths.of([9]))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_plan_has_the_least_mean_of_its_layouts(tmp_path: Path) -> None:
     lengths = Lengths.of(SAMPLES)
     workload = Workload(seq_len=30_000, global_batch_size=32, lengths=lengths)

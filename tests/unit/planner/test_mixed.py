@@ -69,7 +69,12 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=[pytest.mark.long] if group > 1 else []) for group in range(NUM_GROUPS)]
+    "group",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.long),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(2, NUM_GROUPS)),
+    ],
 )
 def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
     group: int, monkeypatch: pytest.MonkeyPatch

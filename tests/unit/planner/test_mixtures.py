@@ -53,7 +53,7 @@ def every_mixture() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", [0.6, 0.97])
+@pytest.mark.parametrize("part", [pytest.param(0.6, marks=pytest.mark.nightly), 0.97])
 def test_cheapest_mixture_equals_a_search_of_every_mixture(part: float) -> None:
     fastest = min(map(step_s, every_mixture()))
     floor = part * WORKLOAD.tokens_per_step / fastest

@@ -132,8 +132,13 @@ def test_bound_holds_for_every_split_into_stages() -> None:
     assert found.estimate.step_time_s <= best * 1.03
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", PAIRS, ids=lambda c: f"{c[0]}-{c[1]}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.nightly if idx % 2 else pytest.mark.long)
+        for idx, case in enumerate(PAIRS)
+    ],
+)
 def test_plans_fit_by_hand_arithmetic_on_states(case: tuple[str, str, int, int]) -> None:
     """fp32 parameters, gradients and AdamW states of each stage over its ranks, nothing else, against the device's memory."""
     found = made(case)

@@ -241,7 +241,14 @@ def _neighbours(layout: Layout) -> list[Layout]:
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: "-".join(changes) or "plain")
 @pytest.mark.parametrize("engine", [*PLANNED_ENGINES, "nanotron"])
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v2-lite", "gpt2"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama-3.1-8b", "mixtral-8x7b")),
+        "deepseek-v2-lite",
+        "gpt2",
+    ],
+)
 def test_costs_shared_between_layouts_are_those_of_each_alone(
     model: str, engine: str, changes: dict[str, object]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -13,7 +14,8 @@ from meshwright.profilers.module.units import find_units
 from meshwright.profilers.placements.export import export_unit
 from meshwright.profilers.placements.gate import Unsplit, parsed, proved, text, why_wrong
 from meshwright.profilers.placements.parts import ConvertAll, is_cut, joined, part_of
-from meshwright.profilers.placements.signatures import Sample, Signature, find_signatures
+from meshwright.profilers.placements.shrink import shrunk
+from meshwright.profilers.placements.signatures import RUNS, Sample, Signature, find_signatures
 from meshwright.profilers.placements.work import bind, placed_units, trace_units, values_of
 from meshwright.schema import ConfigError
 from meshwright.schema.placement_forms import Form, moves
@@ -228,3 +230,31 @@ def test_forms_are_written_and_read() -> None:
     for kind, runs in itertools.product("IRSP", (1, 3)):
         form = Form(kind, 2, runs) if kind == "S" else Form(kind)
         assert Form.parse(str(form)) == form
+
+
+class Vocabulary(nn.Module):
+    """An embedding and a head."""
+
+    def __init__(self, size: int, num_classes: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(size, 96), nn.Linear(96, num_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def test_a_vocabulary_becomes_small_by_itself_and_is_placed_as_a_small_one() -> None:
+    """Sizes that no factor divides: 32,003 is a prime, 30,522 is 6 times one."""
+    tokens, divisors = torch.arange(5 * 8).view(5, 8), 2 * math.prod(RUNS)
+    units, _ = trace_units(Vocabulary(32003, 30522), (tokens,), {})
+    for unit in units:
+        graph, given = shrunk(unit.graph, unit.given, 2)
+        assert sum(given[name].numel() for name in graph.parameters) < 2**12
+        for name in graph.parameters:
+            before, after = ([math.gcd(n, divisors) for n in of[name].shape] for of in (unit.given, given))
+            assert before == after
+    large, small = (placed_units(Vocabulary(*sizes), (tokens % 7,), (2,))[0] for sizes in ((32003, 30522), (7, 18)))
+    assert [[o.signatures for o in work.operators] for work in large] == [
+        [o.signatures for o in work.operators] for work in small
+    ]
+    assert len(large) == 2

@@ -106,9 +106,9 @@ SHARDED = "pp=1,cp=1,micro_batch_size=2,zero_stage=2"
     "fix",
     [
         "tp=1,ep=8,etp=1,recompute=none",
-        pytest.param("tp=1,ep=1,etp=1,recompute=none", marks=pytest.mark.long),
+        pytest.param("tp=1,ep=1,etp=1,recompute=none", marks=pytest.mark.nightly),
         pytest.param("tp=1,ep=2,etp=4,recompute=none", marks=pytest.mark.long),
-        pytest.param("tp=2,ep=4,etp=1,recompute=selective", marks=pytest.mark.long),
+        pytest.param("tp=2,ep=4,etp=1,recompute=selective", marks=pytest.mark.nightly),
     ],
 )
 def test_tokens_take_as_long_to_their_experts_and_back(tmp_path: Path, fix: str) -> None:

@@ -156,7 +156,7 @@ def test_over_sampled_responses_are_carried_over_and_none_is_lost(tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.nightly)])
 def test_a_counting_task_is_learned_from_chance(tmp_path: Path, algorithm: str) -> None:
     layout = Layout(dp_replicate=2, micro_batch_size=32)
     roles: tuple[Role, ...] = ("generator", "actor", *(["critic"] if algorithm == "ppo" else []))  # type: ignore[assignment]
@@ -181,7 +181,7 @@ def test_a_few_steps_raise_the_reward_and_a_failing_function_ends_the_job(tmp_pa
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("steps", [2, pytest.param(14, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [2, pytest.param(14, marks=pytest.mark.nightly)])
 def test_islands_share_responses_and_each_learns_from_all(tmp_path: Path, steps: int) -> None:
     layout = {"actor": Layout(micro_batch_size=32)}
     fields = {"prompts": 16, "responses": 8, "updates": 2, "islands": 2, "shared": 0.5, "loss": RlLoss(temperature=1.0)}
