@@ -6,10 +6,13 @@ then tests that start jobs of their own and look at clocks; what is short last.
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import pytest
 
+STARTED_S = time.monotonic()
 PARITY = "tests/parity/"
 ORDER = (
     PARITY,
@@ -39,3 +42,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--minutes", type=float, default=math.inf, help="skip the tests that have not begun after so many minutes"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes: float = item.config.getoption("minutes")
+    if time.monotonic() - STARTED_S > 60 * minutes:
+        pytest.skip(f"the {minutes:g} minutes that there were for tests are over")

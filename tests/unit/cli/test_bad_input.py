@@ -143,6 +143,7 @@ def test_changed_plan_is_refused(change, message, tmp_path) -> None:
     assert_refused(run("apply", "changed.json"), message, tmp_path)
 
 
+@pytest.mark.long
 def test_infeasible_request_exits_with_1(tmp_path) -> None:
     result = run(*plan_args(model="llama-3.1-405b", cluster="8xH100-SXM-80GB", fix="dp_replicate=1"))
     assert_refused(result, "no plan fits", tmp_path, code=1)

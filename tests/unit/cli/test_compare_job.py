@@ -37,6 +37,7 @@ def run(folder: Path, text: str, *options: str, name: str = "run.sh") -> Any:
     return CliRunner().invoke(app, ["compare", str(folder / name), "--cluster", CLUSTER, *options])
 
 
+@pytest.mark.long
 def test_steps_lead_to_most_of_the_gain_in_the_engines_words(tmp_path: Path) -> None:
     answer = json.loads(run(tmp_path, SCRIPT, "--json").stdout)
     job = read_job(tmp_path / "run.sh", Given(num_devices=16))
@@ -58,6 +59,7 @@ def test_steps_lead_to_most_of_the_gain_in_the_engines_words(tmp_path: Path) -> 
     assert int(changes["--tensor-model-parallel-size"]["after"]) < 8
 
 
+@pytest.mark.long
 def test_the_last_steps_layout_costs_what_is_said(tmp_path: Path) -> None:
     """Changing the script as the diff says gives the step time that the diff promises."""
     answer = json.loads(run(tmp_path, SCRIPT, "--json").stdout)
@@ -81,6 +83,7 @@ def test_the_last_steps_layout_costs_what_is_said(tmp_path: Path) -> None:
     assert costs.step_time_s == pytest.approx(answer["steps"][-1]["estimate"]["step_time_s"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_table_says_where_and_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     result = run(tmp_path, SCRIPT)
@@ -92,6 +95,7 @@ def test_the_table_says_where_and_what(tmp_path: Path, monkeypatch: pytest.Monke
     assert "meshwright plan llama-3.1-8b" in result.stderr
 
 
+@pytest.mark.long
 def test_a_job_that_is_the_plan_has_nothing_to_change(tmp_path: Path) -> None:
     best = json.loads(run(tmp_path, SCRIPT, "--json").stdout)["plan"]
     (tmp_path / "plan.json").write_text(json.dumps(best))

@@ -66,6 +66,7 @@ def test_a_mixture_of_spot_and_on_demand_is_rented_where_neither_is_enough(tmp_p
     assert "mixtures bounded" in result.stdout
 
 
+@pytest.mark.long
 def test_pareto_front_is_part_of_the_plan(tmp_path) -> None:
     result = CliRunner().invoke(app, [*PLAN, "--cluster", "4xA100-SXM-80GB", "--pareto"])
     assert result.exit_code == 0, result.output

@@ -125,6 +125,7 @@ def test_another_objective_chooses_another_size() -> None:
         cheapest(MODEL, OFFERS, workload, objective="speed")
 
 
+@pytest.mark.long
 def test_what_was_said_of_each_size_is_true() -> None:
     workload = Workload(seq_len=2048, global_batch_size=48)
     times = every_size(workload)
@@ -221,6 +222,7 @@ def test_time_limit_leaves_an_honest_certificate() -> None:
     assert hurried.usd_per_million_tokens >= whole.bound_usd_per_million_tokens * (1 - 1e-9)
 
 
+@pytest.mark.long
 def test_one_size_is_the_plan_of_that_cluster() -> None:
     cluster = ClusterSpec.parse("8xH100-SXM-80GB")
     workload = Workload(seq_len=2048, global_batch_size=48)

@@ -70,6 +70,7 @@ def test_headroom_decides_between_layouts_of_as_many_axes_only() -> None:
         assert plainest(layouts, seconds, np.array(lacks), probability=0.667) == taken
 
 
+@pytest.mark.long
 def test_nothing_that_fits_and_may_be_as_fast_has_fewer_axes() -> None:
     fixed = {"schedule": "1f1b", "num_model_chunks": 1, "cp": 1}
     found = plan(MODEL, CLUSTER, WORKLOAD, fixed=fixed, runnable=True)

@@ -18,6 +18,7 @@ def plan_of(model: str, cluster: str, batch: int, seq_len: int = 8192, **changes
     return plan(ModelSpec.named(model), ClusterSpec.parse(cluster), workload, fixed=fixed)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_nvidias_recipe_for_405b_is_found() -> None:
     """tp 8, pp 8 in 8 chunks, cp 2, chunks of products, gradients in bf16: 326 to 328 tokens a second and GPU were measured."""
     found = plan_of("llama-3.1-405b", "1024xH100-SXM-80GB", 512, precision="fp8")

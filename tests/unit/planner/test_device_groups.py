@@ -121,6 +121,7 @@ def test_apply_on_all_nodes_leaves_those_idle_that_the_plan_leaves_out(tmp_path:
     assert meeting_of_used(found, alone) == alone
 
 
+@pytest.mark.long
 def test_nothing_is_left_out_where_the_links_between_zones_are_fast(tmp_path: Path) -> None:
     cluster = zones(tmp_path, far=10e9, text=ZONES.replace("20e-3", "3e-4"))
     found = plan(ModelSpec.named("llama-3.2-1b"), cluster, Workload(seq_len=2048, global_batch_size=96), top=0)

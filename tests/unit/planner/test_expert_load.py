@@ -25,6 +25,7 @@ def plans() -> tuple[TrainingPlan, TrainingPlan]:
     return plan(MODEL, CLUSTER, WORKLOAD), plan(MODEL, CLUSTER, WORKLOAD, expert_load=LOAD)
 
 
+@pytest.mark.long
 def test_imbalance_makes_the_plan_slower_and_its_expert_parallelism_smaller(
     plans: tuple[TrainingPlan, TrainingPlan],
 ) -> None:
@@ -52,6 +53,7 @@ def test_plan_says_where_the_experts_of_every_layer_stand(
     assert plans[0].expert_slots == ()
 
 
+@pytest.mark.long
 def test_our_runtime_moves_experts_only_where_that_saves_more_than_it_moves() -> None:
     """Mixtral's experts have 352 MB each, OLMoE's 13; of 16 experts' rows on a rank of four, those of three stand on the first."""
     load = np.ones((1, 64))

@@ -51,6 +51,7 @@ def test_lines_of_every_runner_up_add_up() -> None:
             assert str(getattr(made().layout, name)) == mine != theirs == str(getattr(other.layout, name))
 
 
+@pytest.mark.long
 def test_head_room_of_the_fullest_stage_is_that_of_the_estimate() -> None:
     pipelined = made("pp=4")
     found = explain(pipelined, why_not={"pp": 4})
@@ -63,6 +64,7 @@ def test_head_room_of_the_fullest_stage_is_that_of_the_estimate() -> None:
     assert memory.seconds is None  # nothing was searched for a why-not
 
 
+@pytest.mark.long
 def test_worth_is_what_searching_again_finds() -> None:
     found = explained()
     worth = {gain.resource: gain for gain in found.worth if gain.resource != "link"}
@@ -81,6 +83,7 @@ def test_worth_is_what_searching_again_finds() -> None:
     assert 0 < worth["compute"].kept_s < found.step_time_s / 11 * 1.001  # at most what a tenth more of everything gives
 
 
+@pytest.mark.long
 def test_parts_grow_into_the_whole_and_a_stop_keeps_those_before_it() -> None:
     deadline = Deadline()
     parts = list(explain_in_parts(made(), deadline=deadline))

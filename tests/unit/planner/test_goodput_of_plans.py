@@ -38,6 +38,7 @@ def test_fallbacks_are_slower_plans_that_beat_waiting(trained: TrainingPlan) -> 
     assert report.interval_steps == round(report.interval_s / trained.estimate.step_time_s)
 
 
+@pytest.mark.long
 def test_spares_may_outnumber_the_nodes_of_a_plan(trained: TrainingPlan) -> None:
     report = expected_goodput(trained, FAULTS.replace(tolerate=1, spares=64))
     few = expected_goodput(trained, FAULTS.replace(tolerate=1, spares=1))
@@ -104,6 +105,7 @@ def test_devices_that_a_plan_leaves_idle_are_no_units(tmp_path: Path) -> None:
     assert entry.num_devices == given.fallbacks[0].cluster.num_devices < given.cluster.num_devices
 
 
+@pytest.mark.long
 def test_machines_that_come_and_go(trained: TrainingPlan, tmp_path: Path) -> None:
     """Three hours of four machines, one of which is away for the second one; by hand."""
     changes = [Change(0, 4), Change(3600, 3), Change(7200, 4), Change(10_800, 4)]
@@ -157,6 +159,7 @@ def test_with_a_notice_only_the_restart_after_a_loss_of_all_is_lost(trained: Tra
     assert {entry.policy: entry.fraction for entry in short.policies}["leave"] < kept["leave"].fraction
 
 
+@pytest.mark.long
 def test_micro_batches_of_a_lost_stage_go_to_its_peers(trained: TrainingPlan, tmp_path: Path) -> None:
     """pp 2 x dp 2 of four nodes, each one stage of one replica: the peer of the lost one is busy twice as long."""
     fixed = {"pp": 2, "dp_replicate": 2, "tp": 8, "dp_shard": 1, "num_model_chunks": 1, "schedule": "1f1b"}

@@ -45,7 +45,9 @@ def advised(name: str) -> Advice:
     return advise(REQUESTS[name], num_layouts=1)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name == "too few devices" else []) for name in REQUESTS]
+)
 def test_every_change_fits_and_the_smallest_comes_first(name: str) -> None:
     request, found = REQUESTS[name], advised(name)
     assert found.changes
@@ -72,6 +74,7 @@ def test_message_names_the_stage_the_bytes_and_what_was_fixed() -> None:
     assert "do not fix" in str(caught.value.help)
 
 
+@pytest.mark.long
 def test_number_of_devices_need_not_be_a_power_of_two() -> None:
     """A batch of 48 on nodes of 8: what plan() says of every smaller size is checked, and that the one named fits."""
     request, found = REQUESTS["too few devices"], advised("too few devices")

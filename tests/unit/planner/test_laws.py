@@ -125,6 +125,7 @@ def described(cluster: ClusterSpec, by: str) -> ClusterSpec:
 described_by = st.sampled_from(["catalogue", "own name", "data sheet"])
 
 
+@pytest.mark.long
 @settings(FEW, max_examples=14)
 @given(seed=seeds, by=described_by, what=st.sampled_from(sorted(BETTER)), factor=st.sampled_from([1.01, 1.3, 2.0, 8.0]))
 def test_a_better_machine_is_never_slower(seed: int, by: str, what: str, factor: float) -> None:
@@ -134,6 +135,7 @@ def test_a_better_machine_is_never_slower(seed: int, by: str, what: str, factor:
     assert_no_worse(found(model, workload, BETTER[what](cluster, factor), space), before)
 
 
+@pytest.mark.long
 @settings(FEW, max_examples=6)
 @given(seed=seeds, by=described_by, what=st.sampled_from(sorted(BETTER)), factor=st.sampled_from([1.01, 1.3, 2.0, 8.0]))
 def test_no_layout_is_slower_on_a_better_machine(seed: int, by: str, what: str, factor: float) -> None:
@@ -315,6 +317,7 @@ def of_offers(model: str, offers: tuple[Offer, ...], floor: float) -> tuple[floa
     return usd, plan.cost.bound_usd_per_million_tokens * step.tokens_per_step / 1e6, min(front)
 
 
+@pytest.mark.long
 @settings(FEW, max_examples=2)
 @given(
     model=st.sampled_from(["gpt2", "llama-3.2-1b", "mixtral-8x7b"]),
@@ -393,6 +396,7 @@ def test_the_order_in_which_groups_are_listed_does_not_matter(seed: int) -> None
     assert_equal(found(model, workload, other, space), found(model, workload, cluster, space))
 
 
+@pytest.mark.long
 @settings(FEW, max_examples=10)
 @given(
     seed=seeds, factor=st.sampled_from([1.3, 4.0]), what=st.sampled_from(["memory", "links", "arithmetic", "device"])

@@ -216,6 +216,7 @@ def test_ranks_of_a_stage_lie_on_the_part_that_it_was_costed_for() -> None:
     assert sorted(found.rank_map) == list(range(12))
 
 
+@pytest.mark.long
 def test_data_parallel_groups_stay_on_one_network() -> None:
     """Two halves on fast networks of their own, joined by a slow one: a pipeline of the halves beats one group over both."""
     halves = [group_of("1x4xA100-SXM-80GB", 2, network=network) for network in ("/ib400", "/ib200")]
@@ -243,6 +244,7 @@ def test_layouts_that_do_not_fill_the_parts_are_costed_as_the_weakest() -> None:
     )
 
 
+@pytest.mark.long
 def test_measured_bandwidth_between_parts_counts_where_stages_meet() -> None:
     groups = [group_of("1x4xA100-SXM-40GB", 2), group_of("1x4xH100-SXM-80GB", 2)]
     workload, spec = Workload(seq_len=2048, global_batch_size=32, engine="megatron"), ModelSpec.named("llama-3.2-1b")

@@ -21,7 +21,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(CASES[0], marks=pytest.mark.long), *CASES[1:]],
+    ids=lambda case: f"{case[0]}-{case[3]}",
+)
 def test_points_are_the_fastest_layouts_under_their_caps(case: tuple[str, str, int, str]) -> None:
     model, cluster, batch, engine = case
     spec, machine = ModelSpec.named(model), ClusterSpec.parse(cluster)

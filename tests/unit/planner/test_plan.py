@@ -85,7 +85,15 @@ def made(case: tuple[str, str, int, int]) -> TrainingPlan:
     return make(*case)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda c: f"{c[0]}-{c[1]}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            c, id=f"{c[0]}-{c[1]}", marks=[pytest.mark.long] if c[0] in ("llama-3.2-1b", "mixtral-8x7b") else []
+        )
+        for c in SMALL
+    ],
+)
 def test_search_equals_exhaustive_enumeration(case: tuple[str, str, int, int]) -> None:
     part = PARTS.get(case[0], {})
     found = make(*case, runnable=True, fixed=part)

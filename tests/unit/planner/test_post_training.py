@@ -71,6 +71,7 @@ def test_a_plan_is_the_best_of_all_placements_of_its_costs(planned: RlPlan) -> N
     assert planned.estimate.step_time_s == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.long
 def test_weights_that_may_be_a_step_old_let_pools_work_side_by_side() -> None:
     split = plan_rl(workload("reference", staleness=1.0, placement="split"), "4xH100-SXM-80GB", top=0)
     waits = plan_rl(workload("reference", placement="split"), "4xH100-SXM-80GB", top=0)
@@ -82,6 +83,7 @@ def test_weights_that_may_be_a_step_old_let_pools_work_side_by_side() -> None:
     assert free.estimate.step_time_s <= split.estimate.step_time_s + 1e-9
 
 
+@pytest.mark.long
 def test_fetches_in_parts_and_noted_log_probabilities_shorten_the_path_of_a_step_that_is_split() -> None:
     together, parts, noted = (
         plan_rl(workload("reference", placement="split", updates=4, **fields), "4xH100-SXM-80GB", top=0)
@@ -95,6 +97,7 @@ def test_fetches_in_parts_and_noted_log_probabilities_shorten_the_path_of_a_step
     assert shared.estimate.path_s == pytest.approx(shared.waiting_s)  # one pool does one thing at a time
 
 
+@pytest.mark.long
 def test_islands_that_share_responses_generate_less_and_score_and_update_as_much() -> None:
     alone = plan_rl(workload(placement="colocated"), "4xH100-SXM-80GB", top=0)
     half = plan_rl(workload(placement="colocated", prompts=16), "4xH100-SXM-80GB", top=0)

@@ -32,6 +32,7 @@ def alternating(num_nodes: int, fast: float = 20e9, slow: float = 1e9) -> np.nda
 SPEC = ModelSpec.named("llama-3.2-1b")
 
 
+@pytest.mark.long
 def test_replicas_are_gathered_in_racks() -> None:
     """The pipeline crosses the slow links once, and the data-parallel groups stay inside a rack."""
     cluster = with_matrix("4x2xA100-SXM-80GB/ib200", alternating(4))
@@ -98,6 +99,7 @@ def test_search_equals_expanding_every_layout(monkeypatch: pytest.MonkeyPatch) -
     assert found.bound_s <= found.feasible[0].estimate.step_time_s
 
 
+@pytest.mark.long
 def test_maps_are_those_that_the_runtime_executes() -> None:
     """torch sorts the ranks of a group: devices ascend along dp_shard and tp, whatever the matrix."""
     rng = np.random.default_rng(0)

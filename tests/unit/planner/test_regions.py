@@ -59,6 +59,7 @@ def three() -> TrainingPlan:
     return planned(regions((1, 1, 2)))
 
 
+@pytest.mark.long
 def test_no_other_choice_of_islands_is_faster(three: TrainingPlan) -> None:
     cluster = regions((1, 1, 2))
     request = PlanRequest.create(three.model, cluster, three.workload, local_updates=SyncLimits())
@@ -95,6 +96,7 @@ def test_fast_links_need_no_local_steps_and_slow_ones_no_region() -> None:
     assert [pool.zone for pool in slow.left_out] in (["r0"], ["r1"])
 
 
+@pytest.mark.long
 def test_more_local_steps_or_a_later_sum_are_never_slower() -> None:
     cluster = regions((1, 1), gbit=0.2)
     steps_s = [planned(cluster, max_local_steps=n).search.objective_s for n in (4, 16, 64)]  # type: ignore[union-attr]

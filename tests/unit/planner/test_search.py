@@ -140,6 +140,7 @@ def test_a_large_space_that_is_not_even_enumerated_in_time_has_an_answer(monkeyp
         plan(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload)
 
 
+@pytest.mark.long
 def test_scouts_change_neither_the_answer_nor_what_is_expanded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     for seed in range(0, 48, 3):

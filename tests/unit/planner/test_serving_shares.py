@@ -116,6 +116,7 @@ loads = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(loads, st.sampled_from(SHARES))
 def test_nothing_simulated_is_above_the_bound(serving: Serving, eighths: int) -> None:
@@ -163,6 +164,7 @@ def test_replay_serves_the_same_requests_alike(tmp_path: Path) -> None:
     assert all(limit.within > 0.85 for limit in again.limits)
 
 
+@pytest.mark.long
 def test_explain_compares_the_other_modes_and_other_shares() -> None:
     answer = made(cluster="2xH100-SXM-80GB", load="isl=1024,osl=64,rate=10")
     explained = explain_serving(answer)

@@ -245,7 +245,7 @@ def _neighbours(layout: Layout) -> list[Layout]:
     "model",
     [
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama-3.1-8b", "mixtral-8x7b")),
-        "deepseek-v2-lite",
+        pytest.param("deepseek-v2-lite", marks=pytest.mark.long),
         "gpt2",
     ],
 )

@@ -155,12 +155,14 @@ def rehearsed_bytes(layout: Layout) -> tuple[int, int]:
     return kind.peak_allocated_bytes, kind.predicted_allocated_bytes
 
 
+@pytest.mark.long
 def test_half_batches_hold_no_more_than_an_entire_one() -> None:
     layout = Layout(tp=2, micro_batch_size=8)
     whole, halved = (rehearsed_bytes(layout.replace(tp_halves=on))[0] for on in (False, True))
     assert halved <= 1.001 * whole
 
 
+@pytest.mark.long
 def test_gathers_further_ahead_hold_more_blocks() -> None:
     layout = Layout(dp_shard=2, zero_stage=3)
     one, two = (rehearsed_bytes(layout.replace(prefetch=depth)) for depth in (1, 2))

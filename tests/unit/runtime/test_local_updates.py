@@ -261,6 +261,7 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {f"{kind}.{name}": value for kind, tensors in parts.items() for name, value in tensors.items()}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_sums_as_often_as_the_option_says_send_what_the_plan_says(tmp_path: Path) -> None:
     """Two sums in six steps, and one at the end; norms and biases go in fp32, which a large embedding outweighs."""

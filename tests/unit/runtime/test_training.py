@@ -37,6 +37,7 @@ def precision(name: str) -> TrainingPlan:
     return plan.replace(workload=plan.workload.replace(precision=name))
 
 
+@pytest.mark.long
 def test_overflowed_steps_are_skipped_until_the_scale_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**30)
     options = TrainOptions(steps=16, learning_rate=1e-2, checkpoint_dir=str(tmp_path / "c"))
@@ -83,6 +84,7 @@ def test_checkpoints_are_whole_and_the_last_ones_stay(
     assert losses(resumed) == whole[4:]
 
 
+@pytest.mark.long
 def test_other_data_need_to_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         np.save(tmp_path / f"{name}.npy", np.arange(2000) % (50 + len(name)))
@@ -97,6 +99,7 @@ def test_other_data_need_to_be_asked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert [record["step"] for record in records if "step" in record] == [2]
 
 
+@pytest.mark.long
 def test_measurements_agree_with_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = small_plan()
     *steps, last = train_here(monkeypatch, plan, TrainOptions(steps=3), tmp_path / "m.jsonl")

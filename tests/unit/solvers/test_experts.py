@@ -81,6 +81,7 @@ def test_no_layer_is_worse_than_eplb(seed: int, shape: tuple[int, int, int], sig
     assert np.all(ours.balance <= objective(load, theirs, num_gpus=num_gpus) * (1 + 1e-9))
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), sigma=st.sampled_from([0.5, 1.2]))
 @example(seed=12200, sigma=1.2)

@@ -37,6 +37,7 @@ def test_no_choice_of_whole_layers_beats_the_bound_and_few_beat_the_answer() -> 
     assert bound.lower_bound_s(problem) <= found.bound <= min(times) * (1 + 1e-9)
 
 
+@pytest.mark.long
 @settings(max_examples=12, deadline=None)
 @given(
     blocks=st.integers(3, 7),

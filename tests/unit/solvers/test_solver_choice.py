@@ -119,6 +119,7 @@ def test_rows_and_variables_of_the_model_are_those_of_the_program() -> None:
     assert len(made.problem.constraints) == sides
 
 
+@pytest.mark.long
 def test_plans_do_not_depend_on_the_solver() -> None:
     model, machine = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("1xA100-SXM-40GB")
     offload = OffloadRequest(host_memory_bytes=512 * GIB)
