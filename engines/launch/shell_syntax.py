@@ -156,7 +156,7 @@ class _Parser(WordReader):
         if self.keyword("in"):
             self.take(2)
             self.blanks()
-            while self.pos < len(self.text) and self.peek() not in ENDS:
+            while self.pos < len(self.text) and self.peek() not in ENDS + "<>":
                 words.append(self.word())
                 self.blanks()
         return Loop(line, name[0] if name else "", words, [], self._do(line))

@@ -203,5 +203,11 @@ def test_any_words_are_followed_to_their_end_or_refused(words: list[str]) -> Non
         read_script("".join(words), Path("x.sh"))
 
 
+@pytest.mark.parametrize("mark", ["<", ">", "<(", "&>"])
+def test_what_is_no_part_of_a_word_ends_the_words_of_a_loop(mark: str) -> None:
+    with pytest.raises(ConfigError, match="no 'do'"):
+        read_script(f"for a in b {mark} c; do torchrun x.py; done\n", Path("x.sh"))
+
+
 def test_what_is_no_part_of_a_word_is_passed_over_in_an_array() -> None:
     assert read_script("A=(--tp ;; 4 < 5)\ntorchrun ${A[@]}\n", Path("x.sh"))

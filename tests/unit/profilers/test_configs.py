@@ -126,17 +126,21 @@ def test_without_transformers_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert "pip install" in str(raised.value)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3000)
-def test_default_configurations_are_known_traced_or_refused_with_a_reason() -> None:
+@pytest.mark.parametrize(
+    "each",
+    [pytest.param(15, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.nightly)],
+    ids=["some", "all"],
+)
+def test_default_configurations_are_known_traced_or_refused_with_a_reason(each: int) -> None:
     sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
     from model_coverage import try_type
 
-    outcomes = [try_type(model_type, 64) for model_type in default_model_types()]
+    outcomes = [try_type(model_type, 64) for model_type in default_model_types()[::each]]
     assert all(found.is_exact for found in outcomes)
     assert all(found.remark for found in outcomes if found.outcome not in ("known", "traced"))
     planned = sum(found.outcome in ("known", "traced") for found in outcomes)
-    assert planned >= 0.8 * len(outcomes)
+    assert planned >= (0.8 if each == 1 else 0.7) * len(outcomes)
 
 
 # --- tensor parallelism as base_model_tp_plan says ----------------------------------------------------------------------
