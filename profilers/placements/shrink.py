@@ -25,7 +25,7 @@ FEW = 2**16
 
 FACTORS = (64, 32, 16, 8, 4, 2)
 
-ALONE = 1024
+LARGE = 1024
 """Sizes above it may change by themselves; what is below is cheap."""
 
 
@@ -67,8 +67,8 @@ def _maps(sizes: list[int], num_ranks: int) -> Iterator[dict[int, int]]:
     for size in sizes:
         divisor = math.gcd(size, parts)
         alike = (n for n in range(3 * divisor, size, divisor) if math.gcd(n, parts) == divisor and n not in sizes)
-        if size > ALONE and (alone := next(alike, 0)):
-            yield {size: alone}
+        if size > LARGE and (smallest := next(alike, 0)):
+            yield {size: smallest}
 
 
 def _resized(value: Any, smaller: Mapping[int, int]) -> Any:
