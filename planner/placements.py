@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -155,9 +156,16 @@ class Placing:
         size = 2.0**26
         return self._collective_s("all_gather", size) / size
 
+    @cached_property
+    def _collectives(self) -> dict[tuple[Op, float], float]:
+        return {}
+
     def _collective_s(self, op: Op, size_bytes: float) -> float:
-        group = np.array([self.work.num_ranks])
-        return float(collective_s(op, np.array([size_bytes]), group, np.ones_like(group), self.scenario.cluster)[0])
+        if (op, size_bytes) not in self._collectives:  # many values of a unit have one size
+            size, group = np.array([size_bytes]), np.array([self.work.num_ranks])
+            seconds = collective_s(op, size, group, np.ones_like(group), self.scenario.cluster)
+            self._collectives[op, size_bytes] = float(seconds[0])
+        return self._collectives[op, size_bytes]
 
     def _move_s(self, value: tuple[int, int], source: str, target: str) -> float:
         if value[0] >= len(self.work.operators):
