@@ -38,13 +38,18 @@ class Wrong(NamedTuple):
 
 
 class Unsplit(NamedTuple):
-    """A graph on one rank: what it is given, in fp64, every value, which have gradients, those with these seeds of its outputs."""
+    """A graph on one rank: what it is given, in fp64, every value, which have gradients, those with these seeds of its outputs.
+
+    Attributes:
+        node_gradients: those of a node's inputs, with random gradients of its outputs, by its name; noted as they are made.
+    """
 
     given: dict[str, Any]
     values: dict[Value, Any]
     trained: frozenset[Value]
     seeds: list[Tensor | None]
     gradients: dict[str, Tensor]
+    node_gradients: dict[str, list[Tensor]]
 
     @classmethod
     def of(cls, graph: UnitGraph, given: Mapping[str, Any]) -> Unsplit:
@@ -67,7 +72,7 @@ class Unsplit(NamedTuple):
         has = {name: leaf.grad for name, leaf in leaves.items() if isinstance(leaf, Tensor) and leaf.grad is not None}
         detached = {value: t.detach() if isinstance(t, Tensor) else t for value, t in values.items()}
         in_backward = frozenset(value for value, t in values.items() if isinstance(t, Tensor) and t.requires_grad)
-        return cls(doubled, detached, in_backward, drawn, has)
+        return cls(doubled, detached, in_backward, drawn, has, {})
 
 
 def proved(
@@ -298,7 +303,9 @@ def _backward_error(
         for r in range(num_ranks)
     ]
     forms = [form.dual for ref, form in zip(refs, signature.ins, strict=True) if ref in unsplit.trained]
-    compared = zip(forms, zip(*of_ranks, strict=True), gradients(values, seeds, ""), strict=True)
+    if node.name not in unsplit.node_gradients:
+        unsplit.node_gradients[node.name] = gradients(values, seeds, "")
+    compared = zip(forms, zip(*of_ranks, strict=True), unsplit.node_gradients[node.name], strict=True)
     return max((_difference(parts, form, entire) for form, parts, entire in compared), default=0.0)
 
 
