@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from meshwright.profilers.module.units import find_units
+from meshwright.profilers.module.units import find_units, sample_run
 from meshwright.profilers.placements.export import export_unit
 from meshwright.profilers.placements.gate import Unsplit, parsed, proved, text, why_wrong
 from meshwright.profilers.placements.parts import ConvertAll, is_cut, joined, part_of
@@ -258,3 +258,37 @@ def test_a_vocabulary_becomes_small_by_itself_and_is_placed_as_a_small_one() -> 
         [o.signatures for o in work.operators] for work in small
     ]
     assert len(large) == 2
+
+
+class Alike(nn.Module):
+    """Blocks of one kind, one of which may be read outside of its forward pass."""
+
+    def __init__(self, *, peeks: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12)) for _ in range(3))
+        self.peeks = peeks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x * self.blocks[2][2].bias if self.peeks else x
+
+
+def test_of_blocks_of_a_kind_one_is_run_and_given_values() -> None:
+    with torch.device("meta"):
+        module = Alike(peeks=False)
+    units = find_units(module)
+    sample_run(module, units, (torch.randn(5, 4, 12, requires_grad=True),), {})
+    assert [all(p.is_meta for p in unit.module.parameters()) for unit in units] == [False, True, True]
+    assert len({unit.kind for unit in units}) == 1
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+def test_a_model_that_does_not_stand_that_is_run_with_all_of_them() -> None:
+    with torch.device("meta"):
+        module = Alike(peeks=True)
+    works, whole = placed_units(module, (torch.zeros(2, 4, 12),), (2,))
+    assert not whole
+    assert sorted(path for work in works for path in work.paths) == ["blocks.0", "blocks.1", "blocks.2"]
+    (read,) = (work for work in works if work.paths == ("blocks.2",))
+    assert "2.bias" not in dict(read.parameters).values()
