@@ -24,6 +24,8 @@ from meshwright.cli.show.generation import generation_table
 from meshwright.cost_models.pipeline.orders import from_torch_csv, to_torch_csv
 from meshwright.cost_models.pipeline.simulation import pipeline_order
 from meshwright.engines import ENGINES, export, read_configuration
+from meshwright.engines.launch.job import Given
+from meshwright.engines.launch.read import read_job
 from meshwright.planner import estimate, plan
 from meshwright.planner.expert_files import read_loads, read_placement, read_trace
 from meshwright.planner.request import PlanRequest
@@ -392,6 +394,32 @@ def _slurm(path: Path) -> None:
     slurm_rendezvous({name: value for name, equals, value in pairs if equals})
 
 
+# --- launch scripts ----------------------------------------------------------------------------------------------------
+
+LAUNCHES = [
+    b"""#!/bin/bash
+ARGS=(--tensor-model-parallel-size ${TP:-2} --num-layers 4 --hidden-size "$((64 * 2))")
+if [[ $NNODES -gt 1 && -n "$X" ]]; then ARGS+=(--swiglu) ; elif [ -f a ]; then :; else export Y=1; fi
+for size in 1 2; do echo "$size" > log; done
+case "$1" in a|b) M=1 ;; *) M=2 ;; esac
+torchrun --nproc_per_node 8 pretrain_gpt.py ${ARGS[@]} --micro-batch-size $M --seq-length 128 2>&1 | tee log
+""",
+    b"""set -e
+run() { deepspeed --num_gpus=8 train.py --deepspeed <(cat ds.json) "$@"; }
+while read -r line; do N=$(wc -l < file); done <<EOF
+some $text
+EOF
+until false; do break; done
+run --model_name_or_path gpt2 `echo --bf16` ${N%%.*} {1..3} \\
+  --per_device_train_batch_size $((N / 2)) &
+""",
+]
+
+
+def _launch(path: Path) -> None:
+    read_job(path, Given(num_devices=8, model=tiny_model(), seq_len=128, global_batch_size=8))
+
+
 # --- text, token files, weights, checkpoints ----------------------------------------------------------------------------
 
 
@@ -615,5 +643,6 @@ TARGETS: dict[str, Target] = {
     "engine-py": Target(".py", lambda: [TITAN], _configuration),
     "engine-sh": Target(".sh", _exported(".sh"), _configuration),
     "engine-json": Target(".json", _exported(".json"), _configuration, mutations.JSON),
+    "launch-script": Target(".sh", lambda: LAUNCHES, _launch),
 }  # fmt: skip
 """Readers by name."""
