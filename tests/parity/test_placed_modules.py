@@ -21,7 +21,7 @@ PARTLY = ("qwen2_vl", "shared", "rounding")
 
 
 OTHERS = [name for name in zoo.MODELS if name not in (*QUICK, *RULED)]
-AT_ONCE = 5
+AT_ONCE = 3
 """Models of a test, each of which ends within its limit on a busy machine."""
 
 

@@ -16,7 +16,7 @@ REASONS = ("base_model_tp_plan", "plain module", "only the plan's own model is",
 
 
 OTHERS = [name for name in zoo.MODELS if name not in QUICK]
-AT_ONCE = 6
+AT_ONCE = 4
 
 
 @pytest.mark.parametrize(
