@@ -73,9 +73,9 @@ def test_stages_gather_parameters_for_each_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_placed_modules_are_stages_that_are_sharded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [{"nanogpt": 3, "t5": 3}, {"dit": 1, "swin": 3}], ids="-".join)
+def test_placed_modules_are_stages_that_are_sharded(zero: dict[str, int], tmp_path: Path) -> None:
     """Tp 2 in two stages over two more ranks: a tied head, an encoder-decoder, a condition, blocks that hold lists."""
-    zero = {"nanogpt": 3, "t5": 3, "dit": 1, "swin": 3}
     plans = {name: placed_plan(name, dp_shard=2, zero_stage=stage, **STAGED) for name, stage in zero.items()}
     outcomes = run_group(8, [Case(name, plan, module=name, run=zoo.one_step) for name, plan in plans.items()], tmp_path)
     for name in plans:
