@@ -34,7 +34,7 @@ test: $(VENV)/installed-test
 	$(PYTEST) -m "not long and not nightly"
 
 test-long: $(VENV)/installed-test
-	$(PYTEST) -m long --minutes $(MINUTES)
+	$(PYTEST) -m "long and not nightly" --minutes $(MINUTES)
 
 test-all: $(VENV)/installed-test
 	$(PYTEST)

@@ -98,7 +98,7 @@ def trace_units(
     """Return the kinds of units of a module, and the units that stay whole with the reason.
 
     Args:
-        module: is run once, in training mode without its dropout; one on the meta device as a copy with random parameters.
+        module: a copy is run once, in training mode; one on the meta device with random parameters.
     """
     units, unplaced = _called_units(module, args, kwargs), list[WholeUnit]()
     kinds: dict[str, TracedUnit | str] = {}

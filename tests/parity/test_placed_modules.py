@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zoo
 from harness import Case, run_group
-from zoo_plans import SHARDED, STAGED, differences, placed_plan, share_of_parameters
+from zoo_plans import SHARDED, STAGED, differences, in_groups, placed_plan, share_of_parameters
 
 QUICK = ("nanogpt", "dlrm", "lstm")
 """Fused projections with a tied head; tables and products of pairs; a graph that says whether this is training."""
@@ -20,21 +20,8 @@ PARTLY = ("qwen2_vl", "shared", "rounding")
 """More on both ranks: a tower that is not called, an embedding read outside of it, blocks with a torch.autograd.Function."""
 
 
-OTHERS = [name for name in zoo.MODELS if name not in (*QUICK, *RULED)]
-AT_ONCE = 3
-"""Models of a test, each of which ends within its limit on a busy machine."""
-
-
 @pytest.mark.parametrize(
-    "names",
-    [
-        QUICK,
-        *(
-            pytest.param(OTHERS[i : i + AT_ONCE], marks=pytest.mark.nightly if i % (2 * AT_ONCE) else pytest.mark.long)
-            for i in range(0, len(OTHERS), AT_ONCE)
-        ),
-    ],
-    ids="-".join,
+    "names", in_groups(QUICK, [name for name in zoo.MODELS if name not in (*QUICK, *RULED)], 3), ids="-".join
 )
 def test_placed_modules_run_with_the_gradients_of_one_rank(names: Sequence[str], tmp_path: Path) -> None:
     plans = {name: placed_plan(name) for name in names}

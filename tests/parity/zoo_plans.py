@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import pytest
 import zoo
 from meshwright.planner import plan
 from meshwright.profilers import profile_module
@@ -29,6 +30,13 @@ LIMIT_S = 600.0
 SHARDED = {"dp_shard": 2, "zero_stage": 3, "recompute": "full"}
 STAGED = {"pp": 2, "schedule": "1f1b", "num_model_chunks": 1}
 """Beside tp 2: each on four ranks, or both."""
+
+
+def in_groups(quick: Sequence[str], others: Sequence[str], at_once: int) -> list[Any]:
+    """Models of a test: quick ones, then others so many at once, which end within its limit; every second group is of the night."""
+    starts = range(0, len(others), at_once)
+    marks = (pytest.mark.long, pytest.mark.nightly)
+    return [quick, *(pytest.param(others[i : i + at_once], marks=marks[i // at_once % 2]) for i in starts)]
 
 
 @cache
