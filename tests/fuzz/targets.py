@@ -410,8 +410,9 @@ while read -r line; do N=$(wc -l < file); done <<EOF
 some $text
 EOF
 until false; do break; done
-run --model_name_or_path gpt2 `echo --bf16` ${N%%.*} {1..3} \\
-  --per_device_train_batch_size $((N / 2)) &
+run --model_name_or_path gpt2 `echo --bf16` ${N%%.*} {1..3} &
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 128 --num-attention-heads 4 \\
+  --micro-batch-size $((4 / 2)) --seq-length 128 &
 """,
 ]
 
