@@ -37,7 +37,7 @@ test-long: $(VENV)/installed-test
 	$(PYTEST) -m "long and not nightly" --minutes $(MINUTES)
 
 test-all: $(VENV)/installed-test
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile default
 
 test-failed: $(VENV)/installed-test
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none tests
