@@ -73,7 +73,9 @@ class MeasureOptions(OptionModel):
 
 def _is_rank() -> bool:
     """Say whether torchrun or Slurm started this process as one rank of a job."""
-    return "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    from ..profilers.machine import slurm_number
+
+    return "RANK" in os.environ or ("SLURM_NTASKS" in os.environ and slurm_number(os.environ, "SLURM_NTASKS") > 1)
 
 
 RANK = Mode(

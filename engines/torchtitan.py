@@ -151,6 +151,8 @@ def read_module(text: str, num_devices: int | None, model: ModelSpec | None) -> 
         return read(_assigned(tree), num_devices, model)
     except (RecursionError, MemoryError):
         raise ConfigError("not a configuration: its expressions are nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits cannot be shown
+        raise ConfigError(f"not a configuration: {error}") from None
 
 
 def sets_tf32(node: ast.AST) -> bool:

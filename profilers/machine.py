@@ -12,12 +12,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
+from ..schema.base import shown
 from ..schema.errors import ConfigError, MeshwrightError
 from ..schema.profile import Machine
 from ..schema.units import GIB, format_bytes
@@ -271,3 +272,15 @@ def first_host(nodes: str) -> str:
     """Return the first of the names that a list of Slurm's stands for: ``gpu[003-007,12],login`` begins with gpu003."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def slurm_number(variables: Mapping[str, str], name: str, *, advice: str | None = None) -> int:
+    """Return a whole number that Slurm has set in the environment of a step.
+
+    Raises:
+        ConfigError: it is none, or not there.
+    """
+    text = variables.get(name, "")
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise ConfigError(f"{name} = {shown(text)} in a step of Slurm's: must be a whole number", help=advice)
+    return int(text)

@@ -42,6 +42,8 @@ def open_tokenizer(file: Path) -> Tokenizer:
         if prod(_growth(content.get(stage)) for stage in ("normalizer", "pre_tokenizer", "decoder")) > _MAX_GROWTH:
             raise ConfigError(f"{file} makes a text more than {_MAX_GROWTH} times as long")
         tokenizer = Tokenizer.from_str(text)
+        tokenizer.no_padding()  # to a length that the file names, which no text of ours is to have
+        tokenizer.no_truncation()
         tokenizer.encode(_TRIED)
         tokenizer.encode_batch([_TRIED, ""], add_special_tokens=False)
         return tokenizer

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import IO, Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,6 +26,8 @@ from .limits import MAX_COUNT, MAX_TEXT_BYTES
 SCHEMA_VERSION = 1
 """Version of the JSON form of every document; raised when a field changes its meaning or goes."""
 
+_UMASK = os.umask(0o077)  # it can only be read by setting it
+os.umask(_UMASK)
 
 Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
 """A count that a user states: positive, and small enough to compute with."""
@@ -246,12 +248,17 @@ def replace_atomically(path: Path, content: str | bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        Path(temporary).chmod(0o644)
+            let_be_read(file)
         Path(temporary).replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     finally:  # an interrupt leaves nothing behind either
         Path(temporary).unlink(missing_ok=True)
+
+
+def let_be_read(file: IO[bytes]) -> None:
+    """Give a temporary file the rights that the umask leaves a new one, by its handle: its name may lead elsewhere by now."""
+    os.fchmod(file.fileno(), 0o666 & ~_UMASK)
 
 
 def require_writable(path: str | Path) -> None:

@@ -11,9 +11,9 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from .base import Count, Frozen, PositiveFloat, did_you_mean, read_json, shown
 from .catalogue import load_model, model_names
@@ -23,6 +23,12 @@ from .layers import Block, Embedding, Head, LayerRun, MTPHead
 from .limits import MAX_MODEL_LAYERS
 from .rope import Rope
 from .traced import CodeFacts
+
+
+def _no_option(name: str) -> str:
+    if name.startswith("-"):
+        raise ValueError("it must not begin with -, which the commands of engines take for an option")
+    return name
 
 
 class ModelSpec(Frozen):
@@ -37,7 +43,7 @@ class ModelSpec(Frozen):
         code: of a model traced from somebody else's code what `parallelize` can do with it.
     """
 
-    name: str = Field(min_length=1)
+    name: Annotated[str, Field(min_length=1), AfterValidator(_no_option)]
     architecture: str
     hidden_dim: Count
     layers: tuple[LayerRun, ...] = Field(min_length=3)

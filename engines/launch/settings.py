@@ -6,6 +6,7 @@ Readers take a `Settings` for any mapping and need not know of places: reading a
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,20 +136,32 @@ def from_options(options: Iterator[tuple[Field, str, list[Field]]]) -> dict[str,
     return entries
 
 
-def from_table(table: Mapping[Any, Any], text: str, file: str, *, prefix: str = "", start: int = 0) -> Settings:
-    """Return the settings of a TOML, JSON or YAML file; lines are looked up in its text."""
-    entries = {}
-    for key, value in table.items():
-        name = str(key)
-        key_match = re.compile(rf"""["']?{re.escape(name)}["']?\s*[:=\]]""").search(text, start)
-        start_of_key = key_match.start() if key_match else start
-        inner = (
-            from_table(value, text, file, prefix=f"{prefix}{name}.", start=start_of_key)
-            if isinstance(value, Mapping)
-            else value
-        )
-        entries[name] = Entry(inner, prefix + name, Place(file, text.count("\n", 0, start_of_key) + 1))
-    return Settings(entries)
+_KEY = re.compile(r"""(?:"([^"\n]*)"|'([^'\n]*)'|(?<![^\s"'\[\]{},:=])([^\s"'\[\]{},:=]++))\s*+[:=\]]""")
+"""What may name a setting: quoted, or a bare word, with dots where it is a header's."""
+
+
+def from_table(table: Mapping[Any, Any], text: str, file: str) -> Settings:
+    """Return the settings of a TOML, JSON or YAML file; lines are looked up in its text, which is gone through once."""
+    keys: dict[str, list[int]] = {}
+    for match in _KEY.finditer(text):
+        name = match[1] or match[2] or match[3]
+        keys.setdefault(name, []).append(match.start())
+        if name != (last := name.rpartition(".")[2]):
+            keys.setdefault(last, []).append(match.start())
+    lines = [match.start() for match in re.finditer("\n", text)]
+
+    def settings(table: Mapping[Any, Any], prefix: str, start: int) -> Settings:
+        entries = {}
+        for key, value in table.items():
+            name = str(key)
+            offsets = keys.get(name, [])
+            following = bisect_left(offsets, start)
+            place = offsets[following] if following < len(offsets) else start
+            inner = settings(value, f"{prefix}{name}.", place) if isinstance(value, Mapping) else value
+            entries[name] = Entry(inner, prefix + name, Place(file, bisect_left(lines, place) + 1))
+        return Settings(entries)
+
+    return settings(table, "", 0)
 
 
 def given(sets: Mapping[str, str]) -> dict[str, Entry]:

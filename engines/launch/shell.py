@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,10 @@ PIECE_COST = 100
 """What a piece counts for besides its text, in characters: values of many short pieces are as dear as long ones."""
 MAX_DEPTH = 40
 """Functions and sourced files within one another."""
+MAX_FOLLOWED = 20_000
+"""Commands that are followed, again for each call of a function or file that they are in."""
+MAX_CUT = 4096
+"""Characters of a value of which a pattern takes the beginning or end off: it is tried with every length."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ class _Reader:
         self.file, self.name, self.script = file, file.name, Script()
         self.given = given
         self.functions: dict[str, list[syntax.Command]] = {}
-        self.depth, self.size = 0, 0
+        self.sourced: dict[Path, list[syntax.Command]] = {}
+        self.depth, self.size, self.followed = 0, 0, 0
         for name, text in given.items():
             self.script.variables[name] = [(Piece(text, Place("--set", 0), name),)]
 
@@ -104,7 +110,7 @@ class _Reader:
         """Take what Slurm would set from the lines for it."""
         for match in _SLURM.finditer(text):
             what = {"-N": "nodes", "gres": "gpus-per-node"}.get(match[1], match[1])
-            digits = re.search(r"(\d+)$", match[2])
+            digits = re.search("([0-9]{1,18})$", match[2])
             if not digits or (match[1] == "gres" and not match[2].startswith("gpu")):
                 continue
             place = Place(self.name, text.count("\n", 0, match.start()) + 1)
@@ -127,6 +133,9 @@ class _Reader:
 
     def one(self, command: syntax.Command) -> bool | None:
         """Follow a command; None: whether it succeeds is not known."""
+        self.followed += 1
+        if self.followed > MAX_FOLLOWED:
+            raise ConfigError(f"not a launch script: it comes to more than {MAX_FOLLOWED} commands")
         match command:
             case syntax.Simple():
                 return self.simple(command)
@@ -247,13 +256,14 @@ class _Reader:
         if not words:
             return
         path = self.file.parent / words[0].text
-        if words[0].unknown or not path.is_file():
-            self.script.undecided.append(f"{self.place(line)}: reads {words[0].text}, which is not here")
+        if words[0].unknown or not os.path.isfile(path):  # noqa: PTH113 - a name of any length
+            self.script.undecided.append(f"{self.place(line)}: reads {words[0].text[:200]}, which is not here")
             return
         outer = self.name
         self.name = path.name
-        commands = parse_script(read_text(path))
-        self.deeper(lambda: self.follow(commands))
+        if path not in self.sourced:
+            self.sourced[path] = parse_script(read_text(path))
+        self.deeper(lambda: self.follow(self.sourced[path]))
         self.name = outer
 
     # --- conditions ---
@@ -373,7 +383,7 @@ class _Reader:
             self.script.used.add(name)
         values = self.script.variables.get(name)
         if values is not None and part.index not in ("@", "*") and name != "@":
-            index = int(part.index) if part.index.isdigit() else 0
+            index = int(part.index) if re.fullmatch("[0-9]{1,18}", part.index) else 0
             values = values[index : index + 1]
         is_set = values is not None and (not part.operator.startswith(":") or any(p.text for v in values for p in v))
         if kind in ("-", "=", "?") and not is_set:
@@ -410,7 +420,7 @@ class _Reader:
 def _changed(value: Field, part: syntax.Variable, reader: _Reader) -> Value | None:
     """Return a value with the beginning or end taken off that a pattern names, or in other letters."""
     text, pattern = value.text, Field(reader.scalar(part.argument) or reader.nothing).text
-    if value.unknown:
+    if value.unknown or len(text) > MAX_CUT:
         return None
     if part.operator in (",,", "^^"):
         text = text.lower() if part.operator == ",," else text.upper()

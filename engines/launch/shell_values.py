@@ -90,7 +90,7 @@ def computed(text: str) -> int | None:
 def _value(node: ast.expr) -> int:
     match node:
         case ast.Constant(value=int() as value):
-            return value
+            return _bounded(value)
         case ast.BinOp(left=left, op=op, right=right):
             return _bounded(_OPERATIONS[type(op)](_value(left), _value(right)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):

@@ -94,14 +94,12 @@ def _configures(node: ast.FunctionDef) -> bool:
 def _of_function(name: str, functions: dict[str, ast.FunctionDef], file: str, package: str) -> tuple[Settings, str]:
     """Return the settings of a function, those of the function it starts from included, and what names its model."""
     settings, base = Settings({}), name
-    for node in functions[name].body:
-        if (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "config"
-            and isinstance(node.value, ast.Call)
-        ):
-            called = ast.unparse(node.value.func)
-            if called in functions and called != name:
+    body, others = functions[name].body, functions.keys() - {name}
+    starts = [idx for idx, node in enumerate(body) if _called_for_config(node) in others]
+    for node in body[starts[-1] if starts else 0 :]:  # what stood before is given up, and costs nothing to leave out
+        called = _called_for_config(node)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and called:
+            if called in others:
                 settings, base = _of_function(called, functions, file, package)
             elif called.endswith("Config"):
                 _merge(settings, _of_call(node.value, file))
@@ -121,6 +119,13 @@ def _of_function(name: str, functions: dict[str, ast.FunctionDef], file: str, pa
             flavor = ast.unparse(inner.args[0]).strip("'\"")
             base = f"{package}_{flavor.lower().replace('-', '_')}"
     return settings, base
+
+
+def _called_for_config(node: ast.stmt) -> str:
+    """Return what is called in ``config = f(...)``; empty: the statement is another."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.targets[0]) == "config":
+        return ast.unparse(node.value.func)
+    return ""
 
 
 def _of_call(call: ast.Call, file: str) -> Settings:

@@ -46,6 +46,11 @@ _PR_SET_PDEATHSIG = 1
 # --- the launcher's side ---------------------------------------------------------------------------------------------
 
 
+def program(module: str, *arguments: str | Path) -> tuple[str, ...]:
+    """Return the command that runs a module of ours; it imports nothing from the current folder, which may be anybody's."""
+    return (sys.executable, "-P", "-u", "-m", module, *map(str, arguments))
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeJob:
     """The part of a job that runs on this node.

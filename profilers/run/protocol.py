@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from ...schema.errors import MeshwrightError, ProfileError
 from ...schema.profile import Profile, ProfileSection, ProfileSectionName
 from ..machine import cpu_rank_environment
 from .faults import cause_of, explain_failure
-from .processes import JobEnd, NodeJob, run_ranks
+from .processes import JobEnd, NodeJob, program, run_ranks
 
 if TYPE_CHECKING:
     from ..measure.timing import Bench, Points
@@ -175,7 +174,7 @@ def launch_ranks(
         path = Path(folder) / "task.json"
         write_atomically(path, json.dumps(asdict(task)))
         job = NodeJob(
-            command=(sys.executable, "-m", f"{__package__}.rank", str(path)),
+            command=program(f"{__package__}.rank", path),
             folder=Path(folder),
             num_ranks=num_ranks,
             variables={**threads, **(cpu_rank_environment() if task.backend == "gloo" else {})},

@@ -24,7 +24,16 @@ from ...schema.base import read_json
 from ...schema.errors import MeshwrightError, ProfileError
 from ...schema.profile import Machine, Profile, ProfileProvenance, ProfileSection, ProfileSectionName
 from ...schema.units import GIB, format_bytes
-from ..machine import busy_fraction, first_host, gpu_state, identify, interface_of, num_cores, total_memory
+from ..machine import (
+    busy_fraction,
+    first_host,
+    gpu_state,
+    identify,
+    interface_of,
+    num_cores,
+    slurm_number,
+    total_memory,
+)
 from ..measure.kernels import stream_bandwidth
 from ..measure.links import node_matrix
 from ..measure.timing import Bench, Points
@@ -141,7 +150,7 @@ def _take_names_from_slurm() -> None:
     if "SLURM_JOB_ID" in os.environ:
         hosts = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", "localhost"))
         os.environ.setdefault("MASTER_ADDR", first_host(hosts))
-        os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ["SLURM_JOB_ID"]) % 20000))
+        os.environ.setdefault("MASTER_PORT", str(20000 + slurm_number(os.environ, "SLURM_JOB_ID") % 20000))
 
 
 def require_memory(bench: Bench) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import torch
 
 from ...profilers.machine import cpu_rank_environment, num_cores
 from ...profilers.run.faults import cause_of, explain_failure
-from ...profilers.run.processes import JobEnd, NodeJob, run_ranks
+from ...profilers.run.processes import JobEnd, NodeJob, program, run_ranks
 from ...schema import ConfigError, NodeGroup, TrainingPlan
 from ...schema.errors import InterruptedRunError
 from ...schema.preflight import PreflightReport
@@ -72,7 +71,7 @@ def launch(
             has_checkpoints = not job.script and job.options.checkpoint_dir is not None
             local = nodes[meeting.node_rank]
             ranks = NodeJob(
-                command=(sys.executable, "-u", "-m", worker.__name__, str(folder / "job.json")),
+                command=program(worker.__name__, folder / "job.json"),
                 folder=folder,
                 num_ranks=len(local),
                 first_rank=local.start,

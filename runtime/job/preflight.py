@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...profilers.run import preflight as program
+from ...profilers.run import preflight as ranks_program
 from ...profilers.run.faults import explain_failure
 from ...profilers.run.preflight import REPORT_KEY, PreflightTask
-from ...profilers.run.processes import NodeJob, run_ranks
+from ...profilers.run.processes import NodeJob, program, run_ranks
 from ...schema import ConfigError, MeshwrightError
 from ...schema.errors import InterruptedRunError
 from ...schema.preflight import PreflightReport
@@ -52,7 +51,7 @@ def compare_nodes(
         task = PreflightTask(backend=backend, seconds=seconds, nodes=tuple(map(len, nodes)))
         task.save(folder / "task.json")
         ranks = NodeJob(
-            command=(sys.executable, "-m", program.__name__, str(folder / "task.json")),
+            command=program(ranks_program.__name__, folder / "task.json"),
             folder=folder,
             num_ranks=len(local),
             first_rank=local.start,

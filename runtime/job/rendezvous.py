@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,9 +21,8 @@ from functools import partial
 
 import torch.distributed as dist
 
-from ...profilers.machine import first_host, interface_of
+from ...profilers.machine import first_host, interface_of, slurm_number
 from ...schema import ConfigError
-from ...schema.base import shown
 from ...schema.errors import InterruptedRunError, NodesNotMetError
 from .gate import (
     MIN_SECRET,
@@ -363,7 +361,9 @@ def slurm_rendezvous(variables: Mapping[str, str]) -> Rendezvous | None:
     """
     if "SLURM_STEP_NUM_NODES" not in variables or "SLURM_STEP_ID" not in variables:
         return None
-    num_nodes, num_tasks = (_number(variables, f"SLURM_STEP_NUM_{what}") for what in ("NODES", "TASKS"))
+    num_nodes, num_tasks = (
+        slurm_number(variables, f"SLURM_STEP_NUM_{what}", advice=_GIVE_PLACE) for what in ("NODES", "TASKS")
+    )
     if num_tasks != num_nodes:
         raise ConfigError(
             f"srun started {num_tasks} tasks on {num_nodes} nodes; `meshwright apply` starts the ranks of a node itself",
@@ -371,21 +371,14 @@ def slurm_rendezvous(variables: Mapping[str, str]) -> Rendezvous | None:
         )
     if num_nodes == 1:
         return None
-    job = _number(variables, "SLURM_JOB_ID")
+    job = slurm_number(variables, "SLURM_JOB_ID", advice=_GIVE_PLACE)
     host = first_host(variables.get("SLURM_STEP_NODELIST", ""))
     if not host:
         raise ConfigError("SLURM_STEP_NODELIST names no node", help=_GIVE_PLACE)
     return Rendezvous(
         nnodes=num_nodes,
-        node_rank=_number(variables, "SLURM_NODEID"),
+        node_rank=slurm_number(variables, "SLURM_NODEID", advice=_GIVE_PLACE),
         endpoint=f"{host}:{_FIRST_PORT + job % _NUM_PORTS}",
         run_id=f"{job}.{variables['SLURM_STEP_ID']}",
         secret=secret_of(variables),
     )
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    text = variables.get(name, "")
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise ConfigError(f"{name} = {shown(text)} in a step of Slurm's: must be a whole number", help=_GIVE_PLACE)
-    return int(text)

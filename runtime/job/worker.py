@@ -77,7 +77,7 @@ def main() -> None:
     if not Path(script).is_file():
         raise ConfigError(f"no such script: {script}")
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 
 

@@ -90,7 +90,7 @@ def run_script(
 @contextlib.contextmanager
 def _as_program(script: tuple[str, ...]) -> Iterator[None]:
     """Let Python's path and arguments be those of the script; what it prints goes to stderr."""
-    path = [str(Path(script[0]).resolve().parent), *sys.path[1:]]
+    path = [str(Path(script[0]).resolve().parent), *sys.path[0 if sys.flags.safe_path else 1 :]]
     with (
         mock.patch.object(sys, "argv", list(script)),
         mock.patch.object(sys, "path", path),

@@ -10,8 +10,10 @@ there). The log-probabilities at which their ratios begin are the actor's here, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...schema.base import read_json, replace_atomically, shown
+from ...schema.base import read_json, shown
 from ...schema.errors import ConfigError, MeshwrightError
 from ...schema.rl import RlWorkload
 from .prompts import prompt_of
@@ -63,17 +65,34 @@ class Exchange:
                     f"cannot share responses in {place}: it is a link, and files are deleted there",
                     help="give the folder that it leads to as --exchange, or remove the link",
                 )
+            # Others may put a link in its place later: files are written and deleted in the folder that it is now.
+            self._place = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             for step in _steps(place):
-                (place / f"{step}.json").unlink()
+                os.unlink(f"{step}.json", dir_fd=self._place)
         except OSError as error:
             raise ConfigError(f"cannot share responses in {place}: {error.strerror}") from None
 
     def give(self, step: int, answered: Sequence[Answered]) -> None:
-        """Share what this island answered in a step."""
-        folder = self._path(self._island)
+        """Share what this island answered in a step.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
         rows = [{"line": each.line, "responses": each.responses} for each in answered]
-        replace_atomically(folder / f"{step}.json", json.dumps(rows))
-        (folder / f"{step - STEPS}.json").unlink(missing_ok=True)
+        partial = f".{step}.json.partial"
+        try:
+            self._remove(partial)
+            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666, dir_fd=self._place)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps(rows))
+            os.replace(partial, f"{step}.json", src_dir_fd=self._place, dst_dir_fd=self._place)
+            self._remove(f"{step - STEPS}.json")
+        except OSError as error:
+            raise ConfigError(f"cannot share responses in {self._path(self._island)}: {error.strerror}") from None
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._place)
 
     def take(self, count: int) -> list[Answered]:
         """Return so many prompts that other islands answered.

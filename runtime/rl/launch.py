@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from ...profilers.machine import cpu_rank_environment, num_cores
 from ...profilers.run.faults import explain_failure
-from ...profilers.run.processes import NodeJob, run_ranks
+from ...profilers.run.processes import NodeJob, program, run_ranks
 from ...schema.errors import ConfigError, InterruptedRunError, RuntimeMismatchError
 from ...schema.rl_plan import RlPlan
 from ..job.rendezvous import Rendezvous, meet
@@ -72,7 +71,7 @@ def launch_rl(plan: RlPlan, job: RlJob) -> None:
         job.save(folder / "job.json")
         chosen = {each: os.environ.get(each, threads) for each in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         ranks = NodeJob(
-            command=(sys.executable, "-u", "-m", worker.__name__, str(folder / "job.json")), folder=folder, num_ranks=count,
+            command=program(worker.__name__, folder / "job.json"), folder=folder, num_ranks=count,
             world_size=count, variables={**chosen, **cpu_rank_environment(), **meeting.variables},
         )  # fmt: skip
         end = run_ranks(ranks)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from ...profilers.run.processes import program
 from ...schema.base import shown
 from ...schema.errors import ConfigError, MeshwrightError
 
@@ -66,7 +67,7 @@ class RewardProcess:
         """
         home, name = split_name(function)
         self.function, self._timeout_s = function, timeout_s
-        command = (sys.executable, "-u", "-m", __name__, home, name)
+        command = program(__name__, home, name)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ))
         assert self._process.stdout is not None
         self._buffer = b""

@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ...schema.base import read_json
+from ...schema.base import read_json, shown
 from ...schema.errors import ConfigError
+from ...schema.limits import MAX_COUNT
 from ..models.decoder import ADAPTER_DOWN as DOWN
 from ..models.decoder import ADAPTER_UP as UP
 from ..models.decoder import Decoder
@@ -110,6 +111,10 @@ def read_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     unlike = [name for name, plain in _PLAIN.items() if (config.get(name) or plain) != plain]
     if unlike:
         raise ConfigError(f"{folder}: {unlike[0]}={config[unlike[0]]} is more than a low-rank adapter")
+    if not (rank <= MAX_COUNT and abs(alpha) <= MAX_COUNT):
+        raise ConfigError(
+            f"{folder}: adapter_config.json has r={shown(rank)}, lora_alpha={shown(alpha)}; up to {MAX_COUNT}"
+        )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     try:
         tensors = load_file(folder / "adapter_model.safetensors")

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ from typing import Any
 
 from ...profilers.machine import cpu_rank_environment, num_cores
 from ...profilers.run.faults import explain_failure
-from ...profilers.run.processes import JobEnd, NodeJob, run_ranks
+from ...profilers.run.processes import JobEnd, NodeJob, program, run_ranks
 from ...schema.errors import ConfigError, MeshwrightError
 from ...schema.model import ModelSpec
 from ...schema.serving import Pool
@@ -225,7 +224,7 @@ class Deployment(EngineFront):
         try:
             with meet(Rendezvous()) as meeting:
                 ranks = NodeJob(
-                    command=(sys.executable, "-u", "-m", worker.__name__, str(folder / "job.json")),
+                    command=program(worker.__name__, folder / "job.json"),
                     folder=folder, num_ranks=count, world_size=count,
                     variables={**chosen, **cpu_rank_environment(), **meeting.variables},
                 )  # fmt: skip

@@ -35,6 +35,9 @@ from .requests import Request as EngineRequest
 from .text import Text
 
 RETRY_S = 1
+ENCODINGS = 2
+"""Texts that are tokenised at a time: each may take some hundred bytes a character."""
+
 _LONG_BODY = 2**16
 """Bytes of a body from which it is read beside the event loop."""
 
@@ -89,6 +92,7 @@ class Endpoint:
         self.failure: BaseException | None = None
         self.is_draining = False
         self._opened, self._body_bytes, self._created_s = 0, 0, int(time.time())
+        self._encodings = asyncio.Semaphore(ENCODINGS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stops = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving-endpoint", daemon=True)
@@ -283,7 +287,14 @@ class Endpoint:
     async def _encode(self, text: str, *, adds_special: bool) -> tuple[int, ...]:
         if self.text is None:
             raise RefusedError(400, "text needs a tokenizer: this server has tokens only", param="prompt")
-        return await asyncio.to_thread(self.text.encode, text, adds_special=adds_special)
+        if len(text) > self.engine.max_len * self.text.longest:
+            raise RefusedError(
+                400,
+                f"the prompt has {len(text)} characters, more than {self.engine.max_len} tokens can be",
+                param="prompt",
+            )
+        async with self._encodings:
+            return await asyncio.to_thread(self.text.encode, text, adds_special=adds_special)
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytes]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schema.base import read_text
+from ...schema.base import read_json, read_text
 from ...schema.errors import ConfigError
 from ..tokenizer import open_tokenizer, refused
 
@@ -30,12 +30,14 @@ class Text:
 
     Attributes:
         stop_tokens: that the model ends an answer with.
+        longest: token, in characters.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, template: str | None, named: dict[str, str], stop_tokens: frozenset[int]
     ) -> None:
         self._tokenizer, self._template, self._named, self.stop_tokens = tokenizer, template, named, stop_tokens
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._worker: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
@@ -142,10 +144,7 @@ def _table(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; empty where there is none."""
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold an object")
     return content
@@ -161,8 +160,8 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     template = read_text(path) if path.is_file() else config.get("chat_template")
     if isinstance(template, list):  # several by name
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(named, {}).get("template")
     if not isinstance(template, str):
         return None
     if len(template) > MAX_TEMPLATE_CHARACTERS:

@@ -434,6 +434,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _read_index(folder: Path) -> Metadata:
     path = folder / INDEX_FILE
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file")
     try:
         index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
         names = [entry.relative_path for entry in index.storage_data.values()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch.distributed as dist
@@ -68,6 +68,8 @@ def damage_of(folder: Path, checksums: Mapping[str, str]) -> str | None:
 def _damaged(folder: Path, names: Iterable[str], checksums: Mapping[str, str]) -> str | None:
     for name in names:
         try:
+            if PurePath(name).name != name or not (folder / name).is_file():
+                return f"{folder / name} is no file of this checkpoint, or is not there"
             if checksum(folder / name) != checksums[name]:
                 return f"{folder / name} is not what was written: its SHA-256 is another"
         except OSError as error:

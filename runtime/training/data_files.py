@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from ...schema import ConfigError, MeshwrightError
+from ...schema.base import let_be_read
 from ...schema.units import format_bytes
 from ..tokenizer import open_tokenizer, refused
 
@@ -215,9 +216,9 @@ def write_tokens(path: Path, pieces: Iterable[np.ndarray], *, vocab_size: int) -
                 largest = max(largest, int(piece.max(initial=0)))
             file.seek(0)
             file.write(_HEADER.pack(MAGIC, _VERSION, width, count, largest))
+            let_be_read(file)
         if not count:
             raise ConfigError("the text has no tokens")
-        partial.chmod(0o644)
         partial.replace(path)
     except OSError as error:
         raise MeshwrightError(f"cannot write {path}: {error.strerror}") from None
@@ -307,7 +308,7 @@ def _write_ends(path: Path, ends: Sequence[int]) -> None:
         partial = Path(name)
         with os.fdopen(handle, "wb") as file:
             np.save(file, np.array(ends, dtype=np.int64), allow_pickle=False)
-        partial.chmod(0o644)
+            let_be_read(file)
         partial.replace(path.with_name(f"{path.name}.ends.npy"))
     except OSError as error:
         raise MeshwrightError(f"cannot write the ends of documents beside {path}: {error.strerror}") from None

@@ -20,7 +20,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from meshwright.engines.launch.settings import from_table
+from meshwright.engines.launch.torchtitan import settings_of
 from meshwright.planner.expert_files import read_placement
+from meshwright.runtime.tokenizer import open_tokenizer
 from meshwright.schema import ConfigError, MeshwrightError
 from meshwright.schema.base import read_text, shown
 from meshwright.validation.noted import listed_fractions
@@ -115,6 +118,11 @@ def huge_npy() -> bytes:
     return npy(np.zeros(3)).replace(b"(3,), }" + b" " * 15, b"(1125899906842624,), }")
 
 
+def doubling_calls(depth: int) -> bytes:
+    """A script of functions each of which calls the next one twice."""
+    return b"".join(b"f%d() { f%d; f%d; }\n" % (n, n + 1, n + 1) for n in range(depth)) + b"f%d() { :; }\nf0\n" % depth
+
+
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
 )
@@ -174,7 +182,6 @@ REFUSED: list[tuple[str, bytes]] = [
     ("placement-yaml", b"x:\n  0: [0 1]\n"),
     ("tokens-npy", huge_npy()),
     ("tokenizer", tokenizer_with(pre_tokenizer={"type": "FixedLength", "length": 0})),
-    ("tokenizer", tokenizer_with(truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5})),
     ("tokenizer", tokenizer_with(model={"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]})),
     ("tokenizer", tokenizer_with(normalizer={"type": "Sequence", "normalizers": [DOUBLED] * 30})),
     ("tokenizer", tokenizer_with(pre_tokenizer={"type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 30})),
@@ -191,6 +198,14 @@ REFUSED: list[tuple[str, bytes]] = [
     ("engine-py", b"config.a.b = " + b"(" * 150 + b"1" + b")" * 150),
     ("engine-py", b"config.a.b = " + b"-" * 3000 + b"1"),
     ("engine-json", b'{"zero_optimization": {"stage": [3]}}'),
+    ("engine-py", b"config.a.b = 1\n0x" + b"f" * 6000),
+    ("engine-yaml", b"distributed_type: FSDP\n? 0x" + b"f" * 6000 + b"\n: 1"),
+    ("launch-script", b"#SBATCH --nodes=" + b"9" * 5000),
+    ("launch-script", b"A=$((0x" + b"f" * 6000 + b"))"),
+    ("launch-script", b"A=(1)\nB=${A[\xc2\xb2]}${A[" + b"9" * 5000 + b"]}"),
+    ("launch-script", b"source " + b"a" * 5000),
+    ("launch-script", b"torchrun pretrain_gpt.py --deepspeed_config " + b"a" * 400),
+    ("launch-script", doubling_calls(30)),
 ]  # fmt: skip
 
 
@@ -201,7 +216,7 @@ def test_refused_with_a_short_message(name: str, data: bytes, tmp_path: Path) ->
     path = tmp_path / f"document{target.suffix}"
     error = attempt(target, data, tmp_path)
     if error is None:  # some readers do several things with a document, each of which refuses it
-        assert name.startswith(("engine-", "placement-")), name
+        assert name.startswith(("engine-", "launch-", "placement-")), name
         return
     assert isinstance(error, MeshwrightError) and error.exit_code == 2
     assert max(len(line) for line in str(error).replace(str(path), "").splitlines()) < 600
@@ -247,6 +262,27 @@ def test_what_never_ends_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("meshwright.schema.base.MAX_TEXT_BYTES", 2**20)
     with pytest.raises(ConfigError, match="more than 1 MiB"):
         read_text("/dev/zero")
+
+
+def test_a_padding_that_a_tokenizer_names_is_not_made(tmp_path: Path) -> None:
+    padding = {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+               "pad_type_id": 0, "pad_token": "<eos>"}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_with(padding=padding))
+    assert open_tokenizer(tmp_path / "tokenizer.json").encode("ab a").ids == [3, 1]
+
+
+def test_a_configuration_made_of_another_twice_is_read_once() -> None:
+    twice = "".join(
+        f"def f{n}():\n config = f{n + 1}()\n config = f{n + 1}()\n config.a.b{n} = {n}\n" for n in range(40)
+    )
+    settings = settings_of(f"{twice}def f40():\n config.a.c = 1\n")
+    assert settings["a"]["c"] == 1 and settings["a"]["b0"] == 0
+
+
+def test_places_of_many_keys_are_those_of_their_lines() -> None:
+    names = [f"key-{n}" for n in range(20_000)]
+    found = from_table(dict.fromkeys(names, 1), "".join(f"{name}: 1\n" for name in names), "x.yaml")
+    assert [found.entries[name].place.line for name in names] == list(range(1, 20_001))
 
 
 def test_line_ends_are_those_of_a_text_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank ends with its launcher, whatever it is doing."""
+"""A rank ends with its launcher, whatever it is doing, and runs nothing that lies in the folder where it was started."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import meshwright
 import psutil
 import pytest
+from meshwright.profilers.run.processes import program
 
 LAUNCHER = """
 import sys
@@ -31,3 +33,25 @@ def test_a_suspended_rank_that_has_run_nothing_of_ours_ends_with_its_launcher(tm
     launcher.kill()
     launcher.wait()
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
+
+
+def test_modules_of_the_current_folder_do_not_stand_before_the_ones_that_are_installed(tmp_path: Path) -> None:
+    for name in ("pydantic", "torch", "json", "psutil"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')")
+    script = tmp_path / "elsewhere" / "meshwright_rank.py"
+    script.parent.mkdir()
+    script.write_text("import json, psutil, pydantic")
+    paths = os.pathsep.join([str(script.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(program("meshwright_rank"), cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_module_of_ours_that_is_started_is_started_so() -> None:
+    package = Path(meshwright.__file__).parent
+    started = [path for path in package.rglob("*.py") if 'sys.executable, "-' in path.read_text(encoding="utf-8")]
+    assert {path.relative_to(package).as_posix() for path in started} == {
+        "profilers/doctor.py",  # in an empty folder
+        "profilers/run/processes.py",  # by `program`
+        "runtime/serving/text.py",  # isolated, by path
+    }

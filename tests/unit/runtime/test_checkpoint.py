@@ -137,6 +137,19 @@ def test_index_that_points_outside_its_folder_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["/dev/zero", "../secret", "pipe"])
+def test_a_list_of_files_that_names_others_is_not_followed(tmp_path: Path, name: str) -> None:
+    model, optimizer = trained()
+    folder = CheckpointWriter(tmp_path / "all", model, optimizer).save(TrainingProgress(step=1, seed=0))
+    (folder.parent / "secret").write_text("a secret")
+    os.mkfifo(folder / "pipe")
+    path = folder / "checkpoint.json"
+    path.write_text(CheckpointInfo.load(path).replace(files={name: "0" * 64}).sealed().model_dump_json())
+    with pytest.raises(DamagedCheckpointError, match="no file of this checkpoint"):
+        load_checkpoint(folder, model, optimizer)
+
+
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle", pickle.dumps([1, 2])])
 def test_damaged_index_is_named(tmp_path: Path, content: bytes) -> None:
     folder = CheckpointWriter(tmp_path, *trained()).save(TrainingProgress(step=1, seed=0))
@@ -218,6 +231,7 @@ def damaged(content: bytes, random: Random) -> bytes:
     )
 
 
+@pytest.mark.long
 def test_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = small_plan()
     options = TrainOptions(steps=5, learning_rate=1e-2, checkpoint_dir=str(tmp_path / "c"), checkpoint_every=2)

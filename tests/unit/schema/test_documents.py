@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,14 @@ from meshwright.schema.layout_table import LayoutRow, LayoutTable
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint
 from meshwright.schema.runnable import why_not_runnable
 from meshwright.schema.units import format_bytes, format_count, format_seconds
+
+
+def test_what_is_written_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    script = "import os, sys; os.umask({}); from meshwright.schema.base import write_atomically; write_atomically(sys.argv[1], 'x')"
+    for umask, mode in (("0o077", 0o600), ("0o022", 0o644)):
+        subprocess.run([sys.executable, "-c", script.format(umask), str(tmp_path / umask)], check=True)
+        assert (tmp_path / umask).stat().st_mode & 0o777 == mode
+
 
 degrees = st.sampled_from([1, 2, 3, 4, 8])
 layouts = st.builds(

@@ -23,6 +23,19 @@ def test_a_link_in_place_of_the_folder_deletes_nothing(tmp_path: Path) -> None:
     assert (theirs / "2.json").exists()
 
 
+def test_a_link_put_in_place_of_the_folder_later_changes_nothing_where_it_leads(tmp_path: Path) -> None:
+    exchange = Exchange(tmp_path, 0, WORK, timeout_s=1)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for step in (1, 5):
+        (theirs / f"{step}.json").write_text("precious")
+    (tmp_path / "island-0").rename(tmp_path / "moved")
+    (tmp_path / "island-0").symlink_to(theirs)
+    exchange.give(5, [Answered({"prompt": [1]}, ((1,),))])
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == {"1.json": "precious", "5.json": "precious"}
+    assert (tmp_path / "moved" / "5.json").is_file()
+
+
 def test_files_of_others_stay_and_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     ours, others = tmp_path / "island-0", tmp_path / "island-1"
     ours.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def test_layouts_and_placements_are_the_same_on_four_ranks(tmp_path: Path) -> No
     assert_same(alone, apart)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_ppo_is_the_same_in_three_pools_of_four_ranks(tmp_path: Path) -> None:
     roles: tuple[Role, ...] = ("generator", "actor", "critic")
@@ -180,31 +182,41 @@ def test_a_few_steps_raise_the_reward_and_a_failing_function_ends_the_job(tmp_pa
     assert "no answer for [" in text and "Traceback" not in str(error.value.message)
 
 
+def island_of_command(folder: Path, _: RlPlan, steps: int, island: int) -> list[dict[str, Any]]:
+    """Run an island by the command in a process of its own; its records."""
+    command = [sys.executable, "-m", "meshwright.cli", "apply-rl", "rl.json", "--prompts", "prompts.jsonl", "--json"]
+    command += ["--reward", "rewards.py:count", "--steps", str(steps), "--learning-rate", "3e-3"]
+    command += ["--exchange", "shared", "--island", str(island)]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    return json.loads(done.stdout)
+
+
+def island_here(folder: Path, plan: RlPlan, steps: int, island: int) -> list[dict[str, Any]]:
+    """Run an island from a thread of this process; its records."""
+    options = RlOptions(
+        prompts=str(folder / "prompts.jsonl"), reward=f"{folder / 'rewards.py'}:count", steps=steps, learning_rate=3e-3,
+        exchange=str(folder / "shared"), island=island,
+    )  # fmt: skip
+    report = folder / f"steps-{island}.jsonl"
+    launch_rl(plan, RlJob(plan=str(folder / "rl.json"), options=options, report=str(report), timeout_s=120))
+    return [json.loads(line) for line in report.read_text().splitlines()]
+
+
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("steps", [2, pytest.param(14, marks=pytest.mark.nightly)])
-def test_islands_share_responses_and_each_learns_from_all(tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("steps", "by_command"),
+    [(2, False), pytest.param(2, True, marks=pytest.mark.long), pytest.param(14, True, marks=pytest.mark.nightly)],
+)
+def test_islands_share_responses_and_each_learns_from_all(tmp_path: Path, steps: int, by_command: bool) -> None:
     layout = {"actor": Layout(micro_batch_size=32)}
     fields = {"prompts": 16, "responses": 8, "updates": 2, "islands": 2, "shared": 0.5, "loss": RlLoss(temperature=1.0)}
     plan = rl_plan([(1, ("generator", "actor"))], layout, **fields)
-    command = [sys.executable, "-m", "meshwright.cli", "apply-rl", "rl.json", "--prompts", "prompts.jsonl", "--json"]
-    command += [
-        "--reward",
-        "rewards.py:count",
-        "--steps",
-        str(steps),
-        "--learning-rate",
-        "3e-3",
-        "--exchange",
-        "shared",
-    ]
     write_inputs(tmp_path, plan)
-    islands = [
-        subprocess.Popen([*command, "--island", str(idx)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-        for idx in range(2)
-    ]
-    for process in islands:
-        records = json.loads(process.communicate(timeout=240)[0])
-        assert process.returncode == 0 and [record["received"] for record in records] == [8] * steps
+    learn = island_of_command if by_command else island_here
+    with ThreadPoolExecutor(2) as pool:
+        islands = list(pool.map(learn, (tmp_path,) * 2, (plan,) * 2, (steps,) * 2, range(2)))
+    for records in islands:
+        assert [record["received"] for record in records] == [8] * steps
         assert steps < 14 or sum(r["mean_reward"] for r in records[-3:]) > 1.5 * sum(
             r["mean_reward"] for r in records[:3]
         )

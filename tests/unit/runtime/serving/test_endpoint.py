@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import uvicorn
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from meshwright.cli.serve import LOOPBACK_NAMES
 from meshwright.runtime.serving.bodies import ChatBody, CompletionBody, RefusedError, read_body
@@ -30,6 +30,7 @@ from meshwright.runtime.serving.text import Text
 from meshwright.schema.serving import EngineLimits, Pool, ServingLayout
 from plans import tiny_model
 from safetensors.torch import save_file
+from tiers import drawn
 
 VOCABULARY = 320
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -186,6 +187,8 @@ def test_text_chats_and_stops(text: Text) -> None:
         assert status == 200 and answer["usage"]["prompt_tokens"] == 5
         whole = answer["choices"][0]["text"]
         assert "".join(chunk["choices"][0]["text"] for chunk in events_of(port, asked)) == whole
+        status, refused, _ = ask(port, {**asked, "prompt": "hello" * 2**17})
+        assert status == 400 and "655360 characters" in refused["error"]["message"]
         stop = whole[3:5]
         cut = ask(port, {**asked, "stop": [stop]})[1]["choices"][0]
         assert cut["text"] == whole[: whole.index(stop)] and cut["finish_reason"] == "stop"
@@ -213,6 +216,7 @@ def test_text_chats_and_stops(text: Text) -> None:
         "{{ raise_exception('no system messages here') }}",
         "{{ cycler.__init__.__globals__.os.system('touch pwned') }}",
         "{% if %}",
+        "{{ ('{0.__globals__[json].codecs.sys.path}'|attr('format'))(strftime_now) }}",
     ],
 )
 def test_templates_cannot_do_harm(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,8 +243,7 @@ BODIES = st.dictionaries(
 )
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
-@given(BODIES)
+@drawn(BODIES, few=150, many=600, under=settings(deadline=None, suppress_health_check=list(HealthCheck)))
 def test_bodies_are_read_or_refused(body: dict[str, Any]) -> None:
     for kind in (CompletionBody, ChatBody):
         try:
