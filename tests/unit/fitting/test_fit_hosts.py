@@ -7,16 +7,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.fitting.__main__ import main
 from meshwright.fitting.hosts import decode_s, fitted_host, prefill_s
 from meshwright.schema import ClusterSpec, ModelSpec
 from meshwright.schema.serving import ServingLayout
+from tiers import drawn
 
 
-@settings(max_examples=20, deadline=None)
-@given(step_s=st.floats(2e-4, 8e-3), row_s=st.floats(2e-6, 2e-4), seed=st.integers(0, 99))
+@drawn(few=5, many=20, step_s=st.floats(2e-4, 8e-3), row_s=st.floats(2e-6, 2e-4), seed=st.integers(0, 99))
 def test_a_host_that_made_the_rows_is_found(step_s: float, row_s: float, seed: int) -> None:
     draw = np.random.default_rng(seed)
     batch, osl = draw.choice([1, 16, 32, 64], 60), draw.choice([128, 512, 2048], 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from meshwright.planner import estimate, plan
@@ -37,7 +38,13 @@ def changes_of(name: str) -> tuple[Changes, list[tuple[Layout, Workload]]]:
     return Changes(PlanRequest(MODEL, CLUSTER, workload), before), targets
 
 
-@pytest.mark.parametrize("name", JOBS)
+def in_tiers(*quick: str, without: str = "") -> list[Any]:
+    """Names of jobs, of which the short tier has the quick ones."""
+    marks = {name: [] if name in quick else [pytest.mark.long] for name in JOBS if name != without}
+    return [pytest.param(name, marks=marks[name]) for name in marks]
+
+
+@pytest.mark.parametrize("name", in_tiers("recompute and tp", "does not fit"))
 def test_steps_gain_and_their_estimates_are_those_of_the_cost_model(name: str) -> None:
     changes, targets = changes_of(name)
     steps = changes.steps(targets)
@@ -50,7 +57,7 @@ def test_steps_gain_and_their_estimates_are_those_of_the_cost_model(name: str) -
     assert times == sorted(times, reverse=True)
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name != "does not fit"])
+@pytest.mark.parametrize("name", in_tiers("deep pipeline", without="does not fit"))
 def test_no_set_of_as_many_changes_is_faster_and_fewer_do_not_suffice(name: str) -> None:
     changes, targets = changes_of(name)
     last = changes.steps(targets)[-1]

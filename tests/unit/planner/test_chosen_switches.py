@@ -110,6 +110,7 @@ def test_other_devices_and_engines_have_none() -> None:
 SIXTY_FOUR = ClusterSpec.parse("8x8xH100-SXM-80GB/ib400")
 
 
+@pytest.mark.long
 def test_half_batches_are_planned_where_a_short_batch_needs_tensor_parallelism() -> None:
     """Half a sequence for each GPU: tp has to share them, and its communication is what the step waits for."""
     model, workload = ModelSpec.named("llama-3.1-70b"), Workload(seq_len=4096, global_batch_size=32)

@@ -55,7 +55,15 @@ def zones(tmp_path: Path, far: float = 0.05e9, text: str = ZONES) -> ClusterSpec
     return ClusterSpec.parse(str(path))
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(4, 12))])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        0,
+        2,
+        *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3)),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(4, 12)),
+    ],
+)
 def test_the_best_choice_of_pools_is_that_of_searching_them_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     monkeypatch.setattr(device_groups, "REL_GAP", 0.0)
@@ -156,7 +164,7 @@ def test_of_many_zones_those_of_one_link_are_a_choice_for_every_kind(
     assert {(0, 1, 2, 3, 4, 5), (0, 1, 3, 4), (0, 1), (3, 4), (0, 3)} <= tried
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*(pytest.param(n, marks=pytest.mark.long) for n in range(2)), 2])
 def test_no_plan_on_a_choice_is_below_its_first_bound(seed: int, tmp_path: Path) -> None:
     models, engine = ("gpt2", "llama-3.2-1b", "olmoe-1b-7b"), ("fsdp2", "megatron", "deepspeed")[seed]
     workload = Workload(seq_len=1024, global_batch_size=96, engine=engine)

@@ -175,6 +175,7 @@ def test_what_the_engine_takes_with_sequence_parallelism_only_is_never_enumerate
     assert np.all(batch.experts_follow_tp[without])
 
 
+@pytest.mark.long
 def test_runner_ups_are_not_hidden_by_their_like_without_sequence_parallelism_that_does_not_fit() -> None:
     spec, machine = ModelSpec.named("llama-3.1-70b"), ClusterSpec.parse("256xH100-SXM-80GB")
     workload = Workload(seq_len=8192, global_batch_size=1024)

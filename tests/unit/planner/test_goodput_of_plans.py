@@ -28,6 +28,7 @@ def trained() -> TrainingPlan:
     return plan(ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("32xH100-SXM-80GB"), workload)
 
 
+@pytest.mark.long
 def test_fallbacks_are_slower_plans_that_beat_waiting(trained: TrainingPlan) -> None:
     report = expected_goodput(trained, FAULTS.replace(tolerate=2))
     assert [entry.lost for entry in report.fallbacks] == [1, 2]

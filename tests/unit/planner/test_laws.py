@@ -23,6 +23,7 @@ from meshwright.planner.space import Space, build_space
 from meshwright.schema import ClusterSpec, ConfigError, InfeasibleError, ModelSpec, Offer, SolverLimitError, Workload
 from meshwright.schema.cluster import Device, GemmFit, Link, NodeGroup
 from small_spaces import random_instance, shortened
+from tiers import drawn
 
 ROUNDING = 1e-9
 """Sums of seconds in another order, or of other units."""
@@ -126,8 +127,15 @@ described_by = st.sampled_from(["catalogue", "own name", "data sheet"])
 
 
 @pytest.mark.long
-@settings(FEW, max_examples=14)
-@given(seed=seeds, by=described_by, what=st.sampled_from(sorted(BETTER)), factor=st.sampled_from([1.01, 1.3, 2.0, 8.0]))
+@drawn(
+    few=6,
+    many=14,
+    under=FEW,
+    seed=seeds,
+    by=described_by,
+    what=st.sampled_from(sorted(BETTER)),
+    factor=st.sampled_from([1.01, 1.3, 2.0, 8.0]),
+)
 def test_a_better_machine_is_never_slower(seed: int, by: str, what: str, factor: float) -> None:
     model, workload, cluster, space = random_instance(seed)
     cluster = described(cluster, by)
@@ -176,8 +184,7 @@ def times_in(section: Any, path: str = "") -> Iterator[tuple[str, float, bool]]:
 FIT = GemmFit(launch_s=4e-6, compute_efficiency=0.7, memory_efficiency=0.8, source="")
 
 
-@settings(FEW, max_examples=12)
-@given(seed=seeds, factor=st.sampled_from([0.25, 3.0, 1000.0]))
+@drawn(few=3, many=12, under=FEW, seed=seeds, factor=st.sampled_from([0.25, 3.0, 1000.0]))
 def test_other_units_of_time_scale_the_answer(seed: int, factor: float) -> None:
     """On CPUs, whose costs have no learned part: that is trained on seconds."""
     model, workload, cluster, space = random_instance(seed)
@@ -200,8 +207,7 @@ def test_other_units_of_time_scale_the_answer(seed: int, factor: float) -> None:
         assert after.bound_s == pytest.approx(factor * before.bound_s, rel=1e-9)
 
 
-@settings(FEW, max_examples=10)
-@given(seed=seeds)
+@drawn(few=3, many=10, under=FEW, seed=seeds)
 def test_names_change_nothing(seed: int) -> None:
     model, workload, cluster, space = random_instance(seed)
     unknown = with_devices(cluster, lambda d: d.replace(name="one"))
@@ -228,8 +234,7 @@ def measured(cluster: ClusterSpec, rng: np.random.Generator) -> ClusterSpec:
     return cluster.replace(bandwidth_matrix=tuple(tuple(map(float, row)) for row in rates))
 
 
-@settings(FEW, max_examples=6)
-@given(seed=seeds, num_nodes=st.integers(3, 4))
+@drawn(few=2, many=6, under=FEW, seed=seeds, num_nodes=st.integers(3, 4))
 def test_the_order_in_which_nodes_are_listed_does_not_matter(seed: int, num_nodes: int) -> None:
     rng = np.random.default_rng(seed)
     model = shortened(str(rng.choice(["gpt2", "llama-3.2-1b", "olmoe-1b-7b"])), 4)
@@ -257,8 +262,7 @@ class Ticks(Deadline):
         return self.looks < 0
 
 
-@settings(FEW, max_examples=4)
-@given(seed=seeds)
+@drawn(few=2, many=4, under=FEW, seed=seeds)
 def test_a_longer_time_limit_never_gives_a_worse_incumbent(seed: int) -> None:
     model, workload, cluster, space = random_instance(seed)
     last, bound_s = float("inf"), 0.0
@@ -274,8 +278,7 @@ def test_a_longer_time_limit_never_gives_a_worse_incumbent(seed: int) -> None:
     assert seconds(found(model, workload, cluster, space)) <= last
 
 
-@settings(FEW, max_examples=12)
-@given(seed=seeds, data=st.data())
+@drawn(few=4, many=12, under=FEW, seed=seeds, data=st.data())
 def test_a_fixed_field_never_gives_a_better_plan(seed: int, data: st.DataObject) -> None:
     model, workload, cluster, _ = random_instance(seed)
     small = {"recompute": "none", "cp": 1}
@@ -362,8 +365,7 @@ def some_layouts(model: ModelSpec, workload: Workload, cluster: ClusterSpec, rng
     return Space(space.batch.select(np.sort(rng.permutation(len(space.batch))[:8])), {})
 
 
-@settings(FEW, max_examples=10)
-@given(seed=seeds)
+@drawn(few=5, many=10, under=FEW, seed=seeds)
 def test_equal_groups_are_one_group(seed: int) -> None:
     rng = np.random.default_rng(seed)
     model, workload = (
@@ -381,8 +383,7 @@ def test_equal_groups_are_one_group(seed: int) -> None:
     assert after.bound_s == pytest.approx(before.bound_s, rel=ROUNDING)
 
 
-@settings(FEW, max_examples=8)
-@given(seed=seeds)
+@drawn(few=3, many=8, under=FEW, seed=seeds)
 def test_the_order_in_which_groups_are_listed_does_not_matter(seed: int) -> None:
     rng = np.random.default_rng(seed)
     model, workload = (
@@ -397,9 +398,13 @@ def test_the_order_in_which_groups_are_listed_does_not_matter(seed: int) -> None
 
 
 @pytest.mark.long
-@settings(FEW, max_examples=10)
-@given(
-    seed=seeds, factor=st.sampled_from([1.3, 4.0]), what=st.sampled_from(["memory", "links", "arithmetic", "device"])
+@drawn(
+    few=5,
+    many=10,
+    under=FEW,
+    seed=seeds,
+    factor=st.sampled_from([1.3, 4.0]),
+    what=st.sampled_from(["memory", "links", "arithmetic", "device"]),
 )
 def test_a_better_part_of_a_mixed_cluster_is_never_slower(seed: int, factor: float, what: str) -> None:
     rng = np.random.default_rng(seed)

@@ -40,6 +40,7 @@ def test_each_point_needs_less_and_takes_longer_and_no_bound_is_above_what_was_f
         assert bool(point.host_bytes) == (point.layout.offload == "scheduled")
 
 
+@pytest.mark.long
 def test_no_layout_without_a_schedule_beats_the_front_and_schedules_reach_below_it() -> None:
     points, plain = front(offload=True), front(offload=False)
     for other in plain:

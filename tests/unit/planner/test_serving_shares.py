@@ -77,12 +77,13 @@ def test_fewer_devices_hold_a_limit_on_tokens_where_prompts_are_not_in_their_ste
     assert shared.estimate.overall.tpot.mean_s < same.estimate.overall.tpot.mean_s
 
 
+@pytest.mark.long
 def test_more_modes_never_need_more_devices() -> None:
     each = [made((mode,)).num_devices for mode in ("agg", "shared")]
     assert made(("agg", "shared")).num_devices == min(each)
 
 
-@pytest.mark.parametrize("objective", ["throughput", "latency"])
+@pytest.mark.parametrize("objective", [pytest.param("throughput", marks=pytest.mark.long), "latency"])
 def test_the_share_is_the_best_of_all(objective: str) -> None:
     """Brute force: no share that is fixed does better than the one that the search takes, but for the gap at which it ends."""
     load = "isl=2048,osl=64,rate=6" if objective == "latency" else "isl=2048,osl=64"

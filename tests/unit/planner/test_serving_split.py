@@ -91,7 +91,7 @@ def test_a_plan_replays_as_it_was_simulated() -> None:
 @pytest.mark.parametrize(
     ("model", "cluster", "load", "fixed"),
     [
-        ("llama-3.1-8b", "4xH100-SXM-80GB", "isl=2048,osl=128", {"pp": 1, "tp": 1}),
+        pytest.param("llama-3.1-8b", "4xH100-SXM-80GB", "isl=2048,osl=128", {"pp": 1, "tp": 1}, marks=pytest.mark.long),
         ("mixtral-8x7b", "8xH100-SXM-80GB", "isl=1024,osl=64", {"tp": 2}),
         ("deepseek-v2-lite", "4xA100-SXM-80GB", "isl=2000,osl=100", {"tp": 1, "pp": 1}),
     ],

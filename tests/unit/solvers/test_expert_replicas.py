@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.solvers.experts.balance import eplb_placement
 from meshwright.solvers.experts.bounds import lower_bound
@@ -21,6 +20,7 @@ from meshwright.solvers.experts.instance import (
 from meshwright.solvers.experts.packing import Effort, exchange_slots, greedy_counts, largest_first, slots_from_grid
 from meshwright.solvers.experts.placement import place_experts
 from meshwright.solvers.experts.replicas import vary_replicas
+from tiers import drawn
 
 
 def skewed(seed: int, num_layers: int, num_experts: int, sigma: float = 2.0) -> np.ndarray:
@@ -79,8 +79,9 @@ def test_bound_counts_the_slots_that_make_partners_small() -> None:
     assert lower_bound(uneven, weighted=False)[0] == pytest.approx((9 + 3) / 10.5)  # no slot to spare: 9 beside a 3
 
 
-@settings(max_examples=20, deadline=None)
-@given(
+@drawn(
+    few=8,
+    many=20,
     seed=st.integers(0, 10**6),
     slots=st.lists(st.integers(1, 4), min_size=2, max_size=8),
     spare=st.integers(0, 8),

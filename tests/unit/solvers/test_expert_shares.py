@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.solvers.experts.instance import ExpertInstance, check, make_instance
 from meshwright.solvers.experts.placement import place_experts, split_shares
 from meshwright.solvers.experts.shares import split_loads
 from scipy.optimize import linprog
+from tiers import drawn
 
 
 def linear_program(instance: ExpertInstance, placed: np.ndarray, layer: int) -> float:
@@ -32,8 +32,9 @@ def linear_program(instance: ExpertInstance, placed: np.ndarray, layer: int) -> 
     return float(answer.fun)
 
 
-@settings(max_examples=30, deadline=None)
-@given(
+@drawn(
+    few=8,
+    many=30,
     seed=st.integers(0, 10**6),
     shape=st.sampled_from([(8, 4, 3), (16, 8, 4), (32, 8, 6), (64, 16, 5), (12, 12, 4)]),
     speeds=st.booleans(),

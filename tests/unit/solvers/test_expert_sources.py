@@ -6,12 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.schema import ConfigError
 from meshwright.solvers.experts.instance import Router, check, make_instance, synthetic_trace, uniform_shares
 from meshwright.solvers.experts.placement import place_experts, rebalance_experts
 from meshwright.solvers.experts.sources import off_node_tokens
+from tiers import drawn
 
 
 def counted_off_node(sources: np.ndarray, placed: np.ndarray, num_gpus: int, num_nodes: int) -> float:
@@ -24,8 +24,7 @@ def counted_off_node(sources: np.ndarray, placed: np.ndarray, num_gpus: int, num
     return leaving
 
 
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), num_nodes=st.sampled_from([2, 4]), ranks_per_node=st.integers(1, 2))
+@drawn(few=4, many=15, seed=st.integers(0, 10**6), num_nodes=st.sampled_from([2, 4]), ranks_per_node=st.integers(1, 2))
 def test_no_order_of_the_gpus_keeps_more_tokens_on_their_node(seed: int, num_nodes: int, ranks_per_node: int) -> None:
     rng = np.random.default_rng(seed)
     sources = rng.lognormal(0, 1.2, (num_nodes * ranks_per_node, 1, 8)) * (rng.random((1, 1, 8)) < 0.9)

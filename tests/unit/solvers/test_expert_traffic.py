@@ -22,6 +22,7 @@ def clustered(num_tokens: int, *, factor: float, seed: int = 0) -> np.ndarray:
     return np.argsort(-logits, axis=1)[:, None, :4]
 
 
+@pytest.mark.long
 def test_replicas_balance_nodes_on_unseen_tokens_without_more_visits() -> None:
     router = Router(num_layers=1, num_experts=64, top_k=8, num_groups=8, top_groups=4)
     trace = synthetic_trace(router, 6000, seed=1)

@@ -96,6 +96,7 @@ def test_a_v_from_the_last_rank_is_the_same_mirrored() -> None:
     assert [order[::-1] for order in pulled_orders(mirrored, caps, max_blocks=2)] == first
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not RECORDED.is_file(), reason="the recorded schedules are not beside the repository")
 def test_quick_orders_are_no_longer_than_the_authors() -> None:
     """V-half and V-min of sail-sg/zero-bubble on the recorded inputs, at the memory of their fullest rank; up to 2,000 passes."""

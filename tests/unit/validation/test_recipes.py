@@ -59,6 +59,7 @@ def test_rows_are_those_of_the_table_of_measured_runs() -> None:
         assert not differing, row["title"]
 
 
+@pytest.mark.long
 def test_a_plan_stands_beside_the_run() -> None:
     pairs = [pair for pair in recipes() if pair[0].title == "Qwen3-30B-A3B, NVIDIA Megatron Bridge"]
     (recipe,) = with_plans(pairs, time_limit_s=60, deadline=Deadline())

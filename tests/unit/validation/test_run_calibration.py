@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshwright.cli.validate import calibrate
 from meshwright.planner import plan
@@ -16,6 +15,7 @@ from meshwright.schema import Calibration, ConfigError, Layout, TrainingPlan, Wo
 from meshwright.schema.profile import CollectivePoint, Machine, MatmulPoint, Profile
 from meshwright.validation.run_calibration import PlanRun, calibrate_from_runs, read_run
 from plans import cpu_cluster, make_plan, tiny_model
+from tiers import drawn
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -62,8 +62,14 @@ def test_slower_kernels_and_links_are_told_apart() -> None:
     assert errors(runs, calibration).max() < 0.1 < errors(runs, Calibration()).min()
 
 
-@given(kernels=st.floats(0.4, 4.0), links=st.floats(0.3, 6.0), memory=st.floats(0.6, 2.0), which=st.integers(0, 3))
-@settings(max_examples=25, deadline=None)
+@drawn(
+    few=8,
+    many=25,
+    kernels=st.floats(0.4, 4.0),
+    links=st.floats(0.3, 6.0),
+    memory=st.floats(0.6, 2.0),
+    which=st.integers(0, 3),
+)
 def test_second_estimate_of_the_same_plan_is_at_least_as_accurate(
     kernels: float, links: float, memory: float, which: int
 ) -> None:
