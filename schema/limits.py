@@ -45,6 +45,9 @@ MAX_SEQUENCES = 10**6
 MAX_REQUESTS = 2 * 10**6
 """Of a recording."""
 
+MAX_PREFIX_BLOCKS = 4 * 10**6
+"""Different ones of a recording, of some 150 bytes each."""
+
 MAX_LOADS = 10**8
 """Entries of an array of loads or choices of experts: a gigabyte, and more than any model has."""
 

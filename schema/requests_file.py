@@ -22,7 +22,7 @@ import numpy as np
 from .base import shown
 from .csv_file import limited_lines, table_rows
 from .errors import ConfigError
-from .limits import MAX_REQUESTS
+from .limits import MAX_PREFIX_BLOCKS, MAX_REQUESTS
 from .serving import LatencyLimit, LatencyMetric, RequestClass, Requests, TraceFile
 from .units import FloatArray, IntArray, parse_count
 
@@ -185,6 +185,8 @@ def read_trace(path: str | Path) -> Trace:
         blocks = (row.get("prefix_blocks") or "").split()
         known = next((k for k, block in enumerate(blocks) if block not in seen), len(blocks))
         seen.update((block, (seen.get(block, (len(arrivals),))[0], len(arrivals))) for block in blocks)
+        if len(seen) > MAX_PREFIX_BLOCKS:
+            raise ConfigError(f"{path} has more than {MAX_PREFIX_BLOCKS:,} different blocks of prefixes", help="cut it")
         arrivals.append(arrival)
         lengths.append((int(prompt), int(output)))
         prefixes.append(min(known * PREFIX_BLOCK, int(prompt) - 1))

@@ -84,6 +84,17 @@ def test_files_that_are_no_trace_are_refused(content: str, tmp_path: Path) -> No
         parse_requests(str(broken))
 
 
+def test_different_blocks_of_a_trace_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.schema.requests_file.MAX_PREFIX_BLOCKS", 3)
+    path = tmp_path / "trace.csv"
+    header = "arrival_s,prompt_tokens,output_tokens,prefix_blocks\n"
+    path.write_text(f"{header}0,900,3,1 2 3\n1,900,3,1 2\n")
+    assert read_trace(path).prefix_len.tolist() == [0, 899]
+    path.write_text(f"{header}0,900,3,1 2 3\n1,900,3,1 2 4\n")
+    with pytest.raises(ConfigError, match="more than 3 different blocks"):
+        read_trace(path)
+
+
 def test_a_plan_is_read_back_as_one_for_serving(tmp_path: Path) -> None:
     some = Percentiles(mean_s=0.1, p50_s=0.1, p90_s=0.2, p99_s=0.3)
     overall = ClassEstimate(num_simulated=10, ttft=some, tpot=some, e2e=some, goodput_requests_per_s=1, attainment=1)
