@@ -41,6 +41,7 @@ from meshwright.schema import Layout, MeshwrightError, TrainingPlan, Workload
 from meshwright.schema.shares import state_copies
 from plans import make_plan, tiny_model
 from small_jobs import assert_gone, losses, read_lines, train_here
+from warm_ranks import PRELOADED
 
 STEPS = 9
 BATCH = Workload(seq_len=32, global_batch_size=12, precision="fp32")
@@ -317,12 +318,15 @@ def test_a_thread_that_was_replaced_raises_when_it_comes_back(monkeypatch: pytes
     time.sleep(0.05)
     assert survivor.take_over()
     first.join()
+    survivor._driver.join()  # it ends the process unless it finds what this test has put in the place of that
     assert reached == ["second"]
 
 
 def test_a_generation_that_was_entered_is_not_counted_twice() -> None:
     """In a process of its own, as a rank is: the thread that watches ends with it, and torch may abort where a store goes first."""
-    process = multiprocessing.get_context("spawn").Process(target=_enter_the_second_of_two)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_enter_the_second_of_two)
     process.start()
     process.join()
     assert process.exitcode == 0
