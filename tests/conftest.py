@@ -18,9 +18,9 @@ from hypothesis import settings
 
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
-THREADS = [name for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ]
-"""Read by libraries when they are loaded: with a worker on every core their threads would wait for each other's cores."""
-os.environ.update(dict.fromkeys(THREADS, "1"))
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    # Read by libraries when they are loaded: with a worker on every core their threads would wait for each other's cores.
+    os.environ.setdefault(_name, "1")
 STARTED_S = time.monotonic()
 PARITY = "tests/parity/"
 ORDER = (
@@ -36,12 +36,6 @@ def place(nodeid: str) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place(item.nodeid))  # stable: tests of a file stay together, as they were
-
-
-def pytest_collection_finish() -> None:
-    """Libraries are loaded: what tests start takes as many threads as it does without us."""
-    for name in THREADS:
-        os.environ.pop(name, None)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -59,7 +59,10 @@ def death(rank: int, exit_code: int, error: str = "", *, by_launcher: bool = Fal
 
 @needs_two_cores
 @pytest.mark.job
-def test_script_gets_its_arguments_the_plan_and_torchrun_variables(tmp_path: Path, two_ranks: TrainingPlan) -> None:
+def test_script_gets_its_arguments_the_plan_and_torchrun_variables(
+    tmp_path: Path, two_ranks: TrainingPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     text = """
 import os, pathlib, sys
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MESHWRIGHT_PLAN")
@@ -67,7 +70,7 @@ lines = [__name__, *sys.argv[1:], *(os.environ[name] for name in names), str(pat
 pathlib.Path(__file__).with_name(os.environ["RANK"]).write_text("\\n".join(lines))
 """
     launch(two_ranks, script_job(tmp_path, two_ranks, text, "--steps", "$$3"))
-    threads = os.environ.get("OMP_NUM_THREADS", str(num_cores() // 2))
+    threads = str(num_cores() // 2)
     for rank in ("0", "1"):
         expected = ["__main__", "--steps", "$$3", rank, rank, "2", threads, str(tmp_path / "plan.json"), str(tmp_path)]
         assert (tmp_path / rank).read_text().splitlines() == expected
