@@ -18,6 +18,7 @@ from meshwright.profilers.measure import compute, links
 from meshwright.profilers.profiled_cluster import cluster_from_profile
 from meshwright.schema import ClusterSpec, ConfigError, Profile, ProfileError
 from meshwright.schema.profile import CollectivePoint, MatmulPoint
+from warm_ranks import forked_ranks
 
 QUICK = {"num_rounds": 1, "sample_s": 0.002, "num_layers": 1, "num_sizes": 2}
 """Enough for every kind of point; the figures are rough."""
@@ -33,7 +34,8 @@ SIGINT_BEFORE = signal.getsignal(signal.SIGINT)
 @pytest.fixture(scope="session")
 def profile() -> Profile:
     # The load of this moment must not decide what the tests of the cache see.
-    return measure_profile(machine.identify(2), silent, **QUICK).replace(foreign_load_fraction=0.0)
+    with forked_ranks():
+        return measure_profile(machine.identify(2), silent, **QUICK).replace(foreign_load_fraction=0.0)
 
 
 @pytest.fixture

@@ -77,7 +77,15 @@ def _again(_: Block, x: Tensor) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("between", [_without_gradient, _in_16_bits, _turned, _with_memory, _again])
+@pytest.mark.parametrize(
+    "between",
+    [
+        _turned,
+        _with_memory,
+        _again,
+        *(pytest.param(between, marks=pytest.mark.long) for between in (_without_gradient, _in_16_bits)),
+    ],
+)
 def test_a_block_is_cut_whatever_stands_between_its_products(between: Between) -> None:
     works, whole = placed_units(Blocks(lambda: Block(between)), [X], (2,))
     assert not whole

@@ -37,7 +37,7 @@ def run(folder: Path, plan: TrainingPlan, script: str, *arguments: str) -> str:
 
 
 @needs_two_cores
-@pytest.mark.parametrize("name", TWO_LAYOUTS)
+@pytest.mark.parametrize("name", ["sharded data", pytest.param("tensor parallel", marks=pytest.mark.long)])
 def test_plain_loop_runs(tmp_path: Path, name: str) -> None:
     output = run(tmp_path, small_plan(TWO_LAYOUTS[name]), "train_loop.py", "--steps", "2")
     losses = [float(value) for value in re.findall(r"loss (\S+)", output)]
@@ -106,6 +106,7 @@ def test_slurm_script_trains_on_two_nodes(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000003"]
 
 
+@pytest.mark.long
 @needs_two_cores
 def test_trainer_runs(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")

@@ -105,7 +105,7 @@ SHARDED = "pp=1,cp=1,micro_batch_size=2,zero_stage=2"
 @pytest.mark.parametrize(
     "fix",
     [
-        "tp=1,ep=8,etp=1,recompute=none",
+        pytest.param("tp=1,ep=8,etp=1,recompute=none", marks=pytest.mark.long),
         pytest.param("tp=1,ep=1,etp=1,recompute=none", marks=pytest.mark.nightly),
         pytest.param("tp=1,ep=2,etp=4,recompute=none", marks=pytest.mark.long),
         pytest.param("tp=2,ep=4,etp=1,recompute=selective", marks=pytest.mark.nightly),
@@ -165,6 +165,7 @@ def test_stages_are_put_together_by_the_schedule() -> None:
     assert not rehearse(given, ranks=[0]).time_parts  # of one stage there is no step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fix", ["tp=4,ep=1,etp=1,sequence_parallel=false", "tp=4,ep=1,etp=8"])
 def test_the_host_launches_what_tensor_parallelism_sends(tmp_path: Path, fix: str) -> None:
     """Norms over all heads have two sums more a pass; experts with axes of their own none of the block's second half."""
@@ -206,7 +207,7 @@ LATENT = {
 @pytest.mark.parametrize(
     "fix",
     [
-        "tp=4,cp=1,zero_stage=1,recompute=none,sequence_parallel=false",
+        pytest.param("tp=4,cp=1,zero_stage=1,recompute=none,sequence_parallel=false", marks=pytest.mark.long),
         pytest.param("tp=4,cp=1,zero_stage=3,recompute=none,sequence_parallel=true", marks=pytest.mark.long),
         pytest.param(
             "tp=2,cp=2,cp_ulysses=2,zero_stage=1,recompute=selective,sequence_parallel=true", marks=pytest.mark.long

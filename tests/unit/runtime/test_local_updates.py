@@ -137,9 +137,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("layout", "ranks", "sequences"),
     [
-        (Layout(dp_replicate=2), (1, 1), (2, 4)),
+        pytest.param(Layout(dp_replicate=2), (1, 1), (2, 4), marks=pytest.mark.long),
         (Layout(dp_replicate=3), (2, 1), (4, 2)),
-        (Layout(dp_replicate=2, dp_shard=2, zero_stage=3), (2, 2), (2, 4)),
+        pytest.param(Layout(dp_replicate=2, dp_shard=2, zero_stage=3), (2, 2), (2, 4), marks=pytest.mark.long),
     ],
 )
 def test_sums_after_each_step_without_momentum_are_those_of_one_rank(
@@ -158,7 +158,7 @@ def test_sums_after_each_step_without_momentum_are_those_of_one_rank(
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize(("bits", "delay"), [(8, 0), (32, 1)])
+@pytest.mark.parametrize(("bits", "delay"), [(8, 0), pytest.param(32, 1, marks=pytest.mark.long)])
 def test_a_run_that_goes_on_is_the_run_without_a_stop(tmp_path: Path, bits: WireBits, delay: int) -> None:
     plan = islands_plan(Layout(dp_replicate=2), (1, 1), (3, 3), steps=4, fragments=2, bits=bits, delay_steps=delay)
     options = PLAIN.replace(steps=8, outer_learning_rate=0.7, outer_momentum=0.9, checkpoint_every=3)
@@ -179,7 +179,7 @@ def test_a_run_that_goes_on_is_the_run_without_a_stop(tmp_path: Path, bits: Wire
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
-        (Layout(dp_replicate=3), (1, 1, 1)),
+        pytest.param(Layout(dp_replicate=3), (1, 1, 1), marks=pytest.mark.long),
         pytest.param(Layout(dp_replicate=4, tp=2), (4, 2, 2), marks=pytest.mark.long),  # the first has a replica more
     ],
 )

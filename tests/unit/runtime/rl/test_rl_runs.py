@@ -170,14 +170,22 @@ def test_a_counting_task_is_learned_from_chance(tmp_path: Path, algorithm: str) 
     assert rewards[0] < 0.2 and max(rewards[-5:]) >= 0.8
 
 
-@pytest.mark.usefixtures("warm_ranks")
-def test_a_few_steps_raise_the_reward_and_a_failing_function_ends_the_job(tmp_path: Path) -> None:
+def plan_of_two_replicas() -> RlPlan:
     layout = {"actor": Layout(dp_replicate=2, micro_batch_size=32)}
-    plan = rl_plan([(2, ("generator", "actor"))], layout, prompts=16, responses=8, loss=RlLoss(temperature=1.0))
-    records = run(tmp_path / "a", plan, steps=14)
+    return rl_plan([(2, ("generator", "actor"))], layout, prompts=16, responses=8, loss=RlLoss(temperature=1.0))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_few_steps_raise_the_reward(tmp_path: Path) -> None:
+    records = run(tmp_path, plan_of_two_replicas(), steps=14)
     assert sum(r["mean_reward"] for r in records[-3:]) > 1.5 * sum(r["mean_reward"] for r in records[:3])
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_failing_function_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(MeshwrightError) as error:
-        run(tmp_path / "b", plan, reward="raises")
+        run(tmp_path, plan_of_two_replicas(), reward="raises")
     text = "\n".join((str(error.value), *error.value.details))
     assert "no answer for [" in text and "Traceback" not in str(error.value.message)
 
