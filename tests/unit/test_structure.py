@@ -39,13 +39,14 @@ MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__in
 def nodes(path: Path) -> list[ast.AST]:
     """Return all nodes of a file but those that only type checkers read."""
 
-    def walk(node: ast.AST) -> Iterator[ast.AST]:
-        yield node
-        for child in ast.iter_child_nodes(node):
-            if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
-                yield from walk(child)
-
-    return list(walk(ast.parse(path.read_text())))
+    found, ahead = list[ast.AST](), list[ast.AST]([ast.parse(path.read_text())])
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        found.append(node)
+        ahead.extend(reversed(list(ast.iter_child_nodes(node))))
+    return found
 
 
 @functools.cache

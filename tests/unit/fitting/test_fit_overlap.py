@@ -49,6 +49,7 @@ def test_the_law_beats_both_naive_answers_on_held_out_rows() -> None:
     assert error.model < 0.6 * min(error.longest, error.total)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not TABLE.exists(), reason="the measured overlaps are not part of the repository")
 def test_the_law_of_a_pair_holds_on_gpus_that_it_was_not_fitted_on() -> None:
     error = errors(*without_gpu(read_overlaps(TABLE)))
@@ -56,6 +57,7 @@ def test_the_law_of_a_pair_holds_on_gpus_that_it_was_not_fitted_on() -> None:
     assert error.model < 0.6 * error.longest
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not TABLE.exists(), reason="the measured overlaps are not part of the repository")
 def test_the_law_of_all_streams_holds_on_hosts_that_it_was_not_fitted_on() -> None:
     overlaps = read_overlaps(TABLE)

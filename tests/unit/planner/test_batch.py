@@ -99,6 +99,7 @@ def test_what_does_not_go_together_is_refused(trained: TrainingPlan, tmp_path: P
     assert "--lengths" in refused.output
 
 
+@pytest.mark.long
 def test_batches_of_a_pipeline_are_packs_whose_seconds_are_those_of_its_stages() -> None:
     model, cluster = ModelSpec.named("llama-3.1-8b"), ClusterSpec.parse("8xH100-SXM-80GB")
     workload = Workload(seq_len=4_096, global_batch_size=64)

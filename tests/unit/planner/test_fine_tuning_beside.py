@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from meshwright.cost_models.serving.fine_tuning import fine_tuning_bytes, with_fine_tuning
@@ -54,17 +56,18 @@ def test_bytes_are_the_adapter_with_its_states_and_what_a_backward_pass_reads() 
     assert fine_tuning_bytes(step(), FineTuning(rank=16, on="attention")) < fine_tuning_bytes(step(), TUNING)
 
 
-def test_more_is_served_and_less_is_fine_tuned_within_the_limits() -> None:
-    plans = [served(rate) for rate in (2.0, 20.0, 60.0)]
+@pytest.mark.parametrize("rates", [(2.0, 60.0), pytest.param((2.0, 20.0, 60.0), marks=pytest.mark.long)])
+def test_more_is_served_and_less_is_fine_tuned_within_the_limits(rates: tuple[float, ...]) -> None:
+    plans = [served(rate) for rate in rates]
     costs = [made.estimate.fine_tuning for made in plans]
     assert all(cost is not None for cost in costs)
     on_all = [cost.pools[-1] for cost in costs if cost is not None]
-    assert [one.replicas for one in on_all] == [4, 4, 4]
-    assert on_all[0].tokens_per_s > on_all[1].tokens_per_s > on_all[2].tokens_per_s > 0
+    assert [one.replicas for one in on_all] == [4] * len(rates)
+    assert all(one.tokens_per_s > other.tokens_per_s > 0 for one, other in itertools.pairwise(on_all))
     assert all(limit.is_met for one in on_all for limit in one.limits)
     assert all(0 < cost.share_of_peak < 1 for cost in costs if cost is not None)
     # A plan does not change by it, and its document carries it.
-    bare = served(20.0, fine_tuning=None)
+    bare = served(rates[1], fine_tuning=None)
     assert bare.estimate.fine_tuning is None and bare.pools == plans[1].pools
     assert ServingPlan.model_validate_json(plans[1].model_dump_json()).estimate == plans[1].estimate
 

@@ -23,6 +23,8 @@ from meshwright.schema.layout_table import LayoutTable
 DEVICES = ("1x4xA100-SXM-40GB", "1x4xH100-SXM-80GB", "1x4xL40S", "1x4xA100-SXM-80GB", "1x4xV100-SXM2-32GB")
 MODELS = ("gpt2", "llama-3.2-1b", "olmoe-1b-7b", "qwen2.5-7b")
 NUM_INSTANCES, NUM_GROUPS = 102, 6
+FEWER = 4
+"""A part of a group is enough for the short tier."""
 
 
 def shortened(model: str, num_blocks: int) -> ModelSpec:
@@ -69,20 +71,25 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
 
 
 @pytest.mark.parametrize(
-    "group",
+    "seeds",
     [
-        0,
-        pytest.param(1, marks=pytest.mark.long),
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(2, NUM_GROUPS)),
+        range(0, NUM_INSTANCES, FEWER * NUM_GROUPS),
+        *(
+            pytest.param(
+                range(group, NUM_INSTANCES, NUM_GROUPS), marks=pytest.mark.long if group < 2 else pytest.mark.nightly
+            )
+            for group in range(NUM_GROUPS)
+        ),
     ],
+    ids=lambda seeds: f"{seeds.start}-{seeds.step}",
 )
 def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
-    group: int, monkeypatch: pytest.MonkeyPatch
+    seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "REL_GAP", 0.0)
     monkeypatch.setattr("meshwright.planner.space.BLOCK", 3)
     solved = on_parts = 0
-    for seed in range(group, NUM_INSTANCES, NUM_GROUPS):
+    for seed in seeds:
         spec, workload, cluster, space = random_instance(seed)
         found = search.search(PlanRequest(spec, cluster, workload), space)
         costs = found.costs
@@ -102,7 +109,7 @@ def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
                 assert bound_s[idx] <= candidate.estimate.step_time_s * (1 + 1e-9), seed
                 assert within_memory_s[idx] <= candidate.estimate.step_time_s * (1 + 1e-9), seed
                 assert candidate.bound_s <= candidate.estimate.step_time_s * (1 + 1e-9), seed
-    assert solved > NUM_INSTANCES / NUM_GROUPS / 4
+    assert solved > len(seeds) / 4
     assert on_parts > 0
 
 
@@ -207,7 +214,12 @@ def test_faster_devices_get_more_layers_and_every_stage_its_own_memory() -> None
 def test_ranks_of_a_stage_lie_on_the_part_that_it_was_costed_for() -> None:
     cluster = joined([group_of("1x4xA100-SXM-40GB", 2), group_of("1x4xH100-SXM-80GB", 1)])
     workload = Workload(seq_len=2048, global_batch_size=24, engine="megatron")
-    found = plan(ModelSpec.named("llama-3.2-1b"), cluster, workload, fixed={"pp": 3})
+    found = plan(
+        ModelSpec.named("llama-3.2-1b"),
+        cluster,
+        workload,
+        fixed={"pp": 3, "cp": 1, "micro_batch_size": 1, "schedule": "1f1b"},
+    )
     names = [group.device.name for group in cluster.groups for _ in range(group.num_devices)]
     ranks = found.layout.stage_ranks
     for s, stage in enumerate(found.estimate.stages):

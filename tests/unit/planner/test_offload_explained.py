@@ -82,6 +82,7 @@ def test_more_of_a_resource_is_worth_what_the_duals_say_at_the_margin() -> None:
     assert gains["unlimited_memory"].kept_s >= gains["memory"].kept_s
 
 
+@pytest.mark.long
 def test_a_host_that_binds_is_worth_more_of() -> None:
     request = OffloadRequest(host_memory_bytes=int(7.5 * GIB))
     gains = {gain.resource: gain.kept_s for gain in explain(made(TIGHT, request)).worth}
@@ -100,6 +101,7 @@ def test_no_uniform_policy_is_faster_than_the_schedule() -> None:
     assert any(policy.fits for policy in found.policies)
 
 
+@pytest.mark.long
 def test_policies_that_the_host_is_too_small_for_say_so() -> None:
     found = explain(made(TIGHT, OffloadRequest(host_memory_bytes=8 * GIB)))
     assert any("(C7)" in policy.reason for policy in found.policies)
@@ -115,6 +117,7 @@ def test_runner_ups_are_other_layouts_with_their_schedules() -> None:
         assert again.step_time_s == pytest.approx(other.step_time_s, rel=0.01)
 
 
+@pytest.mark.long
 def test_why_not_completes_with_and_without_a_schedule() -> None:
     other = {1: 2, 2: 1}[made().layout.micro_batch_size]
     answer = why_not(micro_batch_size=other)

@@ -105,6 +105,7 @@ def test_more_local_steps_or_a_later_sum_are_never_slower() -> None:
     assert late.search is not None and late.search.objective_s <= steps_s[1] * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_explain_says_what_links_and_regions_are_worth(three: TrainingPlan) -> None:
     values = {value.change: value.step_time_s for value in region_values(three, Deadline(30.0))}
     planned_s = three.estimate.step_time_s

@@ -60,6 +60,7 @@ def test_idle_devices_are_said() -> None:
     assert TrainingPlan.model_validate_json(found.model_dump_json()) == found
 
 
+@pytest.mark.long
 def test_a_plan_with_idle_devices_is_that_of_the_smaller_cluster() -> None:
     found = on("88xH100-SXM-80GB", MEGATRON)
     assert found.requested is not None and found.requested.step_time_s is not None
@@ -70,12 +71,15 @@ def test_a_plan_with_idle_devices_is_that_of_the_smaller_cluster() -> None:
     assert plan_as_requested(smaller).layout == found.layout
 
 
-def test_no_plan_takes_less_than_perfect_scaling() -> None:
-    for cluster in ("1x5xH100-SXM-80GB", "24xH100-SXM-80GB", "64xH100-SXM-80GB"):
-        for work in (WORK, MEGATRON):
-            request = PlanRequest.create(MODEL, ClusterSpec.parse(cluster), work)
-            least_s = min_device_s(request) * 1024 / request.cluster.num_devices
-            assert least_s <= plan_as_requested(request).estimate.step_time_s
+@pytest.mark.parametrize(
+    "cluster",
+    ["1x5xH100-SXM-80GB", *(pytest.param(f"{n}xH100-SXM-80GB", marks=pytest.mark.long) for n in (24, 64))],
+)
+def test_no_plan_takes_less_than_perfect_scaling(cluster: str) -> None:
+    for work in (WORK, MEGATRON):
+        request = PlanRequest.create(MODEL, ClusterSpec.parse(cluster), work)
+        least_s = min_device_s(request) * 1024 / request.cluster.num_devices
+        assert least_s <= plan_as_requested(request).estimate.step_time_s
 
 
 @pytest.mark.long
@@ -88,6 +92,7 @@ def test_a_batch_is_rounded_within_its_tolerance_where_that_pays() -> None:
     assert "--batch-tolerance" in rounded.notes[0]
 
 
+@pytest.mark.long
 def test_other_engines_get_the_rounded_batch() -> None:
     found = on("296xH100-SXM-80GB", MEGATRON, batch_tolerance=0.2)
     batch = found.workload.global_batch_size
