@@ -47,7 +47,7 @@ def tags_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
     return parser.found
 
 
-def page_of(plan: Plan, folder: Path, *, explain_limit_s: int) -> str:
+def page_of(plan: Plan, folder: Path, *, explain_limit_s: float) -> str:
     """What `meshwright report` writes of a plan."""
     plan.save(folder / "plan.json")
     words = [
@@ -192,6 +192,6 @@ def test_pages_of_other_tasks_have_the_same_elements_whatever_names_are(
         return serving_plan.replace(model=serving_plan.model.replace(name=name), notes=(name,))
 
     for named in (serving_named, rl_plan_named):
-        # How much is explained in a second differs.
-        pages = [set(tags_of(page_of(named(name), tmp_path, explain_limit_s=1))) for name in ("plain", HTML)]
+        # How much is explained in that time differs.
+        pages = [set(tags_of(page_of(named(name), tmp_path, explain_limit_s=0.3))) for name in ("plain", HTML)]
         assert pages[0] == pages[1]

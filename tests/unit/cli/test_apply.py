@@ -167,6 +167,7 @@ def test_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
     assert losses([json.loads(line) for line in output.splitlines()]) == pytest.approx(whole[4:], abs=1e-5)
 
 
+@pytest.mark.long
 @needs_two_cores
 def test_checkpoint_of_model_chunks_resumes_over_shared_sequences(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"

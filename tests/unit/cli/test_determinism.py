@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 
 PLANS = [
-    ["olmoe-1b-7b", "--cluster", "16xH100-SXM-80GB", "--global-batch-size", "64", "--seq-len", "4096", "--engine", "nemo"],
-    ["llama-3.1-8b", "--cluster", "2x8xA100-SXM-40GB", "--global-batch-size", "48", "--seq-len", "4096"],
+    ["smollm2-135m", "--cluster", "2x8xA100-SXM-40GB", "--global-batch-size", "48", "--seq-len", "4096"],
+    pytest.param(
+        ["olmoe-1b-7b", "--cluster", "16xH100-SXM-80GB", "--global-batch-size", "64", "--seq-len", "4096", "--engine", "nemo"],
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        ["llama-3.1-8b", "--cluster", "2x8xA100-SXM-40GB", "--global-batch-size", "48", "--seq-len", "4096"],
+        marks=pytest.mark.long,
+    ),
 ]  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def test_offers_are_compared_and_the_json_has_the_money(tmp_path) -> None:
     assert {"chosen", "on the front"} & {size["outcome"] for size in plan["cost"]["sizes"]}
 
 
+@pytest.mark.long
 def test_a_mixture_of_spot_and_on_demand_is_rented_where_neither_is_enough(tmp_path) -> None:
     (tmp_path / "pool.csv").write_text("time_s,available\n0,4\n43200,3\n86400,4\n")
     offer = '[[offers]]\nname = "{}"\ndevice = "A100-SXM-80GB"\ndevices_per_node = 2\nnum_nodes = 2\nprice_per_device_hour = {}\n'

@@ -57,7 +57,11 @@ FAILURES = [
     (["plan", "llama-3.2-1b", "--seq-ln", "8"], 2, "ConfigError"),
     (["plan", "llama-3.2-1b", *H100, "--seq-len", "x", "--global-batch-size", "8"], 2, "ConfigError"),
     (["plan", "no-such-model", *H100, "--seq-len", "8", "--global-batch-size", "8"], 2, "ConfigError"),
-    (["plan", "llama-3.1-405b", *H100, "--seq-len", "8k", "--global-batch-size", "64"], 1, "InfeasibleError"),
+    (
+        ["plan", "llama-3.1-8b", "--cluster", "1xT4", "--seq-len", "8k", "--global-batch-size", "8"],
+        1,
+        "InfeasibleError",
+    ),
     (["explain", "no-such-plan.json"], 2, "ConfigError"),
     (["apply", "no-such-plan.json"], 2, "ConfigError"),
     (["no-such-command"], 2, "ConfigError"),

@@ -21,22 +21,11 @@ INPUTS, DOCUMENTS = GOLDEN / "inputs", GOLDEN / "documents"
 BATCH = "--global-batch-size 64 --seq-len 4096"
 OFFERS = f"--objective cost --offers {INPUTS}/offers.toml --tokens 1e11"
 RUN = f"{INPUTS}/local-plan.json {INPUTS}/metrics.jsonl --profile {DOCUMENTS}/profile.json --allow-foreign-profile"
-COMMANDS = f"""
-plan llama-3.1-8b --cluster 8xH100-SXM-80GB {BATCH} --pareto --out small.json
-plan llama-3.1-70b --cluster 256xH100-SXM-80GB {BATCH} --fix pp=8,tp=8,num_model_chunks=4 --out deep.json
-plan mixtral-8x7b --cluster 32xH100-SXM-80GB {BATCH} --top 0 --out moe.json
-plan llama-3.2-1b --cluster 1xRTX4090-24GB {BATCH} --offload auto --host-memory-gib 256 --out moved.json
-plan llama-3.2-1b {BATCH} {OFFERS} --out rented.json
-plan llama-3.1-8b --cluster 2xRTX4090-24GB --infer --prompt-len 512 --generate-len 64 --host-memory-gib 256 --out infer.json
-plan llama-3.1-70b --cluster 8xH100-SXM-80GB {BATCH} --out none.json
-estimate llama-3.1-70b --cluster 8xH100-SXM-80GB {BATCH} --layout tp=8
-explain small.json
-explain small.json --why-not tp=2
-explain small.json --why-not tp=16
-explain deep.json --time-limit-s 3
-explain moved.json --time-limit-s 5
+QUICK = f"""
 plan llama-3.1-8b --cluster 8xH100-SXM-80GB {BATCH} --fix tp=2 --top 0 --out other.json
-compare other.json small.json
+plan llama-3.1-8b --cluster 2xRTX4090-24GB --infer --prompt-len 512 --generate-len 64 --host-memory-gib 256 --out infer.json
+estimate llama-3.1-70b --cluster 8xH100-SXM-80GB {BATCH} --layout tp=8
+explain other.json --why-not tp=16
 experts synth --out loads.npz --num-layers 2 --num-experts 16
 experts place loads.npz --num-gpus 4 --num-slots 20 --out placed.npz
 experts evaluate placed.npz loads.npz
@@ -49,14 +38,36 @@ models
 devices
 doctor
 """.strip().splitlines()
+SEARCHING = f"""
+plan llama-3.1-8b --cluster 8xH100-SXM-80GB {BATCH} --pareto --out small.json
+plan llama-3.1-70b --cluster 256xH100-SXM-80GB {BATCH} --fix pp=8,tp=8,num_model_chunks=4 --out deep.json
+plan mixtral-8x7b --cluster 32xH100-SXM-80GB {BATCH} --top 0 --out moe.json
+plan llama-3.2-1b --cluster 1xRTX4090-24GB {BATCH} --offload auto --host-memory-gib 256 --out moved.json
+plan llama-3.2-1b {BATCH} {OFFERS} --out rented.json
+plan llama-3.1-70b --cluster 8xH100-SXM-80GB {BATCH} --out none.json
+explain small.json
+explain small.json --why-not tp=2
+explain small.json --why-not tp=16
+explain deep.json --time-limit-s 3
+explain moved.json --time-limit-s 5
+compare other.json small.json
+""".strip().splitlines()
 
 
 LONG_WORD = 25
 """Paths of the machine from here on may be wider than their column, and go on in the next line."""
 
 
+@pytest.fixture(
+    scope="module", params=[QUICK, pytest.param(QUICK + SEARCHING, marks=pytest.mark.long)], ids=["quick", "all"]
+)
+def commands(request: pytest.FixtureRequest) -> list[str]:
+    given: list[str] = request.param
+    return given
+
+
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, Table]]]:
+def printed(commands: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str, Table]]]:
     """Return what the commands gave to Rich, with the command; each ran once and as it is."""
     everything: list[tuple[str, Table]] = []
     here, print_all = Path.cwd(), Console.print
@@ -69,7 +80,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[str
     Console.print = note  # type: ignore[method-assign]
     os.chdir(tmp_path_factory.mktemp("widths"))
     try:
-        for current in COMMANDS:
+        for current in commands:
             result = CliRunner().invoke(app, current.split())
             assert result.exit_code in (0, 1), f"{current}\n{result.output}"
             assert result.exit_code == 0 or "none.json" in current or current == "doctor", f"{current}\n{result.output}"
@@ -101,11 +112,10 @@ def at_width(table: Table, width: int) -> str:
     return console.file.getvalue()
 
 
-@pytest.mark.long
-def test_the_commands_print_what_this_file_is_about(printed: list[tuple[str, Table]]) -> None:
+def test_the_commands_print_what_this_file_is_about(commands: list[str], printed: list[tuple[str, Table]]) -> None:
     names = {command for command, _ in printed}
     silent = ("experts synth", "plan llama-3.1-70b --cluster 8xH100")
-    missing = {command for command in COMMANDS if command not in names and not command.startswith(silent)}
+    missing = {command for command in commands if command not in names and not command.startswith(silent)}
     assert not missing
     assert "apply" in names
 

@@ -11,7 +11,7 @@ import sys
 from meshwright.cli.main import main
 
 job = ["--cluster", "8xH100-SXM-80GB", "--seq-len", "4096", "--global-batch-size", "64"]
-sys.argv = ["meshwright", "plan", "llama-3.1-8b", *job, "--out", sys.argv[1]]
+sys.argv = ["meshwright", "plan", "smollm2-135m", *job, "--out", sys.argv[1]]
 try:
     main()
 except SystemExit as ended:
