@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -81,13 +81,28 @@ class Case:
     run: Callable[[Case, Path], Outcome] | None = None
 
 
-def by_world_size(*groups: Sequence[Any], long_from: int = 4) -> list[ParameterSet]:
-    """Return groups of setups as test parameters: from ``long_from`` ranks on of the long tier, of eight for the night."""
-    sizes = [group[0].layout.world_size for group in groups]
-    return [
-        pytest.param(group, id=f"{size} ranks", marks=_tier(size, long_from))
-        for group, size in zip(groups, sizes, strict=True)
-    ]
+def by_world_size(*groups: Sequence[Any], long_from: int = 4, quick: Collection[str] = ()) -> list[ParameterSet]:
+    """Return groups of setups as test parameters: from ``long_from`` ranks on of the long tier, of eight for the night.
+
+    Of a group with setups named in ``quick`` the short tier has these alone; the others are a group of the long tier, together with
+    those from whose checkpoints they go on.
+    """
+    parameters = []
+    for group in groups:
+        size = group[0].layout.world_size
+        marks = _tier(size, long_from)
+        chosen = tuple(setup for setup in group if setup.name in quick)
+        if marks or not chosen:
+            parameters.append(pytest.param(group, id=f"{size} ranks", marks=marks))
+            continue
+        needed = {getattr(setup, "resumes", "") for setup in group if setup not in chosen}
+        others = tuple(setup for setup in group if setup not in chosen or setup.name in needed)
+        parameters += [
+            pytest.param(chosen, id=f"{size} ranks"),
+            pytest.param(others, id=f"{size} ranks, others", marks=pytest.mark.long),
+        ]
+    assert set(quick) <= {setup.name for group in groups for setup in group}
+    return parameters
 
 
 def _tier(size: int, long_from: int) -> list[pytest.MarkDecorator]:

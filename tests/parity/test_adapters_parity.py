@@ -60,6 +60,7 @@ TWO = (
     Setup("zeroth, tp", Layout(tp=2, micro_batch_size=4), is_zeroth=True),
     Setup("zero bubble", Layout(pp=2, micro_batch_size=2, schedule="zb-h1")),
 )
+QUICK = ("zero 3", "tp", "tp sp, offload", "pp", "zeroth, zero 3")
 FOUR = (
     Setup("tp zero 3", Layout(tp=2, dp_shard=2, micro_batch_size=2, recompute="full")),
     Setup("pp zero 1", Layout(pp=2, dp_shard=2), resumes=""),
@@ -79,7 +80,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outco
     return outcomes["reference"][0], outcomes["zeroth"][0]
 
 
-@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR))
+@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR, quick=QUICK))
 def test_adapters_train_as_on_one_rank(
     setups: tuple[Setup, ...], references: tuple[Outcome, Outcome], tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ TWO = (
     Long("ring resumed as pp", Layout(pp=2, micro_batch_size=2), resumes="ring, zero 1"),
     Plain("ten steps of a ring", Layout(cp=2, micro_batch_size=4), num_steps=STEPS),
 )
+QUICK = ("ring, zero 1", "exchange, selective", "ring, latent", "exchange bf16", "ring resumed as pp")
 FOUR = (
     Long("cp 4", Layout(cp=4, micro_batch_size=4)),
     Long("cp 4, half exchanged", Layout(cp=4, cp_ulysses=2, micro_batch_size=4)),
@@ -90,7 +91,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
 
 
-@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR, EIGHT))
+@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR, EIGHT, quick=QUICK))
 def test_shared_sequences_train_as_whole_ones(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:

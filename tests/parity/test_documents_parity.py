@@ -168,6 +168,7 @@ def train_on_files(case: Case, folder: Path) -> Outcome:
     return outcome
 
 
+@pytest.mark.long
 def test_the_built_in_loop_packs_documents_for_a_pipeline_and_resumes(tmp_path: Path) -> None:
     workload = Packed("", Layout()).workload.replace(seq_len=32, global_batch_size=6)
 
@@ -204,6 +205,7 @@ TWO_RANKS = (
     Packed("pipeline, full", Layout(pp=2, recompute="full"), model="learned positions"),
     Packed("pipeline, chunks", Layout(pp=2, num_model_chunks=2, schedule="zb-h1"), model="four blocks"),
 )
+QUICK = ("two", "two of a ring, selective", "tp", "experts", "pipeline, tied")
 FOUR_RANKS = (
     Packed("zero 3, ring and exchange", Layout(dp_shard=4)),
     Packed("zero 3, ring", Layout(dp_shard=4, recompute="full"), model="ring"),
@@ -228,7 +230,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run_group(1, cases, tmp_path_factory.mktemp("references")).items()}
 
 
-@pytest.mark.parametrize("setups", by_world_size(ONE_RANK, TWO_RANKS, FOUR_RANKS))
+@pytest.mark.parametrize("setups", by_world_size(ONE_RANK, TWO_RANKS, FOUR_RANKS, quick=QUICK))
 def test_documents_on_groups_train_as_one_after_the_other(
     setups: tuple[Packed, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:

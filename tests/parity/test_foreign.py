@@ -69,6 +69,9 @@ GROUPS = (
         Setup("plain, tp zero 3", "plain", Layout(tp=2, dp_shard=2, micro_batch_size=2, **WHOLE)),
     ),
 )
+QUICK = (
+    "llama, tp sp full", "llama, zero 3, from the meta device", "qwen3, tp", "qwen3, pp in chunks", "gpt2, pp", "plain, tp",
+)  # fmt: skip
 
 
 def alone(name: str) -> Outcome:
@@ -108,7 +111,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("setups", by_world_size(*GROUPS))
+@pytest.mark.parametrize("setups", by_world_size(*GROUPS, quick=QUICK))
 def test_foreign_modules_train_as_they_do_alone(
     setups: tuple[Setup, ...], references: dict[str, Outcome], weights: Path, tmp_path: Path
 ) -> None:

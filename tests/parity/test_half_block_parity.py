@@ -49,6 +49,7 @@ TWO = (
     Halved("halves resumed as blocks", Layout(dp_shard=2, micro_batch_size=2), resumes="pp 2"),
     Halved("blocks resumed as halves", halves(schedule="zb-h1"), resumes="entire blocks"),
 )
+QUICK = ("pp 2", "zb-h1", "mixed", "experts selective", "halves resumed as blocks")
 THREE = (
     Halved("pp 3", halves(pp=3)),
     Halved("pp 3 zb-h1", halves(pp=3, schedule="zb-h1"), rank_map=(1, 2, 0)),
@@ -75,7 +76,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
 
 
-@pytest.mark.parametrize("setups", by_world_size(TWO, THREE, FOUR))
+@pytest.mark.parametrize("setups", by_world_size(TWO, THREE, FOUR, quick=QUICK))
 def test_half_blocks_train_as_one_rank_does(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
 
 
-@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR))
+@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR, quick=("selective", "prefetch 2")))
 def test_half_batches_train_as_one_rank_does(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ TWO = (
     Setup("ep", Layout(dp_shard=2, ep=2, micro_batch_size=2), STREAMED, model=EXPERTS),
     Setup("cp", Layout(cp=2, micro_batch_size=2)),
 )
+QUICK = ("plain", "stored", "streamed", "zero 3", "tp", "1f1b")
 FOUR = (
     Setup("tp zero 3", Layout(tp=2, dp_shard=2, micro_batch_size=2), STREAMED),
     Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model=TIED),
@@ -85,7 +86,7 @@ FOUR = (
 )
 
 
-@pytest.mark.parametrize("setups", by_world_size(ONE, TWO, FOUR))
+@pytest.mark.parametrize("setups", by_world_size(ONE, TWO, FOUR, quick=QUICK))
 def test_offload_changes_no_bit(setups: tuple[Setup, ...], tmp_path: Path) -> None:
     cases = []
     for setup in setups:

@@ -202,22 +202,28 @@ TWO = (
     Setup("gpt2, cp", Layout(cp=2, micro_batch_size=2), model="gpt2"),
     Setup("pp bf16", Layout(pp=2, micro_batch_size=2), workload=BF16, model="tied"),
 )
+QUICK = (
+    "zero 1", "zero 2", "zero 3 tied", "zero 3 selective", "zero 3 bf16", "replicas",
+    "tp", "own model, tp", "tp sp", "tp sp bf16", "pp", "pp tied", "gpt2, cp",
+    "experts over tp", "ep, zero 3", "ep, replicas of experts", "latent, tp",
+)  # fmt: skip
+"""Of two ranks: every axis once, and what shares parameters, copies experts or computes in 16 bits."""
 THREE = (
     Setup("zero 3, uneven shards", Layout(dp_shard=3), model="six", workload=SIX),
     Setup("pp 3", Layout(pp=3, micro_batch_size=2), model="six", workload=SIX, rank_map=(2, 0, 1)),
 )
-# Every pair of axes once; the long tier has the others.
+# Pairs of axes that share a tensor or a stage; the long tier has the others.
 FOUR = (
-    Setup("hsdp", Layout(dp_replicate=2, dp_shard=2), model="five"),
     Setup("tp zero 3", Layout(tp=2, dp_shard=2, micro_batch_size=2), model="five rich", rank_map=(0, 2, 1, 3)),
     Setup("pp tp", Layout(pp=2, tp=2, micro_batch_size=2), model="five tied", rank_map=(1, 3, 0, 2)),
-    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="five rich", blocks_per_stage=(1, 4)),
-    Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2, micro_batch_size=2), model="experts"),
-    Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2, micro_batch_size=2), model="latent"),
     Setup("cp tp ep", Layout(cp=2, tp=2, ep=2, micro_batch_size=4), model="shared experts"),
     Setup("chunks ep", Layout(pp=2, num_model_chunks=2, dp_shard=2, ep=2), model="five with experts"),
 )
 MORE_OF_FOUR = (
+    Setup("hsdp", Layout(dp_replicate=2, dp_shard=2), model="five"),
+    Setup("pp zero 1", Layout(pp=2, dp_shard=2), model="five rich", blocks_per_stage=(1, 4)),
+    Setup("ep 2, etp 2", Layout(dp_shard=2, tp=2, ep=2, etp=2, micro_batch_size=2), model="experts"),
+    Setup("latent, pp tp ep", Layout(pp=2, tp=2, ep=2, micro_batch_size=2), model="latent"),
     Setup("tp zero 1", Layout(tp=2, dp_shard=2, zero_stage=1, micro_batch_size=2), model="five tied"),
     Setup("tp replicas", Layout(tp=2, dp_replicate=2, sequence_parallel=False), model="five rich"),
     Setup("tp zero 3 full", Layout(tp=2, dp_shard=2, sequence_parallel=False, recompute="full"), model="five rich"),
@@ -263,7 +269,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 @pytest.fixture(
     scope="module",
     params=[
-        *by_world_size(ONE, TWO, THREE),
+        *by_world_size(ONE, TWO, THREE, quick=QUICK),
         pytest.param(FOUR, id="4 ranks, pairs of axes"),
         *by_world_size(MORE_OF_FOUR, EIGHT),
     ],

@@ -81,6 +81,9 @@ TWO = (
     Piped("chunks resumed as zb-v", v("zb-v", micro_batch_size=2), resumes="chunks"),
     Piped("zb-v resumed as zero 3", Layout(dp_shard=2, micro_batch_size=2), resumes="zb-v"),
 )
+QUICK = (
+    "zb-h1", "zb-h2", "ten steps of zb-v", "chunks", "four chunks", "v-half", "synthesised", "chunks resumed as zb-v",
+)  # fmt: skip
 FOUR = (
     Piped("pp 4 zb-h1", Layout(pp=4, schedule="zb-h1"), rank_map=(1, 3, 0, 2)),
     Piped("pp 4 chunks", Layout(pp=4, num_model_chunks=2), model="deep"),
@@ -121,7 +124,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
 
 
-@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR, EIGHT))
+@pytest.mark.parametrize("setups", by_world_size(TWO, FOUR, EIGHT, quick=QUICK))
 def test_schedules_train_as_one_rank_does(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:

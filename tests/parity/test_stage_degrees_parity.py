@@ -43,6 +43,7 @@ FOUR = (
     Setup("resumed without", Layout(pp=2, dp_shard=2), model="five rich", resumes="tp 2, dp 2"),
     Staged("resumed with", Layout(pp=2, dp_shard=2), tps=(1, 2), resumes="tp 2, dp 2"),
 )
+QUICK = ("tp 2, dp 2", "dp 2, tp 2", "resumed without")
 SIX = (Staged("three stages, tied", Layout(pp=3, dp_shard=2), model="staged gpt", tps=(1, 2, 1)),)
 EIGHT = (
     Staged("tp 4, dp 4", Layout(pp=2, dp_shard=4), model="staged", tps=(4, 1)),
@@ -57,7 +58,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: ranks[0] for name, ranks in run(REFERENCES, tmp_path_factory.mktemp("reference")).items()}
 
 
-@pytest.mark.parametrize("setups", by_world_size(FOUR, SIX, EIGHT, long_from=6))
+@pytest.mark.parametrize("setups", by_world_size(FOUR, SIX, EIGHT, long_from=6, quick=QUICK))
 def test_stages_of_different_degrees_train_as_one_rank_does(
     setups: tuple[Setup, ...], references: dict[str, Outcome], tmp_path: Path
 ) -> None:

@@ -64,9 +64,13 @@ FOUR = (
     Shared("zb-v", Layout(pp=2, num_model_chunks=2, schedule="zb-v", dp_shard=2), model="five tied"),
     Shared("ep of four", Layout(dp_shard=4, ep=2), model="experts"),
 )
+QUICK = (
+    "zero 2", "zero 3", "zero 1, unlike speeds", "replicas bf16, unlike speeds", "ep, unlike speeds", "pp", "cp",
+    "hsdp", "zero 3 tp",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("setups", [*by_world_size(TWO, THREE), pytest.param(FOUR, id="4 ranks")])
+@pytest.mark.parametrize("setups", by_world_size(TWO, THREE, FOUR, long_from=5, quick=QUICK))
 def test_uneven_shares_train_as_one_rank_does(setups: tuple[Shared, ...], tmp_path: Path) -> None:
     for name in ("reference", "ranks"):
         (tmp_path / name).mkdir()
