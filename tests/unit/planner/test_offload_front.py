@@ -89,6 +89,7 @@ def test_the_cheapest_size_is_that_of_searching_every_size_with_schedules() -> N
     assert found.cost.bound_usd_per_million_tokens <= found.cost.usd_per_million_tokens
 
 
+@pytest.mark.long
 def test_one_size_that_only_a_schedule_fits_has_a_price() -> None:
     alone = Offer.from_cluster(ONE.replace(reserved_bytes=SMALL), name="one")
     found = cheapest(MODEL, (alone,), STEP, offload=HOST)

@@ -54,6 +54,7 @@ def test_points_are_the_fastest_layouts_under_their_caps(case: tuple[str, str, i
     assert all(expand_fitting(left, idx) is None for idx in range(len(space.batch)))
 
 
+@pytest.mark.long
 def test_first_point_is_the_fastest_layout_of_the_plan() -> None:
     spec, machine = ModelSpec.named("smollm2-1.7b"), ClusterSpec.parse("4xA100-SXM-40GB")
     workload = Workload(seq_len=4096, global_batch_size=16)

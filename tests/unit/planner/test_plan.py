@@ -172,6 +172,7 @@ def test_plan_is_deterministic() -> None:
     assert first.alternatives == second.alternatives
 
 
+@pytest.mark.long
 def test_more_memory_is_never_slower() -> None:
     machine = ClusterSpec.parse("8xA100-SXM-40GB")
     group = machine.groups[0]

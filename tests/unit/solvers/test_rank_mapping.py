@@ -46,7 +46,7 @@ def brute_force(instance: RankMappingInstance) -> float:
     return float(total.min())
 
 
-@pytest.mark.parametrize("num_positions", [3, 4, 6, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_positions", [3, 4, *(pytest.param(n, marks=pytest.mark.long) for n in (6, 8))])
 def test_best_order_of_brute_force_is_found_nearly_always(num_positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local search proves nothing, but on few nodes it seldom misses; never below the optimum, never above the identity."""
     monkeypatch.setattr(rank_mapping, "ALL_ORDERS_UP_TO", 0)
