@@ -10,8 +10,8 @@ import zoo
 from harness import Case, run_group
 from zoo_plans import SHARDED, STAGED, differences, in_groups, placed_plan, share_of_parameters
 
-QUICK = ("nanogpt", "dlrm", "lstm")
-"""Fused projections with a tied head; tables and products of pairs; a graph that says whether this is training."""
+QUICK = ("nanogpt", "dlrm")
+"""Fused projections with a tied head; tables and products of pairs."""
 
 RULED = ("neox", "gemma", "phi3", "olmo2", "cohere", "llama", "gemma3")
 """Those that say themselves how they are split."""

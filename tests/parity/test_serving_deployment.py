@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from meshwright.schema.errors import ConfigError, MeshwrightError
 from meshwright.schema.model import ModelSpec
 from meshwright.schema.serving import Pool, ServingLayout
 from serving_models import answers, generated, make_pool, make_prompts, save_model
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from warm_ranks import warm_ranks  # noqa: F401 - a fixture
 
 LENGTHS = (1, 5, 17, 33, 40, 8, 3, 21)
 COUNT = 10
@@ -40,7 +44,7 @@ CASES = [
 ]
 
 
-@pytest.mark.job
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("family", "pools"), CASES)
 def test_tokens_of_every_deployment_are_those_of_one_rank(family: str, pools: list[Pool], tmp_path: Path) -> None:
     prompts = make_prompts(LENGTHS)
@@ -58,7 +62,7 @@ def test_tokens_of_every_deployment_are_those_of_one_rank(family: str, pools: li
         assert all(engine.records(i) for i in range(len(engine.instances)))
 
 
-@pytest.mark.job
+@pytest.mark.usefixtures("warm_ranks")
 def test_cancels_and_ends_leave_no_block_behind(tmp_path: Path) -> None:
     model, prompts = save_model("Llama", tmp_path), make_prompts((9, 20, 30, 12))
     with open_engine(tmp_path, [pool_of(PREFILL), pool_of(DECODE)]) as engine:
