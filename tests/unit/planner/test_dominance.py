@@ -185,6 +185,7 @@ def test_runner_ups_are_not_hidden_by_their_like_without_sequence_parallelism_th
     assert found.alternatives[0].step_time_s <= alone.alternatives[0].step_time_s * (1 + 1e-4)
 
 
+@pytest.mark.long
 def test_search_over_the_exchange_beside_another_micro_batch_equals_enumeration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

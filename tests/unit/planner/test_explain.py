@@ -141,6 +141,7 @@ def test_why_not_is_the_best_completion() -> None:
     assert answer.best.slower_fraction > 0
 
 
+@pytest.mark.long
 def test_why_not_keeps_what_the_plan_had_to_keep() -> None:
     found = explain(made("pp=4,micro_batch_size=1"), why_not={"pp": 2}).why_not
     assert found is not None

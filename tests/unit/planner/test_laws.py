@@ -127,10 +127,8 @@ described_by = st.sampled_from(["catalogue", "own name", "data sheet"])
 
 
 @pytest.mark.long
-@drawn(
-    few=6,
-    many=14,
-    under=FEW,
+@settings(FEW, max_examples=14)
+@given(
     seed=seeds,
     by=described_by,
     what=st.sampled_from(sorted(BETTER)),
@@ -398,10 +396,8 @@ def test_the_order_in_which_groups_are_listed_does_not_matter(seed: int) -> None
 
 
 @pytest.mark.long
-@drawn(
-    few=5,
-    many=10,
-    under=FEW,
+@settings(FEW, max_examples=10)
+@given(
     seed=seeds,
     factor=st.sampled_from([1.3, 4.0]),
     what=st.sampled_from(["memory", "links", "arithmetic", "device"]),

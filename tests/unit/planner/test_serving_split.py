@@ -159,6 +159,7 @@ def offers(h20: float) -> ClusterSpec:
     return ClusterSpec(name="both", groups=groups, levels=levels)
 
 
+@pytest.mark.long
 def test_unlike_devices_are_counted_by_their_own_stock_and_price() -> None:
     """Attention on H20, feed-forward parts on H100 (Lamina): each pool of devices is used and paid for by itself (E3)."""
     serving = task("isl=4096,osl=512,rate=2", objective="cost", weights="fp8")

@@ -25,6 +25,7 @@ def on(cluster: str, work: Workload = WORK, **options: object) -> TrainingPlan:
     return plan(MODEL, ClusterSpec.parse(cluster), work, **options)
 
 
+@pytest.mark.long
 def test_counts_that_divide_well_are_planned_as_they_are() -> None:
     for cluster in ("8xH100-SXM-80GB", "64xH100-SXM-80GB"):
         assert on(cluster).requested is None

@@ -119,6 +119,7 @@ def test_one_step_off_draws_with_older_weights_and_weighs_them(tmp_path: Path) -
     assert abs(off[1]["mean_ratio"] - 1) > 1e-4 and "mean_ratio" not in waits[1]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_log_probabilities_that_the_generator_notes_are_those_that_the_actor_computes(tmp_path: Path) -> None:
     pools: list[tuple[int, tuple[Role, ...]]] = [(1, ("generator", "actor"))]
