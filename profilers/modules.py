@@ -184,15 +184,16 @@ class _Tracer:
         with self._mode:
             fakes = {t: know(_fake(t), value) for t, value in known.items()}
             fakes |= {t: _fake(t).requires_grad_(t.dtype.is_floating_point) for t in model.parameters()}
-        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        self._state = {name: fakes[tensor] for name, tensor in tensors}
+        self._fakes = fakes
         in_blocks = {storage_key(fakes[p]): self._names[block] for block in self.blocks for p in block.parameters()}
         parameters = {
             storage_key(fakes[p]): name for name, p in model.named_parameters() if storage_key(fakes[p]) in in_blocks
         }
         self._rules = rules
         by_weight = {
-            storage_key(self._state[f"{path}.weight"]): rule for path, rule in rules.items() if rule != "heads_norm"
+            storage_key(fakes[model.get_submodule(path).weight]): rule
+            for path, rule in rules.items()
+            if rule != "heads_norm"
         }
         self._splits = Splits(by_weight)
         self._before, self._after = Counts(watched=parameters), Counts(watched=parameters, splits=self._splits)
@@ -201,7 +202,7 @@ class _Tracer:
         """Run one sequence through the entire model: what blocks are called with and keep, what runs before the first and after."""
         inside: list[nn.Module] = []
         saved: dict[int, tuple[Any, nn.Module | None]] = {}
-        persistent = {storage_key(t) for t in self._state.values()}
+        persistent = {storage_key(t) for t in self._fakes.values()}
         values = [
             given[:1] if isinstance(given, Tensor) and given.ndim else given for given in tree_leaves(example_inputs)
         ]
@@ -275,12 +276,17 @@ class _Tracer:
             torch.autograd.backward(ends, list(map(torch.ones_like, ends)))
         except Exception as error:  # the module's own code
             raise ConfigError(f"the backward pass of {name} fails on the sample batch: {cause(error)}") from None
-        for tensor in self._state.values():
+        for tensor in self._fakes.values():
             tensor.grad = None
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        start = f"{self._names[module]}." if self._names[module] else ""
-        state = {name.removeprefix(start): t for name, t in self._state.items() if name.startswith(start)}
+        # Each place of a tensor by one name: of one that has two the swap back would leave the fake there.
+        state = {
+            f"{path}.{name}" if path else name: self._fakes[tensor]
+            for path, part in module.named_modules()
+            for name, tensor in (*part.named_parameters(recurse=False, remove_duplicate=False),
+                                 *part.named_buffers(recurse=False, remove_duplicate=False))
+        }  # fmt: skip
         return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
 
     def traced_block(self, block: nn.Module) -> Traced:
@@ -333,7 +339,7 @@ class _Tracer:
         if not self._rules:
             return None
         splits, size = forward.splits, self._element_bytes
-        weights = {storage_key(tensor) for tensor in self._state.values()}
+        weights = {storage_key(tensor) for tensor in self._fakes.values()}
         saved_bytes = {key: storage.nbytes() for key, storage in saved.items() if key not in weights}
         of_split = sum(nbytes for key, nbytes in saved_bytes.items() if key in splits.split)
         of_read = sum(nbytes for key, nbytes in saved_bytes.items() if key in splits.read and key not in splits.split)

@@ -75,7 +75,8 @@ def parallelize_user_module(
         # A cache would be filled twice where a block is recomputed, and training has no use for one.
         config.use_cache = False
     if not is_meta:
-        module.to(device, torch.float32)
+        # `module.to(float32)` would take the imaginary parts of complex numbers away.
+        module._apply(lambda tensor: tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype))
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()  # `fully_shard` takes no others: transposed ones, or channels last
     local = [plan.stages[idx] for idx in mesh.stage_idxs]

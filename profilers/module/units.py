@@ -42,15 +42,16 @@ class Unit:
             (name, key, value)
             for name, part in self.module.named_modules()
             for key, value in sorted(vars(part).items())
-            if _is_setting(value) and not key.startswith("_") and not key.endswith(("_idx", "_id"))
+            if is_setting(value) and not key.startswith("_") and not key.endswith(("_idx", "_id"))
         ]
         return (
             f"{type(self.module).__qualname__} {shapes} {settings} {sorted(self.read_outside)} {described(self.call)}"
         )
 
 
-def _is_setting(value: Any) -> bool:
-    return isinstance(value, str | int | float) or (isinstance(value, tuple | list) and all(map(_is_setting, value)))
+def is_setting(value: Any) -> bool:
+    """Say whether an attribute of a module is a number or text by which its code may compute."""
+    return isinstance(value, str | int | float) or (isinstance(value, tuple | list) and all(map(is_setting, value)))
 
 
 def described(call: Any) -> str:

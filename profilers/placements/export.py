@@ -129,7 +129,7 @@ def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], 
     if _what_is_written(graph):
         with warnings.catch_warnings(), suppress(Exception):  # whatever stops it: then the reason is what is written
             warnings.simplefilter("ignore")
-            graph = _graph_of(_without_writes(program), path)
+            graph = _graph_of(_functional(program), path)
     if why := _what_is_written(graph):
         raise ConfigError(f"{path}: {why}")
     return graph
@@ -142,7 +142,7 @@ def _without_regions(program: ExportedProgram) -> ExportedProgram:
         if node.target is _REGIONS[0] and not node.args[0]:
             inside: Any = getattr(program.graph_module, node.args[1].target)
             _detach_inputs(inside.graph)
-    return program.run_decompositions({}) if regions else program
+    return _functional(program) if regions else program
 
 
 def _detach_inputs(region: fx.Graph) -> None:
@@ -163,7 +163,7 @@ def _is_writing(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _without_writes(program: ExportedProgram) -> ExportedProgram:
+def _functional(program: ExportedProgram) -> ExportedProgram:
     """Return a program in which what is written in place is a new value, which whoever reads it later reads."""
     program = program.run_decompositions({})
     for node in list(program.graph.nodes):

@@ -75,12 +75,8 @@ def _resized(value: Any, smaller: Mapping[int, int]) -> Any:
     if not isinstance(value, Tensor):
         return smaller.get(value, value) if type(value) is int else value
     part = value.detach()[tuple(slice(smaller.get(size, size)) for size in value.shape)].clone()
-    if (
-        not part.is_floating_point()
-        and part.dtype != torch.bool
-        and part.numel()
-        and int(part.max()) >= min(smaller.values())
-    ):
+    is_index = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
+    if is_index and part.numel() and int(part.max()) >= min(smaller.values()):
         part = part % min(smaller.values())  # indices into what is smaller now
     return part.requires_grad_(value.requires_grad)
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ...profilers.module.fakes import on_fakes
 from ...profilers.module.trials import fake_twin, first_line
-from ...profilers.module.units import described
+from ...profilers.module.units import described, is_setting
 from ...profilers.placements.export import UnitGraph, Value, export_unit, skeleton
 from ...profilers.placements.gate import parsed
 from ...profilers.placements.localise import Call, tensors_of
@@ -120,6 +120,18 @@ class _Program:
     state: list[tuple[str, nn.Module, str]]
 
 
+_Setting = tuple[str, str]
+"""Path of a part of a unit, and the name of its attribute."""
+
+
+def _is_alike(one: _Program | None, other: _Program | None) -> bool:
+    """Say whether two programs compute the same; what is computed whole is the unit's own code, whatever its settings are."""
+    if one is None or other is None:
+        return one is other
+    same = one.graph.described == other.graph.described and one.graph.constants.keys() == other.graph.constants.keys()
+    return same and all(torch.equal(made, other.graph.constants[name]) for name, made in one.graph.constants.items())
+
+
 class _NotPlacedError(Exception):
     """No placement is for a call."""
 
@@ -127,7 +139,8 @@ class _NotPlacedError(Exception):
 class _PlacedUnit:
     """The forward pass of a unit, which has a placement in training and may have another one in evaluation.
 
-    A graph is made of each kind of call. One that has no placement is computed whole.
+    A graph is made of each kind of call, and anew where a setting of the unit (a rate, a temperature) is another one by now. One
+    that has no placement is computed whole.
     """
 
     def __init__(
@@ -143,12 +156,14 @@ class _PlacedUnit:
         self._forward, self._is_first = unit.forward, path == placements[0].paths[0]
         self._group, self._num_ranks = tp.get_group(), tp.size()
         self._programs: dict[str, _Program | None] = {}
+        self._settings: dict[str, dict[_Setting, Any]] = {}
+        self._without_effect: set[_Setting] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit on whole values."""
-        key = f"{self._unit.training} {described((args, kwargs))}"
-        if key not in self._programs:
-            self._programs[key] = self._program(args, kwargs)
+        key, settings = f"{self._unit.training} {described((args, kwargs))}", self._settings_now()
+        if self._settings.get(key) != settings:
+            self._update(key, settings, args, kwargs)
         program = self._programs[key]
         if program is None:
             return self._run_unsplit(args, kwargs)
@@ -176,6 +191,31 @@ class _PlacedUnit:
         ]
         self._write(graph, program, values)
         return tree_unflatten(outs, graph.out_spec)
+
+    def _settings_now(self) -> dict[_Setting, Any]:
+        return {
+            (path, name): value
+            for path, part in self._unit.named_modules()
+            for name, value in vars(part).items()
+            if is_setting(value) and (path, name) not in self._without_effect
+        }
+
+    def _update(self, key: str, settings: dict[_Setting, Any], args: Any, kwargs: Any) -> None:
+        """Make the program of a kind of call, or make it anew; settings that change nothing (counters) are looked at no more."""
+        twins = dict(self._twin.named_modules())
+        for (path, name), value in settings.items():
+            if path in twins:
+                vars(twins[path])[name] = value
+        made = self._program(args, kwargs)
+        if key in self._programs and _is_alike(made, self._programs[key]):
+            before = self._settings[key]
+            self._without_effect |= {name for name, value in settings.items() if before.get(name) != value}
+            settings = {name: value for name, value in settings.items() if name not in self._without_effect}
+            self._settings = {
+                each: {name: value for name, value in known.items() if name not in self._without_effect}
+                for each, known in self._settings.items()
+            }
+        self._programs[key], self._settings[key] = made, settings
 
     @torch.no_grad()
     def _write(self, graph: UnitGraph, program: _Program, values: dict[tuple[Value, Form], Any]) -> None:
@@ -286,7 +326,7 @@ class _PlacedUnit:
                 raise _NotPlacedError(f"sizes {sizes} of {call.name} do not divide by {self._num_ranks}")
 
     def _traced(self, args: Any, kwargs: Any) -> UnitGraph:
-        twin = self._twin.train(self._unit.training)
+        twin = self._twin
         local = {name: local_tensor(parameter).dtype for name, parameter in self._unit.named_parameters()}
 
         def fake(value: Any) -> Any:

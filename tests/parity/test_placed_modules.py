@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import zoo
-from harness import Case, run_group
-from zoo_plans import SHARDED, STAGED, differences, in_groups, placed_plan, share_of_parameters
+from harness import Case, Outcome, run_group
+from meshwright.planner import plan
+from meshwright.profilers import profile_module
+from meshwright.runtime import parallelize
+from meshwright.runtime.models.layers import full_tensor
+from plans import cpu_cluster
+from torch import Tensor, nn
+from zoo_others import TOKENS, RotatedDecoder
+from zoo_plans import SHARDED, STAGED, differences, in_groups, placed_plan, share_of_parameters, workload_of
 
 QUICK = ("nanogpt", "dlrm")
 """Fused projections with a tied head; tables and products of pairs."""
@@ -38,6 +46,45 @@ def test_placed_modules_run_with_the_gradients_of_one_rank(names: Sequence[str],
         if share > 0.6 and name not in PARTLY:
             wrong[name] = [f"{share:.2f} of the parameters on a rank"]
     assert not wrong
+
+
+TEMPERATURES = (1.0, 0.25, 1.0)
+
+
+def steps_of(module: nn.Module, model: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of a step at each temperature, and the gradients of all."""
+    torch.manual_seed(0)
+    losses = []
+    for temperature in TEMPERATURES:
+        for block in module.blocks:  # type: ignore[union-attr]
+            block.temperature = temperature
+        loss = zoo.loss_of(model(TOKENS))
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def built() -> RotatedDecoder:
+    torch.manual_seed(1)
+    return RotatedDecoder()
+
+
+def steps_of_a_rank(case: Case, folder: Path) -> Outcome:
+    model = parallelize(built(), case.plan, device=torch.device("cpu"))
+    losses, gradients = steps_of(model.module, model.module)
+    return Outcome(losses=losses, gradients={name: full_tensor(grad).clone() for name, grad in gradients.items()})
+
+
+def test_settings_that_the_loop_changes_and_complex_buffers_are_those_of_one_rank(tmp_path: Path) -> None:
+    spec = profile_module(built(), [TOKENS], tp=(2,))
+    found = plan(spec, cpu_cluster(2), workload_of(spec), fixed={"tp": 2, "sequence_parallel": False})
+    (outcomes,) = run_group(2, [Case("rotated", found, run=steps_of_a_rank)], tmp_path).values()
+    alone = built()
+    losses, gradients = steps_of(alone, alone)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(losses, rel=1e-6)
+        assert not differences(outcome.gradients, gradients)
 
 
 @pytest.mark.long

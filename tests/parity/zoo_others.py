@@ -204,6 +204,42 @@ class Registered(nn.Module):
         return x + self.down(swish(self.up(x), 1.5))
 
 
+class Rotated(nn.Module):
+    """Attention whose positions are complex numbers that the model keeps, and whose temperature the loop may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.temperature, self.calls = 1.0, 0
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        self.calls += 1
+        q, k, v = (part.unflatten(-1, (4, -1)) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2))) * turns[:, None]).flatten(-2)
+            for part in (q, k)
+        )
+        scores = torch.einsum("bqhc,bkhc->bhqk", q, k) / self.temperature
+        return x + self.out(torch.einsum("bhqk,bkhc->bqhc", scores.softmax(-1), v).flatten(2))
+
+
+class RotatedDecoder(nn.Module):
+    """A decoder of such blocks, as the first Llama was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(96, WIDTH), nn.Linear(WIDTH, 96)
+        self.blocks = nn.ModuleList([Rotated() for _ in range(2)])
+        angles = torch.outer(torch.arange(float(LENGTH)), 10.0 ** -torch.arange(WIDTH / 8))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, self.turns[: tokens.shape[1]])
+        return self.head(x)
+
+
 class Wrong(nn.Module):
     """A block with a bug: it takes the wrong width for its second layer."""
 

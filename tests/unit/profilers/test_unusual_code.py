@@ -17,6 +17,7 @@ from meshwright.profilers.placements.work import placed_units
 from meshwright.schema import ConfigError, ModelSpec, Workload
 from plans import cpu_cluster
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -60,6 +61,14 @@ def _in_16_bits(_: Block, x: Tensor) -> Tensor:
         return F.linear(x, torch.eye(2 * WIDTH)).float()
 
 
+def _written_without_gradient(_: Block, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().mean()
+    x = x * scale
+    x[:, 0] = 2.0 * x[:, 1]
+    return x
+
+
 def _turned(_: Block, x: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.polar(torch.ones(WIDTH), torch.arange(WIDTH) / 7)).flatten(-2)
@@ -83,6 +92,7 @@ def _again(_: Block, x: Tensor) -> Tensor:
         _turned,
         _with_memory,
         _again,
+        _written_without_gradient,
         *(pytest.param(between, marks=pytest.mark.long) for between in (_without_gradient, _in_16_bits)),
     ],
 )
@@ -221,3 +231,26 @@ def test_batch_norms_are_said_to_couple_samples_and_take_two_of_single_rows() ->
     found = plan(rows, cpu_cluster(2), Workload(seq_len=1, global_batch_size=4, precision="fp32"))
     assert found.layout.micro_batch_size >= 2
     assert any("batch norms, takes the statistics of each micro-batch" in note for note in found.notes)
+
+
+class Twice(Blocks):
+    """A norm that has two names, and a block that stands twice in the list."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(WIDTH, WIDTH))
+        self.blocks.append(self.blocks[0])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.also = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.also(super().forward(self.norm(x)))
+
+
+def test_a_module_that_was_profiled_has_its_own_tensors_again() -> None:
+    module = Twice()
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters(remove_duplicate=False)}
+    profile_module(module, [X])
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        assert not isinstance(parameter.data, FakeTensor)
+        assert torch.equal(parameter, before[name]), name
+    module(X).sum().backward()

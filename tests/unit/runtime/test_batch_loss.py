@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,32 @@ def test_means_over_samples_are_taken(loss: Callable[[Tensor, list[Tensor]], Ten
 def test_losses_that_couple_samples_or_are_no_means_are_refused(loss: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
     with pytest.raises(RuntimeMismatchError, match=r"4 samples is .* couples the samples"):
         MeanLoss(loss)(OUT, [TARGETS])
+
+
+@dataclass
+class Outputs:
+    """What torch's pytree does not know."""
+
+    logits: Tensor
+    extra: Tensor | None = None
+
+
+def of_pairs(out: Outputs, _: object) -> Tensor:
+    return F.cross_entropy(out.logits @ out.logits.T, torch.arange(len(out.logits)))
+
+
+@pytest.mark.parametrize("outputs", [Outputs(OUT), {"all": [Outputs(OUT), None]}], ids=["dataclass", "with none"])
+def test_samples_are_seen_whatever_holds_them(outputs: Any) -> None:
+    loss = MeanLoss(lambda out, batch: of_pairs(out if isinstance(out, Outputs) else out["all"][0], batch))
+    with pytest.raises(RuntimeMismatchError, match=r"4 samples is .* couples the samples"):
+        loss(outputs, [TARGETS])
+
+
+def test_one_sample_is_compared_with_itself_taken_twice() -> None:
+    assert MeanLoss(lambda out, _: out.square().mean())(OUT[:1], [TARGETS[:1]]) > 0
+    for loss in (lambda out, _: out.sum(), lambda out, _: of_pairs(Outputs(out), None)):
+        with pytest.raises(RuntimeMismatchError, match=r"1 sample is .* that of the sample taken twice"):
+            MeanLoss(loss)(OUT[:1], [TARGETS[:1]])
 
 
 class Remembers(nn.Module):
