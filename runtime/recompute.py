@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..schema.layout import Recompute
@@ -101,48 +103,118 @@ def _checkpoint(block: nn.Module, method: str, recompute: Recompute, last_produc
     if recompute == "selective":
         options["context_fn"] = functools.partial(_selective_contexts, last_products)
     compute = getattr(block, method)
-    if not isinstance(block, DecoderBlock) and any(True for _ in block.buffers()):
-        setattr(block, method, _WithBuffers(block, compute, options))
+    if not isinstance(block, DecoderBlock):
+        setattr(block, method, _WithState(block, compute, options))
         return
     setattr(block, method, functools.partial(checkpoint, compute, **options))
 
 
-class _WithBuffers:
-    """A checkpointed method of a block that writes into some of its buffers: a recomputation finds and leaves them as they were."""
+class _Buffer(NamedTuple):
+    """A buffer of a part of a block, and a copy of its values at some time."""
+
+    owner: nn.Module
+    name: str
+    tensor: Tensor
+    values: Tensor
+    version: int
+
+    @property
+    def is_changed(self) -> bool:
+        """True if it has other values by now, or another tensor has its place; batch norms write without torch's counting it."""
+        if self.owner._buffers[self.name] is not self.tensor or self.tensor._version != self.version:
+            return True
+        return not isinstance(self.tensor, FakeTensor) and not torch.equal(self.tensor, self.values)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let it be again what it was."""
+        if self.owner._buffers[self.name] is self.tensor:
+            self.tensor.copy_(self.values)
+        self.owner._buffers[self.name] = self.tensor
+
+
+class _Attribute(NamedTuple):
+    """What a part of a block had in an attribute at some time."""
+
+    owner: nn.Module
+    name: str
+    value: Any
+
+    @property
+    def is_changed(self) -> bool:
+        """True if it is another by now."""
+        return vars(self.owner).get(self.name, _NOTHING) is not self.value
+
+    def restore(self) -> None:
+        """Let it be again what it was."""
+        if self.value is _NOTHING:
+            vars(self.owner).pop(self.name, None)
+        else:
+            vars(self.owner)[self.name] = self.value
+
+
+_NOTHING = object()
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+
+
+class _WithState:
+    """A checkpointed method of a block that changes buffers or attributes: a recomputation finds and leaves them as they were."""
 
     def __init__(self, block: nn.Module, compute: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self._block, self._compute, self._options = block, compute, options
-        self._written: dict[bool, list[Tensor]] = {}
+        self._changed: dict[bool, tuple[list[tuple[nn.Module, str]], list[tuple[nn.Module, str]]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the method; which buffers it writes into shows its first pass in training, and in evaluation."""
-        entered: list[tuple[Tensor, Tensor]] | None = None
+        """Run the method; what it changes shows its first pass in training, and in evaluation."""
+        entered: list[_Buffer | _Attribute] | None = None
 
         def compute(*args: Any, **kwargs: Any) -> Any:
             nonlocal entered
-            watched = self._written.get(self._block.training)
-            copies = [(buffer, buffer.clone()) for buffer in (self._block.buffers() if watched is None else watched)]
-            versions = [buffer._version for buffer, _ in copies]
-            if entered is not None:
-                _restore(entered)
+            with _disable_current_modes():  # those of a selective checkpoint, which would note the copies
+                now = self._state()
+                for each in entered or ():
+                    each.restore()
             try:
                 return self._compute(*args, **kwargs)
             finally:
-                if entered is not None:
-                    _restore(copies)
-                else:
-                    entered = [
-                        pair for pair, before in zip(copies, versions, strict=True) if pair[0]._version != before
-                    ]
-                    self._written.setdefault(self._block.training, [buffer for buffer, _ in entered])
+                with _disable_current_modes():
+                    if entered is None:
+                        entered = now if self._block.training in self._changed else self._note_changed(now)
+                    else:
+                        for each in now:
+                            each.restore()
 
         return checkpoint(compute, *args, **self._options, **kwargs)
 
+    def _note_changed(self, before: Sequence[_Buffer | _Attribute]) -> list[_Buffer | _Attribute]:
+        """Return what a first pass has changed, and watch it from now on."""
+        changed = [each for each in before if each.is_changed]
+        known = {(each.owner, each.name) for each in before if isinstance(each, _Attribute)}
+        made = [_Attribute(*place, _NOTHING) for place in self._attributes() if place not in known]
+        buffers = [(each.owner, each.name) for each in changed if isinstance(each, _Buffer)]
+        attributes = [(each.owner, each.name) for each in (*changed, *made) if isinstance(each, _Attribute)]
+        self._changed[self._block.training] = buffers, attributes
+        return [*changed, *made]
 
-@torch.no_grad()
-def _restore(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for buffer, copy in copies:
-        buffer.copy_(copy)
+    def _attributes(self) -> list[tuple[nn.Module, str]]:
+        return [(part, name) for part in self._block.modules() for name in vars(part) if name not in _OF_TORCH]
+
+    def _state(self) -> list[_Buffer | _Attribute]:
+        if self._block.training in self._changed:
+            places, names = self._changed[self._block.training]
+        else:
+            places = [(part, name) for part in self._block.modules() for name in part._buffers]
+            names = self._attributes()
+        attributes = [_Attribute(owner, name, vars(owner).get(name, _NOTHING)) for owner, name in names]
+        return [*attributes, *self._copies(places)]
+
+    def _copies(self, places: Sequence[tuple[nn.Module, str]]) -> list[_Buffer]:
+        buffers = ((owner, name, owner._buffers[name]) for owner, name in places)
+        return [
+            _Buffer(owner, name, tensor, tensor.clone(), tensor._version)
+            for owner, name, tensor in buffers
+            if tensor is not None
+        ]
 
 
 def _count_products_within(part: nn.Module, mlp: nn.Module | None = None) -> int:

@@ -163,7 +163,16 @@ def _token_loss(output: Any, targets: Tensor) -> Tensor:
 
 
 def _loss_of(batch_loss: BatchLoss) -> BatchLoss:
-    return lambda output, batch: batch_loss(output, batch).reshape(1)
+    return lambda output, batch: _one_number(batch_loss(output, batch))
+
+
+def _one_number(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise RuntimeMismatchError(
+            f"batch_loss returns {list(loss.shape)} numbers, where the loss of a micro-batch is one",
+            help="return their mean",
+        )
+    return loss.reshape(1)
 
 
 def _of_module(batch_loss: BatchLoss, model: ModelSpec) -> LossFunction:
@@ -172,7 +181,7 @@ def _of_module(batch_loss: BatchLoss, model: ModelSpec) -> LossFunction:
 
     def loss(module: nn.Module, batch: Any, _: Tensor) -> Tensor:
         args, kwargs = called_with(inputs_of(batch, names) if arguments else batch)
-        return batch_loss(module(*args, **kwargs), batch).reshape(1)
+        return _one_number(batch_loss(module(*args, **kwargs), batch))
 
     return loss
 

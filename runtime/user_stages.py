@@ -8,7 +8,7 @@ module. Every stage gets the batch, of which it makes positions and masks again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -64,6 +64,7 @@ class UserStages:
         self._calls: dict[Any, _Call] = {}
         call = self._call(self._leaves, is_training=module.training)
         self._paths = parameters_of(module, call.tape, call.stages)
+        self._states = [{path for idx in stage.steps for path in call.tape.steps[idx].states} for stage in call.stages]
         by_id = defaultdict[int, list[str]](list)
         for path, parameter in module.named_parameters(remove_duplicate=False):
             by_id[id(parameter)].append(path)
@@ -80,7 +81,7 @@ class UserStages:
         for of in copied:
             one = nn.Parameter(self._module.get_parameter(next(iter(of))).detach().clone())
             copies |= dict.fromkeys(of & names, one)
-        return _with_parameters(self._module, names, copies)
+        return _with_parameters(self._module, names, copies, self._states[stage_idx])
 
     def run_as_stage(self, part: nn.Module, stage_idx: int, loss: StageLoss) -> None:
         """Let a part be called as a pipeline calls its stages: with what arrives, and leaves of the batch by name."""
@@ -129,13 +130,22 @@ class UserStages:
 
 
 def _with_parameters(
-    module: nn.Module, paths: Collection[str], copies: Mapping[str, nn.Parameter], prefix: str = ""
-) -> nn.Module:
-    """Return a module that has these of its parameters only; parts that have all of theirs are the module's."""
+    module: nn.Module, paths: Set[str], copies: Mapping[str, nn.Parameter], read: Set[str], prefix: str = "",
+    *, is_elsewhere: bool = False,
+) -> nn.Module:  # fmt: skip
+    """Return a module that has these of its parameters only; parts that have all of theirs are the module's.
+
+    Parts with none of theirs are of other stages, which have their buffers too: a checkpoint would store those of all stages under
+    one name. Some that are ``read`` between units stay.
+    """
     inside = [f"{prefix}{path}" for path, _ in module.named_parameters(remove_duplicate=False)]
-    if all(path in paths and path not in copies for path in inside):
+    is_elsewhere = is_elsewhere or (bool(inside) and paths.isdisjoint(inside))
+    if not is_elsewhere and all(path in paths and path not in copies for path in inside):
         return module
     other = shell(module)
+    for name in other._buffers if is_elsewhere else ():
+        if f"{prefix}{name}" not in read:
+            other._buffers[name] = None
     for name in [name for name, parameter in module._parameters.items() if parameter is not None]:
         path = f"{prefix}{name}"
         if path in copies:
@@ -143,7 +153,9 @@ def _with_parameters(
         elif path not in paths:
             other._parameters[name] = None
     for name, child in module.named_children():
-        other._modules[name] = _with_parameters(child, paths, copies, f"{prefix}{name}.")
+        other._modules[name] = _with_parameters(
+            child, paths, copies, read, f"{prefix}{name}.", is_elsewhere=is_elsewhere
+        )
     return other
 
 

@@ -34,6 +34,12 @@ MAX_KNOWN = 2**20
 """Entries of integers and booleans that are computed for real."""
 
 _BY_VALUE = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+_UNWRITTEN = (
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_strided.default, torch.ops.aten.new_empty_strided.default,
+)  # fmt: skip
+"""What makes tensors whose values are whatever lay in memory."""
+
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
@@ -65,7 +71,9 @@ class _Shapes(TorchDispatchMode):
             per_dim = [list(_indices(index)) for index in args[1]]
             args = (args[0], [index for indices in per_dim for index in indices], *args[2:])
         known = [_known(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        is_known = not any(value is None and leaf is not None for value, leaf in zip(known, leaves, strict=True))
+        is_known = func not in _UNWRITTEN and not any(
+            value is None and leaf is not None for value, leaf in zip(known, leaves, strict=True)
+        )
         if is_known and func in _READS:
             value = _for_real(func, tree_unflatten(known, spec))
             return know(torch.empty(value.shape, dtype=value.dtype), value) if isinstance(value, Tensor) else value

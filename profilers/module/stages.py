@@ -54,7 +54,7 @@ def layers_of(tape: Tape, blocks: Sequence[str]) -> list[int | None]:
             layer: int | None = block + 1
             if any(before > block + 1 for before in read):
                 raise ConfigError(f"{step.path} reads what a later block makes")
-        elif read or has_parameters or step.is_random:
+        elif read or has_parameters or step.is_random or step.writes_state:
             latest = max(read, default=0)
             layer = num_blocks + 1 if latest == num_blocks else latest
         else:

@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ...schema.errors import ConfigError
 from .fakes import on_fakes
 from .splits import storage_key
+from .trials import attributes_of, stored_since
 from .units import Unit, find_units
 
 _IN_PLACE = frozenset(
@@ -61,6 +62,7 @@ class Step:
         outs: the value of each leaf of what it returns; None for what is no tensor.
         renamed: values that it writes into, and what these are from then on.
         is_random: two calls differ.
+        writes_state: it writes into a parameter or buffer by itself.
     """
 
     path: str
@@ -71,6 +73,7 @@ class Step:
     renamed: list[tuple[int, int]] = field(default_factory=list)
     has_grad_mode: bool = True
     is_random: bool = False
+    writes_state: bool = False
 
     @property
     def reads(self) -> list[int]:
@@ -126,6 +129,8 @@ def record(twin: nn.Module, mode: FakeTensorMode, batch: Any, blocks: str) -> Ta
             hooks.callback(unit.module.register_forward_pre_hook(recorder.enter, with_kwargs=True).remove)
             hooks.callback(unit.module.register_forward_hook(recorder.leave(unit.path), with_kwargs=True).remove)
         args, kwargs = called_with(tree_unflatten(given, tree_flatten(batch)[1]))
+        before, within = attributes_of(twin), tuple(f"{unit.path}." for unit in units)
+        buffers = {path: id(buffer) for path, buffer in twin.named_buffers() if not path.startswith(within)}
         with recorder:
             try:
                 output = twin(*args, **kwargs)
@@ -133,6 +138,15 @@ def record(twin: nn.Module, mode: FakeTensorMode, batch: Any, blocks: str) -> Ta
                 raise ConfigError(
                     f"{type(twin).__name__} computes by values of its inputs ({error.func}), which every stage would have to see"
                 ) from None
+    if anew := [path for path, buffer in twin.named_buffers() if buffers.get(path, id(buffer)) != id(buffer)]:
+        raise ConfigError(
+            f"{type(twin).__name__} puts another tensor in the place of its buffer {anew[0]} between its blocks"
+        )
+    for path, _, name, _ in stored_since(before):
+        if not f"{path}.".startswith(within):
+            raise ConfigError(
+                f"{type(twin).__name__} keeps a tensor of the call in its attribute {f'{path}.{name}'.lstrip('.')}"
+            )
     leaves, spec = tree_flatten(output)
     outputs = [recorder.noted(leaf, "what it puts out") for leaf in leaves]
     parameters = {path for path, _ in twin.named_parameters(remove_duplicate=False)}
@@ -228,6 +242,7 @@ class _Recorder(TorchFunctionMode):
     def _add(self, step: Step, output: Any, *, written: Tensor | None = None) -> None:
         step.has_grad_mode = torch.is_grad_enabled()
         if written is not None:
+            step.writes_state = id(written) in self._paths
             key = storage_key(written)
             sharing = [t for t in self._alive if id(t) in self._values and storage_key(t) == key]
             for tensor in {id(t): t for t in sharing}.values():

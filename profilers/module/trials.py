@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
@@ -50,6 +50,29 @@ def copy_of(module: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Modu
                 if not isinstance(value, dict):  # parts and tensors, which are copied one by one
                     known[id(value)] = value
     return copy.deepcopy(module, known)
+
+
+class Attributes(NamedTuple):
+    """What a part of a module had in its attributes at some time."""
+
+    path: str
+    part: nn.Module
+    values: dict[str, Any]
+
+
+def attributes_of(module: nn.Module) -> list[Attributes]:
+    """Return the attributes of all parts of a module as they are now."""
+    return [Attributes(path, part, dict(vars(part))) for path, part in module.named_modules()]
+
+
+def stored_since(before: Sequence[Attributes]) -> list[tuple[str, nn.Module, str, Any]]:
+    """Return the attributes that have got a tensor since: path and part, name, and what was there before (None: nothing)."""
+    return [
+        (path, part, name, values.get(name))
+        for path, part, values in before
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and value is not values.get(name)
+    ]
 
 
 class SplitFacts(NamedTuple):

@@ -26,6 +26,7 @@ class Unit:
     Attributes:
         call: arguments of its first call in the sample run, with gradients as there or in a later call.
         read_outside: those of its parameters that other code reads, which stay whole.
+        stores: an attribute in which its code keeps a tensor of a call; empty: none.
     """
 
     path: str
@@ -33,6 +34,7 @@ class Unit:
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     num_calls: int = 0
     read_outside: set[str] = field(default_factory=set)
+    stores: str = ""
 
     @property
     def kind(self) -> str:
@@ -122,12 +124,12 @@ def sample_run(
     Parameters on the meta device are given values where their unit runs.
 
     Args:
-        each: run every unit. Unset, one of a kind that has run puts out what that one did: most models stand this, and 48 blocks
-            take as long as one.
+        each: run every unit, with all parameters there, as one may be read outside of its unit. Unset, one of a kind that has run
+            puts out what that one did: most models stand this, and 48 blocks take as long as one.
     """
     running, values = list[Unit](), Values()
     inside = {part for unit in units for part in unit.module.modules()}
-    values.give(part for part in module.modules() if part not in inside)
+    values.give(part for part in module.modules() if each or part not in inside)
     owners = {id(p): (unit, name) for unit in units for name, p in unit.module.named_parameters()}
     outputs: dict[str, Any] = {}
     with ExitStack() as stack:

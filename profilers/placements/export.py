@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._pytree import TreeSpec
 
 from ...schema.errors import ConfigError
-from ..module.trials import first_line
+from ..module.trials import Attributes, attributes_of, first_line, stored_since
 from .localise import Call
 from .signatures import RANDOM
 
@@ -81,7 +81,10 @@ class UnitGraph:
 
     @property
     def described(self) -> list[str]:
-        """The operators with their constants and what they read, to compare graphs; names come first and may differ."""
+        """The operators with their constants, what they read, their axes and the dimensions of what they make, to compare graphs.
+
+        Names come first and may differ.
+        """
         positions = {name: f"input{idx}" for idx, name in enumerate(self.inputs)} | self.state
         positions |= {node.name: f"op{idx}" for idx, node in enumerate(self.nodes)}
         lines = []
@@ -89,8 +92,21 @@ class UnitGraph:
             call = self.calls[node.name]
             values = (self.value_of(producer) for producer in call.producers)
             wiring = [f"{positions.get(value.node, 'constant')}.{value.idx}" for value in values]
-            lines.append(f"{node.name} {node.target} {call.static} {' '.join(wiring)}")
+            made = [
+                f"d{len(shape)}" for idx in range(4) if (shape := self.shapes.get(Value(node.name, idx))) is not None
+            ]
+            lines.append(f"{node.name} {node.target} {call.static} {' '.join([*wiring, *_axes(node), *made])}")
         return lines
+
+
+def _axes(node: fx.Node) -> Iterator[str]:
+    """Yield the axes that an operator is called with, as words: they are no sizes, which may be others for other samples."""
+    arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    for name, value in (*zip(arguments, node.args, strict=False), *node.kwargs.items()):
+        if name in ("source", "destination") or name.rstrip("0123456789").endswith(("dim", "dims", "axis")):
+            for axis in value if isinstance(value, list | tuple) else [value]:
+                if type(axis) is int:
+                    yield f"{name}_{'m' if axis < 0 else ''}{abs(axis)}"
 
 
 MODAL = (*RANDOM, "batch_norm", "lstm", "gru", "rnn_")
@@ -119,12 +135,19 @@ def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], 
     Raises:
         ConfigError: the code cannot be traced, or does what a graph cannot say; the message says what.
     """
+    if hooked := _hooked(module):
+        raise ConfigError(f"{path or type(module).__name__}: a hook of {hooked} reads inside of it")
+    before = attributes_of(module)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = _without_regions(export(module, tuple(args), dict(kwargs), strict=False))
     except Exception as error:  # the module's own code, or what torch does not trace
         raise ConfigError(f"{path or type(module).__name__} cannot be traced: {first_line(error)}") from None
+    finally:
+        stored = _put_back(before)
+    if stored:
+        raise ConfigError(keeps_a_tensor(path or type(module).__name__, stored))
     graph = _graph_of(program, path)
     if _what_is_written(graph):
         with warnings.catch_warnings(), suppress(Exception):  # whatever stops it: then the reason is what is written
@@ -133,6 +156,32 @@ def export_unit(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], 
     if why := _what_is_written(graph):
         raise ConfigError(f"{path}: {why}")
     return graph
+
+
+def _hooked(module: nn.Module) -> str:
+    """Return the path of a part inside whose calls somebody hooks; empty: none. Weights that torch's own hooks make are traced."""
+    for path, part in module.named_modules():
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values()) if path else ()
+        if not all(type(hook).__module__.startswith("torch.") for hook in hooks):
+            return path
+    return ""
+
+
+def keeps_a_tensor(path: str, attribute: str) -> str:
+    """Return why a unit stays whole whose code stores a tensor for code that a graph does not see."""
+    return f"{path} keeps a tensor of the call in its attribute {attribute}"
+
+
+def _put_back(before: Sequence[Attributes]) -> str:
+    """Take tensors away that a trace has left in attributes, and return the path of one; empty: there are none."""
+    attribute = ""
+    for path, part, name, value in stored_since(before):
+        attribute = f"{path}.{name}".lstrip(".")
+        if value is None:
+            del vars(part)[name]
+        else:
+            vars(part)[name] = value
+    return attribute
 
 
 def _without_regions(program: ExportedProgram) -> ExportedProgram:

@@ -49,7 +49,7 @@ class ConvertAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return the parts of the gradient in the source's dual."""
         source, target = ctx.forms
-        return (None, None, *_moved(gradients, target.dual, source.dual))
+        return (None, None, *converted(gradients, target.dual, source.dual))
 
 
 def converted(parts: Sequence[Tensor], source: Form, target: Form) -> Sequence[Tensor]:

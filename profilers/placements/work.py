@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ...schema.errors import ConfigError
 from ...schema.placement_forms import ENTIRE, REPEATED, Form
 from ...schema.placements import OperatorWork, UnitWork, WholeUnit
-from ..module.trials import copy_of, failure
+from ..module.trials import Attributes, attributes_of, copy_of, failure, stored_since
 from ..module.units import Unit, Values, find_units, sample_run
-from .export import UnitGraph, Value, export_unit, skeleton
+from .export import UnitGraph, Value, export_unit, keeps_a_tensor, skeleton
 from .fidelity import require_equal_to_code
 from .gate import proved, text
 from .localise import Call, tensors_of
@@ -122,16 +122,28 @@ def _called_units(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     """Return the units of a copy of a module with what they are called with; each is run where one of a kind does not do."""
     for each in (False, True):
         copy = copy_of(module).train()
-        units = find_units(copy)
+        units, before = find_units(copy), attributes_of(copy)
         try:
             sample_run(copy, units, args, kwargs, each=each)
+            _note_stored(units, before)
             return units
         except Exception as error:  # the module's own code
             why = failure(copy, error)
     raise ConfigError(f"{type(module).__name__} does not run on the sample: {why}")
 
 
+def _note_stored(units: Sequence[Unit], before: Sequence[Attributes]) -> None:
+    """Let units know of attributes in which their code keeps tensors of a call; of one kind only one may have run."""
+    stored = {(type(part), name) for _, part, name, _ in stored_since(before)}
+    for unit in units:
+        parts = unit.module.named_modules()
+        names = (f"{path}.{name}".lstrip(".") for path, part in parts for kind, name in stored if type(part) is kind)
+        unit.stores = next(names, "")
+
+
 def _traced(unit: Unit) -> TracedUnit | str:
+    if unit.stores:
+        return keeps_a_tensor(unit.path, unit.stores)
     Values().give(unit.module.modules())
     try:
         graph = _graph_of(unit)

@@ -30,7 +30,12 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         source, target = ctx.forms
-        return moved(gradients[0], target.dual, source.dual, ctx.group), None, None, None
+        return (
+            convert(gradients[0], target.dual, source.dual, ctx.group),
+            None,
+            None,
+            None,
+        )  # which may have a gradient as well
 
 
 def convert(value: Tensor, source: Form, target: Form, group: dist.ProcessGroup) -> Tensor:

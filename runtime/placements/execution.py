@@ -7,6 +7,7 @@ local tensors with conversions between them. Everything between units is the use
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def apply_placements(module: nn.Module, placements: Sequence[UnitPlacement], tp:
     Raises:
         RuntimeMismatchError: a unit is missing, or has other parameters than were placed.
     """
+    _warn_of_other_random_states(tp.get_group())
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(module, mode)
     sharded: dict[int, nn.Parameter] = {}
@@ -56,6 +58,21 @@ def apply_placements(module: nn.Module, placements: Sequence[UnitPlacement], tp:
             continue  # of another pipeline stage
         _shard_parameters(module, unit, path, graphs[0], tp, sharded)
         unit.forward = _PlacedUnit(unit, twin.get_submodule(path), mode, path, graphs, tp)
+
+
+def _warn_of_other_random_states(group: dist.ProcessGroup) -> None:
+    """Say where ranks that hold copies would draw other numbers, by which these drift apart."""
+    state, states = (
+        hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+        [""] * dist.get_world_size(group),
+    )
+    dist.all_gather_object(states, state, group=group)
+    if len(set(states)) > 1 and dist.get_rank(group) == 0:
+        warnings.warn(
+            "ranks of one tp group have other random states: noise and dropout outside of placed units would differ, and what each "
+            "holds a copy of would drift apart; call torch.manual_seed with the same number on all of them",
+            stacklevel=3,
+        )
 
 
 def _submodule(module: nn.Module, path: str) -> nn.Module | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import zoo
 from harness import Case, Outcome, run_group
 from meshwright.planner import plan
@@ -70,7 +72,12 @@ def built() -> RotatedDecoder:
 
 
 def steps_of_a_rank(case: Case, folder: Path) -> Outcome:
-    model = parallelize(built(), case.plan, device=torch.device("cpu"))
+    torch.manual_seed(dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = parallelize(built(), case.plan, device=torch.device("cpu"))
+    said = any("other random states" in str(warning.message) for warning in caught)
+    assert said == (model.mesh.tp.get_local_rank() == 0)
     losses, gradients = steps_of(model.module, model.module)
     return Outcome(losses=losses, gradients={name: full_tensor(grad).clone() for name, grad in gradients.items()})
 

@@ -13,7 +13,9 @@ from meshwright.profilers import profile_module
 from meshwright.profilers.module.stages import why_not_cut
 from meshwright.profilers.module.structure import find_structure
 from meshwright.profilers.module.units import find_units
+from meshwright.profilers.placements.export import export_unit, skeleton
 from meshwright.profilers.placements.work import placed_units
+from meshwright.runtime.user_stages import UserStages
 from meshwright.schema import ConfigError, ModelSpec, Workload
 from plans import cpu_cluster
 from torch import Tensor, nn
@@ -254,3 +256,116 @@ def test_a_module_that_was_profiled_has_its_own_tensors_again() -> None:
         assert not isinstance(parameter.data, FakeTensor)
         assert torch.equal(parameter, before[name]), name
     module(X).sum().backward()
+
+
+def _stores(block: Block, x: Tensor) -> Tensor:
+    block.kept = x.mean()
+    return x
+
+
+def test_a_unit_that_stores_a_tensor_or_has_a_hook_inside_stays_whole() -> None:
+    _, whole = placed_units(Blocks(lambda: Block(_stores)), [X], (2,))
+    assert [unit.path for unit in whole] == ["blocks.0", "blocks.1"]
+    assert all("keeps a tensor of the call in its attribute kept" in unit.why for unit in whole)
+    seen = list[Tensor]()
+    module = Blocks(lambda: Block(lambda _, x: x))
+    module.blocks[0].up.register_forward_hook(lambda _, args, out: seen.append(out))
+    module.blocks[1].up.register_forward_hook(lambda _, args, out: seen.append(out))
+    _, whole = placed_units(module, [X], (2,))
+    assert all("a hook of up reads inside" in unit.why for unit in whole) and len(whole) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "axes"), [(lambda x: x.softmax(0), "-1 and 0"), (lambda x: x[0].softmax(-1), "three and two")]
+)
+def test_graphs_with_other_axes_or_dimensions_are_others(other: Callable[[Tensor], Tensor], axes: str) -> None:
+    module, x = Of(lambda x: x.softmax(-1)), X.clone()
+    one, same, another = (
+        skeleton(export_unit(made, (given,), {}).described)
+        for made, given in ((module, x), (module, x[:1]), (Of(other), x))
+    )
+    assert one == same
+    assert one != another, axes
+
+
+class Of(nn.Module):
+    """A function of a layer's output."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+class Reads(Blocks):
+    """Code between blocks that looks at the batch, or changes what the model keeps."""
+
+    def __init__(self, between: Callable[[Reads, Tensor], Tensor]) -> None:
+        super().__init__(lambda: nn.Linear(WIDTH, WIDTH))
+        self.tokens, self.between = nn.Embedding(8, WIDTH), between
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(self.between(self, tokens))
+
+
+def _branches(model: Reads, tokens: Tensor) -> Tensor:
+    return model.tokens(tokens) * (2.0 if (tokens == 0).any() else 1.0)
+
+
+def _rebinds(model: Reads, tokens: Tensor) -> Tensor:
+    model.seen = model.seen + 1
+    return model.tokens(tokens)
+
+
+def _keeps(model: Reads, tokens: Tensor) -> Tensor:
+    model.last = model.tokens(tokens)
+    return model.last
+
+
+def _counts(model: Reads, tokens: Tensor) -> Tensor:
+    model.seen.index_add_(0, tokens.flatten(), torch.ones(tokens.numel()))
+    return model.tokens(tokens)
+
+
+@pytest.mark.parametrize(
+    ("between", "why"),
+    [
+        (_branches, "computes by values of its inputs"),
+        (_rebinds, "another tensor in the place of its buffer seen"),
+        (_keeps, "keeps a tensor of the call in its attribute last"),
+        (_counts, ""),
+    ],
+)
+def test_stages_of_code_that_looks_at_values_or_keeps_tensors_are_refused(
+    between: Callable[[Reads, Tensor], Tensor], why: str
+) -> None:
+    module = Reads(between)
+    said = why_not_cut(module, find_structure(module), [torch.empty(2, 4, dtype=torch.long, device="meta")])
+    assert why in said if why else not said
+
+
+def test_what_is_written_between_blocks_is_written_by_the_first_stage_and_buffers_go_with_their_units() -> None:
+    module = Reads(_counts)
+    for block in module.blocks:
+        block.register_buffer("own", torch.zeros(1))
+    structure = find_structure(module)
+    stages = UserStages(
+        module, structure, {0: 0, 1: 0, 2: 1, 3: 1}, [torch.empty(2, 4, dtype=torch.long, device="meta")], torch.float32
+    )
+    first, last = stages.part(0), stages.part(1)
+    assert {name for name, _ in first.named_buffers()} == {"seen", "blocks.0.own"}
+    assert "blocks.1.own" in {name for name, _ in last.named_buffers()} and last.blocks[0].own is None
+
+
+def test_a_parameter_that_is_read_outside_of_its_unit_has_values_on_the_meta_device() -> None:
+    class Queries(Reads):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) + self.tokens.weight[: tokens.shape[1]]
+
+    with torch.device("meta"):
+        module = Queries(lambda model, tokens: model.tokens(tokens))
+    works, _ = placed_units(module, [torch.zeros(2, 4, dtype=torch.long)], (2,))
+    assert works

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from meshwright.runtime.batch_loss import MeanLoss
 from meshwright.runtime.recompute import checkpoint_block
+from meshwright.runtime.user_modules import _one_number
 from meshwright.schema import RuntimeMismatchError
 from torch import Tensor, nn
 
@@ -85,14 +86,40 @@ class Remembers(nn.Module):
         return y.sin() * self.mean.clone()
 
 
-def test_a_recomputed_block_finds_and_leaves_its_buffers_as_they_were() -> None:
+class Normalises(nn.Module):
+    """Reads its last output, counts calls, has a batch norm, which writes uncounted by torch, and makes a buffer anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.calls = nn.Linear(4, 4), nn.BatchNorm1d(4), 0
+        self._last: Tensor | None = None
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.linear(x))
+        self.calls += 1
+        y = y * self.calls if self._last is None else y * self.calls + self._last
+        self._last = y.detach()
+        y = y.sin() * self.mean
+        self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+        return y
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("make", [Remembers, Normalises])
+def test_a_recomputed_block_finds_and_leaves_its_state_as_it_was(make: Callable[[], nn.Module], recompute: Any) -> None:
     results = []
-    for recompute in (False, True):
+    for kind in ("none", recompute):
         torch.manual_seed(0)
-        block = Remembers()
-        if recompute:
-            checkpoint_block(block, "full")
-        sum(block(OUT + i).square().sum() for i in range(2)).backward()  # type: ignore[union-attr]
-        results.append((block.linear.weight.grad, block.mean))
+        block = make()
+        checkpoint_block(block, kind)
+        for _ in range(2):
+            sum(block(OUT + i).square().sum() for i in range(2)).backward()  # type: ignore[union-attr]
+        results.append((*(p.grad for p in block.parameters()), *block.buffers()))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_loss_of_each_sample_is_refused() -> None:
+    with pytest.raises(RuntimeMismatchError, match=r"batch_loss returns \[4\] numbers"):
+        _one_number(OUT[0])
