@@ -201,15 +201,15 @@ class _WithState:
 
     def _state(self) -> list[_Buffer | _Attribute]:
         if self._block.training in self._changed:
-            places, names = self._changed[self._block.training]
+            slots, names = self._changed[self._block.training]
         else:
-            places = [(part, name) for part in self._block.modules() for name in part._buffers]
+            slots = [(part, name) for part in self._block.modules() for name in part._buffers]
             names = self._attributes()
         attributes = [_Attribute(owner, name, vars(owner).get(name, _NOTHING)) for owner, name in names]
-        return [*attributes, *self._copies(places)]
+        return [*attributes, *self._copies(slots)]
 
-    def _copies(self, places: Sequence[tuple[nn.Module, str]]) -> list[_Buffer]:
-        buffers = ((owner, name, owner._buffers[name]) for owner, name in places)
+    def _copies(self, slots: Sequence[tuple[nn.Module, str]]) -> list[_Buffer]:
+        buffers = ((owner, name, owner._buffers[name]) for owner, name in slots)
         return [
             _Buffer(owner, name, tensor, tensor.clone(), tensor._version)
             for owner, name, tensor in buffers

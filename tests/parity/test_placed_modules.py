@@ -72,10 +72,11 @@ def built() -> RotatedDecoder:
 
 
 def steps_of_a_rank(case: Case, folder: Path) -> Outcome:
+    module = built()
     torch.manual_seed(dist.get_rank())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = parallelize(built(), case.plan, device=torch.device("cpu"))
+        model = parallelize(module, case.plan, device=torch.device("cpu"))
     said = any("other random states" in str(warning.message) for warning in caught)
     assert said == (model.mesh.tp.get_local_rank() == 0)
     losses, gradients = steps_of(model.module, model.module)

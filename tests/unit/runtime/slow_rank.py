@@ -49,7 +49,7 @@ def use(slow: str, patch: Any, *, seconds: float) -> None:
     """Let `compare_nodes` start such ranks."""
     patch.setenv("SLOW", slow)
     patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-    patch.setattr(launching, "program", SimpleNamespace(__name__=Path(__file__).stem))
+    patch.setattr(launching, "ranks_program", SimpleNamespace(__name__=Path(__file__).stem))
     patch.setattr(launching, "PREFLIGHT_S", seconds)
 
 
