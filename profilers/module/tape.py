@@ -142,11 +142,10 @@ def record(twin: nn.Module, mode: FakeTensorMode, batch: Any, blocks: str) -> Ta
         raise ConfigError(
             f"{type(twin).__name__} puts another tensor in the place of its buffer {anew[0]} between its blocks"
         )
-    for path, _, name, _ in stored_since(before):
-        if not f"{path}.".startswith(within):
-            raise ConfigError(
-                f"{type(twin).__name__} keeps a tensor of the call in its attribute {f'{path}.{name}'.lstrip('.')}"
-            )
+    for each, name in stored_since(before):
+        if not f"{each.path}.".startswith(within):
+            attribute = f"{each.path}.{name}".lstrip(".")
+            raise ConfigError(f"{type(twin).__name__} keeps a tensor of the call in its attribute {attribute}")
     leaves, spec = tree_flatten(output)
     outputs = [recorder.noted(leaf, "what it puts out") for leaf in leaves]
     parameters = {path for path, _ in twin.named_parameters(remove_duplicate=False)}

@@ -65,13 +65,13 @@ def attributes_of(module: nn.Module) -> list[Attributes]:
     return [Attributes(path, part, dict(vars(part))) for path, part in module.named_modules()]
 
 
-def stored_since(before: Sequence[Attributes]) -> list[tuple[str, nn.Module, str, Any]]:
-    """Return the attributes that have got a tensor since: path and part, name, and what was there before (None: nothing)."""
+def stored_since(before: Sequence[Attributes]) -> list[tuple[Attributes, str]]:
+    """Return the names of attributes that have got a tensor since, each with what its part had before."""
     return [
-        (path, part, name, values.get(name))
-        for path, part, values in before
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor) and value is not values.get(name)
+        (each, name)
+        for each in before
+        for name, value in vars(each.part).items()
+        if isinstance(value, Tensor) and value is not each.values.get(name)
     ]
 
 

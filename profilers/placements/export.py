@@ -175,12 +175,12 @@ def keeps_a_tensor(path: str, attribute: str) -> str:
 def _put_back(before: Sequence[Attributes]) -> str:
     """Take tensors away that a trace has left in attributes, and return the path of one; empty: there are none."""
     attribute = ""
-    for path, part, name, value in stored_since(before):
+    for (path, part, values), name in stored_since(before):
         attribute = f"{path}.{name}".lstrip(".")
-        if value is None:
-            del vars(part)[name]
+        if name in values:
+            vars(part)[name] = values[name]
         else:
-            vars(part)[name] = value
+            del vars(part)[name]
     return attribute
 
 

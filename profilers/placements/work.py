@@ -134,7 +134,7 @@ def _called_units(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 def _note_stored(units: Sequence[Unit], before: Sequence[Attributes]) -> None:
     """Let units know of attributes in which their code keeps tensors of a call; of one kind only one may have run."""
-    stored = {(type(part), name) for _, part, name, _ in stored_since(before)}
+    stored = {(type(each.part), name) for each, name in stored_since(before)}
     for unit in units:
         parts = unit.module.named_modules()
         names = (f"{path}.{name}".lstrip(".") for path, part in parts for kind, name in stored if type(part) is kind)
