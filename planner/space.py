@@ -271,13 +271,15 @@ def _nothing_left(request: PlanRequest, reasons: list[tuple[int, str]]) -> Confi
     if not reasons:
         of_layout = "zero_stage above 0 needs dp_shard > 1 and dp_shard > 1 needs it; sequence_parallel needs tp > 1"
         reasons = [(1, f"{of_layout}   [layout]")]
-    of_batch = f"use a global batch size of at least {num_devices}, one that divides over them or a divisor of them"
+    advice = f"use a global batch size of at least {num_devices}, one that divides over them or a divisor of them"
+    if request.workload.precision != "fp32" and any("[shards_of_code]" in reason for _, reason in reasons):
+        advice = "add --precision fp32, in which whole replicas run"
     return ConfigError(
         f"no layout of {request.model.name} on {num_devices} devices with global batch size {size}"
         + (f" and {fixed}" if fixed else "")
         + " can be executed",
         details=tuple(reason for _, reason in sorted(reasons, reverse=True)[:4]),
-        help="loosen --fix" if fixed else of_batch,
+        help="loosen --fix" if fixed else advice,
     )
 
 

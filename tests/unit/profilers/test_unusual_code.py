@@ -16,7 +16,7 @@ from meshwright.profilers.module.units import find_units
 from meshwright.profilers.placements.export import export_unit, skeleton
 from meshwright.profilers.placements.work import placed_units
 from meshwright.runtime.user_stages import UserStages
-from meshwright.schema import ConfigError, ModelSpec, Workload
+from meshwright.schema import ClusterSpec, ConfigError, ModelSpec, Workload
 from plans import cpu_cluster
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -369,3 +369,13 @@ def test_a_parameter_that_is_read_outside_of_its_unit_has_values_on_the_meta_dev
         module = Queries(lambda model, tokens: model.tokens(tokens))
     works, _ = placed_units(module, [torch.zeros(2, 4, dtype=torch.long)], (2,))
     assert works
+
+
+def test_a_scalar_parameter_is_said_to_need_fp32() -> None:
+    module = Blocks(lambda: nn.Linear(WIDTH, WIDTH))
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    spec, workload = profile_module(module, [X]), Workload(seq_len=4, global_batch_size=64)
+    with pytest.raises(ConfigError) as refused:
+        plan(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload)
+    assert refused.value.help == "add --precision fp32, in which whole replicas run"
+    assert plan(spec, ClusterSpec.parse("8xH100-SXM-80GB"), workload.replace(precision="fp32")).layout.dp_replicate == 8
