@@ -1,5 +1,5 @@
 # make demo   plan a small published model for this machine and train it with that plan
-# make test   run the short tier of the test suite, in about nine minutes on two cores
+# make test   run the short tier of the test suite, in about a quarter of an hour on two cores
 # make test-long  run the long tier, what begins within MINUTES of it; CI runs it after the short one
 # make test-all   run all of it, with what is left to the night
 # make test-failed  run what failed last time once more, one test at a time
