@@ -16,7 +16,7 @@ from .adapter import Table
 MAX_YAML_NODES = 100_000
 """Values of a YAML file, those that aliases stand for counted each time."""
 
-_LONG_NUMBER = re.compile(r"[-+]?[0-9][0-9A-Fa-f_:.x]{100,}")
+_LONG_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9_:.]{100,}|0x[0-9A-Fa-f_]{100,})")
 """Of sixties, as in 1:30:00, which take the square of their length, or of sixteens, which Python does not write in tens."""
 
 

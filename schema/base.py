@@ -149,6 +149,11 @@ def located(place: str) -> Iterator[None]:
         raise type(error)(message, details=error.details, help=error.help) from None
 
 
+def is_file(path: str | Path) -> bool:
+    """Say whether there is a file of this name; a text that no file can be called, of any length, is none."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises where the name is too long
+
+
 def read_text(path: str | Path) -> str:
     """Read the text of a file the user named; every way this fails is a ConfigError."""
     try:

@@ -11,7 +11,6 @@ Prefix blocks are ids of blocks of 512 tokens, in order; a block that an earlier
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .base import shown
+from .base import is_file, shown
 from .csv_file import limited_lines, table_rows
 from .errors import ConfigError
 from .limits import MAX_PREFIX_BLOCKS, MAX_REQUESTS
@@ -93,7 +92,7 @@ def parse_requests(text: str, *, rate: float | None = None, concurrency: int | N
 
 def is_stated(text: str) -> bool:
     """Return whether a load is stated as text, not the name of a file."""
-    return "=" in text and not os.path.isfile(text)  # noqa: PTH113 - a text that no file can be called is none
+    return "=" in text and not is_file(text)
 
 
 def _without_none(fields: dict[str, float | None]) -> dict[str, float | int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...schema.base import read_text
+from ...schema.base import is_file, read_text
 from ..adapter import TF32_VARIABLE
 from ..tables import parse_table
 from .job import Given
@@ -56,16 +55,12 @@ class Launch:
                 parse_table(Path(name).suffix or ".json", text), "\n" * (place.line - 1) + text, place.file
             )
         path = self.folder / name
-        if not _is_file(path):  # $(pwd)/ds.json, ${HERE}/ds.json
+        if not is_file(path):  # $(pwd)/ds.json, ${HERE}/ds.json
             path = self.folder / Path(name).name
-        if path.suffix in TABLES and _is_file(path):
+        if path.suffix in TABLES and is_file(path):
             text = read_text(path)
             return from_table(parse_table(path.suffix, text), text, path.name)
         return None
-
-
-def _is_file(path: Path) -> bool:
-    return os.path.isfile(path)  # noqa: PTH113 - a text that no file can be called is none
 
 
 def launch_of(words: Sequence[Field], script: Script, sets: Mapping[str, str], folder: Path) -> Launch:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import fnmatch
 import operator
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...schema.base import read_text
+from ...schema.base import is_file, read_text
 from ...schema.errors import ConfigError
 from . import shell_tree as syntax
 from .shell_syntax import parse_script
@@ -256,7 +255,7 @@ class _Reader:
         if not words:
             return
         path = self.file.parent / words[0].text
-        if words[0].unknown or not os.path.isfile(path):  # noqa: PTH113 - a name of any length
+        if words[0].unknown or not is_file(path):
             self.script.undecided.append(f"{self.place(line)}: reads {words[0].text[:200]}, which is not here")
             return
         outer = self.name

@@ -130,7 +130,7 @@ def record(twin: nn.Module, mode: FakeTensorMode, batch: Any, blocks: str) -> Ta
             hooks.callback(unit.module.register_forward_hook(recorder.leave(unit.path), with_kwargs=True).remove)
         args, kwargs = called_with(tree_unflatten(given, tree_flatten(batch)[1]))
         before, within = attributes_of(twin), tuple(f"{unit.path}." for unit in units)
-        buffers = {path: id(buffer) for path, buffer in twin.named_buffers() if not path.startswith(within)}
+        buffers = {path: buffer for path, buffer in twin.named_buffers() if not path.startswith(within)}
         with recorder:
             try:
                 output = twin(*args, **kwargs)
@@ -138,7 +138,7 @@ def record(twin: nn.Module, mode: FakeTensorMode, batch: Any, blocks: str) -> Ta
                 raise ConfigError(
                     f"{type(twin).__name__} computes by values of its inputs ({error.func}), which every stage would have to see"
                 ) from None
-    if anew := [path for path, buffer in twin.named_buffers() if buffers.get(path, id(buffer)) != id(buffer)]:
+    if anew := [path for path, buffer in twin.named_buffers() if buffers.get(path, buffer) is not buffer]:
         raise ConfigError(
             f"{type(twin).__name__} puts another tensor in the place of its buffer {anew[0]} between its blocks"
         )

@@ -30,12 +30,8 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         source, target = ctx.forms
-        return (
-            convert(gradients[0], target.dual, source.dual, ctx.group),
-            None,
-            None,
-            None,
-        )  # which may have a gradient as well
+        # A conversion again, as a gradient may have one itself.
+        return convert(gradients[0], target.dual, source.dual, ctx.group), None, None, None
 
 
 def convert(value: Tensor, source: Form, target: Form, group: dist.ProcessGroup) -> Tensor:

@@ -62,11 +62,8 @@ def apply_placements(module: nn.Module, placements: Sequence[UnitPlacement], tp:
 
 def _warn_of_other_random_states(group: dist.ProcessGroup) -> None:
     """Say where ranks that hold copies would draw other numbers, by which these drift apart."""
-    state, states = (
-        hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
-        [""] * dist.get_world_size(group),
-    )
-    dist.all_gather_object(states, state, group=group)
+    states = [""] * dist.get_world_size(group)
+    dist.all_gather_object(states, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(), group=group)
     if len(set(states)) > 1 and dist.get_rank(group) == 0:
         warnings.warn(
             "ranks of one tp group have other random states: noise and dropout outside of placed units would differ, and what each "
@@ -141,12 +138,8 @@ _Setting = tuple[str, str]
 """Path of a part of a unit, and the name of its attribute."""
 
 
-def _is_alike(one: _Program | None, other: _Program | None) -> bool:
-    """Say whether two programs compute the same; what is computed whole is the unit's own code, whatever its settings are."""
-    if one is None or other is None:
-        return one is other
-    same = one.graph.described == other.graph.described and one.graph.constants.keys() == other.graph.constants.keys()
-    return same and all(torch.equal(made, other.graph.constants[name]) for name, made in one.graph.constants.items())
+MANY_CHANGES = 8
+"""Changes of settings of a unit that are borne without a word."""
 
 
 class _NotPlacedError(Exception):
@@ -156,8 +149,8 @@ class _NotPlacedError(Exception):
 class _PlacedUnit:
     """The forward pass of a unit, which has a placement in training and may have another one in evaluation.
 
-    A graph is made of each kind of call, and anew where a setting of the unit (a rate, a temperature) is another one by now. One
-    that has no placement is computed whole.
+    A graph is made of each kind of call, and anew where a setting of the unit (a rate, a temperature) is another one by now. A kind
+    that has no placement is computed whole from then on, by the unit's own code, which reads its settings itself.
     """
 
     def __init__(
@@ -174,12 +167,12 @@ class _PlacedUnit:
         self._group, self._num_ranks = tp.get_group(), tp.size()
         self._programs: dict[str, _Program | None] = {}
         self._settings: dict[str, dict[_Setting, Any]] = {}
-        self._without_effect: set[_Setting] = set()
+        self._num_changes = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit on whole values."""
         key, settings = f"{self._unit.training} {described((args, kwargs))}", self._settings_now()
-        if self._settings.get(key) != settings:
+        if key not in self._programs or (self._programs[key] is not None and self._settings[key] != settings):
             self._update(key, settings, args, kwargs)
         program = self._programs[key]
         if program is None:
@@ -214,25 +207,25 @@ class _PlacedUnit:
             (path, name): value
             for path, part in self._unit.named_modules()
             for name, value in vars(part).items()
-            if is_setting(value) and (path, name) not in self._without_effect
+            if is_setting(value)
         }
 
     def _update(self, key: str, settings: dict[_Setting, Any], args: Any, kwargs: Any) -> None:
-        """Make the program of a kind of call, or make it anew; settings that change nothing (counters) are looked at no more."""
+        """Make the program of a kind of call, or make it anew for other settings, whether or not these change what it computes."""
         twins = dict(self._twin.named_modules())
         for (path, name), value in settings.items():
             if path in twins:
                 vars(twins[path])[name] = value
-        made = self._program(args, kwargs)
-        if key in self._programs and _is_alike(made, self._programs[key]):
-            before = self._settings[key]
-            self._without_effect |= {name for name, value in settings.items() if before.get(name) != value}
-            settings = {name: value for name, value in settings.items() if name not in self._without_effect}
-            self._settings = {
-                each: {name: value for name, value in known.items() if name not in self._without_effect}
-                for each, known in self._settings.items()
-            }
-        self._programs[key], self._settings[key] = made, settings
+        if key in self._programs:
+            self._num_changes += 1
+            if self._num_changes == MANY_CHANGES and self._is_first and dist.get_rank(self._group) == 0:
+                changed = {each[1] for each, value in settings.items() if self._settings[key].get(each) != value}
+                warnings.warn(
+                    f"{self._path} is traced anew for the {MANY_CHANGES}th time, as these change: {', '.join(sorted(changed))}; "
+                    "keep what only counts steps outside of the module",
+                    stacklevel=3,
+                )
+        self._programs[key], self._settings[key] = self._program(args, kwargs), settings
 
     @torch.no_grad()
     def _write(self, graph: UnitGraph, program: _Program, values: dict[tuple[Value, Form], Any]) -> None:

@@ -205,22 +205,22 @@ class Registered(nn.Module):
 
 
 class Rotated(nn.Module):
-    """Attention whose positions are complex numbers that the model keeps, and whose temperature the loop may change."""
+    """Attention whose positions are complex numbers that the model keeps, and whose temperature and step the loop may change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.temperature, self.calls = 1.0, 0
+        self.temperature, self.step = 1.0, 0
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        self.calls += 1
         q, k, v = (part.unflatten(-1, (4, -1)) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
         q, k = (
             torch.view_as_real(torch.view_as_complex(part.unflatten(-1, (-1, 2))) * turns[:, None]).flatten(-2)
             for part in (q, k)
         )
         scores = torch.einsum("bqhc,bkhc->bhqk", q, k) / self.temperature
-        return x + self.out(torch.einsum("bhqk,bkhc->bqhc", scores.softmax(-1), v).flatten(2))
+        made = self.out(torch.einsum("bhqk,bkhc->bqhc", scores.softmax(-1), v).flatten(2))
+        return x + (made if self.step < 2 else 2.0 * made)
 
 
 class RotatedDecoder(nn.Module):

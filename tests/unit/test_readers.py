@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from meshwright.engines.launch.settings import from_table
 from meshwright.engines.launch.torchtitan import settings_of
+from meshwright.engines.tables import parse_table
 from meshwright.planner.expert_files import read_placement
 from meshwright.runtime.tokenizer import open_tokenizer
 from meshwright.schema import ConfigError, MeshwrightError
@@ -277,6 +278,10 @@ def test_a_configuration_made_of_another_twice_is_read_once() -> None:
     )
     settings = settings_of(f"{twice}def f40():\n config.a.c = 1\n")
     assert settings["a"]["c"] == 1 and settings["a"]["b0"] == 0
+
+
+def test_a_long_hash_is_no_number() -> None:
+    assert parse_table(".yaml", f"sha512: {'9a' * 64}") == {"sha512": "9a" * 64}
 
 
 def test_places_of_many_keys_are_those_of_their_lines() -> None:

@@ -1,4 +1,4 @@
-"""Tests of drawn examples in two tiers: few of them in the short one, as many as the test is meant to have in the long one."""
+"""Tests of drawn examples in tiers: few in the short one, as many as the test is meant to have in the long one or at night."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def drawn(*strategies: Any, few: int, many: int, under: settings | None = None, 
         return test
 
     return decorate
+
+
+def seed_groups(num_instances: int, num_groups: int, *, num_long: int) -> pytest.MarkDecorator:
+    """Give a test its ``seeds``: a quarter of the first group in the short tier, some groups in the long one, others at night."""
+    marks = [pytest.mark.long] * num_long + [pytest.mark.nightly] * (num_groups - num_long)
+    groups = [range(group, num_instances, num_groups) for group in range(num_groups)]
+    parameters = [groups[0][::4], *(pytest.param(seeds, marks=mark) for seeds, mark in zip(groups, marks, strict=True))]
+    return pytest.mark.parametrize("seeds", parameters, ids=lambda seeds: f"{seeds.start}-{seeds.step}")

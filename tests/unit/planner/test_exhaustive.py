@@ -9,27 +9,14 @@ from meshwright.cost_models.stage.bounds import memory_bounds, quick_time_bounds
 from meshwright.planner import expand, search
 from meshwright.planner.request import PlanRequest
 from small_spaces import random_instance
+from tiers import seed_groups
 
 NUM_INSTANCES, NUM_GROUPS = 208, 8
-FEWER = 4
-"""A part of a group is enough for the short tier."""
 
 ROUNDING = 1e-9
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        range(0, NUM_INSTANCES, FEWER * NUM_GROUPS),
-        *(
-            pytest.param(
-                range(group, NUM_INSTANCES, NUM_GROUPS), marks=pytest.mark.long if group < 3 else pytest.mark.nightly
-            )
-            for group in range(NUM_GROUPS)
-        ),
-    ],
-    ids=lambda seeds: f"{seeds.start}-{seeds.step}",
-)
+@seed_groups(NUM_INSTANCES, NUM_GROUPS, num_long=3)
 def test_search_equals_exhaustive_enumeration_on_random_instances(
     seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,12 +19,11 @@ from meshwright.planner.tasks.training import plan_layout, search_layouts
 from meshwright.schema import ClusterSpec, ConfigError, Layout, ModelSpec, Workload
 from meshwright.schema.cluster import NodeGroup
 from meshwright.schema.layout_table import LayoutTable
+from tiers import seed_groups
 
 DEVICES = ("1x4xA100-SXM-40GB", "1x4xH100-SXM-80GB", "1x4xL40S", "1x4xA100-SXM-80GB", "1x4xV100-SXM2-32GB")
 MODELS = ("gpt2", "llama-3.2-1b", "olmoe-1b-7b", "qwen2.5-7b")
 NUM_INSTANCES, NUM_GROUPS = 102, 6
-FEWER = 4
-"""A part of a group is enough for the short tier."""
 
 
 def shortened(model: str, num_blocks: int) -> ModelSpec:
@@ -70,19 +69,7 @@ def random_instance(seed: int) -> tuple[ModelSpec, Workload, ClusterSpec, Space]
     return spec, workload, cluster, Space(batch.select(np.sort(np.concatenate(rows))), {})
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        range(0, NUM_INSTANCES, FEWER * NUM_GROUPS),
-        *(
-            pytest.param(
-                range(group, NUM_INSTANCES, NUM_GROUPS), marks=pytest.mark.long if group < 2 else pytest.mark.nightly
-            )
-            for group in range(NUM_GROUPS)
-        ),
-    ],
-    ids=lambda seeds: f"{seeds.start}-{seeds.step}",
-)
+@seed_groups(NUM_INSTANCES, NUM_GROUPS, num_long=2)
 def test_search_equals_exhaustive_enumeration_on_random_mixed_clusters(
     seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
